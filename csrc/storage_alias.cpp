@@ -1,0 +1,27 @@
+// A byte tensor over another tensor's memory, for torch >= 2.12 without a storage binding: Python
+// swaps its data pointer into the storage that is to see those bytes.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "stable.h"
+
+namespace storage_ops {
+namespace {
+
+Tensor alias_bytes(const Tensor& owner) {
+  STD_TORCH_CHECK(owner.is_contiguous() && owner.element_size() == 1,
+                  "_alias_bytes: owner must be a contiguous tensor of bytes");
+  const int64_t nbytes = owner.numel();
+  const int64_t stride = 1;
+  // The deleter's copy of `owner` is what keeps the memory alive.
+  return torch::stable::from_blob(owner.mutable_data_ptr(), {&nbytes, 1}, {&stride, 1},
+                                  owner.device(), ScalarType::Byte, [owner](void*) {});
+}
+
+}  // namespace
+}  // namespace storage_ops
+
+STABLE_TORCH_LIBRARY_IMPL(storage_ops, CompositeExplicitAutograd, m) {
+  m.impl("_alias_bytes", TORCH_BOX(&storage_ops::alias_bytes));
+}

@@ -1,0 +1,187 @@
+// Frees the bytes of a StorageImpl and binds other bytes into it, for exactly one torch minor.
+//
+// Bytes that are shared belong to an owner: a StorageImpl that no user sees, holding the DataPtr
+// that the allocator made. Every storage that shares them holds a DataPtr whose context is a Lease,
+// a reference to the owner. So whichever storage is discarded, resized or destroyed first, the
+// bytes live until the last one lets go, and no storage ever refers to another: no cycle can leak.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/impl/COW.h>
+#include <c10/core/Stream.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace {
+
+using c10::StorageImpl;
+
+// Context of the DataPtr of a storage that shares its bytes.
+struct Lease {
+  c10::Storage owner;
+  c10::weak_intrusive_ptr<StorageImpl> lender;  // the storage these bytes were shared from
+
+  static void release(void* context) { delete static_cast<Lease*>(context); }
+};
+
+// Context of the null DataPtr of a discarded storage: what it must hold again.
+struct Vacancy {
+  size_t nbytes;
+
+  static void release(void* context) { delete static_cast<Vacancy*>(context); }
+};
+
+// Reads past the guard, which makes every ordinary access to a discarded storage raise.
+c10::DataPtr& data_of(StorageImpl* storage) { return storage->_mutable_data_ptr_no_checks(); }
+
+Lease* lease_of(StorageImpl* storage) {
+  return data_of(storage).cast_context<Lease>(&Lease::release);
+}
+
+Vacancy* vacancy_of(StorageImpl* storage) {
+  return data_of(storage).cast_context<Vacancy>(&Vacancy::release);
+}
+
+// torch 2.10 and 2.11 can arm the guard but not lift it again, so there it is never armed.
+template <typename T, typename = void>
+struct can_lift_guard : std::false_type {};
+template <typename T>
+struct can_lift_guard<T, std::void_t<decltype(std::declval<T&>().clear_data_ptr_access_error_msg_())>>
+    : std::true_type {};
+
+template <typename T>
+void lift_guard(T* storage) {
+  if constexpr (can_lift_guard<T>::value) storage->clear_data_ptr_access_error_msg_();
+}
+
+template <typename T>
+void set_guard(T* storage, std::string message) {
+  if constexpr (can_lift_guard<T>::value) {
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
+  }
+}
+
+// Bytes that a strided tensor reaches into its storage, 0 when it has no elements.
+size_t bytes_reached(const at::Tensor& t) {
+  if (t.numel() == 0) return 0;
+  int64_t last = t.storage_offset();
+  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return static_cast<size_t>(last + 1) * t.element_size();
+}
+
+bool is_discarded(const at::Tensor& self) {
+  if (!self.has_storage()) return false;
+  StorageImpl* storage = self.storage().unsafeGetStorageImpl();
+  return vacancy_of(storage) != nullptr || storage->nbytes() < bytes_reached(self);
+}
+
+StorageImpl* storage_of(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK(t.defined(), op, ": ", name, " is undefined; expected a tensor");
+  TORCH_CHECK(t.layout() == c10::kStrided && t.has_storage(), op, ": ", name, " has layout ",
+              t.layout(), "; expected a strided tensor");
+  TORCH_CHECK(!t.is_quantized(), op, ": ", name, " is quantized; expected a plain tensor");
+  StorageImpl* storage = t.storage().unsafeGetStorageImpl();
+  TORCH_CHECK(!c10::impl::cow::is_cow_data_ptr(data_of(storage)), op, ": ", name,
+              " is a lazy copy (copy-on-write); expected a tensor that owns its storage");
+  return storage;
+}
+
+void discard_storage(const at::Tensor& self) {
+  StorageImpl* storage = storage_of("discard_storage", "self", self);
+  if (storage->nbytes() == 0) return;
+  const c10::Device device = storage->device();
+  auto* vacancy = new Vacancy{storage->nbytes()};
+  storage->set_data_ptr_noswap({nullptr, vacancy, &Vacancy::release, device});
+  storage->set_nbytes(0);
+}
+
+void lease(StorageImpl* storage, const c10::Storage& owner,
+           c10::weak_intrusive_ptr<StorageImpl> lender) {
+  void* data = data_of(owner.unsafeGetStorageImpl()).get();
+  auto* context = new Lease{owner, std::move(lender)};
+  lift_guard(storage);
+  storage->set_data_ptr_noswap({data, context, &Lease::release, owner.device()});
+  storage->set_nbytes(owner.nbytes());
+}
+
+c10::weak_intrusive_ptr<StorageImpl> weak(StorageImpl* storage) {
+  using Strong = c10::intrusive_ptr<StorageImpl>;
+  return c10::weak_intrusive_ptr<StorageImpl>(storage ? Strong::reclaim_copy(storage) : Strong());
+}
+
+// True when `storage` got the bytes it holds from `source`, directly or through others.
+bool leased_from(StorageImpl* storage, StorageImpl* source) {
+  const void* data = data_of(storage).get();
+  c10::intrusive_ptr<StorageImpl> held;
+  while (Lease* current = lease_of(storage)) {
+    if (data_of(storage).get() != data) return false;  // the lender holds other bytes by now
+    held = current->lender.lock();
+    if (!held) return false;
+    if (held.get() == source) return data_of(source).get() == data;
+    storage = held.get();
+  }
+  return false;
+}
+
+void share_storage(const at::Tensor& dst, const at::Tensor& src) {
+  StorageImpl* to = storage_of("share_storage", "dst", dst);
+  StorageImpl* from = storage_of("share_storage", "src", src);
+  if (to == from) return;
+  TORCH_CHECK(to->device() == from->device(), "share_storage: src is on ", from->device(),
+              "; expected the device of dst, ", to->device());
+  TORCH_CHECK(!is_discarded(src), "share_storage: src is discarded; expected a tensor with bytes");
+  const Vacancy* vacancy = vacancy_of(to);
+  const size_t needed =
+      std::max(bytes_reached(dst), vacancy ? vacancy->nbytes : to->nbytes());
+  TORCH_CHECK(from->nbytes() >= needed, "share_storage: src has ", from->nbytes(),
+              " bytes of storage; expected at least ", needed, ", the storage of dst");
+  TORCH_CHECK(!leased_from(from, to),
+              "share_storage: src shares the bytes of dst already; sharing them back would close a "
+              "reference cycle");
+  if (!lease_of(from)) {
+    auto owner = c10::Storage(c10::make_intrusive<StorageImpl>(
+        StorageImpl::use_byte_size_t(), from->nbytes(), std::move(data_of(from)),
+        from->allocator(), from->resizable()));
+    lease(from, owner, weak(nullptr));
+  }
+  lease(to, lease_of(from)->owner, weak(from));
+}
+
+// Makes every access to the bytes of a discarded tensor raise `message`, where torch has the means.
+bool arm_guard(const at::Tensor& self, std::string message) {
+  StorageImpl* storage = storage_of("discard_storage", "self", self);
+  if (!can_lift_guard<StorageImpl>::value || !vacancy_of(storage)) return false;
+  set_guard(storage, std::move(message));
+  return true;
+}
+
+// Tells the allocator that a stream uses these bytes. The caching allocator knows a storage by the
+// deleter of its DataPtr, so the record must be made on the owner of shared bytes.
+void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int64_t device_type) {
+  StorageImpl* storage = storage_of("discard_storage", "self", self);
+  if (self.is_cpu() || vacancy_of(storage)) return;
+  const Lease* held = lease_of(storage);
+  auto bytes = at::empty({0}, self.options().dtype(at::kByte).requires_grad(false));
+  if (held) bytes.set_(held->owner, 0, {static_cast<int64_t>(held->owner.nbytes())}, {1});
+  (held ? bytes : self)
+      .record_stream(c10::Stream::unpack3(id, static_cast<c10::DeviceIndex>(device_index),
+                                          static_cast<c10::DeviceType>(device_type)));
+}
+
+}  // namespace
+
+#define STORAGE_OPS_BINDING(key)                         \
+  TORCH_LIBRARY_IMPL(storage_ops, key, m) {              \
+    m.impl("discard_storage", TORCH_FN(discard_storage)); \
+    m.impl("share_storage", TORCH_FN(share_storage));     \
+    m.impl("_is_discarded", TORCH_FN(is_discarded));      \
+    m.impl("_arm_guard", TORCH_FN(arm_guard));            \
+    m.impl("_record_stream", TORCH_FN(record_stream));    \
+  }
+
+STORAGE_OPS_BINDING(CPU)
+STORAGE_OPS_BINDING(CUDA)

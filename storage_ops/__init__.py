@@ -1,0 +1,23 @@
+"""Free an activation's bytes, bind them back in place, and train large models in less memory."""
+
+from storage_ops import _library, _schemas
+from storage_ops.ops import storage as _storage
+
+_status = _library.load()
+_storage.register(_status.storage_path)
+
+from storage_ops.ops.storage import (  # noqa: E402
+    DiscardedTensorError,
+    check_discarded,
+    discard_storage,
+    is_discarded,
+    share_storage,
+)
+
+__all__ = [
+    "DiscardedTensorError",
+    "check_discarded",
+    "discard_storage",
+    "is_discarded",
+    "share_storage",
+]

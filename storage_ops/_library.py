@@ -1,0 +1,126 @@
+"""Choose and load the native libraries; the only file that knows where they lie.
+
+`select` decides from version strings and file names alone. Loading never raises: what was found,
+loaded and skipped, and why, is kept in `status` and printed by `python -m storage_ops info`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "lib"
+OLDEST_TORCH = (2, 10)
+ALIAS_TORCH = (2, 12)  # first torch with UntypedStorage._swap_data_ptr_
+CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
+STORAGE_PATHS = ("binding", "alias", "copy")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which libraries to load, in order, and why the others are left alone."""
+
+    load: tuple[str, ...]
+    skipped: dict[str, str]
+    missing: dict[str, str]
+
+
+@dataclass
+class Status:
+    """What happened when the libraries were loaded."""
+
+    loaded: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    storage_path: str = "copy"
+
+    def why_missing(self, name: str) -> str:
+        """One sentence that says what was looked for and why it is not there."""
+        reason = self.skipped.get(name) or self.missing.get(name) or "it was not looked for"
+        return f"storage_ops looked for {name} in {FOLDER}: {reason}."
+
+
+def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -> Plan:
+    """Choose libraries for a torch.
+
+    Args:
+        torch_version: `torch.__version__`, such as "2.13.0+cpu".
+        cuda_version: `torch.version.cuda`, such as "13.0", or None for a torch without CUDA.
+        files: names of the library files that are installed.
+
+    A storage binding is chosen for the exact minor of a release only: one that was built for
+    another torch can load without an error and then corrupt memory.
+    """
+    present = sorted(files)
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)(.*)", torch_version)
+    minor = (int(match[1]), int(match[2])) if match else (0, 0)
+    release = bool(match) and re.fullmatch(r"(\+(cpu|cu\d+|rocm[\d.]+|xpu))?", match[4]) is not None
+    binding = f"libstorage_ops_binding_{minor[0]}_{minor[1]}.so"
+    cuda = f"libstorage_ops_cu{cuda_version.partition('.')[0]}.so" if cuda_version else None
+    if minor < OLDEST_TORCH:
+        reason = f"torch {torch_version} is older than 2.10"
+        return Plan((), dict.fromkeys(present, reason), {})
+    wanted, skipped, missing = [], {}, {}
+    for name in present:
+        if name == CPU or name == cuda or (name == binding and release):
+            wanted.append(name)
+        elif name == ALIAS:
+            if minor >= ALIAS_TORCH:
+                wanted.append(name)
+            else:
+                skipped[name] = f"torch {torch_version} cannot swap storages (2.12 can)"
+        elif name == binding:
+            skipped[name] = f"torch {torch_version} is not a release, its StorageImpl may differ"
+        elif name.startswith("libstorage_ops_binding_"):
+            built_for = name.removesuffix(".so").rpartition("binding_")[2].replace("_", ".")
+            skipped[name] = f"built for torch {built_for}, this is {torch_version}"
+        elif cuda is None:
+            skipped[name] = f"torch {torch_version} has no CUDA"
+        else:
+            skipped[name] = f"built for another CUDA than torch's {cuda_version}"
+    expected = [CPU, binding, *([cuda] if cuda else [])]
+    for name in expected:
+        if name not in present:
+            missing[name] = "no such file (not built, or not part of this package)"
+    return Plan(tuple(wanted), skipped, missing)
+
+
+def load() -> Status:
+    """Load what `select` chooses. Never raises; failures are recorded in the status."""
+    import torch
+
+    result = Status()
+    files = [path.name for path in FOLDER.glob("*.so")]
+    if os.environ.get("STORAGE_OPS_DISABLE_NATIVE") == "1":
+        result.skipped = dict.fromkeys(files, "STORAGE_OPS_DISABLE_NATIVE=1")
+        return result
+    plan = select(torch.__version__, torch.version.cuda, files)
+    result.skipped, result.missing = dict(plan.skipped), dict(plan.missing)
+    for name in plan.load:
+        try:
+            torch.ops.load_library(FOLDER / name)
+        except OSError as error:  # an import must survive a library that does not load
+            result.skipped[name] = f"loading failed: {error}"
+        else:
+            result.loaded.append(name)
+    if any("binding" in name for name in result.loaded):
+        result.storage_path = "binding"
+    elif ALIAS in result.loaded and hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        result.storage_path = "alias"
+    return result
+
+
+def build_info() -> dict[str, str]:
+    """How the libraries were built: from the compiled module, or its JSON twin, or nothing."""
+    try:
+        from storage_ops import _build_info
+    except ImportError:
+        twin = FOLDER / "build_info.json"
+        return dict(json.loads(twin.read_text())) if twin.exists() else {}
+    keys = ("version", "compiler", "cuda", "cuda_archs", "torch_target", "torch_built_with")
+    facts = {key: str(getattr(_build_info, key)) for key in keys}
+    return {**facts, "cpu_capability": _build_info.cpu_capability()}

@@ -1,0 +1,126 @@
+"""Each op in plain torch: the fallback without native libraries, and what the tests compare with.
+
+The storage ops here keep the identity of the StorageImpl, so every view still follows; what they
+cannot do is share: the bytes are copied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import UntypedStorage as Storage
+
+
+@dataclass
+class Record:
+    """What is known of a storage beyond what torch keeps, stored on the storage object itself."""
+
+    nbytes: int = 0  # size before it was discarded
+    lender: weakref.ref[Storage] | None = None  # the storage its bytes were shared from
+    owner: Tensor | None = None  # holds the memory when several storages share it
+
+
+def record_of(storage: Storage) -> Record:
+    """Return the record of a storage, made on first use."""
+    found: Record | None = getattr(storage, "_storage_ops", None)
+    if found is None:
+        found = Record()
+        storage._storage_ops = found
+    return found
+
+
+def bytes_reached(t: Tensor) -> int:
+    """Bytes that a strided tensor reaches into its storage; 0 when it has no elements."""
+    if t.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (t.storage_offset() + last + 1) * t.element_size()
+
+
+def is_discarded(self: Tensor) -> bool:
+    """Whether the bytes of a tensor are gone."""
+    return self.layout == torch.strided and self.untyped_storage().nbytes() < bytes_reached(self)
+
+
+def storage_of(op: str, name: str, t: Tensor) -> Storage:
+    """Return the storage of an argument, or raise for one that the storage ops cannot handle."""
+    if t.layout != torch.strided:
+        raise RuntimeError(f"{op}: {name} has layout {t.layout}; expected a strided tensor")
+    if t.is_quantized:
+        raise RuntimeError(f"{op}: {name} is quantized; expected a plain tensor")
+    if torch._C._is_cow_tensor(t):
+        raise RuntimeError(
+            f"{op}: {name} is a lazy copy (copy-on-write); expected a tensor that owns its storage"
+        )
+    return t.untyped_storage()
+
+
+def leased_from(storage: Storage, source: Storage) -> bool:
+    """Whether `storage` got the bytes it holds from `source`, directly or through others."""
+    seen: Storage | None = storage
+    while seen is not None:
+        lender = record_of(seen).lender
+        seen = lender() if lender is not None else None
+        if seen is source:
+            return True
+    return False
+
+
+def check_share(dst: Tensor, src: Tensor) -> tuple[Storage, Storage] | None:
+    """Check the arguments of share_storage; None when both are one storage already."""
+    to, source = storage_of("share_storage", "dst", dst), storage_of("share_storage", "src", src)
+    if to is source or to._cdata == source._cdata:
+        return None
+    if to.device != source.device:
+        raise RuntimeError(
+            f"share_storage: src is on {source.device}; expected the device of dst, {to.device}"
+        )
+    if is_discarded(src) or (source.nbytes() == 0 and record_of(source).nbytes > 0):
+        raise RuntimeError("share_storage: src is discarded; expected a tensor with bytes")
+    needed = max(bytes_reached(dst), to.nbytes() or record_of(to).nbytes)
+    if source.nbytes() < needed:
+        raise RuntimeError(
+            f"share_storage: src has {source.nbytes()} bytes of storage; "
+            f"expected at least {needed}, the storage of dst"
+        )
+    if leased_from(source, to):
+        raise RuntimeError(
+            "share_storage: src shares the bytes of dst already; sharing them back would close a "
+            "reference cycle"
+        )
+    return to, source
+
+
+def discard_storage(self: Tensor) -> None:
+    """Free the bytes of the storage of `self`; shape, strides and version counter stay."""
+    storage = storage_of("discard_storage", "self", self)
+    if storage.nbytes() == 0:
+        return
+    if not storage.resizable():
+        raise RuntimeError(
+            "discard_storage: self has storage that torch cannot resize (memory of numpy, a file "
+            "or another library); expected a resizable one, the storage path is 'copy'"
+        )
+    record = record_of(storage)
+    record.nbytes, record.lender = storage.nbytes(), None
+    storage.resize_(0)
+
+
+def share_storage(dst: Tensor, src: Tensor) -> None:
+    """Give the storage of `dst` the bytes of `src`, by a copy."""
+    storages = check_share(dst, src)
+    if storages is None:
+        return
+    to, source = storages
+    if to.nbytes() != source.nbytes():
+        if not to.resizable():
+            raise RuntimeError(
+                f"share_storage: dst has {to.nbytes()} bytes that torch cannot resize; expected "
+                f"{source.nbytes()}, as src has, the storage path is 'copy'"
+            )
+        to.resize_(source.nbytes())
+    to.copy_(source)
+    record_of(to).lender = weakref.ref(source)
