@@ -160,7 +160,7 @@ class BuildNative(build_ext):
         import pybind11
 
         torch, debug = torch_root(), os.environ.get("DEBUG") == "1"
-        optimise = ["-O0", "-g"] if debug else ["-O3", "-fno-math-errno", "-fno-trapping-math"]
+        optimise = ["-O0", "-g"] if debug else ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
         werror = os.environ.get("STORAGE_OPS_WERROR") == "1"
         warn = ["-Wall", "-Wextra", *(["-Werror"] if werror else [])]
         headers = [torch / "include", torch / "include/torch/csrc/api/include"]

@@ -6,6 +6,7 @@ from storage_ops.ops import storage as _storage
 _status = _library.load()
 _storage.register(_status.storage_path)
 
+from storage_ops.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from storage_ops.ops.storage import (  # noqa: E402
     DiscardedTensorError,
     check_discarded,
@@ -19,5 +20,6 @@ __all__ = [
     "check_discarded",
     "discard_storage",
     "is_discarded",
+    "linear_cross_entropy",
     "share_storage",
 ]

@@ -124,3 +124,53 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
         to.resize_(source.nbytes())
     to.copy_(source)
     record_of(to).lender = weakref.ref(source)
+
+
+def cross_entropy_rows(
+    logits: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    nll: Tensor,
+    ignore_index: int,
+    grad: bool,
+) -> None:
+    """Losses of a chunk of logits; with `grad` the logits become their gradient times `scale`."""
+    x = logits.to(nll.dtype) if bias is None else logits.to(nll.dtype) + bias.to(nll.dtype)
+    kept, index = target != ignore_index, target.long()
+    outside = kept & ((index < 0) | (index >= logits.shape[1]))
+    if logits.device.type == "cpu" and bool(outside.any()):
+        raise RuntimeError(
+            f"linear_cross_entropy: target {int(index[outside][0])} is out of range; expected "
+            f"ignore_index ({ignore_index}) or a class index from 0 to {logits.shape[1] - 1}"
+        )
+    inside = kept & ~outside
+    safe = torch.where(inside, index, 0).unsqueeze(1)
+    lse = torch.logsumexp(x, 1)
+    loss = lse - x.gather(1, safe).squeeze(1)
+    nll.copy_(torch.where(inside, loss, torch.where(kept, float("nan"), 0.0)))
+    if not grad:
+        return
+    factor = scale.expand(nll.shape).unsqueeze(1)
+    dx = (x - lse.unsqueeze(1)).exp_()
+    dx.scatter_add_(1, safe, torch.full_like(loss, -1).unsqueeze(1)).mul_(factor)
+    dx.masked_fill_(~kept.unsqueeze(1), 0).masked_fill_(outside.unsqueeze(1), float("nan"))
+    logits.copy_(dx)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    """The definition: the whole logits, then their cross-entropy, in the dtype of `input`."""
+    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), target.flatten().long(), reduction=reduction,
+        ignore_index=ignore_index,
+    )
+    return loss.view(target.shape) if reduction == "none" else loss

@@ -1,0 +1,87 @@
+"""From shapes and a memory budget to a plan for linear cross-entropy. Pure Python: no torch call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+SLICE = 4096  # vocabulary rows of a 16-bit weight gradient that are formed at a time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How linear cross-entropy will run, and what it will cost.
+
+    Attributes:
+        num_chunks: chunks of tokens that run one after another.
+        rows: tokens of the largest chunk; all chunks are equal but for the last.
+        peak_bytes: scratch memory beyond inputs, outputs and returned gradients.
+        flops: floating-point operations of the matrix products.
+    """
+
+    num_chunks: int
+    rows: int
+    peak_bytes: int
+    flops: int
+
+
+def scratch_bytes(
+    rows: int, tokens: int, hidden: int, vocab: int, itemsize: int, grads: tuple[bool, bool, bool]
+) -> int:
+    """Bytes beyond inputs, outputs and gradients when chunks have `rows` tokens."""
+    arithmetic = max(itemsize, 4)
+    total = rows * vocab * itemsize + tokens * arithmetic
+    if grads[1] and itemsize < 4 and rows < tokens:
+        total += vocab * hidden * 4 + min(SLICE, vocab) * hidden * itemsize
+    if grads[2]:
+        total += 2 * vocab * arithmetic
+    return total
+
+
+def plan(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    itemsize: int,
+    *,
+    grads: tuple[bool, bool, bool] = (True, True, True),
+    memory_budget: int | None = None,
+) -> Plan:
+    """Choose the largest equal chunks of tokens that fit in the budget.
+
+    Args:
+        tokens, hidden, vocab: N, D and V of `input (N, D) @ linear_weight (V, D).T`.
+        itemsize: bytes per element of the input.
+        grads: whether input, weight and bias need gradients.
+        memory_budget: bytes of scratch that may be used. None takes a quarter of the logits, at
+            least 32 MiB and at most 1 GiB, plus the fp32 accumulator of a 16-bit weight gradient.
+
+    Raises:
+        ValueError: the budget is below what one token at a time needs; names that smallest budget.
+
+    Example:
+        >>> plan(8192, 4096, 128256, 2, memory_budget=3 << 30).num_chunks
+        3
+    """
+
+    def scratch(rows: int) -> int:
+        return scratch_bytes(rows, tokens, hidden, vocab, itemsize, grads)
+
+    least = scratch(min(1, tokens))
+    if memory_budget is None:
+        quarter = tokens * vocab * itemsize // 4
+        budget = least + min(max(quarter, 32 * MIB), 1024 * MIB)
+    elif memory_budget < least:
+        raise ValueError(
+            f"memory_budget is {memory_budget} bytes; expected at least {least} for {tokens} tokens, "
+            f"hidden size {hidden}, vocabulary {vocab} and {itemsize} bytes per element"
+        )
+    else:
+        budget = memory_budget
+    rows = tokens
+    if scratch(tokens) > budget:
+        rows = 1 + (budget - least) // (vocab * itemsize)
+    num_chunks = -(-tokens // rows) if tokens else 0
+    rows = -(-tokens // num_chunks) if tokens else 0
+    products = 1 + grads[0] + grads[1]
+    return Plan(num_chunks, rows, scratch(rows), 2 * products * tokens * hidden * vocab)
