@@ -166,6 +166,7 @@ class BuildNative(build_ext):
         headers = [torch / "include", torch / "include/torch/csrc/api/include"]
         system = [f"-isystem {p}" for p in headers]
         host = [*optimise, "-std=c++17", "-fPIC", "-fvisibility=hidden", *warn, f"-I{ROOT}/csrc"]
+        host += [f"-ffile-prefix-map={ROOT}/="]  # error messages name files of the source tree
         device = ["-O3", "-std=c++17", f"-I{ROOT}/csrc", "-Xcompiler=-fPIC,-fvisibility=hidden"]
         device += ["-Xcompiler=-Wall", "-Xptxas=-v", "-lineinfo", "-cudart=static"]
         device += ["-Werror=all-warnings"] if werror else []

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import register_autograd, register_fake
 
 from storage_ops import _schemas
@@ -76,6 +77,7 @@ def linear_cross_entropy(
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
     _check(input, linear_weight, target, linear_bias, reduction)
+    _refuse_forward_mode(input, linear_weight, linear_bias)
     with_grad = torch.is_grad_enabled()
     mask = [
         with_grad and t is not None and t.requires_grad
@@ -124,6 +126,17 @@ def _check(
     for label, t in (("linear_weight", weight), ("target", target), ("linear_bias", bias)):
         if t is not None and t.device != input.device:
             raise ValueError(f"{name}: {label} is on {t.device}; expected {input.device}, as input")
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Raise for a dual tensor: its tangent would be dropped without a word."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            "linear_cross_entropy: an argument carries a tangent; forward-mode AD is not supported, "
+            "use torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) for it"
+        )
 
 
 def _arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -207,6 +220,7 @@ def _forward(
     memory_budget: int | None,
     grad_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _refuse_forward_mode(input, linear_weight, linear_bias)
     # reduction="none" learns the gradient of each token's loss in the backward only.
     mask = grad_mask if reduction != "none" else [False] * 3
     scale = _mean_scale(target, ignore_index, reduction, input.dtype)
@@ -274,7 +288,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.ready = ctx.options[0] != "none" and all(
         have or not need for have, need in zip(ctx.mask, needs, strict=True)
     )
-    ctx.save_for_backward(*(grads if ctx.ready else (input, weight, target, bias)))
+    # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
+    saved = [g.detach() for g in grads] if ctx.ready else (input, weight, target, bias)
+    ctx.save_for_backward(*saved)
+
+
+def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
+    """The gradient times the upstream scalar: in place when nobody else can see the memory."""
+    storage = grad.untyped_storage() if type(grad) is Tensor else None
+    # Two users: the saved tensor and `storage` itself.
+    if retained or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
+        return grad * upstream.to(grad.dtype)
+    return grad.mul_(upstream)
 
 
 def _autograd(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
@@ -282,16 +307,15 @@ def _autograd(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | No
     retained = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
     with torch.no_grad():
         if ctx.ready:
-            # The saved gradients may be scaled in place when this backward is the last one.
-            grads = [
-                (g * grad_loss.to(g.dtype) if retained else g.mul_(grad_loss)) if need else None
+            made = [
+                _times(g, grad_loss, retained) if need else None
                 for g, need in zip(ctx.saved_tensors, needs, strict=True)
             ]
         else:
             made = _OPS.linear_cross_entropy_backward(
                 grad_loss, *ctx.saved_tensors, *ctx.options, needs
             )
-            grads = [g if need else None for g, need in zip(made, needs, strict=True)]
+    grads = [g if need else None for g, need in zip(made, needs, strict=True)]
     if torch.is_grad_enabled():
         anchor = torch.zeros((), device=grad_loss.device, requires_grad=True)
         grads = list(_OnceDifferentiable.apply(anchor, *grads))
