@@ -6,6 +6,11 @@ from storage_ops.ops import storage as _storage
 _status = _library.load()
 _storage.register(_status.storage_path)
 
+from storage_ops.checkpoint.output_discard import (  # noqa: E402
+    OutputDiscard,
+    OutputDiscardCheckpoint,
+    output_discard,
+)
 from storage_ops.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from storage_ops.ops.storage import (  # noqa: E402
     DiscardedTensorError,
@@ -17,9 +22,12 @@ from storage_ops.ops.storage import (  # noqa: E402
 
 __all__ = [
     "DiscardedTensorError",
+    "OutputDiscard",
+    "OutputDiscardCheckpoint",
     "check_discarded",
     "discard_storage",
     "is_discarded",
     "linear_cross_entropy",
+    "output_discard",
     "share_storage",
 ]

@@ -1,0 +1,220 @@
+"""One call of a function whose saved tensors and outputs are recomputed in backward.
+
+The call builds the ordinary autograd graph, with saved-tensor hooks that keep an index in place of
+each saved tensor. In backward the function runs once more: what it saves fills those places, and
+what it returns is bound back into the storages that were discarded. So gradients flow through the
+graph of the first call, and every autograd contract is torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from storage_ops.checkpoint.execution import ExecutionState
+from storage_ops.ops.storage import discard_storage, is_discarded, share_storage
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What must be the same about a saved tensor in the forward and in its repetition."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    leaf_version: int | None  # of a leaf that needs grad: an optimizer step moves it
+
+    @staticmethod
+    def of(t: Tensor) -> Saved:
+        """Describe a tensor that autograd saves."""
+        version = t._version if t.is_leaf and t.requires_grad else None
+        return Saved(t.shape, t.dtype, t.device, version)
+
+
+class _HoldInputs(torch.autograd.Function):
+    """Keeps the inputs of a region as saved tensors of a node.
+
+    So an enclosing saved-tensor hook (offload, another checkpoint) handles them like any other
+    activation, and torch notices when one is modified in place before the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+class Region:
+    """A call of `fn(*args, **kwargs)` that can be repeated in backward."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        preserve_rng_state: bool,
+        check_metadata: bool,
+    ) -> None:
+        flat, self._spec = tree_flatten((args, kwargs))
+        inputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        self.name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        self._fn: Callable[..., Any] | None = fn
+        self._flat = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        self._inputs_at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        self._input_needs_grad = [t.requires_grad for t in inputs]
+        self._state = ExecutionState.capture(inputs, preserve_rng_state)
+        anchor = torch.empty(0, requires_grad=True)
+        self._inputs: Any = _HoldInputs.apply(anchor, *inputs).grad_fn
+        self._check_metadata = check_metadata
+        self._saved: list[Saved] = []
+        self._recomputed: dict[int, Tensor] = {}
+        self._recomputed_for: int | None = None
+        # Outputs by their place among the flattened ones: made by this region, and discarded.
+        self._made: list[tuple[int, Tensor]] = []
+        self._handles: list[tuple[int, Tensor]] = []
+
+    def forward(self) -> Any:
+        """Run the function; return what it returns."""
+        assert self._fn is not None
+        inputs = self._inputs.saved_tensors
+        known = {t.untyped_storage()._cdata for t in inputs if t.layout == torch.strided}
+        start = torch.autograd._get_sequence_nr()
+        args, kwargs = self._arguments(inputs)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            outputs = self._fn(*args, **kwargs)
+        self._made = [
+            (i, leaf.detach())
+            for i, leaf in enumerate(tree_leaves(outputs))
+            if isinstance(leaf, Tensor) and _is_made_here(leaf, start, known)
+        ]
+        return outputs
+
+    def discard(self, guard: str) -> None:
+        """Free the outputs that this region made; the recompute binds them back."""
+        for index, handle in self._made:
+            if not is_discarded(handle):
+                discard_storage(handle, guard=guard)
+            self._handles.append((index, handle))
+        self.forget_outputs()
+
+    def forget_outputs(self) -> None:
+        """Let go of the outputs that were not discarded."""
+        self._made = []
+
+    def recompute(self, *unused: Any) -> None:
+        """Repeat the forward, once per backward, and bind its outputs to the discarded ones."""
+        task = torch._C._current_graph_task_id()
+        if self._recomputed_for == task:
+            return
+        if self._fn is None:
+            raise RuntimeError(
+                f"OutputDiscardCheckpoint: the region {self.name} is needed in a second backward "
+                "pass, but the first one freed it; use retain_graph=True"
+            )
+        again: list[tuple[Saved, Tensor]] = []
+        args, kwargs = self._arguments(
+            [
+                t.detach().requires_grad_(needs)
+                for t, needs in zip(self._inputs.saved_tensors, self._input_needs_grad, strict=True)
+            ]
+        )
+
+        def pack(t: Tensor) -> None:
+            again.append((Saved.of(t), t.detach()))
+
+        with (
+            self._state.restored(),
+            torch.enable_grad(),
+            saved_tensors_hooks(pack, _never_unpacked),
+        ):
+            outputs = tree_leaves(self._fn(*args, **kwargs))
+        self._check(again)
+        self._bind(outputs)
+        self._recomputed = dict(enumerate(t for _, t in again))
+        self._recomputed_for = task if task != -1 else None
+        self._release_when_used()
+
+    def _release_when_used(self) -> None:
+        """Drop function and inputs once the last backward has taken every recomputed tensor."""
+        in_backward = self._recomputed_for is not None
+        if in_backward and not self._recomputed:
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                self._fn, self._inputs, self._flat = None, None, []
+
+    def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        flat = list(self._flat)
+        for position, t in zip(self._inputs_at, inputs, strict=True):
+            flat[position] = t
+        args, kwargs = tree_unflatten(flat, self._spec)
+        return args, kwargs
+
+    def _pack(self, t: Tensor) -> int:
+        self._saved.append(Saved.of(t))
+        return len(self._saved) - 1
+
+    def _unpack(self, index: int) -> Tensor:
+        # Each place is emptied as it is read, so that a saved tensor dies with its node. A second
+        # backward has another task and repeats the forward.
+        if torch._C._current_graph_task_id() != self._recomputed_for or (
+            index not in self._recomputed
+        ):
+            self._recomputed_for = None
+            self.recompute()
+        saved = self._recomputed.pop(index)
+        self._release_when_used()
+        return saved
+
+    def _check(self, again: list[tuple[Saved, Tensor]]) -> None:
+        if not self._check_metadata:
+            return
+        if len(again) != len(self._saved):
+            raise RuntimeError(
+                f"OutputDiscardCheckpoint: {self.name} saved {len(self._saved)} tensors in forward "
+                f"and {len(again)} when it was recomputed; it must do the same work both times"
+            )
+        for index, (first, (second, _)) in enumerate(zip(self._saved, again, strict=True)):
+            if first != second:
+                raise RuntimeError(
+                    f"OutputDiscardCheckpoint: tensor {index} that {self.name} saves was {first} "
+                    f"in forward and is {second} when it is recomputed"
+                )
+
+    def _bind(self, outputs: list[Any]) -> None:
+        for index, handle in self._handles:
+            again = outputs[index]
+            if again.shape != handle.shape or again.dtype != handle.dtype:
+                raise RuntimeError(
+                    f"OutputDiscardCheckpoint: output {index} of {self.name} was "
+                    f"{tuple(handle.shape)} {handle.dtype} in forward and is "
+                    f"{tuple(again.shape)} {again.dtype} when it is recomputed"
+                )
+        for index, handle in self._handles:
+            if is_discarded(handle):
+                share_storage(handle, outputs[index].detach())
+        self._handles = []
+
+
+def _never_unpacked(packed: None) -> Tensor:
+    raise AssertionError("the graph of a recompute has no backward")
+
+
+def _is_made_here(output: Tensor, start: int, known: set[int]) -> bool:
+    """Whether the bytes of an output were made by the region that began at sequence number `start`.
+
+    An argument handed through, a parameter, or a view of a tensor from outside must not be freed.
+    """
+    base = output if output._base is None else output._base
+    node = base.grad_fn
+    return (
+        node is not None
+        and node._sequence_nr() >= start
+        and output.layout == torch.strided
+        and output.untyped_storage()._cdata not in known
+    )
