@@ -1,24 +1,49 @@
 """Free an activation's bytes, bind them back in place, and train large models in less memory."""
 
-from storage_ops import _library, _schemas
-from storage_ops.ops import storage as _storage
+from typing import Any
 
-_status = _library.load()
-_storage.register(_status.storage_path)
+import_error: Exception | None = None
 
-from storage_ops.checkpoint.output_discard import (  # noqa: E402
-    OutputDiscard,
-    OutputDiscardCheckpoint,
-    output_discard,
-)
-from storage_ops.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
-from storage_ops.ops.storage import (  # noqa: E402
-    DiscardedTensorError,
-    check_discarded,
-    discard_storage,
-    is_discarded,
-    share_storage,
-)
+try:
+    import torch as _torch  # noqa: F401
+except (ImportError, OSError) as error:
+    # `python -m storage_ops info` must still be able to say what is wrong.
+    import_error = error
+
+    def __getattr__(name: str) -> Any:
+        raise ImportError(f"storage_ops needs torch, which does not import: {import_error}")
+
+else:
+    from storage_ops import _info, _library
+    from storage_ops.ops import storage as _storage
+
+    _status = _library.load()
+    _storage.register(_status.storage_path)
+
+    from storage_ops import memory
+    from storage_ops.checkpoint.output_discard import (
+        OutputDiscard,
+        OutputDiscardCheckpoint,
+        output_discard,
+    )
+    from storage_ops.ops.linear_cross_entropy import linear_cross_entropy
+    from storage_ops.ops.storage import (
+        DiscardedTensorError,
+        check_discarded,
+        discard_storage,
+        is_discarded,
+        share_storage,
+    )
+
+    def info() -> dict[str, Any]:
+        """Versions, native libraries found, loaded and skipped, and the paths in use.
+
+        Example:
+            >>> storage_ops.info()["storage_path"] in ("binding", "alias", "copy")
+            True
+        """
+        return _info.info(_status)
+
 
 __all__ = [
     "DiscardedTensorError",
@@ -26,8 +51,10 @@ __all__ = [
     "OutputDiscardCheckpoint",
     "check_discarded",
     "discard_storage",
+    "info",
     "is_discarded",
     "linear_cross_entropy",
+    "memory",
     "output_discard",
     "share_storage",
 ]

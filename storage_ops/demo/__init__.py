@@ -1,0 +1,1 @@
+"""`python -m storage_ops demo`: train a small GPT twice, without and with storage_ops."""

@@ -1,0 +1,66 @@
+"""The demo from arguments to table and picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import storage_ops
+from storage_ops.demo import corpus, report
+from storage_ops.demo.model import PRESETS
+from storage_ops.demo.train import Run, train
+
+
+def _complaint(args: argparse.Namespace) -> str | None:
+    if args.preset not in PRESETS:
+        return f"--preset is {args.preset}; expected one of {', '.join(PRESETS)}"
+    if args.text is not None and not args.text.is_file():
+        return f"--text is {args.text}; expected a file"
+    if args.steps < 2:
+        return f"--steps is {args.steps}; expected at least 2"
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        return f"--device is {args.device}; this torch ({torch.__version__}) sees no GPU"
+    return None
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the demo; return the exit code."""
+    complaint = _complaint(args)
+    if complaint is not None:
+        console.print(f"[red]{complaint}[/]")
+        return 2
+    config = PRESETS[args.preset]
+    with console.status("reading text and training a byte-pair encoding"):
+        text = args.text.read_text(errors="replace") if args.text else corpus.standard_library_text()
+        data, tokenizer = corpus.encode(text, config.vocab)
+    config = dataclasses.replace(config, vocab=tokenizer.get_vocab_size())
+    if len(data) <= config.context + 1:
+        console.print(f"[red]the text has {len(data)} tokens; expected over {config.context + 1}[/]")
+        return 2
+    console.print(
+        f"{len(text) / 1e6:.1f} MB of text, {len(data):,} tokens, vocabulary {config.vocab:,}; "
+        f"{config.layers} layers of width {config.width}, "
+        f"{config.batch} x {config.context} tokens a step"
+    )
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, object] = {}
+
+        def progress(current: Run) -> None:
+            if current.label not in tasks:
+                tasks[current.label] = bar.add_task(current.label, total=args.steps, loss="")
+            bar.update(tasks[current.label], advance=1, loss=f"{current.losses[-1]:.4f}")  # type: ignore[arg-type]
+
+        device = torch.device(args.device)
+        plain, ours = train(config, data, device, args.steps, args.seed, progress)
+    console.print(report.table(plain, ours, storage_ops.info()))
+    report.picture(plain, ours, args.plot)
+    console.print(f"Loss and memory curves: {args.plot}")
+    return 0
