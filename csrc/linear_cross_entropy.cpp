@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cross_entropy_rows.h"
 #include "row_math.h"
 #include "stable.h"
 
@@ -66,13 +67,12 @@ STORAGE_OPS_INLINE void row_gradient(T* row, const T* bias, int64_t columns, A l
 }
 
 // Multiversioned entry points, one pair per dtype: the attribute does not apply to templates.
-#define STORAGE_OPS_ROW_LOOPS(T, A)                                                     \
-  STORAGE_OPS_MULTIVERSION A lse_of(const T* row, const T* bias, int64_t n, A) {        \
-    return row_log_sum_exp<T, A>(row, bias, n);                                         \
-  }                                                                                     \
-  STORAGE_OPS_MULTIVERSION void write_gradient(T* row, const T* bias, int64_t n, A lse, \
-                                               A scale) {                               \
-    row_gradient<T, A>(row, bias, n, lse, scale);                                       \
+#define STORAGE_OPS_ROW_LOOPS(T, A)                                                                \
+  STORAGE_OPS_MULTIVERSION A lse_of(const T* row, const T* bias, int64_t n, A) {                   \
+    return row_log_sum_exp<T, A>(row, bias, n);                                                    \
+  }                                                                                                \
+  STORAGE_OPS_MULTIVERSION void write_gradient(T* row, const T* bias, int64_t n, A lse, A scale) { \
+    row_gradient<T, A>(row, bias, n, lse, scale);                                                  \
   }
 STORAGE_OPS_ROW_LOOPS(double, double)
 STORAGE_OPS_ROW_LOOPS(float, float)
@@ -114,64 +114,22 @@ int64_t run(Rows rows, T* logits, const Index* target, const T* bias, const A* s
   return bad;
 }
 
-void check(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
-           const Tensor& scale, const Tensor& nll, ScalarType arithmetic) {
-  constexpr const char* kOp = "_cross_entropy_rows: ";
-  STD_TORCH_CHECK(logits.dim() == 2 && (logits.stride(1) == 1 || logits.size(1) < 2), kOp,
-                  "logits must be a matrix with contiguous rows");
-  const int64_t rows = logits.size(0), columns = logits.size(1);
-  STD_TORCH_CHECK(target.dim() == 1 && target.size(0) == rows && target.is_contiguous(), kOp,
-                  "target must be contiguous with one index per row of logits");
-  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == columns && bias->is_contiguous() &&
-                            bias->scalar_type() == logits.scalar_type()),
-                  kOp, "bias must be contiguous, of logits' dtype, with one value per column");
-  STD_TORCH_CHECK(scale.scalar_type() == arithmetic && scale.is_contiguous() &&
-                      (scale.dim() == 0 || (scale.dim() == 1 && scale.size(0) == rows)),
-                  kOp, "scale must be one value or one per row, in the dtype of the arithmetic");
-  STD_TORCH_CHECK(nll.scalar_type() == arithmetic && nll.is_contiguous() && nll.dim() == 1 &&
-                      nll.size(0) == rows,
-                  kOp, "nll must be contiguous, one value per row, in the dtype of the arithmetic");
-}
-
-template <typename T, typename A>
-void dispatch(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
-              const Tensor& scale, const Tensor& nll, int64_t ignore_index, bool grad) {
-  const Rows rows{logits.size(0), logits.size(1), logits.stride(0), scale.dim() == 1};
-  auto* x = static_cast<T*>(logits.mutable_data_ptr());
-  const auto* b = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
-  const auto* c = static_cast<const A*>(scale.const_data_ptr());
-  auto* loss = static_cast<A*>(nll.mutable_data_ptr());
-  const void* t = target.const_data_ptr();
-  const bool wide = target.scalar_type() == ScalarType::Long;
-  STD_TORCH_CHECK(wide || target.scalar_type() == ScalarType::Int,
-                  "_cross_entropy_rows: target must be int32 or int64");
-  const auto* narrow_target = static_cast<const int32_t*>(t);
-  const auto* wide_target = static_cast<const int64_t*>(t);
-  const int64_t bad = wide ? run(rows, x, wide_target, b, c, loss, ignore_index, grad)
-                           : run(rows, x, narrow_target, b, c, loss, ignore_index, grad);
-  STD_TORCH_CHECK(bad < 0, "linear_cross_entropy: target ",
-                  bad < 0 ? 0 : wide ? wide_target[bad] : narrow_target[bad],
-                  " is out of range; expected ignore_index (", ignore_index,
-                  ") or a class index from 0 to ", rows.columns - 1);
-}
-
 void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias, Tensor scale,
                         Tensor nll, int64_t ignore_index, bool grad) {
-  const bool is_double = logits.scalar_type() == ScalarType::Double;
-  check(logits, target, bias, scale, nll, is_double ? ScalarType::Double : ScalarType::Float);
-  switch (logits.scalar_type()) {
-    case ScalarType::Double:
-      return dispatch<double, double>(logits, target, bias, scale, nll, ignore_index, grad);
-    case ScalarType::Float:
-      return dispatch<float, float>(logits, target, bias, scale, nll, ignore_index, grad);
-    case ScalarType::BFloat16:
-      return dispatch<BFloat16, float>(logits, target, bias, scale, nll, ignore_index, grad);
-    case ScalarType::Half:
-      return dispatch<Half, float>(logits, target, bias, scale, nll, ignore_index, grad);
-    default:
-      STD_TORCH_CHECK(false, "_cross_entropy_rows: logits must be float64, float32, bfloat16 or "
-                             "float16");
-  }
+  check_rows(logits, target, bias, scale, nll);
+  const Rows rows{logits.size(0), logits.size(1), logits.stride(0), scale.dim() == 1};
+  for_dtypes(logits, target, [&](auto logit, auto arithmetic, auto index) {
+    using T = decltype(logit);
+    using A = decltype(arithmetic);
+    const auto* t = static_cast<const decltype(index)*>(target.const_data_ptr());
+    const int64_t bad = run(rows, static_cast<T*>(logits.mutable_data_ptr()), t,
+                            bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
+                            static_cast<const A*>(scale.const_data_ptr()),
+                            static_cast<A*>(nll.mutable_data_ptr()), ignore_index, grad);
+    STD_TORCH_CHECK(bad < 0, "linear_cross_entropy: target ", bad < 0 ? 0 : t[bad],
+                    " is out of range; expected ignore_index (", ignore_index,
+                    ") or a class index from 0 to ", rows.columns - 1);
+  });
 }
 
 }  // namespace

@@ -7,8 +7,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/impl/COW.h>
 #include <c10/core/Stream.h>
+#include <c10/core/impl/COW.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -50,7 +50,8 @@ Vacancy* vacancy_of(StorageImpl* storage) {
 template <typename T, typename = void>
 struct can_lift_guard : std::false_type {};
 template <typename T>
-struct can_lift_guard<T, std::void_t<decltype(std::declval<T&>().clear_data_ptr_access_error_msg_())>>
+struct can_lift_guard<T,
+                      std::void_t<decltype(std::declval<T&>().clear_data_ptr_access_error_msg_())>>
     : std::true_type {};
 
 template <typename T>
@@ -135,8 +136,7 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
               "; expected the device of dst, ", to->device());
   TORCH_CHECK(!is_discarded(src), "share_storage: src is discarded; expected a tensor with bytes");
   const Vacancy* vacancy = vacancy_of(to);
-  const size_t needed =
-      std::max(bytes_reached(dst), vacancy ? vacancy->nbytes : to->nbytes());
+  const size_t needed = std::max(bytes_reached(dst), vacancy ? vacancy->nbytes : to->nbytes());
   TORCH_CHECK(from->nbytes() >= needed, "share_storage: src has ", from->nbytes(),
               " bytes of storage; expected at least ", needed, ", the storage of dst");
   TORCH_CHECK(!leased_from(from, to),
@@ -144,8 +144,8 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
               "reference cycle");
   if (!lease_of(from)) {
     auto owner = c10::Storage(c10::make_intrusive<StorageImpl>(
-        StorageImpl::use_byte_size_t(), from->nbytes(), std::move(data_of(from)),
-        from->allocator(), from->resizable()));
+        StorageImpl::use_byte_size_t(), from->nbytes(), std::move(data_of(from)), from->allocator(),
+        from->resizable()));
     lease(from, owner, weak(nullptr));
   }
   lease(to, lease_of(from)->owner, weak(from));
@@ -174,8 +174,8 @@ void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int
 
 }  // namespace
 
-#define STORAGE_OPS_BINDING(key)                         \
-  TORCH_LIBRARY_IMPL(storage_ops, key, m) {              \
+#define STORAGE_OPS_BINDING(key)                          \
+  TORCH_LIBRARY_IMPL(storage_ops, key, m) {               \
     m.impl("discard_storage", TORCH_FN(discard_storage)); \
     m.impl("share_storage", TORCH_FN(share_storage));     \
     m.impl("_is_discarded", TORCH_FN(is_discarded));      \

@@ -15,7 +15,9 @@ def info(status: _library.Status) -> dict[str, Any]:
     ops = torch.ops.storage_ops
     probe = torch.ones(1)
     ops.discard_storage(probe)
-    native = torch._C._dispatch_has_kernel_for_dispatch_key("storage_ops::_cross_entropy_rows", "CPU")
+    native = torch._C._dispatch_has_kernel_for_dispatch_key(
+        "storage_ops::_cross_entropy_rows", "CPU"
+    )
     build = _library.build_info()
     return {
         "storage_ops": build.get("version", "pure Python"),

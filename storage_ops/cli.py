@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--text", type=Path, help="a text file (default: Python's standard library)")
     demo.add_argument("--preset", default="tiny", help="tiny, mini or gpt2-small")
     demo.add_argument("--device", default="cpu", help="cpu or cuda")
-    demo.add_argument("--steps", type=int, default=40, help="optimizer steps of each training")
+    demo.add_argument("--steps", type=int, default=32, help="optimizer steps of each training")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--plot", type=Path, default=Path("demo.png"), help="where the picture goes")
     demo.set_defaults(run=_demo)
@@ -54,7 +54,8 @@ def _demo(args: argparse.Namespace, console: Console) -> int:
     try:
         from storage_ops.demo.command import run
     except ImportError as error:
-        console.print(f"[red]The demo needs more packages[/]: {error}. "
-                      "Run: pip install 'storage_ops\\[demo]'")
+        console.print(
+            f"[red]The demo needs more packages[/]: {error}. Run: pip install 'storage_ops\\[demo]'"
+        )
         return 1
     return run(args, console)

@@ -172,7 +172,9 @@ def output_discard(
         outputs = consumer(checkpoint.checkpoint(producer, *args, **kwargs))
         if checkpoint._region is not None:
             roots = [
-                leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
+                leaf
+                for leaf in tree_leaves(outputs)
+                if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
             checkpoint._finish(roots) if roots else checkpoint.clear()
         return outputs

@@ -35,11 +35,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return 2
     config = PRESETS[args.preset]
     with console.status("reading text and training a byte-pair encoding"):
-        text = args.text.read_text(errors="replace") if args.text else corpus.standard_library_text()
+        text = (
+            args.text.read_text(errors="replace") if args.text else corpus.standard_library_text()
+        )
         data, tokenizer = corpus.encode(text, config.vocab)
     config = dataclasses.replace(config, vocab=tokenizer.get_vocab_size())
     if len(data) <= config.context + 1:
-        console.print(f"[red]the text has {len(data)} tokens; expected over {config.context + 1}[/]")
+        console.print(
+            f"[red]the text has {len(data)} tokens; expected over {config.context + 1}[/]"
+        )
         return 2
     console.print(
         f"{len(text) / 1e6:.1f} MB of text, {len(data):,} tokens, vocabulary {config.vocab:,}; "

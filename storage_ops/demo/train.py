@@ -53,7 +53,9 @@ class Run:
             self.step(tokens, targets)
 
 
-def make_run(label: str, config: Config, device: torch.device, *, save_memory: bool, seed: int) -> Run:
+def make_run(
+    label: str, config: Config, device: torch.device, *, save_memory: bool, seed: int
+) -> Run:
     """Build a model and its optimizer; the same seed gives the same parameters."""
     torch.manual_seed(seed)
     model = GPT(config, save_memory).to(device)

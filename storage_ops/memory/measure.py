@@ -34,7 +34,7 @@ class Measurement:
     timeline: list[Sample] = field(default_factory=list)
 
 
-class measure:  # noqa: N801 - used like a function
+class measure:
     """Context manager that measures the memory of a block.
 
     On the CPU every allocation that torch makes is counted, from the events of torch.profiler;

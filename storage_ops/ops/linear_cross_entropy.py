@@ -80,8 +80,7 @@ def linear_cross_entropy(
     _refuse_forward_mode(input, linear_weight, linear_bias)
     with_grad = torch.is_grad_enabled()
     mask = [
-        with_grad and t is not None and t.requires_grad
-        for t in (input, linear_weight, linear_bias)
+        with_grad and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)
     ]
     loss: Tensor = _OPS.linear_cross_entropy(
         input.reshape(-1, input.shape[-1]),
@@ -232,9 +231,7 @@ def _forward(
     return loss, grads[0], grads[1], grads[2]
 
 
-def _mean_scale(
-    target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
-) -> Tensor:
+def _mean_scale(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
     """What the sum of the losses is multiplied by; stays on the device."""
     if reduction != "mean":
         return torch.ones((), dtype=_arithmetic(dtype), device=target.device)
@@ -326,7 +323,9 @@ def _raise_not_twice(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError(_NOT_TWICE)
 
 
-_schemas.library.impl("_cross_entropy_rows", reference.cross_entropy_rows, "CompositeExplicitAutograd")
+_schemas.library.impl(
+    "_cross_entropy_rows", reference.cross_entropy_rows, "CompositeExplicitAutograd"
+)
 _schemas.library.impl("linear_cross_entropy", _forward, "CompositeExplicitAutograd")
 _schemas.library.impl("linear_cross_entropy_backward", _backward, "CompositeExplicitAutograd")
 

@@ -170,7 +170,9 @@ def linear_cross_entropy(
     """The definition: the whole logits, then their cross-entropy, in the dtype of `input`."""
     logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
     loss = torch.nn.functional.cross_entropy(
-        logits.flatten(0, -2), target.flatten().long(), reduction=reduction,
+        logits.flatten(0, -2),
+        target.flatten().long(),
+        reduction=reduction,
         ignore_index=ignore_index,
     )
     return loss.view(target.shape) if reduction == "none" else loss

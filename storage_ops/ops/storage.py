@@ -128,7 +128,7 @@ def is_discarded(t: Tensor) -> bool:
     return any(_OPS._is_discarded(local) for local in _locals("is_discarded", "t", t))
 
 
-class check_discarded(TorchDispatchMode):  # noqa: N801 - used like a function
+class check_discarded(TorchDispatchMode):
     """Context manager that raises `DiscardedTensorError` before an op reads a discarded tensor.
 
     For debugging where `storage_ops.info()["guard"]` is False: it costs Python time per op.
@@ -144,7 +144,11 @@ whose bytes were discarded
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if not (func.is_view or func.namespace == "storage_ops"):
             for leaf in tree_leaves((args, kwargs)):
@@ -189,9 +193,7 @@ def _alias_share(dst: Tensor, src: Tensor) -> None:
 def _record_stream(self: Tensor, id: int, device_index: int, device_type: int) -> None:
     if self.is_cuda:
         owner = reference.record_of(self.untyped_storage()).owner
-        stream = torch.cuda.Stream(
-            stream_id=id, device_index=device_index, device_type=device_type
-        )
+        stream = torch.cuda.Stream(stream_id=id, device_index=device_index, device_type=device_type)
         (self if owner is None else owner).record_stream(stream)
 
 
@@ -216,7 +218,10 @@ def _functional_share(dst: Tensor, src: Tensor) -> None:
 
 
 _PYTHON_KERNELS = {
-    "copy": {"discard_storage": reference.discard_storage, "share_storage": reference.share_storage},
+    "copy": {
+        "discard_storage": reference.discard_storage,
+        "share_storage": reference.share_storage,
+    },
     "alias": {"discard_storage": _alias_discard, "share_storage": _alias_share},
 }
 _COMMON_KERNELS = {
