@@ -15,10 +15,10 @@ except (ImportError, OSError) as error:
 
 else:
     from storage_ops import _info, _library
-    from storage_ops.ops import storage as _storage
+    from storage_ops.ops import storage_kernels as _storage_kernels
 
     _status = _library.load()
-    _storage.register(_status.storage_path)
+    _storage_kernels.register(_status.storage_path)
 
     from storage_ops import memory
     from storage_ops.checkpoint.output_discard import (

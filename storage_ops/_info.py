@@ -15,9 +15,8 @@ def info(status: _library.Status) -> dict[str, Any]:
     ops = torch.ops.storage_ops
     probe = torch.ones(1)
     ops.discard_storage(probe)
-    native = torch._C._dispatch_has_kernel_for_dispatch_key(
-        "storage_ops::_cross_entropy_rows", "CPU"
-    )
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    native = has_kernel("storage_ops::_cross_entropy_rows", "CPU")
     build = _library.build_info()
     return {
         "storage_ops": build.get("version", "pure Python"),

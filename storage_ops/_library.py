@@ -6,12 +6,14 @@ loaded and skipped, and why, is kept in `status` and printed by `python -m stora
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent / "lib"
 OLDEST_TORCH = (2, 10)
@@ -58,7 +60,8 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
     present = sorted(files)
     match = re.match(r"(\d+)\.(\d+)\.(\d+)(.*)", torch_version)
     minor = (int(match[1]), int(match[2])) if match else (0, 0)
-    release = bool(match) and re.fullmatch(r"(\+(cpu|cu\d+|rocm[\d.]+|xpu))?", match[4]) is not None
+    suffix = match[4] if match else ""
+    release = re.fullmatch(r"(\+(cpu|cu\d+|rocm[\d.]+|xpu))?", suffix) is not None
     binding = f"libstorage_ops_binding_{minor[0]}_{minor[1]}.so"
     cuda = f"libstorage_ops_cu{cuda_version.partition('.')[0]}.so" if cuda_version else None
     if minor < OLDEST_TORCH:
@@ -66,7 +69,7 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
         return Plan((), dict.fromkeys(present, reason), {})
     wanted, skipped, missing = [], {}, {}
     for name in present:
-        if name == CPU or name == cuda or (name == binding and release):
+        if name in (CPU, cuda) or (name == binding and release):
             wanted.append(name)
         elif name == ALIAS:
             if minor >= ALIAS_TORCH:
@@ -117,10 +120,10 @@ def load() -> Status:
 def build_info() -> dict[str, str]:
     """How the libraries were built: from the compiled module, or its JSON twin, or nothing."""
     try:
-        from storage_ops import _build_info
+        compiled: Any = importlib.import_module("storage_ops._build_info")
     except ImportError:
         twin = FOLDER / "build_info.json"
         return dict(json.loads(twin.read_text())) if twin.exists() else {}
     keys = ("version", "compiler", "cuda", "cuda_archs", "torch_target", "torch_built_with")
-    facts = {key: str(getattr(_build_info, key)) for key in keys}
-    return {**facts, "cpu_capability": _build_info.cpu_capability()}
+    facts = {key: str(getattr(compiled, key)) for key in keys}
+    return {**facts, "cpu_capability": compiled.cpu_capability()}

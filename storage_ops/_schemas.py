@@ -25,8 +25,8 @@ SCHEMAS: dict[str, str] = {
     ),
     "linear_cross_entropy_backward": (
         "(Tensor grad_loss, Tensor input, Tensor linear_weight, Tensor target, "
-        "Tensor? linear_bias, str reduction, int ignore_index, int? memory_budget, bool[3] grad_mask) "
-        "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+        "Tensor? linear_bias, str reduction, int ignore_index, int? memory_budget, "
+        "bool[3] grad_mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
     ),
 }
 

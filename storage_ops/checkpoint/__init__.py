@@ -1,0 +1,1 @@
+"""Checkpointing that frees a region's output as well as what it saves."""

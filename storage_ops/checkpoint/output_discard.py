@@ -79,7 +79,7 @@ class OutputDiscardCheckpoint:
             )
         if self._region is not None:
             raise RuntimeError(
-                f"OutputDiscardCheckpoint: the output of {self._region.name} was not discarded yet; "
+                f"OutputDiscardCheckpoint: the output of {self._region.name} was not discarded; "
                 "expected discard_output_and_register_recompute() or clear() before the next region"
             )
         self._called = True
@@ -109,8 +109,8 @@ class OutputDiscardCheckpoint:
         """
         if not self._called:
             raise RuntimeError(
-                "OutputDiscardCheckpoint: discard_output_and_register_recompute() was called before "
-                "checkpoint(); there is no output to discard"
+                "OutputDiscardCheckpoint: checkpoint() was not called; there is no output for "
+                "discard_output_and_register_recompute() to discard"
             )
         region = self._region
         if region is None:  # no grad mode, or compiled: nothing was kept
@@ -133,9 +133,9 @@ class OutputDiscardCheckpoint:
         for t in hook_tensors:
             t.register_hook(region.recompute)
         region.discard(
-            f"the output of the region {region.name} was discarded by OutputDiscardCheckpoint{where}"
-            " and is read before the recompute; its consumer must run before the discard, and the "
-            "gradient of the hook tensor must come before every other use in backward"
+            f"the output of the region {region.name} was discarded by OutputDiscardCheckpoint"
+            f"{where} and is read before the recompute; its consumer must run before the discard, "
+            "and the gradient of the hook tensor must come before every other use in backward"
         )
 
     def clear(self) -> None:
@@ -171,11 +171,8 @@ def output_discard(
         checkpoint = OutputDiscardCheckpoint(**options)
         outputs = consumer(checkpoint.checkpoint(producer, *args, **kwargs))
         if checkpoint._region is not None:
-            roots = [
-                leaf
-                for leaf in tree_leaves(outputs)
-                if isinstance(leaf, Tensor) and leaf.requires_grad
-            ]
+            tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            roots = [t for t in tensors if t.requires_grad]
             checkpoint._finish(roots) if roots else checkpoint.clear()
         return outputs
 

@@ -71,7 +71,8 @@ class Region:
         self._input_needs_grad = [t.requires_grad for t in inputs]
         self._state = ExecutionState.capture(inputs, preserve_rng_state)
         anchor = torch.empty(0, requires_grad=True)
-        self._inputs: Any = _HoldInputs.apply(anchor, *inputs).grad_fn
+        held: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
+        self._inputs: Any = held.grad_fn
         self._check_metadata = check_metadata
         self._saved: list[Saved] = []
         self._recomputed: dict[int, Tensor] = {}
@@ -85,7 +86,7 @@ class Region:
         assert self._fn is not None
         inputs = self._inputs.saved_tensors
         known = {t.untyped_storage()._cdata for t in inputs if t.layout == torch.strided}
-        start = torch.autograd._get_sequence_nr()
+        start = torch._C._autograd._get_sequence_nr()
         args, kwargs = self._arguments(inputs)
         with saved_tensors_hooks(self._pack, self._unpack):
             outputs = self._fn(*args, **kwargs)
@@ -144,9 +145,9 @@ class Region:
     def _release_when_used(self) -> None:
         """Drop function and inputs once the last backward has taken every recomputed tensor."""
         in_backward = self._recomputed_for is not None
-        if in_backward and not self._recomputed:
-            if not torch._C._autograd._get_current_graph_task_keep_graph():
-                self._fn, self._inputs, self._flat = None, None, []
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        if in_backward and not self._recomputed and not kept:
+            self._fn, self._inputs, self._flat = None, None, []
 
     def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         flat = list(self._flat)

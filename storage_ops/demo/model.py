@@ -56,8 +56,11 @@ class Block(nn.Module):
         normed = self.mlp_norm(x)
         if self.save_memory:
             # The fat part, four times as wide as the stream, exists only while it is used.
-            return x + output_discard(self._expand, self.down)(normed)
-        return x + self.down(self._expand(normed))
+            mlp = output_discard(self._expand, self.down)(normed)
+        else:
+            mlp = self.down(self._expand(normed))
+        y: Tensor = x + mlp
+        return y
 
     def _expand(self, x: Tensor) -> Tensor:
         return F.gelu(self.up(x))

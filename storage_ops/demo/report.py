@@ -20,9 +20,8 @@ def table(plain: Run, ours: Run, info: dict[str, Any]) -> Table:
     apart = max(abs(a - b) for a, b in zip(plain.losses, ours.losses, strict=True))
     peaks = plain.memory.peak_bytes, ours.memory.peak_bytes
     times = plain.step_seconds, ours.step_seconds
-    result.add_row(
-        "final loss", *(f"{r.losses[-1]:.4f}" for r in (plain, ours)), f"{apart:.1e} at most"
-    )
+    finals = (f"{r.losses[-1]:.4f}" for r in (plain, ours))
+    result.add_row("final loss", *finals, f"{apart:.1e} at most")
     result.add_row(
         "peak memory of a step",
         *(f"{peak / MIB:.0f} MiB" for peak in peaks),
@@ -35,7 +34,7 @@ def table(plain: Run, ours: Run, info: dict[str, Any]) -> Table:
     )
     result.caption = (
         "memory above parameters and optimizer state, gradients included\n"
-        f"storage path: {info['storage_path']}, guard: {'on' if info['guard'] else 'not available'}, "
+        f"storage path: {info['storage_path']}, guard: {'on' if info['guard'] else 'none'}, "
         f"row kernel: {info['row_kernel']}"
     )
     return result

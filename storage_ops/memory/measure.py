@@ -6,6 +6,7 @@ import gc
 import os
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -92,9 +93,11 @@ class measure:
         on_cuda, index = self._device.type == "cuda", self._device.index
         if on_cuda and index is None:
             index = torch.cuda.current_device()
+        profiler: Any = self._profile.profiler
+        recorded = profiler.kineto_results.events()
         events = [
             (event.start_ns(), event.nbytes())
-            for event in self._profile.profiler.kineto_results.events()
+            for event in recorded
             if event.name() == "[memory]"
             and event.device_type().name == self._device.type.upper()
             and (not on_cuda or event.device_index() == index)

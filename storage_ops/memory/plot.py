@@ -32,9 +32,8 @@ def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
         length = timeline[-1].seconds if timeline else 0.0
         x = [100 * sample.seconds / (length or 1.0) for sample in timeline]
         y = [sample.nbytes / MIB for sample in timeline]
-        axes.step(
-            x, y, where="post", label=f"{label} (peak {measurement.peak_bytes / MIB:.0f} MiB)"
-        )
+        peak = f"peak {measurement.peak_bytes / MIB:.0f} MiB"
+        axes.step(x, y, where="post", label=f"{label} ({peak})")
     axes.set_xlabel("share of the step (%)")
     axes.set_ylabel("MiB above the level at entry")
     axes.legend(loc="upper right", fontsize="small")

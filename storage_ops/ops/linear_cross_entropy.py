@@ -133,8 +133,8 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(
-            "linear_cross_entropy: an argument carries a tangent; forward-mode AD is not supported, "
-            "use torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) for it"
+            "linear_cross_entropy: an argument carries a tangent; forward-mode AD is not supported,"
+            " use torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) for it"
         )
 
 
@@ -182,7 +182,8 @@ def _run_chunks(
     grad_bias = weight.new_zeros(vocab, dtype=arithmetic) if mask[2] else None
     if plan.num_chunks == 0 and grad_weight is not None:
         grad_weight.zero_()
-    buffer = input.new_empty(plan.rows, vocab)
+    # Rows start on 64 elements: odd vocabularies stay on the fast paths of products and kernel.
+    buffer = input.new_empty(plan.rows, planner.padded(vocab))[:, :vocab]
     for begin in range(0, tokens, plan.rows or 1):
         rows = slice(begin, min(begin + plan.rows, tokens))
         x, logits = input[rows], buffer[: rows.stop - begin]
@@ -315,7 +316,7 @@ def _autograd(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | No
     grads = [g if need else None for g, need in zip(made, needs, strict=True)]
     if torch.is_grad_enabled():
         anchor = torch.zeros((), device=grad_loss.device, requires_grad=True)
-        grads = list(_OnceDifferentiable.apply(anchor, *grads))
+        grads = list(_OnceDifferentiable.apply(anchor, *grads))  # type: ignore[no-untyped-call]
     return grads[0], grads[1], None, grads[2], None, None, None, None
 
 
@@ -323,11 +324,12 @@ def _raise_not_twice(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError(_NOT_TWICE)
 
 
-_schemas.library.impl(
-    "_cross_entropy_rows", reference.cross_entropy_rows, "CompositeExplicitAutograd"
-)
-_schemas.library.impl("linear_cross_entropy", _forward, "CompositeExplicitAutograd")
-_schemas.library.impl("linear_cross_entropy_backward", _backward, "CompositeExplicitAutograd")
+for _name, _kernel in {
+    "_cross_entropy_rows": reference.cross_entropy_rows,
+    "linear_cross_entropy": _forward,
+    "linear_cross_entropy_backward": _backward,
+}.items():
+    _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 register_autograd(
     "storage_ops::linear_cross_entropy",

@@ -1,4 +1,4 @@
-"""From shapes and a memory budget to a plan for linear cross-entropy. Pure Python: no torch call."""
+"""From shapes and a memory budget to a plan for linear cross-entropy, in pure Python."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ class Plan:
     flops: int
 
 
+def padded(vocab: int) -> int:
+    """Elements from one row of the logits buffer to the next."""
+    return -(-vocab // 64) * 64
+
+
 def scratch_bytes(
     rows: int, tokens: int, hidden: int, vocab: int, itemsize: int, grads: tuple[bool, bool, bool]
 ) -> int:
     """Bytes beyond inputs, outputs and gradients when chunks have `rows` tokens."""
     arithmetic = max(itemsize, 4)
-    total = rows * vocab * itemsize + tokens * arithmetic
+    total = rows * padded(vocab) * itemsize + tokens * arithmetic
     if grads[1] and itemsize < 4 and rows < tokens:
         total += vocab * hidden * 4 + min(SLICE, vocab) * hidden * itemsize
     if grads[2]:
@@ -69,18 +74,18 @@ def plan(
 
     least = scratch(min(1, tokens))
     if memory_budget is None:
-        quarter = tokens * vocab * itemsize // 4
+        quarter = tokens * padded(vocab) * itemsize // 4
         budget = least + min(max(quarter, 32 * MIB), 1024 * MIB)
     elif memory_budget < least:
         raise ValueError(
-            f"memory_budget is {memory_budget} bytes; expected at least {least} for {tokens} tokens, "
-            f"hidden size {hidden}, vocabulary {vocab} and {itemsize} bytes per element"
+            f"memory_budget is {memory_budget} bytes; expected at least {least} for {tokens} "
+            f"tokens, hidden size {hidden}, vocabulary {vocab} and {itemsize} bytes per element"
         )
     else:
         budget = memory_budget
     rows = tokens
     if scratch(tokens) > budget:
-        rows = 1 + (budget - least) // (vocab * itemsize)
+        rows = 1 + (budget - least) // (padded(vocab) * itemsize)
     num_chunks = -(-tokens // rows) if tokens else 0
     rows = -(-tokens // num_chunks) if tokens else 0
     products = 1 + grads[0] + grads[1]

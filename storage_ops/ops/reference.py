@@ -25,10 +25,7 @@ class Record:
 
 def record_of(storage: Storage) -> Record:
     """Return the record of a storage, made on first use."""
-    found: Record | None = getattr(storage, "_storage_ops", None)
-    if found is None:
-        found = Record()
-        storage._storage_ops = found
+    found: Record = vars(storage).setdefault("_storage_ops", Record())
     return found
 
 
@@ -37,7 +34,7 @@ def bytes_reached(t: Tensor) -> int:
     if t.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return (t.storage_offset() + last + 1) * t.element_size()
+    return int(t.storage_offset() + last + 1) * t.element_size()
 
 
 def is_discarded(self: Tensor) -> bool:
@@ -51,7 +48,7 @@ def storage_of(op: str, name: str, t: Tensor) -> Storage:
         raise RuntimeError(f"{op}: {name} has layout {t.layout}; expected a strided tensor")
     if t.is_quantized:
         raise RuntimeError(f"{op}: {name} is quantized; expected a plain tensor")
-    if torch._C._is_cow_tensor(t):
+    if torch._C._is_cow_tensor(t):  # type: ignore[attr-defined]
         raise RuntimeError(
             f"{op}: {name} is a lazy copy (copy-on-write); expected a tensor that owns its storage"
         )
