@@ -7,7 +7,7 @@ cannot do is share: the bytes are copied.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class Record:
     """What is known of a storage beyond what torch keeps, stored on the storage object itself."""
 
     nbytes: int = 0  # size before it was discarded
+    content: object = field(default_factory=object)  # the same object where bytes are shared
     lender: weakref.ref[Storage] | None = None  # the storage its bytes were shared from
     owner: Tensor | None = None  # holds the memory when several storages share it
 
@@ -57,13 +58,26 @@ def storage_of(op: str, name: str, t: Tensor) -> Storage:
 
 def leased_from(storage: Storage, source: Storage) -> bool:
     """Whether `storage` got the bytes it holds from `source`, directly or through others."""
-    seen: Storage | None = storage
-    while seen is not None:
-        lender = record_of(seen).lender
-        seen = lender() if lender is not None else None
-        if seen is source:
+    record = record_of(storage)
+    while record.lender is not None:
+        lender = record.lender()
+        if lender is None or record_of(lender).content is not record.content:
+            return False  # the lender is gone or holds other bytes by now
+        if lender is source:
             return True
+        record = record_of(lender)
     return False
+
+
+def note_discard(storage: Storage) -> None:
+    """Record that a storage is about to lose its bytes."""
+    vars(storage)["_storage_ops"] = Record(nbytes=storage.nbytes())
+
+
+def note_share(to: Storage, source: Storage) -> None:
+    """Record that `to` has the bytes of `source` now."""
+    record = record_of(source)
+    vars(to)["_storage_ops"] = Record(0, record.content, weakref.ref(source), record.owner)
 
 
 def check_share(dst: Tensor, src: Tensor) -> tuple[Storage, Storage] | None:
@@ -101,8 +115,7 @@ def discard_storage(self: Tensor) -> None:
             "discard_storage: self has storage that torch cannot resize (memory of numpy, a file "
             "or another library); expected a resizable one, the storage path is 'copy'"
         )
-    record = record_of(storage)
-    record.nbytes, record.lender = storage.nbytes(), None
+    note_discard(storage)
     storage.resize_(0)
 
 
@@ -120,7 +133,7 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
             )
         to.resize_(source.nbytes())
     to.copy_(source)
-    record_of(to).lender = weakref.ref(source)
+    note_share(to, source)
 
 
 def cross_entropy_rows(

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 _OPS = torch.ops.storage_ops
+GUARD = "this tensor was discarded by storage_ops.discard_storage and has no bytes to read"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -31,13 +32,14 @@ def _locals(op: str, name: str, t: object) -> list[Tensor]:
     if isinstance(t, FakeTensor) and torch._guards.detect_fake_mode() is None:
         raise RuntimeError(f"{op}: {name} is a FakeTensor, which has no bytes; expected a tensor")
     if is_traceable_wrapper_subclass(t):
-        names, _ = t.__tensor_flatten__()
-        return [inner for n in names for inner in _locals(op, f"{name}.{n}", getattr(t, n))]
+        inner = [getattr(t, attribute) for attribute in t.__tensor_flatten__()[0]]
+        tensors = [part for part in inner if isinstance(part, Tensor)]
+        return [leaf for part in tensors for leaf in _locals(op, name, part)]
     return [t]
 
 
 def discard_storage(
-    t: Tensor, *, guard: str | None = None, streams: Iterable[torch.Stream] = ()
+    t: Tensor, *, guard: str | None = GUARD, streams: Iterable[torch.Stream] = ()
 ) -> None:
     """Free the bytes of a tensor's storage; every view of it loses them.
 
@@ -47,9 +49,9 @@ def discard_storage(
     Args:
         t: a strided tensor of any shape and dtype. A DTensor or another wrapper subclass acts on
             the tensors it wraps.
-        guard: a message; any later read of the tensor raises a RuntimeError with it, until
-            `share_storage` binds new bytes. Where `storage_ops.info()["guard"]` is False torch has
-            no such guard and reading is undefined; see `check_discarded`.
+        guard: the message of the RuntimeError that any read of the tensor raises until
+            `share_storage` binds new bytes. None arms no guard, and then reading is undefined, as
+            it is where `storage_ops.info()["guard"]` is False; see `check_discarded`.
         streams: CUDA streams that may still be using the bytes. The current stream is one already.
 
     Raises:

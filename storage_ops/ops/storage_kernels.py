@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Iterator
 
 import torch
@@ -30,8 +29,7 @@ def _alias_discard(self: Tensor) -> None:
     storage = reference.storage_of("discard_storage", "self", self)
     if storage.nbytes() == 0:
         return
-    record = reference.record_of(storage)
-    record.nbytes, record.lender, record.owner = storage.nbytes(), None, None
+    reference.note_discard(storage)
     _swap(storage, Storage(0, device=storage.device))
 
 
@@ -52,8 +50,7 @@ def _alias_share(dst: Tensor, src: Tensor) -> None:
     if to.nbytes() > 0:
         _swap(to, Storage(0, device=to.device))
     _swap(to, _OPS._alias_bytes(record.owner).untyped_storage())
-    reference.record_of(to).owner = record.owner
-    reference.record_of(to).lender = weakref.ref(source)
+    reference.note_share(to, source)
 
 
 def _record_stream(self: Tensor, id: int, device_index: int, device_type: int) -> None:

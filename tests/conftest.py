@@ -1,0 +1,47 @@
+import contextlib
+import os
+
+import pytest
+import torch
+
+import storage_ops
+from storage_ops.ops.storage_kernels import storage_path
+
+NATIVE_PATH = storage_ops.info()["storage_path"]
+# The native path when there is one, and every Python path that this torch can run.
+PATHS = [
+    *(["binding"] if NATIVE_PATH == "binding" else []),
+    *(["alias"] if any("alias" in name for name in storage_ops.info()["loaded"]) else []),
+    "copy",
+]
+
+
+def pytest_collection_modifyitems(items):
+    """CUDA tests skip where there is no GPU, unless STORAGE_OPS_REQUIRE_CUDA=1 makes that a failure."""
+    if torch.cuda.is_available() or os.environ.get("STORAGE_OPS_REQUIRE_CUDA") == "1":
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=PATHS)
+def path(request):
+    """Run a test once by each storage path; the name of the path."""
+    native = request.param == NATIVE_PATH == "binding"
+    with contextlib.nullcontext() if native else storage_path(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def zero_copy(path):
+    return path != "copy"
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_numbers():
+    """Fresh inputs at every run; pytest prints the seed of a failing test."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    print("torch seed", seed)
+    torch.manual_seed(seed)

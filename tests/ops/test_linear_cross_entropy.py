@@ -1,0 +1,243 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+import storage_ops as so
+from storage_ops.ops import planner, reference
+
+# Relative error in the Frobenius norm against float64. 16-bit results are rounded once on the way
+# out, their logits and logit gradients once in between.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def problem(tokens=37, hidden=24, vocab=101, dtype=torch.float32, bias=True, ignored=0.3):
+    x = torch.randn(tokens, hidden, dtype=dtype)
+    w = torch.randn(vocab, hidden, dtype=dtype)
+    b = torch.randn(vocab, dtype=dtype) if bias else None
+    target = torch.randint(vocab, (tokens,))
+    target[torch.rand(tokens) < ignored] = -100
+    return x, w, target, b
+
+
+def run(function, x, w, target, b, upstream=None, **options):
+    """Loss and gradients of a function in the arguments' own dtype."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, w, b)]
+    loss = function(leaves[0], leaves[1], target, linear_bias=leaves[2], **options)
+    upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype)
+    loss.backward(upstream)
+    return loss.detach(), [t.grad for t in leaves if t is not None]
+
+
+def exact(x, w, target, b, **options):
+    double = [None if t is None else t.double() for t in (x, w, b)]
+    return run(reference.linear_cross_entropy, double[0], double[1], target, double[2], **options)
+
+
+def error(ours, expected):
+    difference = (ours.double() - expected).norm()
+    return (difference / expected.norm().clamp_min(1e-300)).item()
+
+
+def smallest_budget(x, w, b):
+    try:
+        planner.plan(len(x), x.shape[1], len(w), x.element_size(), memory_budget=0,
+                     grads=(True, True, b is not None))  # fmt: skip
+    except ValueError as complaint:
+        return int(str(complaint).split("at least ")[1].split()[0])
+    raise AssertionError("a budget of 0 bytes must be refused")
+
+
+@pytest.mark.parametrize("budget", ["default", "smallest", "three rows"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_loss_and_gradients_against_float64(dtype, reduction, bias, budget):
+    x, w, target, b = problem(dtype=dtype, bias=bias)
+    least = smallest_budget(x, w, b)
+    row = planner.padded(len(w)) * x.element_size()
+    memory_budget = {"default": None, "smallest": least, "three rows": least + 2 * row}[budget]
+    upstream = torch.rand(len(target) if reduction == "none" else ()).double()
+    loss, grads = run(so.linear_cross_entropy, x, w, target, b, upstream, reduction=reduction,
+                      memory_budget=memory_budget)  # fmt: skip
+    expected, expected_grads = exact(x, w, target, b, upstream=upstream, reduction=reduction)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert error(loss, expected) < TOLERANCE[dtype]
+    for ours, right in zip(grads, expected_grads, strict=True):
+        assert ours.dtype == dtype
+        assert error(ours, right) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 32])
+def test_bf16_weight_gradient_is_no_worse_than_the_unchunked_loss(chunks):
+    x, w, target, _ = problem(256, 64, 503, torch.bfloat16, bias=False)
+    row = planner.padded(503) * 2
+    least = smallest_budget(x, w, None)
+    budget = None if chunks == 1 else least + (256 // chunks - 1) * row
+    _, ours = run(so.linear_cross_entropy, x, w, target, None, memory_budget=budget)
+    _, unchunked = run(reference.linear_cross_entropy, x, w, target, None)
+    _, right = exact(x, w, target, None)
+    for mine, theirs, true in zip(ours, unchunked, right, strict=True):
+        assert error(mine, true) <= 1.05 * error(theirs, true)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_leading_dimensions_and_index_types(dtype):
+    x, w, b = torch.randn(2, 3, 5, 8), torch.randn(11, 8), torch.randn(11)
+    target = torch.randint(11, (2, 3, 5))
+    for reduction in REDUCTIONS:
+        loss, grads = run(so.linear_cross_entropy, x, w, target.to(dtype), b, reduction=reduction)
+        right, right_grads = exact(x, w, target, b, reduction=reduction)
+        assert loss.shape == right.shape and error(loss, right) < 2e-6
+        assert all(error(a, e) < 2e-6 for a, e in zip(grads, right_grads, strict=True))
+
+
+def test_a_single_token_without_leading_dimension():
+    x, w = torch.randn(8), torch.randn(11, 8)
+    loss = so.linear_cross_entropy(x, w, torch.tensor(3))
+    assert torch.allclose(loss, F.cross_entropy(F.linear(x, w), torch.tensor(3)))
+
+
+def test_strided_arguments():
+    x, w = torch.randn(24, 2, 37).permute(2, 1, 0)[:, 0], torch.randn(24, 101).t()
+    target = torch.randint(101, (37, 3))[:, 1]
+    b = torch.randn(202)[::2]
+    loss, grads = run(so.linear_cross_entropy, x, w, target, b)
+    right, right_grads = exact(x, w, target, b)
+    assert error(loss, right) < 2e-6
+    assert all(error(a, e) < 2e-6 for a, e in zip(grads, right_grads, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (0, 1, 2)])
+def test_frozen_arguments_get_no_gradient(frozen):
+    x, w, target, b = problem()
+    leaves = [t.requires_grad_(i not in frozen) for i, t in enumerate((x, w, b))]
+    loss = so.linear_cross_entropy(x, w, target, linear_bias=b)
+    assert loss.requires_grad == (len(frozen) < 3)
+    if len(frozen) == 3:
+        return
+    loss.backward()
+    _, right = exact(x, w, target, b)
+    for i, (leaf, expected) in enumerate(zip(leaves, right, strict=True)):
+        assert (leaf.grad is None) == (i in frozen)
+        assert i in frozen or error(leaf.grad, expected) < 2e-6
+
+
+def test_no_grad_gives_the_loss_alone():
+    x, w, target, b = problem()
+    with torch.no_grad():
+        loss = so.linear_cross_entropy(x.requires_grad_(), w, target, linear_bias=b)
+    assert not loss.requires_grad
+    assert error(loss, exact(x, w, target, b)[0]) < 2e-6
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_token_ignored(reduction):
+    x, w, target, b = problem(ignored=2.0)
+    loss, grads = run(so.linear_cross_entropy, x, w, target, b, reduction=reduction)
+    assert torch.isnan(loss) if reduction == "mean" else not loss.any()
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_tokens(reduction):
+    x, w, target, b = problem(tokens=0)
+    loss, grads = run(so.linear_cross_entropy, x, w, target, b, reduction=reduction)
+    assert torch.isnan(loss) if reduction == "mean" else not loss.any()
+    assert [g.shape for g in grads] == [x.shape, w.shape, b.shape]
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+
+
+@pytest.mark.parametrize("tokens, vocab", [(1, 101), (37, 1), (1, 1), (5, 1025)])
+def test_edge_shapes(tokens, vocab):
+    x, w, target, b = problem(tokens=tokens, vocab=vocab, ignored=0)
+    loss, grads = run(so.linear_cross_entropy, x, w, target, b, reduction="sum")
+    right, right_grads = exact(x, w, target, b, reduction="sum")
+    assert abs(loss - right) < 1e-5 + 2e-6 * abs(right)
+    assert all(((a - e).norm() < 1e-5 + 2e-6 * e.norm()) for a, e in zip(grads, right_grads))
+
+
+def test_another_ignore_index_may_be_a_class():
+    x, w, target, b = problem()
+    target[target < 0] = 7
+    loss, grads = run(so.linear_cross_entropy, x, w, target, b, ignore_index=7)
+    right, right_grads = exact(x, w, target, b, ignore_index=7)
+    assert error(loss, right) < 2e-6
+    assert all(error(a, e) < 2e-6 for a, e in zip(grads, right_grads, strict=True))
+
+
+def test_extreme_logits():
+    x = torch.eye(4)
+    w = torch.tensor([[1e4, 0, -1e4, 88], [-1e4, 0, 1e4, -88], [0, 0, 0, 0]]).float()
+    target = torch.tensor([0, 1, 2, 2])
+    loss, grads = run(so.linear_cross_entropy, x, w, target, None, reduction="none")
+    right, right_grads = exact(x, w, target, None, reduction="none")
+    assert torch.allclose(loss.double(), right, rtol=1e-6, atol=1e-6)
+    assert all(torch.allclose(a.double(), e, atol=1e-6) for a, e in zip(grads, right_grads))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_non_finite_logits_like_torch(value):
+    x, target = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
+    w = torch.tensor([[1.0, 2.0], [0.5, 1.0]])
+    b = torch.tensor([value, 0.0])
+    loss, grads = run(so.linear_cross_entropy, x, w, target, b, reduction="none")
+    right, right_grads = exact(x, w, target, b, reduction="none")
+    assert torch.equal(torch.isnan(loss), torch.isnan(right))
+    assert torch.equal(torch.isinf(loss), torch.isinf(right))
+    assert torch.equal(torch.isnan(grads[2]), torch.isnan(right_grads[2]))
+
+
+def test_backward_twice_and_bit_equal_runs():
+    x, w, target, b = problem(300, 16, 211)
+    first = run(so.linear_cross_entropy, x, w, target, b, memory_budget=200_000)
+    second = run(so.linear_cross_entropy, x, w, target, b, memory_budget=200_000)
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(p, q) for p, q in zip(first[1], second[1], strict=True))
+    w.requires_grad_()
+    loss = so.linear_cross_entropy(x, w, target)
+    loss.backward(retain_graph=True)
+    once = w.grad.clone()
+    loss.backward()
+    assert torch.equal(w.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_upstream_gradient_scales_and_accumulates():
+    x, w, target, _ = problem()
+    w.requires_grad_()
+    once = torch.autograd.grad(so.linear_cross_entropy(x, w, target), w)[0]
+    loss = so.linear_cross_entropy(x, w, target)
+    (3 * loss + loss * loss.detach()).backward()
+    assert torch.allclose(w.grad, once * (3 + loss.detach()), rtol=1e-5)
+
+
+def test_poisoned_buffers_do_not_show(monkeypatch):
+    """Whatever new memory holds, the result is the same."""
+    x, w, target, b = problem()
+    right = run(so.linear_cross_entropy, x, w, target, b)
+    for name in ("new_empty",):
+        plain = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *a, _plain=plain, **k: _plain(*a, **k).fill_(float("nan"))
+        )
+    again = run(so.linear_cross_entropy, x, w, target, b)
+    assert torch.equal(right[0], again[0])
+    assert all(torch.equal(p, q) for p, q in zip(right[1], again[1], strict=True))
+
+
+def test_native_row_kernel_equals_the_reference():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+        logits, target = torch.randn(9, 2500, dtype=dtype) * 5, torch.randint(2500, (9,))
+        target[4] = -1
+        scale, bias = torch.rand(9, dtype=arithmetic), torch.randn(2500, dtype=dtype)
+        results = []
+        for kernel in (torch.ops.storage_ops._cross_entropy_rows, reference.cross_entropy_rows):
+            work, nll = logits.clone(), torch.full((9,), float("nan"), dtype=arithmetic)
+            kernel(work, target, bias, scale, nll, -1, True)
+            results.append((work.double(), nll.double()))
+        tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 1e-2)
+        for ours, right in zip(*results, strict=True):
+            assert torch.allclose(ours, right, rtol=tolerance, atol=1e-7)

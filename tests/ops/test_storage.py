@@ -1,0 +1,257 @@
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+import storage_ops as so
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+def numbers(*shape, dtype=torch.float32):
+    return torch.randn(*shape).mul(100).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_discard_then_share_restores_every_view(path, dtype):
+    t, again = numbers(6, 5, dtype=dtype), numbers(6, 5, dtype=dtype)
+    views = [t[1:4], t.t(), t.view(-1)[7:], t.detach()]
+    so.discard_storage(t)
+    assert all(so.is_discarded(v) for v in [t, *views])
+    assert t.shape == (6, 5) and t.stride() == (5, 1) and t.untyped_storage().nbytes() == 0
+    so.share_storage(t, again)
+    expected = [again[1:4], again.t(), again.view(-1)[7:], again]
+    assert torch.equal(t, again)
+    assert all(torch.equal(v, e) for v, e in zip(views, expected, strict=True))
+    assert not so.is_discarded(t)
+
+
+def test_share_is_zero_copy_and_writes_are_seen_on_both_sides(path, zero_copy):
+    dst, src = numbers(8), numbers(8)
+    so.share_storage(dst, src)
+    assert (dst.data_ptr() == src.data_ptr()) == zero_copy
+    if zero_copy:
+        src[3] = 7.0
+        dst[4] = 8.0
+        assert dst[3] == 7.0 and src[4] == 8.0
+
+
+def test_version_counters_do_not_move(path):
+    dst, src = numbers(4), numbers(4)
+    dst.add_(1)
+    before = dst._version, src._version
+    so.discard_storage(dst)
+    so.share_storage(dst, src)
+    assert (dst._version, src._version) == before
+
+
+def test_autograd_uses_the_bytes_that_are_bound(path):
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    h = x * 2
+    y = h @ w
+    so.discard_storage(h)
+    so.share_storage(h, (x * 2).detach())
+    y.sum().backward()
+    assert torch.equal(w.grad, (x * 2).t() @ torch.ones(3, 2))
+
+
+def test_the_bytes_outlive_whichever_side_goes_first(path):
+    dst, src = numbers(1000), numbers(1000)
+    expected = src.clone()
+    so.share_storage(dst, src)
+    so.discard_storage(src)
+    assert torch.equal(dst, expected) and so.is_discarded(src)
+    so.share_storage(src, dst)
+    so.discard_storage(dst)
+    del dst
+    assert torch.equal(src, expected)
+
+
+def test_resizing_the_source_from_outside_leaves_the_other_alone(path):
+    dst, src = numbers(1000), numbers(1000)
+    expected = src.clone()
+    so.share_storage(dst, src)
+    if path == "alias":  # an alias of foreign memory cannot be resized: torch refuses
+        with pytest.raises(RuntimeError, match="resiz"):
+            src.untyped_storage().resize_(0)
+    else:
+        src.untyped_storage().resize_(0)
+    poison = [torch.full((1000,), 3.0) for _ in range(8)]
+    assert torch.equal(dst, expected) and len(poison) == 8
+
+
+def test_several_tensors_share_one_source(path):
+    src = numbers(16)
+    users = [numbers(16) for _ in range(5)]
+    for user in users:
+        so.share_storage(user, src)
+    expected = src.clone()
+    so.discard_storage(src)
+    del src
+    assert all(torch.equal(user, expected) for user in users)
+
+
+def test_a_chain_of_shares(path):
+    first, second, third = numbers(8), numbers(8), numbers(8)
+    expected = third.clone()
+    so.share_storage(second, third)
+    so.share_storage(first, second)
+    so.discard_storage(third)
+    so.discard_storage(second)
+    assert torch.equal(first, expected)
+
+
+def test_repeating_a_share_and_a_discard_is_fine(path):
+    dst, src = numbers(8), numbers(8)
+    for _ in range(3):
+        so.share_storage(dst, src)
+    assert torch.equal(dst, src)
+    for _ in range(3):
+        so.discard_storage(dst)
+    assert so.is_discarded(dst)
+    so.share_storage(src, src)
+    so.share_storage(src, src[2:])
+    assert src.numel() == 8
+
+
+def test_slices_with_offsets_read_their_own_bytes(path):
+    base, other = numbers(20), numbers(20)
+    tail = base[5:9]
+    so.discard_storage(tail)
+    assert so.is_discarded(base)
+    so.share_storage(tail, other[1:3])
+    assert torch.equal(base, other) and torch.equal(tail, other[5:9])
+
+
+def test_a_larger_source_is_bound_whole(path):
+    dst, src = numbers(4), numbers(10)
+    so.discard_storage(dst)
+    so.share_storage(dst, src)
+    assert torch.equal(dst, src[:4]) and dst.untyped_storage().nbytes() == 40
+
+
+def test_other_dtypes_are_reinterpreted(path):
+    dst, src = torch.zeros(4, dtype=torch.int32), torch.randn(4)
+    so.discard_storage(dst)
+    so.share_storage(dst, src)
+    assert torch.equal(dst.view(torch.float32), src)
+
+
+def test_no_elements(path):
+    empty, other = torch.empty(0, 3), torch.empty(0)
+    so.discard_storage(empty)
+    assert not so.is_discarded(empty)
+    so.share_storage(empty, other)
+    so.share_storage(empty, torch.ones(4))
+    assert empty.shape == (0, 3)
+
+
+def test_scalars_and_expanded_tensors(path):
+    scalar, wide = torch.tensor(3.0), torch.tensor([2.0]).expand(5)
+    so.discard_storage(scalar)
+    so.share_storage(scalar, torch.tensor(4.0))
+    assert scalar == 4.0
+    so.discard_storage(wide)
+    so.share_storage(wide, torch.tensor([6.0]))
+    assert torch.equal(wide, torch.full((5,), 6.0))
+
+
+def foreign(kind):
+    """Memory that torch did not allocate."""
+    if kind == "numpy":
+        return torch.from_numpy(np.arange(6, dtype=np.float32))
+    if kind == "frombuffer":
+        return torch.frombuffer(bytearray(24), dtype=torch.float32)
+    return torch.frombuffer(mmap.mmap(-1, 24), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "frombuffer", "mmap"])
+def test_memory_of_other_libraries(path, kind):
+    t, src = foreign(kind), numbers(6)
+    if path == "copy":
+        before = t.clone()
+        with pytest.raises(RuntimeError, match="cannot resize"):
+            so.discard_storage(t)
+        assert torch.equal(t, before)
+    else:
+        so.discard_storage(t)
+        assert so.is_discarded(t)
+    so.share_storage(t, src)
+    assert torch.equal(t, src)
+    dst, source = numbers(6), foreign(kind)
+    expected = source.clone()
+    so.share_storage(dst, source)
+    del source
+    assert torch.equal(dst, expected)
+
+
+def test_inference_tensors(path):
+    with torch.inference_mode():
+        t, src = torch.ones(4), torch.zeros(4)
+        so.discard_storage(t)
+        so.share_storage(t, src)
+    assert torch.equal(t, torch.zeros(4))
+
+
+def test_parameters_and_tensors_that_need_grad(path):
+    p, src = torch.nn.Parameter(torch.ones(4)), torch.full((4,), 2.0)
+    so.discard_storage(p)
+    so.share_storage(p, src)
+    (p * 3).sum().backward()
+    assert torch.equal(p, src) and torch.equal(p.grad, torch.full((4,), 3.0))
+
+
+def test_dtensor_acts_on_its_local_tensor(path, tmp_path):
+    from torch import distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        make = [DTensor.from_local(numbers(4), mesh, [Replicate()]) for _ in range(2)]
+        t, src = make
+        so.discard_storage(t)
+        assert so.is_discarded(t) and so.is_discarded(t.to_local())
+        so.share_storage(t, src)
+        assert torch.equal(t.to_local(), src.to_local())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_guard_names_the_message_and_is_lifted(path):
+    t = torch.ones(4)
+    view = t[1:]
+    so.discard_storage(t, guard="freed by the test")
+    if path != "binding" or not so.info()["guard"]:
+        with so.check_discarded(), pytest.raises(so.DiscardedTensorError, match="discarded"):
+            t + 1
+    else:
+        reads = [
+            lambda: t + 1,
+            lambda: view.sum(),
+            lambda: str(t),
+            lambda: t.clone(),
+            lambda: t.numpy(),
+            lambda: t.data_ptr(),
+            lambda: t.view(2, 2) @ torch.ones(2, 2),
+            lambda: torch.ones(4).copy_(t),
+            lambda: t.add_(1),
+        ]
+        for read in reads:
+            with pytest.raises(RuntimeError, match="freed by the test"):
+                read()
+    assert t.shape == (4,) and view.storage_offset() == 1 and so.is_discarded(t)
+    so.share_storage(t, torch.full((4,), 5.0))
+    assert torch.equal(view, torch.full((3,), 5.0))
+    so.discard_storage(t)
+    assert so.is_discarded(t)
+
+
+def test_check_discarded_lets_metadata_and_views_through(path):
+    t = torch.ones(4)
+    so.discard_storage(t)
+    with so.check_discarded():
+        assert t.view(2, 2).shape == (2, 2) and t.detach().stride() == (1,)
+        so.share_storage(t, torch.zeros(4))
+        assert (t + 1).sum() == 4

@@ -1,0 +1,127 @@
+"""Bad input gets an error that names argument, value and expectation, and changes nothing."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import storage_ops as so
+
+
+def unchanged(*tensors):
+    return [(t._version, t.clone()) for t in tensors]
+
+
+def assert_unchanged(tensors, before):
+    for t, (version, value) in zip(tensors, before, strict=True):
+        assert t._version == version and torch.equal(t, value)
+
+
+def test_source_too_small(path):
+    dst, src = torch.ones(8), torch.ones(4)
+    before = unchanged(dst, src)
+    with pytest.raises(RuntimeError, match=r"src has 16 bytes of storage; expected at least 32"):
+        so.share_storage(dst, src)
+    assert_unchanged((dst, src), before)
+
+
+def test_source_too_small_for_the_rest_of_a_discarded_storage(path):
+    base, src = torch.ones(100), torch.ones(4)
+    head = base[:4]
+    so.discard_storage(base)
+    with pytest.raises(RuntimeError, match="expected at least 400"):
+        so.share_storage(head, src)
+    assert so.is_discarded(base)
+
+
+def test_source_too_small_after_a_foreign_resize(path):
+    dst, src = torch.ones(8), torch.ones(4)
+    dst.untyped_storage().resize_(0)
+    assert so.is_discarded(dst)
+    with pytest.raises(RuntimeError, match="expected at least 32"):
+        so.share_storage(dst, src)
+
+
+def test_discarded_source(path):
+    dst, src = torch.ones(4), torch.ones(4)
+    before = unchanged(dst)
+    so.discard_storage(src)
+    for view in (src, src[:0], src.view(2, 2)):
+        with pytest.raises(RuntimeError, match="src is discarded; expected a tensor with bytes"):
+            so.share_storage(dst, view)
+    assert_unchanged((dst,), before)
+
+
+def test_sharing_back_would_close_a_cycle(path):
+    first, second, third = torch.ones(4), torch.zeros(4), torch.full((4,), 2.0)
+    so.share_storage(second, third)
+    so.share_storage(first, second)
+    for dst, src in [(second, first), (third, second), (third, first)]:
+        with pytest.raises(RuntimeError, match="close a reference cycle"):
+            so.share_storage(dst, src)
+    assert torch.equal(first, torch.full((4,), 2.0))
+
+
+def test_after_new_bytes_sharing_back_is_fine(path):
+    first, second = torch.ones(4), torch.zeros(4)
+    so.share_storage(first, second)
+    so.discard_storage(second)
+    so.share_storage(second, first)
+    assert torch.equal(second, torch.zeros(4))
+
+
+def test_different_devices(path):
+    if path == "binding" and not torch.cuda.is_available():
+        meta = torch.ones(4, device="meta")
+        with pytest.raises(RuntimeError, match="src is on .*; expected the device of dst"):
+            so.share_storage(torch.ones(4), meta)
+        return
+    with pytest.raises(RuntimeError, match="src is on .*; expected the device of dst"):
+        so.share_storage(torch.ones(4), torch.ones(4, device="meta"))
+
+
+def odd_tensors():
+    dense = torch.ones(3, 3)
+    lazy = torch._lazy_clone(torch.ones(9)).view(3, 3)
+    return {
+        "sparse": (dense.to_sparse(), "expected a strided tensor"),
+        "sparse csr": (dense.to_sparse_csr(), "expected a strided tensor"),
+        "mkldnn": (dense.to_mkldnn(), "expected a strided tensor"),
+        "quantized": (torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8), "is quantized"),
+        "lazy": (lazy, "copy-on-write"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["sparse", "sparse csr", "mkldnn", "quantized", "lazy"])
+def test_layouts_without_plain_bytes(path, kind):
+    odd, message = odd_tensors()[kind]
+    with pytest.raises(RuntimeError, match=message):
+        so.discard_storage(odd)
+    with pytest.raises(RuntimeError, match=message):
+        so.share_storage(torch.ones(9), odd)
+    with pytest.raises(RuntimeError, match=message):
+        so.share_storage(odd, torch.ones(9))
+
+
+def test_fake_tensor_outside_its_mode(path):
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(4))
+        so.discard_storage(fake)  # inside the mode it is a simulation
+    for call in (
+        lambda: so.discard_storage(fake),
+        lambda: so.share_storage(torch.ones(4), fake),
+        lambda: so.share_storage(fake, torch.ones(4)),
+    ):
+        with pytest.raises(RuntimeError, match="is a FakeTensor, which has no bytes"):
+            call()
+
+
+@pytest.mark.parametrize("value", [None, 3, "h", [torch.ones(2)]])
+def test_not_a_tensor(path, value):
+    name = type(value).__name__
+    with pytest.raises(TypeError, match=f"t is {name}; expected a torch.Tensor"):
+        so.discard_storage(value)
+    with pytest.raises(TypeError, match=f"src is {name}"):
+        so.share_storage(torch.ones(2), value)
+    with pytest.raises(TypeError, match=f"dst is {name}"):
+        so.share_storage(value, torch.ones(2))

@@ -1,0 +1,102 @@
+"""Memory really goes back, nothing leaks, and a call costs little."""
+
+import gc
+import os
+import timeit
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import storage_ops as so
+
+from ..conftest import NATIVE_PATH
+
+NBYTES = 4 << 20
+
+
+def block():
+    return torch.empty(NBYTES // 4)
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_discard_gives_the_bytes_back(path):
+    with so.memory.measure() as m:
+        t = block()
+        so.discard_storage(t)
+    assert m.peak_bytes == NBYTES and m.kept_bytes == 0
+
+
+def test_shared_bytes_go_back_when_the_last_user_is_gone(path, zero_copy):
+    with so.memory.measure() as m:
+        dst, src = block(), block()
+        so.discard_storage(dst)
+        so.share_storage(dst, src)
+        del src
+    assert m.kept_bytes == NBYTES
+    # Binding needs no memory of its own; the copy path holds both for a moment.
+    assert m.peak_bytes == 2 * NBYTES
+    with so.memory.measure() as m:
+        so.discard_storage(dst)
+    assert m.kept_bytes == -NBYTES
+
+
+def test_peak_of_a_share(path, zero_copy):
+    dst, src = block(), block()
+    so.discard_storage(dst)
+    with so.memory.measure() as m:
+        so.share_storage(dst, src)
+    assert m.peak_bytes == (0 if zero_copy else NBYTES)
+
+
+def test_ten_thousand_calls_keep_memory_flat(path):
+    dst, src = torch.empty(1 << 16), torch.empty(1 << 16)
+
+    def loop(calls):
+        nonlocal src
+        for _ in range(calls):
+            so.discard_storage(dst)
+            again = torch.empty(1 << 16)
+            so.share_storage(dst, again)
+            so.share_storage(dst, src)
+            so.share_storage(src, again)
+
+    loop(500)
+    before = resident_bytes()
+    loop(10_000)
+    gc.collect()
+    assert resident_bytes() - before < 2 << 20
+
+
+def test_sharing_from_one_source_again_and_again_builds_no_chain(path):
+    src = torch.ones(16)
+    for _ in range(20_000):
+        dst = torch.empty(16)
+        so.share_storage(dst, src)
+    del src, dst  # a chain of owners would overflow the stack here
+
+
+def test_storages_die_without_the_garbage_collector(path):
+    gc.disable()
+    try:
+        dst, src = torch.ones(4), torch.ones(4)
+        so.share_storage(dst, src)
+        storages = [weakref.ref(t.untyped_storage()) for t in (dst, src)]
+        del dst, src
+        assert [ref() for ref in storages] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(NATIVE_PATH != "binding", reason="the bound is that of the native binding")
+def test_share_storage_costs_microseconds():
+    dst, src = torch.empty(8), torch.empty(8)
+    so.share_storage(dst, src)
+    calls = 20_000
+    best = min(timeit.repeat(lambda: so.share_storage(dst, src), number=calls, repeat=5)) / calls
+    assert best < 5e-6
