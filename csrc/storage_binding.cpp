@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -24,6 +25,10 @@ using c10::StorageImpl;
 struct Lease {
   c10::Storage owner;
   c10::weak_intrusive_ptr<StorageImpl> lender;  // the storage these bytes were shared from
+  uint64_t lender_id;  // and the lease it held then: with another one it is a lender no more
+  uint64_t id = next_id++;
+
+  static inline std::atomic<uint64_t> next_id{1};
 
   static void release(void* context) { delete static_cast<Lease*>(context); }
 };
@@ -100,30 +105,30 @@ void discard_storage(const at::Tensor& self) {
   storage->set_nbytes(0);
 }
 
-void lease(StorageImpl* storage, const c10::Storage& owner,
-           c10::weak_intrusive_ptr<StorageImpl> lender) {
-  void* data = data_of(owner.unsafeGetStorageImpl()).get();
-  auto* context = new Lease{owner, std::move(lender)};
-  lift_guard(storage);
-  storage->set_data_ptr_noswap({data, context, &Lease::release, owner.device()});
-  storage->set_nbytes(owner.nbytes());
-}
-
 c10::weak_intrusive_ptr<StorageImpl> weak(StorageImpl* storage) {
   using Strong = c10::intrusive_ptr<StorageImpl>;
   return c10::weak_intrusive_ptr<StorageImpl>(storage ? Strong::reclaim_copy(storage) : Strong());
 }
 
-// True when `storage` got the bytes it holds from `source`, directly or through others.
+// Makes `storage` hold the bytes of `owner`, received from `lender` if that is not null.
+void lease(StorageImpl* storage, const c10::Storage& owner, StorageImpl* lender) {
+  void* data = data_of(owner.unsafeGetStorageImpl()).get();
+  auto* context = new Lease{owner, weak(lender), lender ? lease_of(lender)->id : 0};
+  lift_guard(storage);
+  storage->set_data_ptr_noswap({data, context, &Lease::release, owner.device()});
+  storage->set_nbytes(owner.nbytes());
+}
+
+// True when `storage` got the bytes it holds from `source`, directly or through others. Ends, since
+// every lease is younger than the lender's.
 bool leased_from(StorageImpl* storage, StorageImpl* source) {
-  const void* data = data_of(storage).get();
-  c10::intrusive_ptr<StorageImpl> held;
-  while (Lease* current = lease_of(storage)) {
-    if (data_of(storage).get() != data) return false;  // the lender holds other bytes by now
-    held = current->lender.lock();
-    if (!held) return false;
-    if (held.get() == source) return data_of(source).get() == data;
-    storage = held.get();
+  c10::intrusive_ptr<StorageImpl> lender;
+  for (const Lease* current = lease_of(storage); current; current = lease_of(lender.get())) {
+    lender = current->lender.lock();
+    if (!lender) return false;
+    const Lease* lent = lease_of(lender.get());
+    if (!lent || lent->id != current->lender_id) return false;  // it holds other bytes by now
+    if (lender.get() == source) return true;
   }
   return false;
 }
@@ -146,9 +151,9 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
     auto owner = c10::Storage(c10::make_intrusive<StorageImpl>(
         StorageImpl::use_byte_size_t(), from->nbytes(), std::move(data_of(from)), from->allocator(),
         from->resizable()));
-    lease(from, owner, weak(nullptr));
+    lease(from, owner, nullptr);
   }
-  lease(to, lease_of(from)->owner, weak(from));
+  lease(to, lease_of(from)->owner, from);
 }
 
 // Makes every access to the bytes of a discarded tensor raise `message`, where torch has the means.

@@ -17,7 +17,7 @@ PATHS = [
 
 
 def pytest_collection_modifyitems(items):
-    """CUDA tests skip where there is no GPU, unless STORAGE_OPS_REQUIRE_CUDA=1 makes that a failure."""
+    """CUDA tests skip without a GPU, unless STORAGE_OPS_REQUIRE_CUDA=1 makes that a failure."""
     if torch.cuda.is_available() or os.environ.get("STORAGE_OPS_REQUIRE_CUDA") == "1":
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -6,6 +6,7 @@ cannot do is share: the bytes are copied.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass, field
 
@@ -19,9 +20,10 @@ class Record:
     """What is known of a storage beyond what torch keeps, stored on the storage object itself."""
 
     nbytes: int = 0  # size before it was discarded
-    content: object = field(default_factory=object)  # the same object where bytes are shared
     lender: weakref.ref[Storage] | None = None  # the storage its bytes were shared from
+    lender_id: int = 0  # and the id it had then: with another one it is a lender no more
     owner: Tensor | None = None  # holds the memory when several storages share it
+    id: int = field(default_factory=itertools.count(1).__next__)
 
 
 def record_of(storage: Storage) -> Record:
@@ -57,12 +59,15 @@ def storage_of(op: str, name: str, t: Tensor) -> Storage:
 
 
 def leased_from(storage: Storage, source: Storage) -> bool:
-    """Whether `storage` got the bytes it holds from `source`, directly or through others."""
+    """Whether `storage` got the bytes it holds from `source`, directly or through others.
+
+    Ends, since every record is younger than its lender's.
+    """
     record = record_of(storage)
     while record.lender is not None:
         lender = record.lender()
-        if lender is None or record_of(lender).content is not record.content:
-            return False  # the lender is gone or holds other bytes by now
+        if lender is None or record_of(lender).id != record.lender_id:
+            return False  # it is gone or holds other bytes by now
         if lender is source:
             return True
         record = record_of(lender)
@@ -77,7 +82,7 @@ def note_discard(storage: Storage) -> None:
 def note_share(to: Storage, source: Storage) -> None:
     """Record that `to` has the bytes of `source` now."""
     record = record_of(source)
-    vars(to)["_storage_ops"] = Record(0, record.content, weakref.ref(source), record.owner)
+    vars(to)["_storage_ops"] = Record(0, weakref.ref(source), record.id, record.owner)
 
 
 def check_share(dst: Tensor, src: Tensor) -> tuple[Storage, Storage] | None:

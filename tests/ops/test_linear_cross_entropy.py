@@ -154,7 +154,9 @@ def test_edge_shapes(tokens, vocab):
     loss, grads = run(so.linear_cross_entropy, x, w, target, b, reduction="sum")
     right, right_grads = exact(x, w, target, b, reduction="sum")
     assert abs(loss - right) < 1e-5 + 2e-6 * abs(right)
-    assert all(((a - e).norm() < 1e-5 + 2e-6 * e.norm()) for a, e in zip(grads, right_grads))
+    assert all(
+        ((a - e).norm() < 1e-5 + 2e-6 * e.norm()) for a, e in zip(grads, right_grads, strict=True)
+    )
 
 
 def test_another_ignore_index_may_be_a_class():
@@ -173,7 +175,9 @@ def test_extreme_logits():
     loss, grads = run(so.linear_cross_entropy, x, w, target, None, reduction="none")
     right, right_grads = exact(x, w, target, None, reduction="none")
     assert torch.allclose(loss.double(), right, rtol=1e-6, atol=1e-6)
-    assert all(torch.allclose(a.double(), e, atol=1e-6) for a, e in zip(grads, right_grads))
+    assert all(
+        torch.allclose(a.double(), e, atol=1e-6) for a, e in zip(grads, right_grads, strict=True)
+    )
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

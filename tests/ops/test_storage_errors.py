@@ -67,15 +67,18 @@ def test_after_new_bytes_sharing_back_is_fine(path):
     so.discard_storage(second)
     so.share_storage(second, first)
     assert torch.equal(second, torch.zeros(4))
+    so.share_storage(torch.ones(4), first)  # once walked in circles between the two
+    with pytest.raises(RuntimeError, match="close a reference cycle"):
+        so.share_storage(first, second)
 
 
 def test_different_devices(path):
     if path == "binding" and not torch.cuda.is_available():
         meta = torch.ones(4, device="meta")
-        with pytest.raises(RuntimeError, match="src is on .*; expected the device of dst"):
+        with pytest.raises(RuntimeError, match=r"src is on .*; expected the device of dst"):
             so.share_storage(torch.ones(4), meta)
         return
-    with pytest.raises(RuntimeError, match="src is on .*; expected the device of dst"):
+    with pytest.raises(RuntimeError, match=r"src is on .*; expected the device of dst"):
         so.share_storage(torch.ones(4), torch.ones(4, device="meta"))
 
 

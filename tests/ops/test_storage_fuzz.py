@@ -25,7 +25,8 @@ class Slot:
     """The model of a storage: which memory it holds, None when discarded, and what it must hold."""
 
     def __init__(self, memory, needed):
-        self.memory, self.needed, self.lender, self.lent = memory, needed, None, None
+        self.memory, self.needed, self.binding = memory, needed, object()
+        self.lender = self.lent = None
 
 
 class Programs(RuleBasedStateMachine):
@@ -76,6 +77,7 @@ class Programs(RuleBasedStateMachine):
         so.discard_storage(entry[0])
         slot = entry[1]
         slot.memory = slot.lender = None
+        slot.binding = object()
 
     @rule(dst=tensors, src=tensors)
     def share(self, dst, src):
@@ -94,19 +96,16 @@ class Programs(RuleBasedStateMachine):
             copied = Memory(list(source_slot.memory.values))
             to_slot.memory = copied if self.path == "copy" else source_slot.memory
             to_slot.needed = len(to_slot.memory.values)
-            to_slot.lender, to_slot.lent = source_slot, self.token(source_slot)
+            to_slot.lender, to_slot.lent = source_slot, source_slot.binding
+            to_slot.binding = object()
             return
         with pytest.raises(RuntimeError, match=error):
             so.share_storage(to, source)
 
-    def token(self, slot):
-        """What identifies the bytes of a slot until it gets others."""
-        return slot.lent if slot.lender is not None else slot.memory
-
     def lent_by(self, slot, source):
         while slot.lender is not None:
             lender = slot.lender
-            if lender.memory is None or self.token(lender) is not slot.lent:
+            if lender.binding is not slot.lent:
                 return False
             if lender is source:
                 return True
