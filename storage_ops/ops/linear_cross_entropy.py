@@ -202,7 +202,7 @@ def _run_chunks(
         if grad_weight is not None:
             _accumulate_weight(grad_weight, logits, x, first=begin == 0)
         if grad_bias is not None:
-            grad_bias += logits.sum(0, dtype=arithmetic)
+            grad_bias += logits.sum(0)  # dtype= would cast the whole chunk first
     grads = [
         input.new_empty(0) if grad is None else grad.to(input.dtype)
         for grad in (grad_input, grad_weight, grad_bias)
@@ -281,6 +281,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     *ctx.options, ctx.mask = options
     _, *grads = output
     ctx.mark_non_differentiable(*grads)
+    ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
     needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
     # The mask of a direct caller of the op may promise less than autograd asks for.
     ctx.ready = ctx.options[0] != "none" and all(

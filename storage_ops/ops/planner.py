@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB = 1 << 20
-SLICE = 4096  # vocabulary rows of a 16-bit weight gradient that are formed at a time
+SCALARS = 64  # bytes of the loss, the count of tokens and the like
+SLICE = 1024  # vocabulary rows of a 16-bit weight gradient that are formed at a time
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Plan:
     Attributes:
         num_chunks: chunks of tokens that run one after another.
         rows: tokens of the largest chunk; all chunks are equal but for the last.
-        peak_bytes: scratch memory beyond inputs, outputs and returned gradients.
+        peak_bytes: scratch memory beyond inputs, outputs and returned gradients; what a math
+            library allocates inside a matrix product is not known here.
         flops: floating-point operations of the matrix products.
     """
 
@@ -35,11 +37,12 @@ def scratch_bytes(
 ) -> int:
     """Bytes beyond inputs, outputs and gradients when chunks have `rows` tokens."""
     arithmetic = max(itemsize, 4)
-    total = rows * padded(vocab) * itemsize + tokens * arithmetic
+    total = rows * padded(vocab) * itemsize + tokens * arithmetic + SCALARS
     if grads[1] and itemsize < 4 and rows < tokens:
-        total += vocab * hidden * 4 + min(SLICE, vocab) * hidden * itemsize
+        # The accumulator, and a slice of a chunk's product in 16 bits and cast for the addition.
+        total += (vocab * 4 + min(SLICE, vocab) * (itemsize + 4)) * hidden
     if grads[2]:
-        total += 2 * vocab * arithmetic
+        total += 3 * vocab * arithmetic
     return total
 
 
@@ -59,7 +62,8 @@ def plan(
         itemsize: bytes per element of the input.
         grads: whether input, weight and bias need gradients.
         memory_budget: bytes of scratch that may be used. None takes a quarter of the logits, at
-            least 32 MiB and at most 1 GiB, plus the fp32 accumulator of a 16-bit weight gradient.
+            least 32 MiB and at most 1 GiB, plus the fp32 accumulator of a 16-bit weight gradient
+            (which a single chunk does without).
 
     Raises:
         ValueError: the budget is below what one token at a time needs; names that smallest budget.
