@@ -9,7 +9,7 @@ graph of the first call, and every autograd contract is torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,13 +28,19 @@ class Saved:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    leaf_version: int | None  # of a leaf that needs grad: an optimizer step moves it
+    # Of a leaf that needs grad, or a view of one: an optimizer step moves it.
+    parameter_version: int | None = field(compare=False)
+    version: int = field(compare=False)
 
     @staticmethod
     def of(t: Tensor) -> Saved:
         """Describe a tensor that autograd saves."""
-        version = t._version if t.is_leaf and t.requires_grad else None
-        return Saved(t.shape, t.dtype, t.device, version)
+        root = t if t._base is None else t._base
+        parameter = root.is_leaf and root.requires_grad
+        return Saved(t.shape, t.dtype, t.device, t._version if parameter else None, t._version)
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
 
 
 class _HoldInputs(torch.autograd.Function):
@@ -185,6 +191,11 @@ class Region:
                 raise RuntimeError(
                     f"OutputDiscardCheckpoint: tensor {index} that {self.name} saves was {first} "
                     f"in forward and is {second} when it is recomputed"
+                )
+            if first.parameter_version not in (None, second.version):
+                raise RuntimeError(
+                    f"OutputDiscardCheckpoint: a parameter of shape {tuple(first.shape)} that "
+                    f"{self.name} uses was modified in place between forward and recompute"
                 )
 
     def _bind(self, outputs: list[Any]) -> None:

@@ -1,0 +1,131 @@
+"""Misuse raises an error that names the region, frees nothing, and never crashes the process."""
+
+import pytest
+import torch
+from torch import nn
+
+import storage_ops as so
+
+from ..conftest import NATIVE_PATH
+
+
+def region(x):
+    return x.sin()
+
+
+def make():
+    ckpt = so.OutputDiscardCheckpoint(debug=True)
+    x = torch.randn(4, 4, requires_grad=True)
+    return ckpt, x, ckpt.checkpoint(region, x)
+
+
+def test_discard_without_a_region():
+    with pytest.raises(RuntimeError, match=r"checkpoint\(\) was not called"):
+        so.OutputDiscardCheckpoint().discard_output_and_register_recompute(torch.ones(1))
+
+
+@pytest.mark.parametrize("hook", [None, torch.ones(2), 3])
+def test_hook_tensor_without_a_gradient(hook):
+    ckpt, _, h = make()
+    with pytest.raises(RuntimeError, match="hook_tensor for the region region needs no grad"):
+        ckpt.discard_output_and_register_recompute(hook)
+    assert not so.is_discarded(h)
+    y = h * h
+    ckpt.discard_output_and_register_recompute(y)
+    y.sum().backward()
+
+
+def test_a_second_region_before_the_first_is_finished():
+    ckpt, x, h = make()
+    with pytest.raises(RuntimeError, match="the output of region was not discarded"):
+        ckpt.checkpoint(region, x)
+    ckpt.clear()
+    (ckpt.checkpoint(region, x) * h).sum().backward()
+    assert torch.allclose(x.grad, 2 * x.sin() * x.cos())
+
+
+def test_unknown_determinism_check():
+    with pytest.raises(ValueError, match="determinism_check is 'maybe'; expected"):
+        so.OutputDiscardCheckpoint(determinism_check="maybe")
+
+
+@pytest.mark.skipif(NATIVE_PATH != "binding", reason="the guard needs the native binding")
+def test_reading_the_output_after_the_discard_names_region_and_line():
+    ckpt, _, h = make()
+    y = h * 2
+    ckpt.discard_output_and_register_recompute(y)
+    with pytest.raises(RuntimeError, match=r"output of the region region .*errors\.py:\d+"):
+        h + 1
+    y.sum().backward()
+
+
+@pytest.mark.skipif(NATIVE_PATH != "binding", reason="the guard needs the native binding")
+def test_a_consumer_that_the_hook_tensor_does_not_cover():
+    ckpt, _, h = make()
+    y, other = h * h, h * h * 3
+    ckpt.discard_output_and_register_recompute(y)
+    with pytest.raises(RuntimeError, match="output of the region region"):
+        other.sum().backward()
+
+
+def test_input_changed_before_backward(path):
+    ckpt, x, h = make()
+    inner = x * 1
+    ckpt.clear()
+    h = ckpt.checkpoint(region, inner)
+    y = h * h
+    ckpt.discard_output_and_register_recompute(y)
+    with torch.no_grad():
+        inner.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_parameter_changed_before_backward(path):
+    layer, ckpt = nn.Linear(4, 4), so.OutputDiscardCheckpoint()
+    x = torch.randn(2, 4, requires_grad=True)
+    h = ckpt.checkpoint(lambda x: layer(x).sin(), x)
+    y = h * h
+    ckpt.discard_output_and_register_recompute(y)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="was modified in place between forward and recompute"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "again, message",
+    [
+        (lambda x: (x * 2).sin().cos(), r"saved 1 tensors in forward and 2"),
+        (lambda x: x[:2].sin(), "saves was .* in forward and is"),
+        (lambda x: x.sin()[:2] + 0, r"output 0 of .* was \(4, 4\)"),
+    ],
+)
+def test_a_region_that_does_other_work_the_second_time(path, again, message):
+    calls = []
+
+    def fickle(x):
+        calls.append(1)
+        return x.sin() if len(calls) == 1 else again(x)
+
+    ckpt = so.OutputDiscardCheckpoint()
+    x = torch.randn(4, 4, requires_grad=True)
+    y = ckpt.checkpoint(fickle, x) ** 2
+    ckpt.discard_output_and_register_recompute(y)
+    with pytest.raises(RuntimeError, match=message):
+        y.sum().backward()
+
+
+def test_exceptions_leave_nothing_behind(path):
+    def fails(x):
+        raise KeyError("inside")
+
+    ckpt = so.OutputDiscardCheckpoint()
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(KeyError):
+        ckpt.checkpoint(fails, x)
+    h = ckpt.checkpoint(region, x)
+    y = h * h
+    ckpt.discard_output_and_register_recompute(y)
+    y.sum().backward()
+    assert torch.allclose(x.grad, 2 * x.sin() * x.cos())
