@@ -11,7 +11,9 @@ except (ImportError, OSError) as error:
     import_error = error
 
     def __getattr__(name: str) -> Any:
-        raise ImportError(f"storage_ops needs torch, which does not import: {import_error}")
+        if name in __all__:
+            raise ImportError(f"storage_ops needs torch, which does not import: {import_error}")
+        raise AttributeError(f"module 'storage_ops' has no attribute {name!r}")
 
 else:
     from storage_ops import _info, _library

@@ -38,8 +38,9 @@ class Measurement:
 class measure:
     """Context manager that measures the memory of a block.
 
-    On the CPU every allocation that torch makes is counted, from the events of torch.profiler;
-    buffers inside math libraries are not seen. On CUDA the peak is that of the caching allocator
+    On the CPU every allocation that torch makes is counted, from the events of torch.profiler. Not
+    seen are buffers inside math libraries, and releases of blocks that were allocated before the
+    first `measure` of the process. On CUDA the peak is that of the caching allocator
     and the timeline comes from the same events. The block runs somewhat slower: do not time it.
 
     Args:

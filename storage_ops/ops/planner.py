@@ -69,8 +69,8 @@ def plan(
         ValueError: the budget is below what one token at a time needs; names that smallest budget.
 
     Example:
-        >>> plan(8192, 4096, 128256, 2, memory_budget=3 << 30).num_chunks
-        3
+        >>> plan(2048, 768, 50257, 4, memory_budget=100 << 20).num_chunks
+        4
     """
 
     def scratch(rows: int) -> int:

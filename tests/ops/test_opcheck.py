@@ -8,11 +8,12 @@ OPS = torch.ops.storage_ops
 VALUES_GONE = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-def rows(dtype=torch.float32, index=torch.int64, bias=True):
+def rows(dtype=torch.float32, index=torch.int64, bias=True, count=5):
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    target = torch.tensor([0, 6, -100, 3, 2], dtype=index)
-    return (torch.randn(5, 7).to(dtype), target, torch.randn(7).to(dtype) if bias else None,
-            torch.rand(()).to(arithmetic), torch.zeros(5, dtype=arithmetic), -100, True)  # fmt: skip
+    target = torch.tensor([0, 6, -100, 3, 2], dtype=index)[:count]
+    offset = torch.randn(7).to(dtype) if bias else None
+    scale, nll = torch.rand(()).to(arithmetic), torch.zeros(count, dtype=arithmetic)
+    return (torch.randn(count, 7).to(dtype), target, offset, scale, nll, -100, True)
 
 
 def loss(reduction, mask=(True, True, True), bias=True, dtype=torch.float32):
@@ -50,16 +51,8 @@ CASES = {
         rows(torch.float64, torch.int32),
         rows(torch.bfloat16, bias=False),
         (torch.randn(5, 16)[:, :7], *rows()[1:]),
-        (
-            torch.randn(0, 7),
-            torch.zeros(0, dtype=torch.int64),
-            None,
-            torch.ones(()),
-            torch.zeros(0),
-            -100,
-            True,
-        ),
-    ],  # fmt: skip
+        rows(count=0),
+    ],
     "linear_cross_entropy": [
         loss("mean"),
         loss("sum", (True, False, False), bias=False),

@@ -33,16 +33,14 @@ def library_scratch(rows, x, w):
     """What the math library allocates inside the products of one chunk (16-bit ones only)."""
     x, w, logits = x.detach()[:rows], w.detach(), x.new_empty(rows, planner.padded(len(w)))
     logits = logits[:, : len(w)].detach().zero_()
-    slices = [logits[:, i : i + planner.SLICE].t() for i in range(0, len(w), planner.SLICE)]
-    out, peaks = torch.empty_like(x), []
-    for product in (
-        lambda: torch.mm(x, w.t(), out=logits),
-        lambda: torch.mm(logits, w, out=out),
-        *(lambda part=part, to=w.new_empty(part.shape[0], x.shape[1]): torch.mm(part, x, out=to)
-          for part in slices),
-    ):  # fmt: skip
+    products = [(x, w.t(), logits), (logits, w, torch.empty_like(x))]
+    for begin in range(0, len(w), planner.SLICE):
+        part = logits[:, begin : begin + planner.SLICE].t()
+        products.append((part, x, w.new_empty(len(part), x.shape[1])))
+    peaks = []
+    for left, right, out in products:
         with so.memory.measure() as m:
-            product()
+            torch.mm(left, right, out=out)
         peaks.append(m.peak_bytes)
     return max(peaks)
 

@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+import storage_ops as so
+
+MIB = 1 << 20
+
+
+def test_peak_kept_and_timeline():
+    before = torch.empty(MIB)
+    with so.memory.measure() as m:
+        kept = torch.empty(MIB)  # float32: 4 MiB
+        temporary = torch.empty(2 * MIB)
+        del temporary
+        late = torch.empty(MIB // 2)
+    assert m.peak_bytes == 12 * MIB and m.kept_bytes == 6 * MIB
+    assert [s.nbytes // MIB for s in m.timeline] == [4, 12, 4, 6]
+    assert [s.seconds for s in m.timeline] == sorted(s.seconds for s in m.timeline)
+    assert m.timeline[0].seconds == 0 and before.numel() == kept.numel() > late.numel()
+
+
+def test_freeing_what_was_there_before_is_negative():
+    with so.memory.measure():  # torch knows the size of what it allocates while it is measured
+        t = torch.empty(MIB)
+    with so.memory.measure() as m:
+        del t
+    assert m.kept_bytes == -4 * MIB and m.peak_bytes == 0
+
+
+def test_nothing_allocated():
+    with so.memory.measure() as m:
+        pass
+    assert (m.peak_bytes, m.kept_bytes, m.timeline) == (0, 0, [])
+
+
+def test_forward_and_backward_agree_with_arithmetic():
+    x = torch.randn(512, 512, requires_grad=True)
+    size = x.nbytes
+    with so.memory.measure() as m:
+        y = x.sin().exp()
+        y.sum().backward()
+        del y
+    assert m.kept_bytes == size  # x.grad
+    assert 3 * size <= m.peak_bytes <= 5 * size
+
+
+def test_an_exception_passes_and_the_block_is_measured():
+    with pytest.raises(KeyError), so.memory.measure() as m:
+        t = torch.empty(MIB)
+        raise KeyError
+    assert m.peak_bytes == t.nbytes
+
+
+def test_unknown_device():
+    with pytest.raises(ValueError, match="device is 'meta'; expected 'cpu' or a CUDA device"):
+        so.memory.measure(device="meta")
+
+
+def test_timelines_are_drawn():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with so.memory.measure() as m:
+        t = torch.empty(MIB)
+    figure, axes = pyplot.subplots()
+    so.memory.plot_timelines(axes, {"one": m, "none": so.memory.Measurement()})
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["one (peak 4 MiB)", "none (peak 0 MiB)"] and t.nbytes == 4 * MIB
+    assert max(axes.lines[0].get_ydata()) == 4
+    pyplot.close(figure)

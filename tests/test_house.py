@@ -1,0 +1,85 @@
+"""Rules of the house: every op is complete, files are short, docstrings run."""
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import storage_ops
+from storage_ops import _schemas
+from storage_ops.ops import reference
+
+from .ops.test_opcheck import CASES
+
+ROOT = Path(__file__).parents[1]
+# Ops that only exist where a native library does: they have nothing to be in plain torch.
+NATIVE_ONLY = {"_alias_bytes"}
+REFERENCES = {
+    "_is_discarded": "is_discarded",
+    "_arm_guard": "storage_of",
+    "_record_stream": "storage_of",
+    "_cross_entropy_rows": "cross_entropy_rows",
+    "linear_cross_entropy_backward": "linear_cross_entropy",
+}
+MODULES = [
+    name
+    for _, name, _ in pkgutil.walk_packages(storage_ops.__path__, "storage_ops.")
+    if "__main__" not in name and "_build_info" not in name
+]
+
+
+@pytest.mark.parametrize("name", _schemas.SCHEMAS)
+def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
+    qualified = f"storage_ops::{name}"
+    assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None
+    assert CASES[name]
+    if name not in NATIVE_ONLY:
+        assert hasattr(reference, REFERENCES.get(name, name))
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert has(qualified, "CompositeExplicitAutograd")
+
+
+def sources():
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    names = listed.stdout.split() if listed.returncode == 0 else []
+    found = [ROOT / n for n in names] or list(ROOT.rglob("*"))
+    return [p for p in found if p.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"} and p.is_file()]
+
+
+def test_no_file_is_longer_than_500_lines():
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources()}
+    assert lengths and {n: k for n, k in lengths.items() if k > 500} == {}
+    assert lengths["setup.py"] <= 200
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    module = importlib.import_module(name)
+    names = {"torch": torch, "storage_ops": storage_ops}
+    if name == "storage_ops.memory.plot":
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot
+
+        names["matplotlib"] = matplotlib
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for test in doctest.DocTestFinder().find(module, extraglobs=names):
+        if test.examples:
+            runner = doctest.DocTestRunner(optionflags=flags)
+            runner.run(test)
+            assert runner.failures == 0, test.name
+
+
+def test_every_public_name_has_an_example():
+    for name in storage_ops.__all__:
+        thing = getattr(storage_ops, name)
+        if not (isinstance(thing, type) and issubclass(thing, Exception)) and callable(thing):
+            assert ">>>" in (thing.__doc__ or ""), name

@@ -1,0 +1,129 @@
+"""Which libraries are chosen, and what happens when they are missing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from storage_ops import _library
+from storage_ops._library import select
+
+CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
+CU12, CU13 = "libstorage_ops_cu12.so", "libstorage_ops_cu13.so"
+B210, B213 = "libstorage_ops_binding_2_10.so", "libstorage_ops_binding_2_13.so"
+ALL = [CPU, ALIAS, CU12, CU13, B210, B213]
+
+
+@pytest.mark.parametrize(
+    "torch, cuda, loaded, reasons",
+    [
+        ("2.13.0+cpu", None, {CPU, ALIAS, B213}, {CU13: "no CUDA", B210: "built for torch 2.10"}),
+        ("2.13.1", "13.0", {CPU, ALIAS, B213, CU13}, {CU12: "another CUDA than torch's 13.0"}),
+        ("2.10.0+cu128", "12.8", {CPU, B210, CU12}, {ALIAS: "cannot swap", CU13: "another CUDA"}),
+        ("2.11.0+cpu", None, {CPU}, {ALIAS: "cannot swap", B210: "this is 2.11.0"}),
+        ("2.12.0a0+git1234", None, {CPU, ALIAS}, {B213: "built for torch 2.13"}),
+        ("2.13.0a0+git1234", None, {CPU, ALIAS}, {B213: "not a release"}),
+        ("2.13.0.dev20260701+cu130", "13.0", {CPU, ALIAS, CU13}, {B213: "not a release"}),
+        ("2.15.0+cu132", "13.2", {CPU, ALIAS, CU13}, {B213: "this is 2.15.0+cu132"}),
+        ("3.0.0", None, {CPU, ALIAS}, {B213: "this is 3.0.0"}),
+        ("2.9.1", "12.8", set(), {CPU: "older than 2.10", CU12: "older than 2.10"}),
+        ("unknown", None, set(), {CPU: "older than 2.10"}),
+    ],
+)
+def test_select(torch, cuda, loaded, reasons):
+    plan = select(torch, cuda, ALL)
+    assert set(plan.load) == loaded
+    assert set(plan.skipped) == set(ALL) - loaded
+    for name, reason in reasons.items():
+        assert reason in plan.skipped[name]
+
+
+def test_select_names_what_is_missing():
+    plan = select("2.14.0+cu130", "13.0", [ALIAS])
+    assert set(plan.missing) == {CPU, CU13, "libstorage_ops_binding_2_14.so"}
+    assert plan.load == (ALIAS,) and not plan.skipped
+
+
+def test_status_says_why():
+    status = _library.Status(skipped={CU13: "torch has no CUDA"}, missing={CPU: "no such file"})
+    assert status.why_missing(CU13).endswith("lib: torch has no CUDA.")
+    assert "no such file" in status.why_missing(CPU)
+    assert "not looked for" in status.why_missing(B210)
+
+
+def python(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+USE_EVERYTHING = """
+import json, torch, storage_ops as so
+x, w = torch.randn(9, 4, requires_grad=True), torch.randn(7, 4)
+so.linear_cross_entropy(x, w, torch.randint(7, (9,))).backward()
+a, b = torch.ones(4), torch.zeros(4)
+so.discard_storage(a); assert so.is_discarded(a)
+so.share_storage(a, b); assert torch.equal(a, b)
+so.output_discard(torch.sin, torch.cos)(x).sum().backward()
+print(json.dumps(so.info()))
+"""
+
+
+def test_everything_works_without_native_libraries():
+    info = json.loads(python(USE_EVERYTHING, STORAGE_OPS_DISABLE_NATIVE="1"))
+    assert info["storage_path"] == "copy" and not info["guard"] and not info["loaded"]
+    assert info["row_kernel"] == "plain torch"
+    assert all(reason == "STORAGE_OPS_DISABLE_NATIVE=1" for reason in info["skipped"].values())
+
+
+@pytest.mark.parametrize("broken", ["binding", "alias", "cpu"])
+def test_a_library_that_does_not_load_is_reported_and_survived(broken, tmp_path):
+    code = """
+import pathlib, shutil
+from storage_ops import _library
+"""
+    names = [path.name for path in _library.FOLDER.glob("*.so")]
+    victims = [name for name in names if broken in name]
+    for name in names:
+        content = b"not a library" if name in victims else (_library.FOLDER / name).read_bytes()
+        (tmp_path / name).write_bytes(content)
+    # The package is loaded from a copy whose libraries lie elsewhere.
+    code = f"""
+import importlib.util, pathlib, sys
+source = {str(_library.__file__)!r}
+spec = importlib.util.spec_from_file_location("storage_ops._library", source)
+module = sys.modules["storage_ops._library"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.FOLDER = pathlib.Path({str(tmp_path)!r})
+{USE_EVERYTHING}
+"""
+    info = json.loads(python(code))
+    assert all("loading failed" in info["skipped"][name] for name in victims)
+    left = [path for path, kind in (("binding", "binding"), ("alias", "alias")) if kind != broken]
+    able = [p for p in left if any(p in name for name in names)]
+    assert info["storage_path"] == (able[0] if able else "copy")
+
+
+def test_a_torch_that_does_not_import_is_explained(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: no such file')")
+    paths = os.pathsep.join([str(tmp_path), str(_library.FOLDER.parents[1])])
+    result = subprocess.run(
+        [sys.executable, "-m", "storage_ops", "info", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        timeout=60,
+    )
+    assert result.returncode == 1
+    assert "libtorch_cpu.so: no such file" in json.loads(result.stdout)["broken"]
+    code = "import storage_ops\ntry: storage_ops.discard_storage\n"
+    code += "except ImportError as error: print(error)"
+    assert "no such file" in python(code, PYTHONPATH=paths)
