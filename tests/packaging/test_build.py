@@ -1,0 +1,109 @@
+"""The package builds where torch is absent, and its libraries keep to the ABI they promise."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import setuptools
+
+from storage_ops import _library
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ["setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md",
+          "CONTRIBUTING.md", "Makefile", "storage_ops", "csrc", "cuda", "requirements"]  # fmt: skip
+STABLE = ["libstorage_ops_cpu.so", "libstorage_ops_alias.so"]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the source, and a Python that has setuptools and nothing else."""
+    ignore = shutil.ignore_patterns("*.so", "__pycache__", "lib")
+    for name in SOURCE:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / "src" / name, ignore=ignore)
+        else:
+            (tmp_path / "src").mkdir(exist_ok=True)
+            shutil.copy(source, tmp_path / "src" / name)
+    packages = Path(setuptools.__file__).parents[1]
+    (tmp_path / "site").mkdir()
+    for package in packages.glob("setuptools*"):
+        (tmp_path / "site" / package.name).symlink_to(package)
+    return tmp_path
+
+
+def setup(tree, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-S", "setup.py", "-q", *arguments],
+        cwd=tree / "src",
+        env={**os.environ, "PYTHONPATH": str(tree / "site"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_sdist_without_torch_holds_everything_a_build_needs(tree):
+    result = setup(tree, "sdist", "-d", str(tree / "dist"))
+    assert result.returncode == 0, result.stderr
+    (archive,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    for folder in ("csrc", "cuda", "storage_ops"):
+        for path in (tree / "src" / folder).rglob("*"):
+            if path.is_file():
+                assert str(path.relative_to(tree / "src")) in names
+
+
+def test_pure_python_wheel_without_torch(tree):
+    result = setup(tree, "bdist_wheel", "-d", str(tree / "dist"), STORAGE_OPS_NO_NATIVE="1")
+    assert result.returncode == 0, result.stderr
+    (wheel,) = (tree / "dist").glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "storage_ops/py.typed" in names and not any(name.endswith(".so") for name in names)
+
+
+def test_a_native_build_without_torch_says_so_in_one_sentence(tree):
+    result = setup(tree, "build_ext")
+    assert result.returncode != 0
+    last = result.stderr.strip().splitlines()[-1]
+    assert "torch>=2.10 is not installed here" in last and "--no-build-isolation" in last
+
+
+def test_forcing_cuda_without_nvcc_says_so(tree):
+    if shutil.which("/usr/local/cuda/bin/nvcc"):
+        environment = {"FORCE_CUDA": "0"}  # nothing to miss; the variable must still be accepted
+        assert "torch>=2.10" in setup(tree, "build_ext", **environment).stderr
+    else:
+        result = setup(tree, "build_ext", FORCE_CUDA="1", PATH="/usr/bin", CUDA_HOME="")
+        assert "FORCE_CUDA=1 but nvcc was not found" in result.stderr
+
+
+@pytest.mark.parametrize("name", STABLE)
+def test_stable_libraries_import_no_unstable_symbol(name):
+    library = _library.FOLDER / name
+    if not library.exists() or shutil.which("nm") is None:
+        pytest.fail(f"{library} or nm is missing")
+    undefined = subprocess.check_output(["nm", "-DC", "--undefined-only", library], text=True)
+    symbols = [line.split(maxsplit=1)[1] for line in undefined.splitlines()]
+    torch_symbols = [s for s in symbols if s.startswith(("aoti_torch_", "torch_"))]
+    assert torch_symbols
+    assert [s for s in symbols if re.match(r"(c10|at|torch)::|Py|_Py", s)] == []
+
+
+LOGS = sorted((ROOT / "build").glob("native-*/*.log"))
+
+
+@pytest.mark.skipif(not LOGS, reason="no CUDA code was compiled in this tree (no nvcc)")
+def test_cuda_kernels_spill_no_registers():
+    log = LOGS[-1].read_text()
+    kernels = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert kernels and set(kernels) == {("0", "0")}
+    assert "warning" not in log
