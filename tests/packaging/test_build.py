@@ -33,7 +33,7 @@ def tree(tmp_path):
             shutil.copy(source, tmp_path / "src" / name)
     packages = Path(setuptools.__file__).parents[1]
     (tmp_path / "site").mkdir()
-    for package in packages.glob("setuptools*"):
+    for package in [*packages.glob("setuptools*"), packages / "_distutils_hack"]:
         (tmp_path / "site" / package.name).symlink_to(package)
     return tmp_path
 
