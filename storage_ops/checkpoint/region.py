@@ -77,8 +77,7 @@ class Region:
         self._input_needs_grad = [t.requires_grad for t in inputs]
         self._state = ExecutionState.capture(inputs, preserve_rng_state)
         anchor = torch.empty(0, requires_grad=True)
-        held: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
-        self._inputs: Any = held.grad_fn
+        self._held: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
         self._check_metadata = check_metadata
         self._saved: list[Saved] = []
         self._recomputed: dict[int, Tensor] = {}
@@ -90,7 +89,7 @@ class Region:
     def forward(self) -> Any:
         """Run the function; return what it returns."""
         assert self._fn is not None
-        inputs = self._inputs.saved_tensors
+        inputs = self._held.grad_fn.saved_tensors
         known = {t.untyped_storage()._cdata for t in inputs if t.layout == torch.strided}
         start = torch._C._autograd._get_sequence_nr()
         args, kwargs = self._arguments(inputs)
@@ -129,7 +128,9 @@ class Region:
         args, kwargs = self._arguments(
             [
                 t.detach().requires_grad_(needs)
-                for t, needs in zip(self._inputs.saved_tensors, self._input_needs_grad, strict=True)
+                for t, needs in zip(
+                    self._held.grad_fn.saved_tensors, self._input_needs_grad, strict=True
+                )
             ]
         )
 
@@ -153,7 +154,7 @@ class Region:
         in_backward = self._recomputed_for is not None
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if in_backward and not self._recomputed and not kept:
-            self._fn, self._inputs, self._flat = None, None, []
+            self._fn, self._held, self._flat = None, None, []
 
     def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         flat = list(self._flat)
