@@ -22,6 +22,10 @@ Tensor alias_bytes(const Tensor& owner) {
 }  // namespace
 }  // namespace storage_ops
 
-STABLE_TORCH_LIBRARY_IMPL(storage_ops, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(storage_ops, CPU, m) {
+  m.impl("_alias_bytes", TORCH_BOX(&storage_ops::alias_bytes));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(storage_ops, CUDA, m) {
   m.impl("_alias_bytes", TORCH_BOX(&storage_ops::alias_bytes));
 }

@@ -20,7 +20,7 @@ else:
     from storage_ops.ops import storage_kernels as _storage_kernels
 
     _status = _library.load()
-    _storage_kernels.register(_status.storage_path)
+    _storage_kernels.register(_status)
 
     from storage_ops import memory
     from storage_ops.checkpoint.output_discard import (

@@ -77,6 +77,16 @@ print(json.dumps(so.info()))
 """
 
 
+def test_an_op_that_needs_a_missing_library_says_so():
+    code = "import torch, storage_ops; torch.ops.storage_ops._alias_bytes(torch.ones(4))"
+    environment = {**os.environ, "STORAGE_OPS_DISABLE_NATIVE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
+    message = result.stderr.strip().splitlines()[-1]
+    assert "looked for libstorage_ops_alias.so in" in message and result.returncode == 1
+
+
 def test_everything_works_without_native_libraries():
     info = json.loads(python(USE_EVERYTHING, STORAGE_OPS_DISABLE_NATIVE="1"))
     assert info["storage_path"] == "copy" and not info["guard"] and not info["loaded"]

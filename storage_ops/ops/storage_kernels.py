@@ -15,7 +15,7 @@ from torch import UntypedStorage as Storage
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.library import Library, fallthrough_kernel, register_fake
 
-from storage_ops import _schemas
+from storage_ops import _library, _schemas
 from storage_ops.ops import reference
 
 _OPS = torch.ops.storage_ops
@@ -94,10 +94,14 @@ _COMMON_KERNELS = {
 }
 
 
-def register(path: str) -> None:
-    """Attach the Python kernels of the storage ops; a native binding outranks them on CPU, CUDA."""
-    python = _PYTHON_KERNELS.get(path, _PYTHON_KERNELS["copy"])
-    for name, kernel in {**python, **_COMMON_KERNELS}.items():
+def register(status: _library.Status) -> None:
+    """Attach the Python kernels of the storage ops; native ones outrank them on CPU and CUDA."""
+
+    def alias_bytes(owner: Tensor) -> Tensor:
+        raise RuntimeError(f"_alias_bytes: {status.why_missing(_library.ALIAS)}")
+
+    python = _PYTHON_KERNELS.get(status.storage_path, _PYTHON_KERNELS["copy"])
+    for name, kernel in {**python, **_COMMON_KERNELS, "_alias_bytes": alias_bytes}.items():
         _schemas.library.impl(name, kernel, "CompositeExplicitAutograd")
     for name in ("discard_storage", "share_storage"):
         # A binding changes no value that autograd has seen: nothing to track.
