@@ -24,10 +24,10 @@ STABLE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 ALIAS_TARGET = (2, 12)  # from here on torch can swap storages in Python
 ALIAS_STABLE = "-DTORCH_TARGET_VERSION=0x020c000000000000"
 ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
-HOST = "-fPIC -fvisibility=hidden -Wall -Wextra"
+HOST = "-std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra"  # torch 2.15 headers need C++20
 HOST_OPTIMISE = "-O3 -fno-math-errno -fno-trapping-math -fopenmp-simd"
 DEVICE = (
-    "-O3 --expt-relaxed-constexpr -lineinfo -cudart=static -Xptxas=-v "
+    "-O3 -std=c++17 --expt-relaxed-constexpr -lineinfo -cudart=static -Xptxas=-v "
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"
 )
 
@@ -165,7 +165,7 @@ class BuildNative(build_ext):
         host += [f"-ffile-prefix-map={ROOT}/="]  # error messages name files of the source tree
         device = [DEVICE, *gencode(self.archs), "-Werror=all-warnings" if werror else ""]
         device += [f"--threads={os.environ.get('NVCC_THREADS', '2')}"]
-        common = f"-std=c++17 -I{ROOT}/csrc $flags -c $in -o $out"
+        common = f"-I{ROOT}/csrc $flags -c $in -o $out"
         strip = "" if debug else "-Xlinker -s"
         depfile = "  depfile = $out.d\n  deps = gcc"
         lines = [
