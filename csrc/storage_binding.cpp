@@ -124,10 +124,11 @@ void lease(StorageImpl* storage, const c10::Storage& owner, StorageImpl* lender)
 bool leased_from(StorageImpl* storage, StorageImpl* source) {
   c10::intrusive_ptr<StorageImpl> lender;
   for (const Lease* current = lease_of(storage); current; current = lease_of(lender.get())) {
-    lender = current->lender.lock();
+    const uint64_t lender_id = current->lender_id;
+    lender = current->lender.lock();  // may end the life of `current`
     if (!lender) return false;
     const Lease* lent = lease_of(lender.get());
-    if (!lent || lent->id != current->lender_id) return false;  // it holds other bytes by now
+    if (!lent || lent->id != lender_id) return false;  // it holds other bytes by now
     if (lender.get() == source) return true;
   }
   return false;
