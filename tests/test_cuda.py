@@ -115,6 +115,14 @@ def test_memory_used_on_another_stream_is_not_reused_early(path):
         assert total == 1 << 22 and poison[0] == 5
 
 
+def test_pinned_memory(path):
+    dst, src = torch.zeros(1 << 16).pin_memory(), torch.ones(1 << 16).pin_memory()
+    so.discard_storage(dst)
+    so.share_storage(dst, src)
+    assert torch.equal(dst.to("cuda", non_blocking=True).cpu(), src)
+    assert path == "copy" or dst.is_pinned()
+
+
 def test_reading_after_discard_is_an_error_not_a_poisoned_context():
     t = numbers(8)
     so.discard_storage(t, guard="gone")

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+import re
 import subprocess
 from pathlib import Path
 
@@ -76,6 +77,16 @@ def test_examples_in_docstrings(name):
             runner = doctest.DocTestRunner(optionflags=flags)
             runner.run(test)
             assert runner.failures == 0, test.name
+
+
+def test_the_examples_of_the_readme_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 4
+    names: dict[str, object] = {}
+    for block in blocks:
+        assert len(block.splitlines()) <= 12
+        exec(compile(block, "README.md", "exec"), names)
+    assert isinstance(names["m"], storage_ops.memory.Measurement)
 
 
 def test_every_public_name_has_an_example():

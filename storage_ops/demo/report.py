@@ -53,7 +53,7 @@ def picture(plain: Run, ours: Run, path: Path) -> None:
     left.set_xlabel("step")
     left.set_ylabel("training loss")
     left.legend()
-    left.set_title("Loss: the curves lie on each other")
+    left.set_title("Training loss")
     plot_timelines(right, {plain.label: plain.memory, ours.label: ours.memory})
     right.set_title("Memory over one training step")
     for axes in (left, right):

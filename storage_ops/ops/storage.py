@@ -17,7 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 _OPS = torch.ops.storage_ops
-GUARD = "this tensor was discarded by storage_ops.discard_storage and has no bytes to read"
+GUARD = (
+    "this tensor was discarded by storage_ops.discard_storage and has no bytes to read; bind new "
+    "ones with share_storage, or discard with guard=None to resize its storage yourself"
+)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -50,8 +53,9 @@ def discard_storage(
         t: a strided tensor of any shape and dtype. A DTensor or another wrapper subclass acts on
             the tensors it wraps.
         guard: the message of the RuntimeError that any read of the tensor raises until
-            `share_storage` binds new bytes. None arms no guard, and then reading is undefined, as
-            it is where `storage_ops.info()["guard"]` is False; see `check_discarded`.
+            `share_storage` binds new bytes; resizing the storage by other means does not lift it.
+            None arms no guard, and then reading is undefined, as it is where
+            `storage_ops.info()["guard"]` is False; see `check_discarded`.
         streams: CUDA streams that may still be using the bytes. The current stream is one already.
 
     Raises:

@@ -248,6 +248,17 @@ def test_guard_names_the_message_and_is_lifted(path):
     assert so.is_discarded(t)
 
 
+def test_without_a_guard_a_storage_may_be_resized_from_outside(path):
+    t = torch.ones(4)
+    so.discard_storage(t, guard=None)
+    if path == "alias":
+        so.share_storage(t, torch.zeros(4))
+    else:
+        t.untyped_storage().resize_(16)
+    t.fill_(3)
+    assert not so.is_discarded(t) and torch.equal(t, torch.full((4,), 3.0))
+
+
 def test_check_discarded_lets_metadata_and_views_through(path):
     t = torch.ones(4)
     so.discard_storage(t)
