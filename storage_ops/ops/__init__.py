@@ -1,1 +1,1 @@
-
+"""The ops: storage, linear cross-entropy, their planner and their definition in plain torch."""
