@@ -104,8 +104,8 @@ class OutputDiscardCheckpoint:
                 Its gradient must be ready before any other user of the output runs its backward.
 
         Raises:
-            RuntimeError: `checkpoint` was not called, or `hook_tensor` has no gradient to wait for;
-                nothing is freed.
+            RuntimeError: `checkpoint` was not called, `hook_tensor` has no gradient to wait for, or
+                the output was modified in place; nothing is freed.
         """
         if not self._called:
             raise RuntimeError(
@@ -125,18 +125,18 @@ class OutputDiscardCheckpoint:
     def _finish(self, hook_tensors: list[Tensor]) -> None:
         region = self._region
         assert region is not None
-        self._region = None
         where = ""
         if self._debug:
             caller = traceback.extract_stack(limit=3)[0]
             where = f" at {caller.filename}:{caller.lineno}"
-        for t in hook_tensors:
-            t.register_hook(region.recompute)
         region.discard(
             f"the output of the region {region.name} was discarded by OutputDiscardCheckpoint"
             f"{where} and is read before the recompute; its consumer must run before the discard, "
             "and the gradient of the hook tensor must come before every other use in backward"
         )
+        for t in hook_tensors:
+            t.register_hook(region.recompute)
+        self._region = None
 
     def clear(self) -> None:
         """Forget a region whose output will not be discarded; its backward still works."""

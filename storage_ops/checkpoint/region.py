@@ -82,8 +82,9 @@ class Region:
         self._saved: list[Saved] = []
         self._recomputed: dict[int, Tensor] = {}
         self._recomputed_for: int | None = None
-        # Outputs by their place among the flattened ones: made by this region, and discarded.
-        self._made: list[tuple[int, Tensor]] = []
+        # Outputs by their place among the flattened ones: made by this region (with their
+        # versions), and discarded.
+        self._made: list[tuple[int, Tensor, int]] = []
         self._handles: list[tuple[int, Tensor]] = []
 
     def forward(self) -> Any:
@@ -96,7 +97,7 @@ class Region:
         with saved_tensors_hooks(self._pack, self._unpack):
             outputs = self._fn(*args, **kwargs)
         self._made = [
-            (i, leaf.detach())
+            (i, leaf.detach(), leaf._version)
             for i, leaf in enumerate(tree_leaves(outputs))
             if isinstance(leaf, Tensor) and _is_made_here(leaf, start, known)
         ]
@@ -104,7 +105,13 @@ class Region:
 
     def discard(self, guard: str) -> None:
         """Free the outputs that this region made; the recompute binds them back."""
-        for index, handle in self._made:
+        for index, handle, version in self._made:
+            if handle._version != version:
+                raise RuntimeError(
+                    f"OutputDiscardCheckpoint: output {index} of {self.name} was modified in place "
+                    "after the region; the recompute could not restore it, nothing was freed"
+                )
+        for index, handle, _ in self._made:
             if not is_discarded(handle):
                 discard_storage(handle, guard=guard)
             self._handles.append((index, handle))

@@ -79,6 +79,16 @@ def test_input_changed_before_backward(path):
         y.sum().backward()
 
 
+def test_output_changed_by_the_consumer(path):
+    ckpt, _, h = make()
+    y = h.mul_(2) * h
+    with pytest.raises(RuntimeError, match="output 0 of region was modified in place after"):
+        ckpt.discard_output_and_register_recompute(y)
+    assert not so.is_discarded(h)
+    ckpt.clear()
+    y.sum().backward()
+
+
 def test_parameter_changed_before_backward(path):
     layer, ckpt = nn.Linear(4, 4), so.OutputDiscardCheckpoint()
     x = torch.randn(2, 4, requires_grad=True)
