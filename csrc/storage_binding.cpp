@@ -96,9 +96,18 @@ StorageImpl* storage_of(const char* op, const char* name, const at::Tensor& t) {
   return storage;
 }
 
+// Raises for a storage that must keep its bytes: torch marks it when an array of numpy looks at
+// them.
+void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage) {
+  TORCH_CHECK(storage->resizable() || storage->allocator() == nullptr, op, ": ", name,
+              " has bytes that torch cannot resize, because another library such as numpy looks at "
+              "them; expected a tensor whose bytes are its own");
+}
+
 void discard_storage(const at::Tensor& self) {
   StorageImpl* storage = storage_of("discard_storage", "self", self);
   if (storage->nbytes() == 0) return;
+  check_may_lose_bytes("discard_storage", "self", storage);
   const c10::Device device = storage->device();
   auto* vacancy = new Vacancy{storage->nbytes()};
   storage->set_data_ptr_noswap({nullptr, vacancy, &Vacancy::release, device});
@@ -138,6 +147,7 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
   StorageImpl* to = storage_of("share_storage", "dst", dst);
   StorageImpl* from = storage_of("share_storage", "src", src);
   if (to == from) return;
+  check_may_lose_bytes("share_storage", "dst", to);
   TORCH_CHECK(to->device() == from->device(), "share_storage: src is on ", from->device(),
               "; expected the device of dst, ", to->device());
   TORCH_CHECK(!is_discarded(src), "share_storage: src is discarded; expected a tensor with bytes");
@@ -149,10 +159,12 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
               "share_storage: src shares the bytes of dst already; sharing them back would close a "
               "reference cycle");
   if (!lease_of(from)) {
-    auto owner = c10::Storage(c10::make_intrusive<StorageImpl>(
-        StorageImpl::use_byte_size_t(), from->nbytes(), std::move(data_of(from)), from->allocator(),
-        from->resizable()));
-    lease(from, owner, nullptr);
+    // Made empty first: the constructor may throw, and then `from` must still have its bytes.
+    auto owner = c10::make_intrusive<StorageImpl>(
+        StorageImpl::use_byte_size_t(), from->nbytes(), c10::DataPtr(nullptr, from->device()),
+        from->allocator(), from->resizable() && from->allocator());
+    owner->set_data_ptr_noswap(std::move(data_of(from)));
+    lease(from, c10::Storage(std::move(owner)), nullptr);
   }
   lease(to, lease_of(from)->owner, from);
 }

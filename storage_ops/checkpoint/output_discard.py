@@ -7,6 +7,7 @@ it. For a wide intermediate such as the activation of an MLP that output is most
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -24,6 +25,12 @@ class OutputDiscardCheckpoint:
     Gradients are those of plain autograd, bit for bit where the ops are deterministic. Parameters
     used by the region get theirs as usual. Without grad mode every call is a plain call. Under
     torch.compile the region becomes a `torch.utils.checkpoint`, which frees the output as well.
+    Inside an enclosing checkpoint that is recomputing, the output is kept for its consumer.
+
+    As with every checkpoint the region runs twice: what it does besides returning tensors, such as
+    the running statistics of a batch norm, happens twice, and its inputs must not be modified in
+    place. Random numbers are those of the process: a region that draws them in several threads at
+    once cannot be repeated.
 
     Args:
         preserve_rng_state: repeat the region with the random numbers of the forward (CPU and every
@@ -78,10 +85,13 @@ class OutputDiscardCheckpoint:
                 **kwargs,
             )
         if self._region is not None:
-            raise RuntimeError(
-                f"OutputDiscardCheckpoint: the output of {self._region.name} was not discarded; "
-                "expected discard_output_and_register_recompute() or clear() before the next region"
+            warnings.warn(
+                f"OutputDiscardCheckpoint: the output of {self._region.name} was not discarded and "
+                "stays in memory; call discard_output_and_register_recompute() or clear() after "
+                "each region",
+                stacklevel=2,
             )
+            self.clear()
         self._called = True
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
@@ -92,8 +102,12 @@ class OutputDiscardCheckpoint:
             preserve_rng_state=self._preserve_rng_state,
             check_metadata=self._check_metadata,
         )
-        outputs = region.forward()
-        self._region = region
+        outputs = region.forward(args, kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            self._region = region
+        else:
+            # An enclosing checkpoint recomputes: what it saves now is needed at once.
+            region.forget_outputs()
         return outputs
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
@@ -120,22 +134,30 @@ class OutputDiscardCheckpoint:
                 f"OutputDiscardCheckpoint: hook_tensor for the region {region.name} needs no grad; "
                 "expected a tensor computed from its output, whose gradient triggers the recompute"
             )
-        self._finish([hook_tensor])
+        if region.made(hook_tensor):
+            raise RuntimeError(
+                f"OutputDiscardCheckpoint: hook_tensor is the output of the region {region.name}, "
+                "or a view of it; expected a tensor computed from it by its consumer"
+            )
+        self._discard([hook_tensor])
 
-    def _finish(self, hook_tensors: list[Tensor]) -> None:
+    def _discard(self, outputs: list[Tensor]) -> None:
+        """Free the region's output, but for what the consumer hands on; recompute on a gradient."""
         region = self._region
         assert region is not None
         where = ""
         if self._debug:
-            caller = traceback.extract_stack(limit=3)[0]
-            where = f" at {caller.filename}:{caller.lineno}"
+            frames = [f for f in traceback.extract_stack() if f.filename != __file__]
+            where = f" at {frames[-1].filename}:{frames[-1].lineno}"
         region.discard(
             f"the output of the region {region.name} was discarded by OutputDiscardCheckpoint"
             f"{where} and is read before the recompute; its consumer must run before the discard, "
-            "and the gradient of the hook tensor must come before every other use in backward"
+            "and the gradient of the hook tensor must come before every other use in backward",
+            keep=outputs,
         )
-        for t in hook_tensors:
-            t.register_hook(region.recompute)
+        for t in outputs:
+            if t.requires_grad:
+                t.register_hook(region.on_gradient)
         self._region = None
 
     def clear(self) -> None:
@@ -172,8 +194,8 @@ def output_discard(
         outputs = consumer(checkpoint.checkpoint(producer, *args, **kwargs))
         if checkpoint._region is not None:
             tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-            roots = [t for t in tensors if t.requires_grad]
-            checkpoint._finish(roots) if roots else checkpoint.clear()
+            if any(t.requires_grad for t in tensors):
+                checkpoint._discard(tensors)
         return outputs
 
     return run

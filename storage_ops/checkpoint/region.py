@@ -8,8 +8,9 @@ graph of the first call, and every autograd contract is torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +29,15 @@ class Saved:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    # Of a leaf that needs grad, or a view of one: an optimizer step moves it.
-    parameter_version: int | None = field(compare=False)
+    # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
+    is_leaf: bool = field(compare=False)
     version: int = field(compare=False)
 
     @staticmethod
     def of(t: Tensor) -> Saved:
         """Describe a tensor that autograd saves."""
         root = t if t._base is None else t._base
-        parameter = root.is_leaf and root.requires_grad
-        return Saved(t.shape, t.dtype, t.device, t._version if parameter else None, t._version)
+        return Saved(t.shape, t.dtype, t.device, root.is_leaf, t._version)
 
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {self.dtype} on {self.device}"
@@ -68,6 +68,7 @@ class Region:
         preserve_rng_state: bool,
         check_metadata: bool,
     ) -> None:
+        """Remember the call and what it depends on; `forward` runs it."""
         flat, self._spec = tree_flatten((args, kwargs))
         inputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         self.name = getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -80,51 +81,71 @@ class Region:
         self._held: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
         self._check_metadata = check_metadata
         self._saved: list[Saved] = []
+        # For the backward in progress: its task, what is not read yet, and whether to keep it all.
+        self._task: int | None = None
         self._recomputed: dict[int, Tensor] = {}
-        self._recomputed_for: int | None = None
+        self._reread = False
+        self._never_read: set[int] = set()
         # Outputs by their place among the flattened ones: made by this region (with their
         # versions), and discarded.
         self._made: list[tuple[int, Tensor, int]] = []
         self._handles: list[tuple[int, Tensor]] = []
 
-    def forward(self) -> Any:
-        """Run the function; return what it returns."""
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function on the arguments of this region; return what it returns."""
         assert self._fn is not None
-        inputs = self._held.grad_fn.saved_tensors
-        known = {t.untyped_storage()._cdata for t in inputs if t.layout == torch.strided}
+        known = {_storage_id(leaf) for leaf in tree_leaves((args, kwargs))}
         start = torch._C._autograd._get_sequence_nr()
-        args, kwargs = self._arguments(inputs)
         with saved_tensors_hooks(self._pack, self._unpack):
             outputs = self._fn(*args, **kwargs)
+        self._never_read = set(range(len(self._saved)))
         self._made = [
             (i, leaf.detach(), leaf._version)
             for i, leaf in enumerate(tree_leaves(outputs))
-            if isinstance(leaf, Tensor) and _is_made_here(leaf, start, known)
+            if isinstance(leaf, Tensor)
+            and _is_made_here(leaf, start)
+            and _storage_id(leaf) not in known
         ]
         return outputs
 
-    def discard(self, guard: str) -> None:
-        """Free the outputs that this region made; the recompute binds them back."""
-        for index, handle, version in self._made:
+    def discard(self, guard: str, keep: Iterable[Any] = ()) -> None:
+        """Free the outputs that this region made; the recompute binds them back.
+
+        Args:
+            guard: the message of the error that a read before the recompute raises.
+            keep: tensors whose storages must not be freed.
+        """
+        kept = {_storage_id(leaf) for leaf in keep}
+        made = [entry for entry in self._made if _storage_id(entry[1]) not in kept]
+        for index, handle, version in made:
             if handle._version != version:
                 raise RuntimeError(
                     f"OutputDiscardCheckpoint: output {index} of {self.name} was modified in place "
                     "after the region; the recompute could not restore it, nothing was freed"
                 )
-        for index, handle, _ in self._made:
+        for index, handle, _ in made:
             if not is_discarded(handle):
                 discard_storage(handle, guard=guard)
             self._handles.append((index, handle))
         self.forget_outputs()
 
+    def made(self, t: Tensor) -> bool:
+        """Whether a tensor is an output that this region made, or a view of one."""
+        return _storage_id(t) in {_storage_id(handle) for _, handle, _ in self._made}
+
     def forget_outputs(self) -> None:
         """Let go of the outputs that were not discarded."""
         self._made = []
 
-    def recompute(self, *unused: Any) -> None:
+    def on_gradient(self, gradient: Tensor) -> None:
+        """Hook of a tensor whose gradient announces that the output will be needed."""
+        if self._fn is not None:
+            self.recompute()
+
+    def recompute(self) -> None:
         """Repeat the forward, once per backward, and bind its outputs to the discarded ones."""
         task = torch._C._current_graph_task_id()
-        if self._recomputed_for == task:
+        if self._task == task != -1:
             return
         if self._fn is None:
             raise RuntimeError(
@@ -132,14 +153,8 @@ class Region:
                 "pass, but the first one freed it; use retain_graph=True"
             )
         again: list[tuple[Saved, Tensor]] = []
-        args, kwargs = self._arguments(
-            [
-                t.detach().requires_grad_(needs)
-                for t, needs in zip(
-                    self._held.grad_fn.saved_tensors, self._input_needs_grad, strict=True
-                )
-            ]
-        )
+        inputs = zip(self._held.grad_fn.saved_tensors, self._input_needs_grad, strict=True)
+        args, kwargs = self._arguments([t.detach().requires_grad_(need) for t, need in inputs])
 
         def pack(t: Tensor) -> None:
             again.append((Saved.of(t), t.detach()))
@@ -153,14 +168,16 @@ class Region:
         self._check(again)
         self._bind(outputs)
         self._recomputed = dict(enumerate(t for _, t in again))
-        self._recomputed_for = task if task != -1 else None
-        self._release_when_used()
+        if task != -1:
+            retained = torch._C._autograd._get_current_graph_task_keep_graph()
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._end_backward, retained))
+        self._task = task if task != -1 else None
 
-    def _release_when_used(self) -> None:
-        """Drop function and inputs once the last backward has taken every recomputed tensor."""
-        in_backward = self._recomputed_for is not None
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if in_backward and not self._recomputed and not kept:
+    def _end_backward(self, retained: bool) -> None:
+        """Let go of what one backward recomputed, and of everything when no other can follow."""
+        self._task, self._reread, self._recomputed = None, False, {}
+        if not retained and not self._never_read:
             self._fn, self._held, self._flat = None, None, []
 
     def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -175,16 +192,14 @@ class Region:
         return len(self._saved) - 1
 
     def _unpack(self, index: int) -> Tensor:
-        # Each place is emptied as it is read, so that a saved tensor dies with its node. A second
-        # backward has another task and repeats the forward.
-        if torch._C._current_graph_task_id() != self._recomputed_for or (
-            index not in self._recomputed
-        ):
-            self._recomputed_for = None
+        # A place is emptied as it is read, so that a saved tensor dies with its node. A node that
+        # reads twice makes the region run once more, and then nothing is emptied.
+        self.recompute()
+        if index not in self._recomputed:
+            self._task, self._reread = None, True
             self.recompute()
-        saved = self._recomputed.pop(index)
-        self._release_when_used()
-        return saved
+        self._never_read.discard(index)
+        return self._recomputed[index] if self._reread else self._recomputed.pop(index)
 
     def _check(self, again: list[tuple[Saved, Tensor]]) -> None:
         if not self._check_metadata:
@@ -200,9 +215,9 @@ class Region:
                     f"OutputDiscardCheckpoint: tensor {index} that {self.name} saves was {first} "
                     f"in forward and is {second} when it is recomputed"
                 )
-            if first.parameter_version not in (None, second.version):
+            if first.is_leaf and first.version != second.version:
                 raise RuntimeError(
-                    f"OutputDiscardCheckpoint: a parameter of shape {tuple(first.shape)} that "
+                    f"OutputDiscardCheckpoint: a tensor of shape {tuple(first.shape)} that "
                     f"{self.name} uses was modified in place between forward and recompute"
                 )
 
@@ -225,16 +240,18 @@ def _never_unpacked(packed: None) -> Tensor:
     raise AssertionError("the graph of a recompute has no backward")
 
 
-def _is_made_here(output: Tensor, start: int, known: set[int]) -> bool:
+def _storage_id(value: Any) -> int | None:
+    """What identifies the storage of a plain tensor; None for anything else."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
+def _is_made_here(output: Tensor, start: int) -> bool:
     """Whether the bytes of an output were made by the region that began at sequence number `start`.
 
-    An argument handed through, a parameter, or a view of a tensor from outside must not be freed.
+    A parameter, or a view of a tensor from outside, must not be freed.
     """
     base = output if output._base is None else output._base
     node = base.grad_fn
-    return (
-        node is not None
-        and node._sequence_nr() >= start
-        and output.layout == torch.strided
-        and output.untyped_storage()._cdata not in known
-    )
+    return node is not None and node._sequence_nr() >= start and output.layout == torch.strided

@@ -38,13 +38,17 @@ class Measurement:
 class measure:
     """Context manager that measures the memory of a block.
 
-    On the CPU every allocation that torch makes is counted, from the events of torch.profiler. Not
-    seen are buffers inside math libraries, and releases of blocks that were allocated before the
-    first `measure` of the process. On CUDA the peak is that of the caching allocator
-    and the timeline comes from the same events. The block runs somewhat slower: do not time it.
+    On the CPU the allocations that torch makes in this thread are counted, from the events of
+    torch.profiler. Not seen are buffers inside math libraries, and releases of blocks that were
+    allocated before the first `measure` of the process. On CUDA the peak is that of the caching
+    allocator and the timeline comes from the same events. The block runs somewhat slower: do not
+    time it.
 
     Args:
         device: the device whose memory is measured, "cpu" or a CUDA device.
+
+    Raises:
+        ValueError: another device. RuntimeError: a torch profiler is running already.
 
     Example:
         >>> with storage_ops.memory.measure(device="cpu") as m:
@@ -61,6 +65,11 @@ class measure:
         self._entry_bytes = 0
 
     def __enter__(self) -> Measurement:
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "measure: a torch profiler or another measure is running; expected none, for torch "
+                "has one profiler at a time"
+            )
         gc.collect()  # garbage of earlier code must not be freed inside the block
         # Kineto announces each start and stop on stderr unless told otherwise before the first.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")

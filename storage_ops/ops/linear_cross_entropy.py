@@ -72,7 +72,8 @@ def linear_cross_entropy(
         (torch.Size([]), torch.Size([2, 8, 16]))
     """
     device = input.device.type
-    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+    castable = input.is_floating_point() and input.dtype != torch.float64
+    if castable and device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
@@ -83,7 +84,7 @@ def linear_cross_entropy(
         with_grad and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)
     ]
     loss: Tensor = _OPS.linear_cross_entropy(
-        input.reshape(-1, input.shape[-1]),
+        input.reshape(target.numel(), input.shape[-1]),
         linear_weight,
         target.reshape(-1),
         linear_bias,
@@ -175,6 +176,7 @@ def _run_chunks(
         memory_budget=memory_budget,
     )
     target = target.contiguous()
+    bias = None if bias is None else bias.contiguous()
     nll = torch.empty(tokens, dtype=arithmetic, device=input.device)
     grad_input = torch.empty_like(input, memory_format=torch.contiguous_format) if mask[0] else None
     summed = input.dtype if plan.num_chunks == 1 else arithmetic
@@ -297,7 +299,7 @@ def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     storage = grad.untyped_storage() if type(grad) is Tensor else None
     # Two users: the saved tensor and `storage` itself.
     if retained or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
-        return grad * upstream.to(grad.dtype)
+        return grad * upstream
     return grad.mul_(upstream)
 
 

@@ -58,6 +58,15 @@ def storage_of(op: str, name: str, t: Tensor) -> Storage:
     return t.untyped_storage()
 
 
+def check_may_lose_bytes(op: str, name: str, storage: Storage) -> None:
+    """Raise for a storage whose bytes another library made or looks at."""
+    if not storage.resizable() and record_of(storage).owner is None:
+        raise RuntimeError(
+            f"{op}: {name} has bytes that torch cannot resize, because another library such as "
+            "numpy looks at them; expected a tensor whose bytes are its own"
+        )
+
+
 def leased_from(storage: Storage, source: Storage) -> bool:
     """Whether `storage` got the bytes it holds from `source`, directly or through others.
 
@@ -115,11 +124,7 @@ def discard_storage(self: Tensor) -> None:
     storage = storage_of("discard_storage", "self", self)
     if storage.nbytes() == 0:
         return
-    if not storage.resizable():
-        raise RuntimeError(
-            "discard_storage: self has storage that torch cannot resize (memory of numpy, a file "
-            "or another library); expected a resizable one, the storage path is 'copy'"
-        )
+    check_may_lose_bytes("discard_storage", "self", storage)
     note_discard(storage)
     storage.resize_(0)
 
@@ -131,11 +136,7 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
         return
     to, source = storages
     if to.nbytes() != source.nbytes():
-        if not to.resizable():
-            raise RuntimeError(
-                f"share_storage: dst has {to.nbytes()} bytes that torch cannot resize; expected "
-                f"{source.nbytes()}, as src has, the storage path is 'copy'"
-            )
+        check_may_lose_bytes("share_storage", "dst", to)
         to.resize_(source.nbytes())
     to.copy_(source)
     note_share(to, source)

@@ -29,6 +29,7 @@ def _alias_discard(self: Tensor) -> None:
     storage = reference.storage_of("discard_storage", "self", self)
     if storage.nbytes() == 0:
         return
+    reference.check_may_lose_bytes("discard_storage", "self", storage)
     reference.note_discard(storage)
     _swap(storage, Storage(0, device=storage.device))
 
@@ -47,6 +48,7 @@ def _alias_share(dst: Tensor, src: Tensor) -> None:
         nbytes = owner.untyped_storage().nbytes()
         record.owner = owner.set_(owner.untyped_storage(), 0, (nbytes,), (1,))
         _swap(source, _OPS._alias_bytes(record.owner).untyped_storage())
+    reference.check_may_lose_bytes("share_storage", "dst", to)
     if to.nbytes() > 0:
         _swap(to, Storage(0, device=to.device))
     _swap(to, _OPS._alias_bytes(record.owner).untyped_storage())

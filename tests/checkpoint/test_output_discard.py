@@ -255,6 +255,82 @@ def test_inside_torch_checkpoint_and_around_it(path):
         assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
 
 
+def test_checkpoint_around_a_block_that_goes_on_after_the_discard(path):
+    """An enclosing checkpoint saves what the consumer saved, while it recomputes."""
+    from torch.utils.checkpoint import checkpoint
+
+    up, down, x = make()
+    producer = lambda x: F.dropout(F.gelu(up(x)), 0.3)  # noqa: E731
+    block = so.output_discard(producer, down)
+    module = so.OutputDiscardCheckpoint()
+
+    def explicit(x):
+        h = module.checkpoint(producer, x)
+        y = down(h)
+        module.discard_output_and_register_recompute(y)
+        return y.sin()
+
+    torch.manual_seed(3)
+    right = gradients(down(producer(x)).sin().square().sum(), x, up.weight, down.weight)
+    ways = [
+        lambda x: checkpoint(lambda x: block(x).sin(), x, use_reentrant=False),
+        lambda x: so.output_discard(block, torch.sin)(x),
+        lambda x: checkpoint(explicit, x, use_reentrant=False),
+        lambda x: checkpoint(explicit, x, use_reentrant=False),
+    ]
+    for way in ways:
+        torch.manual_seed(3)
+        got = gradients(way(x).square().sum(), x, up.weight, down.weight)
+        assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+
+
+def test_a_node_that_reads_its_saved_tensors_twice(path):
+    class Multiply(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return a * b
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[1], grad * ctx.saved_tensors[0]
+
+    calls = []
+    _, _, x = make()
+    w = torch.randn(16, requires_grad=True)
+    right = gradients((x.exp() * w).sin().sum(), x, w)
+
+    def producer(x):
+        calls.append(1)
+        return Multiply.apply(x.exp(), w)
+
+    for _ in range(3):
+        y, _ = discarded(producer, torch.sin, x)
+        calls.clear()
+        got = gradients(y.sum(), x, w)
+        assert all(torch.allclose(a, b) for a, b in zip(got, right, strict=True))
+        assert len(calls) <= 2
+
+
+def test_a_consumer_that_hands_the_output_on(path):
+    up, down, x = make()
+    right = gradients((down(up(x)).sum() + up(x).square().sum()), x)[0]
+    y, h = so.output_discard(up, lambda h: (down(h), h.view(-1)))(x)
+    assert not so.is_discarded(h)
+    got = gradients(y.sum() + h.square().sum(), x)[0]
+    assert torch.allclose(got, right, rtol=1e-4, atol=1e-5)
+    eval_mode = so.OutputDiscard(up, nn.Identity())
+    assert torch.equal(eval_mode(x), up(x))
+
+
+def test_two_losses_where_eager_needs_no_retained_graph(path):
+    _, _, x = make()
+    y, _ = discarded(lambda x: x + 1, lambda h: h + h, x)
+    y.sum().backward()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 4.0))
+
+
 def test_several_layers_and_interleaved_backwards(path):
     layers = [(nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(3)]
     inputs = [torch.randn(8, 16, requires_grad=True) for _ in range(2)]

@@ -35,10 +35,10 @@ def test_hook_tensor_without_a_gradient(hook):
 
 def test_a_second_region_before_the_first_is_finished():
     ckpt, x, h = make()
-    with pytest.raises(RuntimeError, match="the output of region was not discarded"):
-        ckpt.checkpoint(region, x)
+    with pytest.warns(UserWarning, match="the output of region was not discarded and stays"):
+        again = ckpt.checkpoint(region, x)
     ckpt.clear()
-    (ckpt.checkpoint(region, x) * h).sum().backward()
+    (again * h).sum().backward()
     assert torch.allclose(x.grad, 2 * x.sin() * x.cos())
 
 
@@ -79,6 +79,14 @@ def test_input_changed_before_backward(path):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("hand_on", [lambda h: h, lambda h: h.view(-1)])
+def test_hook_tensor_that_is_the_output(hand_on):
+    ckpt, _, h = make()
+    with pytest.raises(RuntimeError, match="hook_tensor is the output of the region region"):
+        ckpt.discard_output_and_register_recompute(hand_on(h))
+    assert not so.is_discarded(h)
+
+
 def test_output_changed_by_the_consumer(path):
     ckpt, _, h = make()
     y = h.mul_(2) * h
@@ -89,8 +97,9 @@ def test_output_changed_by_the_consumer(path):
     y.sum().backward()
 
 
-def test_parameter_changed_before_backward(path):
-    layer, ckpt = nn.Linear(4, 4), so.OutputDiscardCheckpoint()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameter_changed_before_backward(path, frozen):
+    layer, ckpt = nn.Linear(4, 4).requires_grad_(not frozen), so.OutputDiscardCheckpoint()
     x = torch.randn(2, 4, requires_grad=True)
     h = ckpt.checkpoint(lambda x: layer(x).sin(), x)
     y = h * h

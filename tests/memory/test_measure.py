@@ -51,6 +51,14 @@ def test_an_exception_passes_and_the_block_is_measured():
     assert m.peak_bytes == t.nbytes
 
 
+def test_one_profiler_at_a_time():
+    with so.memory.measure() as outer:
+        with pytest.raises(RuntimeError, match="a torch profiler or another measure is running"):
+            so.memory.measure().__enter__()
+        t = torch.empty(MIB)
+    assert outer.peak_bytes == t.nbytes
+
+
 def test_unknown_device():
     with pytest.raises(ValueError, match="device is 'meta'; expected 'cpu' or a CUDA device"):
         so.memory.measure(device="meta")

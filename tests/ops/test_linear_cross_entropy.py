@@ -101,7 +101,10 @@ def test_a_single_token_without_leading_dimension():
 def test_strided_arguments():
     x, w = torch.randn(24, 2, 37).permute(2, 1, 0)[:, 0], torch.randn(24, 101).t()
     target = torch.randint(101, (37, 3))[:, 1]
-    b = torch.randn(202)[::2]
+    b = torch.randn(202)[::2] if torch.rand(()) < 0.5 else torch.randn(1).expand(101)
+    kernel_bias = b  # strided, or expanded
+    direct = so.linear_cross_entropy(x, w, target, linear_bias=kernel_bias)
+    torch.testing.assert_close(direct, reference.linear_cross_entropy(x, w, target, linear_bias=b))
     loss, grads = run(so.linear_cross_entropy, x, w, target, b)
     right, right_grads = exact(x, w, target, b)
     assert error(loss, right) < 2e-6
@@ -146,6 +149,21 @@ def test_no_tokens(reduction):
     assert torch.isnan(loss) if reduction == "mean" else not loss.any()
     assert [g.shape for g in grads] == [x.shape, w.shape, b.shape]
     assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+
+
+def test_hidden_size_zero():
+    x, w, target = torch.randn(3, 0), torch.randn(5, 0), torch.tensor([0, 1, 4])
+    torch.testing.assert_close(so.linear_cross_entropy(x, w, target), torch.tensor(5.0).log())
+
+
+def test_retaining_the_graph_does_not_round_the_upstream_gradient():
+    x, w, target, _ = problem(dtype=torch.bfloat16)
+    w.requires_grad_()
+    results = []
+    for retain in (False, True):
+        loss = so.linear_cross_entropy(x, w, target) / 3
+        results.append(torch.autograd.grad(loss, w, retain_graph=retain)[0])
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("tokens, vocab", [(1, 101), (37, 1), (1, 1), (5, 1025)])

@@ -54,6 +54,11 @@ def test_target_out_of_range(wrong, kernel, monkeypatch):
             )
 
 
+def test_autocast_takes_no_integers():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="input is torch"):
+        so.linear_cross_entropy(**arguments(input=torch.ones(5, 8).long()))
+
+
 def test_double_backward_is_refused():
     given = arguments()
     x, w = given["input"].requires_grad_(), given["linear_weight"].requires_grad_()

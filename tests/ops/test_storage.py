@@ -169,20 +169,39 @@ def foreign(kind):
 @pytest.mark.parametrize("kind", ["numpy", "frombuffer", "mmap"])
 def test_memory_of_other_libraries(path, kind):
     t, src = foreign(kind), numbers(6)
-    if path == "copy":
+    if path == "binding":
+        so.discard_storage(t)
+        assert so.is_discarded(t)
+        so.share_storage(t, src)
+        assert torch.equal(t, src)
+    else:
         before = t.clone()
         with pytest.raises(RuntimeError, match="cannot resize"):
             so.discard_storage(t)
         assert torch.equal(t, before)
-    else:
-        so.discard_storage(t)
-        assert so.is_discarded(t)
-    so.share_storage(t, src)
-    assert torch.equal(t, src)
     dst, source = numbers(6), foreign(kind)
     expected = source.clone()
     so.share_storage(dst, source)
     del source
+    assert torch.equal(dst, expected)
+
+
+def test_bytes_that_numpy_looks_at_are_not_freed(path):
+    t = torch.ones(1 << 20)
+    array = t.numpy()
+    with pytest.raises(RuntimeError, match="self has bytes that torch cannot resize"):
+        so.discard_storage(t)
+    with pytest.raises(RuntimeError, match="dst has bytes that torch cannot resize"):
+        so.share_storage(t, torch.zeros(1 << 21))
+    assert array.sum() == 1 << 20 and not so.is_discarded(t)
+
+
+def test_memory_shared_between_processes(path):
+    dst, src = numbers(1 << 12), numbers(1 << 12).share_memory_()
+    expected = src.clone()
+    so.share_storage(dst, src)
+    assert torch.equal(dst, expected) and torch.equal(src, expected)
+    del src
     assert torch.equal(dst, expected)
 
 
