@@ -209,11 +209,16 @@ class Region:
                 f"OutputDiscardCheckpoint: {self.name} saved {len(self._saved)} tensors in forward "
                 f"and {len(again)} when it was recomputed; it must do the same work both times"
             )
-        for index, (first, (second, _)) in enumerate(zip(self._saved, again, strict=True)):
+        for index, (first, (second, t)) in enumerate(zip(self._saved, again, strict=True)):
             if first != second:
                 raise RuntimeError(
                     f"OutputDiscardCheckpoint: tensor {index} that {self.name} saves was {first} "
                     f"in forward and is {second} when it is recomputed"
+                )
+            if t._version != second.version:
+                raise RuntimeError(
+                    f"OutputDiscardCheckpoint: tensor {index} that {self.name} saves, {first}, was "
+                    "modified in place after autograd had saved it"
                 )
             if first.is_leaf and first.version != second.version:
                 raise RuntimeError(

@@ -133,6 +133,18 @@ def test_a_region_that_does_other_work_the_second_time(path, again, message):
         y.sum().backward()
 
 
+def test_illegal_in_place_inside_the_region(path):
+    def illegal(x):
+        a = x.exp()
+        b = a * 1.5
+        a.mul_(2)  # exp had saved its result
+        return b + a
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified in place after autograd had saved it"):
+        so.output_discard(illegal, torch.sin)(x).sum().backward()
+
+
 def test_exceptions_leave_nothing_behind(path):
     def fails(x):
         raise KeyError("inside")
