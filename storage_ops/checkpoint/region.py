@@ -124,8 +124,7 @@ class Region:
                     "after the region; the recompute could not restore it, nothing was freed"
                 )
         for index, handle, _ in made:
-            if not is_discarded(handle):
-                discard_storage(handle, guard=guard)
+            discard_storage(handle, guard=guard)
             self._handles.append((index, handle))
         self.forget_outputs()
 

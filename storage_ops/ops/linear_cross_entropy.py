@@ -151,7 +151,10 @@ def _accumulate_weight(total: Tensor, dlogits: Tensor, x: Tensor, first: bool) -
     for begin in range(0, total.shape[0], planner.SLICE):
         rows = slice(begin, begin + planner.SLICE)
         product = dlogits[:, rows].t() @ x
-        total[rows].copy_(product) if first else total[rows].add_(product)
+        if first:
+            total[rows] = product
+        else:
+            total[rows] += product
 
 
 def _run_chunks(
@@ -366,15 +369,9 @@ def _fake_grads(input: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor
 
 @register_fake("storage_ops::linear_cross_entropy", lib=_schemas.library)
 def _(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    memory_budget: int | None,
-    grad_mask: list[bool],
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    reduction, *_, grad_mask = options
     shape = target.shape if reduction == "none" else ()
     loss = input.new_empty(shape, dtype=_arithmetic(input.dtype))
     mask = grad_mask if reduction != "none" else [False] * 3
@@ -383,14 +380,6 @@ def _(
 
 @register_fake("storage_ops::linear_cross_entropy_backward", lib=_schemas.library)
 def _(
-    grad_loss: Tensor,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    memory_budget: int | None,
-    grad_mask: list[bool],
+    grad_loss: Tensor, input: Tensor, linear_weight: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_grads(input, linear_weight, grad_mask)
+    return _fake_grads(input, linear_weight, options[-1])

@@ -39,6 +39,7 @@ def _alias_share(dst: Tensor, src: Tensor) -> None:
     if storages is None:
         return
     to, source = storages
+    reference.check_may_lose_bytes("share_storage", "dst", to)  # before anything changes
     record = reference.record_of(source)
     if record.owner is None:
         # An owner that no user sees takes over the memory; source and dst become aliases of it, so
@@ -48,7 +49,6 @@ def _alias_share(dst: Tensor, src: Tensor) -> None:
         nbytes = owner.untyped_storage().nbytes()
         record.owner = owner.set_(owner.untyped_storage(), 0, (nbytes,), (1,))
         _swap(source, _OPS._alias_bytes(record.owner).untyped_storage())
-    reference.check_may_lose_bytes("share_storage", "dst", to)
     if to.nbytes() > 0:
         _swap(to, Storage(0, device=to.device))
     _swap(to, _OPS._alias_bytes(record.owner).untyped_storage())
