@@ -1,56 +1,167 @@
-// What the CPU and the CUDA row kernel check about their arguments, and their dispatch on dtype.
+// The arguments of the CPU and the CUDA row kernel, their checks, and their dispatch on dtype.
 #pragma once
 
+#include "row_math.h"
 #include "stable.h"
 
 namespace storage_ops {
+
+// Rows of `state`, in the order of RowState, then the logit of the target.
+constexpr int64_t kStateRows = 6;
+// Rows of `upstream` in the order of Upstream; missing ones are 0.
+constexpr int64_t kUpstreamRows = 5;
+
+// Tensor arguments of _cross_entropy_rows as given. Some may be missing.
+struct RowTensors {
+  Tensor logits, target;
+  std::optional<Tensor> bias, weight, upstream;
+  Tensor state;
+  std::optional<Tensor> argmax;
+};
+
+// The same as pointers, for logits of type T and arithmetic A.
+template <typename T, typename A>
+struct RowArguments {
+  T* logits;
+  const int64_t* index;    // one class per row, or nullptr
+  const A* probabilities;  // or one distribution per row
+  const T* bias;
+  const A* weight;    // of the classes
+  const A* upstream;  // element (k, i) at k * upstream_outer + i * upstream_inner
+  A* state;           // element (k, i) at k * state_stride + i
+  int64_t* argmax;
+  int64_t rows, columns, stride, probabilities_stride;
+  int64_t upstream_count, upstream_outer, upstream_inner, state_stride;
+  int64_t first_column;  // of the vocabulary, that column 0 of logits is
+  int64_t vocabulary;    // where class indices end
+  int64_t ignore_index;
+  Transform<A> transform;
+  A keep, smooth;     // a target's probability q counts as q * keep + smooth
+  bool update, grad;  // merge these logits into the state; overwrite them by their gradient
+  bool exponentials;  // overwrite them by exp(logit - shift) * d logit / d product instead
+  bool slope;         // the entropy is wanted
+
+  STORAGE_OPS_INLINE bool spread() const { return probabilities != nullptr || smooth != 0; }
+
+  STORAGE_OPS_INLINE A share(int64_t row, int64_t column) const {
+    const A q = probabilities ? probabilities[row * probabilities_stride + column] * keep : A(0);
+    return (q + smooth) * (weight ? weight[column] : A(1));
+  }
+
+  STORAGE_OPS_INLINE A logit(T value, int64_t column) const {
+    const A b = bias ? static_cast<A>(bias[column]) : A(0);
+    return transform.logit(static_cast<A>(value) + b);
+  }
+
+  STORAGE_OPS_INLINE RowState<A> load_state(int64_t row) const {
+    const A* s = state + row;
+    return {s[0], s[state_stride], s[2 * state_stride], s[3 * state_stride], s[4 * state_stride]};
+  }
+
+  STORAGE_OPS_INLINE void store_state(int64_t row, const RowState<A>& value) const {
+    A* s = state + row;
+    s[0] = value.shift;
+    s[state_stride] = value.sum;
+    s[2 * state_stride] = value.slope;
+    s[3 * state_stride] = value.dot;
+    s[4 * state_stride] = value.mass;
+  }
+
+  // The logit of the target, once its column was seen.
+  STORAGE_OPS_INLINE A& target_logit(int64_t row) const { return state[5 * state_stride + row]; }
+
+  STORAGE_OPS_INLINE Upstream<A> load_upstream(int64_t row) const {
+    const auto at = [&](int64_t k) {
+      return k < upstream_count ? upstream[k * upstream_outer + row * upstream_inner] : A(0);
+    };
+    return {at(0), at(1), at(2), at(3), at(4)};
+  }
+};
 
 inline ScalarType arithmetic_of(const Tensor& logits) {
   return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline void check_rows(const Tensor& logits, const Tensor& target,
-                       const std::optional<Tensor>& bias, const Tensor& scale, const Tensor& nll) {
+inline void check_rows(const RowTensors& t, bool grad) {
   constexpr const char* kOp = "_cross_entropy_rows: ";
-  STD_TORCH_CHECK(logits.dim() == 2 && (logits.stride(1) == 1 || logits.size(1) < 2), kOp,
+  STD_TORCH_CHECK(t.logits.dim() == 2 && (t.logits.stride(1) == 1 || t.logits.size(1) < 2), kOp,
                   "logits must be a matrix with contiguous rows");
-  const int64_t rows = logits.size(0), columns = logits.size(1);
-  const ScalarType arithmetic = arithmetic_of(logits);
-  STD_TORCH_CHECK(target.dim() == 1 && target.size(0) == rows && target.is_contiguous(), kOp,
-                  "target must be contiguous with one index per row of logits");
-  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == columns && bias->is_contiguous() &&
-                            bias->scalar_type() == logits.scalar_type()),
-                  kOp, "bias must be contiguous, of logits' dtype, with one value per column");
-  STD_TORCH_CHECK(scale.scalar_type() == arithmetic && scale.is_contiguous() &&
-                      (scale.dim() == 0 || (scale.dim() == 1 && scale.size(0) == rows)),
-                  kOp, "scale must be one value or one per row, in the dtype of the arithmetic");
-  STD_TORCH_CHECK(nll.scalar_type() == arithmetic && nll.is_contiguous() && nll.dim() == 1 &&
-                      nll.size(0) == rows,
-                  kOp, "nll must be contiguous, one value per row, in the dtype of the arithmetic");
+  const int64_t rows = t.logits.size(0), columns = t.logits.size(1);
+  const ScalarType arithmetic = arithmetic_of(t.logits);
+  if (t.target.dim() == 1) {
+    STD_TORCH_CHECK(t.target.scalar_type() == ScalarType::Long && t.target.size(0) == rows &&
+                        t.target.is_contiguous(),
+                    kOp, "target must be contiguous int64 with one index per row of logits");
+  } else {
+    STD_TORCH_CHECK(t.target.dim() == 2 && t.target.scalar_type() == arithmetic &&
+                        t.target.size(0) == rows && t.target.size(1) == columns &&
+                        (t.target.stride(1) == 1 || columns < 2),
+                    kOp, "target must have logits' shape, contiguous rows, the arithmetic's dtype");
+  }
+  STD_TORCH_CHECK(
+      !t.bias || (t.bias->dim() == 1 && t.bias->size(0) == columns && t.bias->is_contiguous() &&
+                  t.bias->scalar_type() == t.logits.scalar_type()),
+      kOp, "bias must be contiguous, of logits' dtype, with one value per column");
+  STD_TORCH_CHECK(!t.weight || (t.weight->dim() == 1 && t.weight->size(0) == columns &&
+                                t.weight->is_contiguous() && t.weight->scalar_type() == arithmetic),
+                  kOp, "weight must be contiguous, of the arithmetic's dtype, one per column");
+  STD_TORCH_CHECK(t.state.scalar_type() == arithmetic && t.state.dim() == 2 &&
+                      t.state.size(0) == kStateRows && t.state.size(1) == rows &&
+                      (t.state.stride(1) == 1 || rows < 2),
+                  kOp, "state must be (6, rows), contiguous rows, in the dtype of the arithmetic");
+  STD_TORCH_CHECK(t.upstream.has_value() || !grad, kOp, "upstream is needed for the gradient");
+  STD_TORCH_CHECK(!t.upstream || (t.upstream->scalar_type() == arithmetic &&
+                                  t.upstream->dim() == 2 && t.upstream->size(0) <= kUpstreamRows &&
+                                  (t.upstream->size(1) == rows || t.upstream->size(1) == 1)),
+                  kOp, "upstream must be (up to 5, rows or 1), in the dtype of the arithmetic");
+  STD_TORCH_CHECK(
+      !t.argmax || (t.argmax->scalar_type() == ScalarType::Long && t.argmax->dim() == 1 &&
+                    t.argmax->size(0) == rows && t.argmax->is_contiguous()),
+      kOp, "argmax must be contiguous int64, one per row");
 }
 
-// Calls `body(logit, arithmetic, index)` with a value of each of the three types in use.
+template <typename P>
+const P* pointer(const std::optional<Tensor>& t) {
+  return t ? static_cast<const P*>(t->const_data_ptr()) : nullptr;
+}
+
+template <typename T, typename A>
+RowArguments<T, A> row_arguments(const RowTensors& t) {
+  const bool index = t.target.dim() == 1;
+  RowArguments<T, A> a{};
+  a.logits = static_cast<T*>(t.logits.mutable_data_ptr());
+  a.index = index ? static_cast<const int64_t*>(t.target.const_data_ptr()) : nullptr;
+  a.probabilities = index ? nullptr : static_cast<const A*>(t.target.const_data_ptr());
+  a.bias = pointer<T>(t.bias);
+  a.weight = pointer<A>(t.weight);
+  a.upstream = pointer<A>(t.upstream);
+  a.state = static_cast<A*>(t.state.mutable_data_ptr());
+  a.argmax = t.argmax ? static_cast<int64_t*>(t.argmax->mutable_data_ptr()) : nullptr;
+  a.rows = t.logits.size(0);
+  a.columns = t.logits.size(1);
+  a.stride = t.logits.stride(0);
+  a.probabilities_stride = index ? 0 : t.target.stride(0);
+  if (t.upstream) {
+    a.upstream_count = t.upstream->size(0);
+    a.upstream_outer = t.upstream->stride(0);
+    a.upstream_inner = t.upstream->size(1) == 1 ? 0 : t.upstream->stride(1);
+  }
+  a.state_stride = t.state.stride(0);
+  return a;
+}
+
+// Calls `body(logit, arithmetic)` with a value of each of the two types in use.
 template <typename Body>
-void for_dtypes(const Tensor& logits, const Tensor& target, Body body) {
-  const auto with_index = [&](auto logit, auto arithmetic) {
-    switch (target.scalar_type()) {
-      case ScalarType::Long:
-        return body(logit, arithmetic, int64_t());
-      case ScalarType::Int:
-        return body(logit, arithmetic, int32_t());
-      default:
-        STD_TORCH_CHECK(false, "_cross_entropy_rows: target must be int32 or int64");
-    }
-  };
+void for_dtypes(const Tensor& logits, Body body) {
   switch (logits.scalar_type()) {
     case ScalarType::Double:
-      return with_index(double(), double());
+      return body(double(), double());
     case ScalarType::Float:
-      return with_index(float(), float());
+      return body(float(), float());
     case ScalarType::BFloat16:
-      return with_index(BFloat16(0.0f), float());
+      return body(BFloat16(0.0f), float());
     case ScalarType::Half:
-      return with_index(Half(0.0f), float());
+      return body(Half(0.0f), float());
     default:
       STD_TORCH_CHECK(false,
                       "_cross_entropy_rows: logits must be float64, float32, bfloat16 or float16");

@@ -1,16 +1,14 @@
-// CPU row kernel of linear cross-entropy: a chunk of logits in, losses out, and the logits
-// overwritten by their gradient. One read and one write of the chunk; a row is revisited in cache.
+// CPU row kernel of linear cross-entropy: a tile of matrix products in, statistics of its rows out,
+// and the tile overwritten by its gradient. One read and one write of the tile; a row is revisited
+// in cache.
 #include <algorithm>
-#include <atomic>
 
 #include "cross_entropy_rows.h"
-#include "row_math.h"
-#include "stable.h"
 
 // The loops below are compiled for several instruction sets; the loader picks at run time.
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__) && !defined(STORAGE_OPS_SANITIZE)
 #define STORAGE_OPS_MULTIVERSION \
-  __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define STORAGE_OPS_MULTIVERSION
 #endif
@@ -18,117 +16,276 @@
 namespace storage_ops {
 namespace {
 
+enum Phase : int64_t { kUpdate = 1, kGradient = 2, kExponentials = 4, kSlope = 8 };
+
 constexpr int64_t kBlock = 1024;  // elements handled at a time, in the first-level cache
 
-// A block of logits in the type of the arithmetic, bias added.
-template <typename T, typename A>
-STORAGE_OPS_INLINE void load(const T* logits, const T* bias, A* block, int64_t n) {
-  if (bias == nullptr) {
-    for (int64_t j = 0; j < n; ++j) block[j] = static_cast<A>(logits[j]);
-  } else {
-    for (int64_t j = 0; j < n; ++j) block[j] = static_cast<A>(logits[j]) + static_cast<A>(bias[j]);
+template <typename A>
+struct alignas(64) Block {
+  A values[kBlock];
+};
+
+// Conversions in a form that compilers turn into vector code.
+template <typename A>
+STORAGE_OPS_INLINE void widen(const A* from, A* to, int64_t n) {
+  std::copy(from, from + n, to);
+}
+
+STORAGE_OPS_INLINE void widen(const BFloat16* from, float* to, int64_t n) {
+  const auto* bits = reinterpret_cast<const uint16_t*>(from);
+  for (int64_t j = 0; j < n; ++j) {
+    const uint32_t wide = static_cast<uint32_t>(bits[j]) << 16;
+    std::memcpy(to + j, &wide, sizeof wide);
   }
 }
 
 template <typename A>
-STORAGE_OPS_INLINE SoftmaxState<A> block_state(const A* block, int64_t n) {
-  SoftmaxState<A> state;
-  A max = state.max, sum = 0;
-#pragma omp simd reduction(max : max)
-  for (int64_t j = 0; j < n; ++j) max = block[j] > max ? block[j] : max;
-  const A shift = shift_of(max);
-#pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < n; ++j) sum += exponential(block[j] - shift);
-  return {max, sum};
+STORAGE_OPS_INLINE void narrow(const A* from, A* to, int64_t n) {
+  std::copy(from, from + n, to);
 }
 
-template <typename T, typename A>
-STORAGE_OPS_INLINE A row_log_sum_exp(const T* row, const T* bias, int64_t columns) {
-  alignas(64) A block[kBlock];
-  SoftmaxState<A> state;
-  for (int64_t begin = 0; begin < columns; begin += kBlock) {
-    const int64_t n = std::min(kBlock, columns - begin);
-    load(row + begin, bias ? bias + begin : nullptr, block, n);
-    state = merge(state, block_state(block, n));
+// Round to nearest, ties to even; every nan becomes the same one.
+STORAGE_OPS_INLINE void narrow(const float* from, BFloat16* to, int64_t n) {
+  auto* bits = reinterpret_cast<uint16_t*>(to);
+  for (int64_t j = 0; j < n; ++j) {
+    uint32_t wide;
+    std::memcpy(&wide, from + j, sizeof wide);
+    const uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+    bits[j] = static_cast<uint16_t>((wide & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
   }
-  return log_sum_exp(state);
+}
+
+#if defined(__FLT16_MAX__)
+STORAGE_OPS_INLINE void widen(const Half* from, float* to, int64_t n) {
+  const auto* half = reinterpret_cast<const _Float16*>(from);
+  for (int64_t j = 0; j < n; ++j) to[j] = static_cast<float>(half[j]);
+}
+
+STORAGE_OPS_INLINE void narrow(const float* from, Half* to, int64_t n) {
+  auto* half = reinterpret_cast<_Float16*>(to);
+  for (int64_t j = 0; j < n; ++j) half[j] = static_cast<_Float16>(from[j]);
+}
+#else
+STORAGE_OPS_INLINE void widen(const Half* from, float* to, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) to[j] = static_cast<float>(from[j]);
+}
+
+STORAGE_OPS_INLINE void narrow(const float* from, Half* to, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) to[j] = static_cast<Half>(from[j]);
+}
+#endif
+
+// A block of logits in the type of the arithmetic.
+template <typename T, typename A>
+STORAGE_OPS_INLINE void load(const RowArguments<T, A>& a, int64_t row, int64_t begin, int64_t n,
+                             A* z) {
+  const T* products = a.logits + row * a.stride + begin;
+  // The hardware prefetches within a page only, and a block is about a page.
+  const auto* ahead = reinterpret_cast<const char*>(products + kBlock);
+  for (size_t byte = 0; byte < kBlock * sizeof(T); byte += 64) __builtin_prefetch(ahead + byte);
+  widen(products, z, n);
+  if (a.bias != nullptr) {
+    Block<A> bias;
+    widen(a.bias + begin, bias.values, n);
+    for (int64_t j = 0; j < n; ++j) z[j] += bias.values[j];
+  }
+  const Transform<A> transform = a.transform;
+  if (transform.softcap != 0) {
+#pragma omp simd
+    for (int64_t j = 0; j < n; ++j) z[j] = transform.logit(z[j]);
+  } else if (transform.scale != 1) {
+    for (int64_t j = 0; j < n; ++j) z[j] *= transform.scale;
+  }
+}
+
+// The share of each class of a block in a target that is spread out.
+template <typename T, typename A>
+STORAGE_OPS_INLINE void load_shares(const RowArguments<T, A>& a, int64_t row, int64_t begin,
+                                    int64_t n, A* share) {
+  const A keep = a.keep, smooth = a.smooth;
+  if (a.probabilities != nullptr) {
+    const A* q = a.probabilities + row * a.probabilities_stride + begin;
+    for (int64_t j = 0; j < n; ++j) share[j] = q[j] * keep + smooth;
+  } else {
+    std::fill(share, share + n, smooth);
+  }
+  if (a.weight != nullptr) {
+    const A* weight = a.weight + begin;
+    for (int64_t j = 0; j < n; ++j) share[j] *= weight[j];
+  }
 }
 
 template <typename T, typename A>
-STORAGE_OPS_INLINE void row_gradient(T* row, const T* bias, int64_t columns, A lse, A scale) {
-  alignas(64) A block[kBlock];
-  for (int64_t begin = 0; begin < columns; begin += kBlock) {
-    const int64_t n = std::min(kBlock, columns - begin);
-    load(row + begin, bias ? bias + begin : nullptr, block, n);
+STORAGE_OPS_INLINE RowState<A> state_of_block(const RowArguments<T, A>& a, int64_t row,
+                                              int64_t begin, const A* z, int64_t n) {
+  A max = -std::numeric_limits<A>::infinity(), sum = 0, slope = 0, dot = 0, mass = 0;
+#pragma omp simd reduction(max : max)
+  for (int64_t j = 0; j < n; ++j) max = z[j] > max ? z[j] : max;
+  const A shift = shift_of(max);
+  if (a.slope) {
+#pragma omp simd reduction(+ : sum, slope)
+    for (int64_t j = 0; j < n; ++j) {
+      const A e = exponential(z[j] - shift);
+      sum += e;
+      slope += weighted(e, z[j] - shift);
+    }
+  } else {
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < n; ++j) sum += exponential(z[j] - shift);
+  }
+  if (a.spread()) {
+    Block<A> share;
+    load_shares(a, row, begin, n, share.values);
+#pragma omp simd reduction(+ : dot, mass)
+    for (int64_t j = 0; j < n; ++j) {
+      mass += share.values[j];
+      dot += share.values[j] * (z[j] - shift);
+    }
+  }
+  return {shift, sum, slope, dot, mass};
+}
+
+template <typename T, typename A>
+STORAGE_OPS_INLINE RowState<A> update_row(const RowArguments<T, A>& a, int64_t i,
+                                          RowState<A> state) {
+  Block<A> block;
+  A* z = block.values;
+  for (int64_t begin = 0; begin < a.columns; begin += kBlock) {
+    const int64_t n = std::min(kBlock, a.columns - begin);
+    load(a, i, begin, n, z);
+    const RowState<A> next = state_of_block(a, i, begin, z, n);
+    if (a.argmax != nullptr && !std::isnan(state.sum)) {
+      const bool broken = std::isnan(next.sum);
+      const A* nan = broken ? std::find_if(z, z + n, [](A v) { return v != v; }) : z + n;
+      const A* best = nan < z + n ? nan : std::find(z, z + n, next.shift);
+      if (nan < z + n || next.max() > state.max())
+        a.argmax[i] = a.first_column + begin + (best - z);
+    }
+    state = merge(state, next);
+  }
+  return state;
+}
+
+template <typename T, typename A>
+STORAGE_OPS_INLINE void overwrite_row(const RowArguments<T, A>& a, int64_t i,
+                                      const RowGradient<A> gradient) {
+  Block<A> block, share;
+  A* z = block.values;
+  T* row = a.logits + i * a.stride;
+  const Transform<A> transform = a.transform;
+  const bool spread = gradient.spread != 0 && a.spread();
+  const bool full = spread || gradient.entropy != 0 || transform.softcap != 0;
+  if (!spread) std::fill(share.values, share.values + kBlock, A(0));
+  for (int64_t begin = 0; begin < a.columns; begin += kBlock) {
+    const int64_t n = std::min(kBlock, a.columns - begin);
+    load(a, i, begin, n, z);
+    if (spread) load_shares(a, i, begin, n, share.values);
+    if (full) {
 #pragma omp simd
-    for (int64_t j = 0; j < n; ++j) block[j] = gradient(block[j], lse, scale);
-    for (int64_t j = 0; j < n; ++j) row[begin + j] = static_cast<T>(block[j]);
+      for (int64_t j = 0; j < n; ++j) {
+        z[j] = gradient.at(z[j], share.values[j]) * transform.slope(z[j]);
+      }
+    } else {
+      const A shift = gradient.shift;
+      const A factor = gradient.inverse_sum * gradient.probability * transform.scale;
+#pragma omp simd
+      for (int64_t j = 0; j < n; ++j) z[j] = exponential(z[j] - shift) * factor;
+    }
+    narrow(z, row + begin, n);
   }
 }
 
 // Multiversioned entry points, one pair per dtype: the attribute does not apply to templates.
-#define STORAGE_OPS_ROW_LOOPS(T, A)                                                                \
-  STORAGE_OPS_MULTIVERSION A lse_of(const T* row, const T* bias, int64_t n, A) {                   \
-    return row_log_sum_exp<T, A>(row, bias, n);                                                    \
-  }                                                                                                \
-  STORAGE_OPS_MULTIVERSION void write_gradient(T* row, const T* bias, int64_t n, A lse, A scale) { \
-    row_gradient<T, A>(row, bias, n, lse, scale);                                                  \
+#define STORAGE_OPS_ROW_LOOPS(T, A)                                                   \
+  STORAGE_OPS_MULTIVERSION RowState<A> update(const RowArguments<T, A>& a, int64_t i, \
+                                              RowState<A> state) {                    \
+    return update_row<T, A>(a, i, state);                                             \
+  }                                                                                   \
+  STORAGE_OPS_MULTIVERSION void overwrite(const RowArguments<T, A>& a, int64_t i,     \
+                                          const RowGradient<A>& gradient) {           \
+    overwrite_row<T, A>(a, i, gradient);                                              \
   }
 STORAGE_OPS_ROW_LOOPS(double, double)
 STORAGE_OPS_ROW_LOOPS(float, float)
 STORAGE_OPS_ROW_LOOPS(BFloat16, float)
 STORAGE_OPS_ROW_LOOPS(Half, float)
 
-struct Rows {
-  int64_t count, columns, stride;
-  bool scale_per_row;
-};
-
-// Returns the first row whose target is out of range, or -1.
-template <typename T, typename A, typename Index>
-int64_t run(Rows rows, T* logits, const Index* target, const T* bias, const A* scale, A* nll,
-            int64_t ignore_index, bool grad) {
-  std::atomic<int64_t> bad{-1};
-  torch::stable::parallel_for(0, rows.count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      T* row = logits + i * rows.stride;
-      const int64_t t = static_cast<int64_t>(target[i]);
-      if (t == ignore_index) {
-        nll[i] = 0;
-        if (grad) std::fill(row, row + rows.columns, T(0));
-        continue;
-      }
-      if (t < 0 || t >= rows.columns) {
-        bad = i;
-        continue;
-      }
-      const A lse = lse_of(row, bias, rows.columns, A());
-      const A logit = static_cast<A>(row[t]) + (bias ? static_cast<A>(bias[t]) : A(0));
-      nll[i] = negative_log_likelihood(lse, logit);
-      if (!grad) continue;
-      const A c = scale[rows.scale_per_row ? i : 0];
-      write_gradient(row, bias, rows.columns, lse, c);
-      row[t] = static_cast<T>(target_gradient(logit, lse, c));
+template <typename T, typename A>
+void run_row(const RowArguments<T, A>& a, int64_t i) {
+  T* row = a.logits + i * a.stride;
+  const int64_t index = a.index ? a.index[i] : -1;
+  if (a.index != nullptr && index == a.ignore_index) {
+    if (a.update) {
+      a.store_state(i, {0, 1, 0, 0, 0});
+      a.target_logit(i) = 0;
+      if (a.argmax != nullptr) a.argmax[i] = -1;
     }
-  });
-  return bad;
+    if (a.grad || a.exponentials) std::fill(row, row + a.columns, T(0));
+    return;
+  }
+  const int64_t column = a.index ? index - a.first_column : -1;
+  const bool here = column >= 0 && column < a.columns;
+  const A logit = here ? a.logit(row[column], column) : A(0);
+  RowState<A> state = a.load_state(i);
+  if (a.update) {
+    state = update(a, i, state);
+    a.store_state(i, state);
+    if (here) a.target_logit(i) = logit;
+  }
+  if (a.grad) {
+    const RowGradient<A> gradient(state, a.load_upstream(i));
+    overwrite(a, i, gradient);
+    if (here) {
+      // Formed before any rounding to 16 bits, in which p - 1 loses most.
+      const A share = a.spread() ? a.share(i, column) : A(0);
+      const A value = gradient.at(logit, share) - gradient.target;
+      row[column] = static_cast<T>(value * a.transform.slope(logit));
+    }
+  } else if (a.exponentials) {
+    RowGradient<A> gradient(state, {});
+    gradient.inverse_sum = gradient.probability = 1;
+    overwrite(a, i, gradient);
+  }
 }
 
-void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias, Tensor scale,
-                        Tensor nll, int64_t ignore_index, bool grad) {
-  check_rows(logits, target, bias, scale, nll);
-  const Rows rows{logits.size(0), logits.size(1), logits.stride(0), scale.dim() == 1};
-  for_dtypes(logits, target, [&](auto logit, auto arithmetic, auto index) {
+// Returns the first row whose target is out of range, or -1.
+template <typename T, typename A>
+int64_t first_bad_row(const RowArguments<T, A>& a) {
+  for (int64_t i = 0; a.index != nullptr && i < a.rows; ++i) {
+    const int64_t t = a.index[i];
+    if (t != a.ignore_index && (t < 0 || t >= a.vocabulary)) return i;
+  }
+  return -1;
+}
+
+void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias,
+                        std::optional<Tensor> weight, std::optional<Tensor> upstream, Tensor state,
+                        std::optional<Tensor> argmax, int64_t first_column, int64_t vocabulary,
+                        int64_t ignore_index, double softcap, double logit_scale,
+                        double label_smoothing, int64_t phases) {
+  const RowTensors tensors{logits, target, bias, weight, upstream, state, argmax};
+  check_rows(tensors, phases & kGradient);
+  for_dtypes(logits, [&](auto logit, auto arithmetic) {
     using T = decltype(logit);
     using A = decltype(arithmetic);
-    const auto* t = static_cast<const decltype(index)*>(target.const_data_ptr());
-    const int64_t bad = run(rows, static_cast<T*>(logits.mutable_data_ptr()), t,
-                            bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
-                            static_cast<const A*>(scale.const_data_ptr()),
-                            static_cast<A*>(nll.mutable_data_ptr()), ignore_index, grad);
-    STD_TORCH_CHECK(bad < 0, "linear_cross_entropy: target ", bad < 0 ? 0 : t[bad],
+    auto a = row_arguments<T, A>(tensors);
+    a.first_column = first_column;
+    a.vocabulary = vocabulary;
+    a.ignore_index = ignore_index;
+    a.transform = {static_cast<A>(logit_scale), static_cast<A>(softcap)};
+    a.keep = static_cast<A>(1 - label_smoothing);
+    a.smooth = static_cast<A>(label_smoothing / static_cast<double>(vocabulary));
+    a.update = phases & kUpdate;
+    a.grad = phases & kGradient;
+    a.exponentials = phases & kExponentials;
+    a.slope = phases & kSlope;
+    const int64_t bad = first_bad_row(a);
+    STD_TORCH_CHECK(bad < 0, "linear_cross_entropy: target ", bad < 0 ? 0 : a.index[bad],
                     " is out of range; expected ignore_index (", ignore_index,
-                    ") or a class index from 0 to ", rows.columns - 1);
+                    ") or a class index from 0 to ", vocabulary - 1);
+    torch::stable::parallel_for(0, a.rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) run_row(a, i);
+    });
   });
 }
 

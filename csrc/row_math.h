@@ -1,9 +1,15 @@
 // The formulas of a row of cross-entropy, once, for the CPU and the CUDA kernel alike.
 //
-// For logits x, target t and scale c (the upstream gradient of the row's loss):
-//   lse  = log(sum_j exp(x_j))                     log-sum-exp, from a running maximum
-//   nll  = lse - x_t                               the loss
-//   dx_j = (exp(x_j - lse) - [j == t]) * c         its gradient
+// A matrix product y becomes a logit z = cap(scale * (y + bias)), cap(u) = softcap * tanh(u /
+// softcap) or u. Of a row of logits the kernels keep what does not overflow and can be merged:
+//   shift = max_j z_j,  sum = sum_j e_j,  slope = sum_j e_j (z_j - shift),  e_j = exp(z_j - shift)
+//   mass = sum_j u_j,   dot = sum_j u_j (z_j - shift)
+// u_j being the share of class j in a target that is spread out: smoothing / V, or its probability,
+// times the weight of the class. With p_j = e_j / sum:
+//   lse           = shift + log(sum)                     d / dz_j = p_j
+//   nll           = log(sum) - (z_t - shift)             d / dz_j = p_j - [j == t]
+//   cross-entropy = mass log(sum) - dot                  d / dz_j = mass p_j - u_j
+//   entropy       = log(sum) - slope / sum               d / dz_j = -p_j (z_j - lse + entropy)
 // The running maximum and its merge are those of online softmax (Milakov and Gimelshein 2018,
 // arXiv:1805.02867).
 #pragma once
@@ -51,46 +57,109 @@ STORAGE_OPS_INLINE float exponential(float x) {
 
 STORAGE_OPS_INLINE double exponential(double x) { return ::exp(x); }
 
-// Maximum of the logits seen so far, and the sum of exp(logit - maximum).
-template <typename T>
-struct SoftmaxState {
-  T max = -std::numeric_limits<T>::infinity();
-  T sum = 0;
+// tanh from exp of a negative number, and from its Taylor series where that would cancel.
+STORAGE_OPS_INLINE float hyperbolic_tangent(float u) {
+  const float size = u < 0 ? -u : u;
+  const float e = exponential(-2 * size);
+  const float large = (1 - e) / (1 + e);
+  const float s = u * u;
+  float p = 62.0f / 2835;
+  p = p * s - 17.0f / 315;
+  p = p * s + 2.0f / 15;
+  p = p * s - 1.0f / 3;
+  const float small = size + size * s * p;
+  const float value = size < 0.25f ? small : large;
+  return u < 0 ? -value : value;
+}
+
+STORAGE_OPS_INLINE double hyperbolic_tangent(double u) { return ::tanh(u); }
+
+// From a matrix product to a logit. softcap == 0: none.
+template <typename A>
+struct Transform {
+  A scale, softcap;
+
+  STORAGE_OPS_INLINE A logit(A product) const {
+    const A u = product * scale;
+    return softcap == 0 ? u : softcap * hyperbolic_tangent(u / softcap);
+  }
+  // d logit / d product, from the logit.
+  STORAGE_OPS_INLINE A slope(A logit) const {
+    const A t = softcap == 0 ? A(0) : logit / softcap;
+    return scale * (1 - t * t);
+  }
+};
+
+// What is known of the logits of a row seen so far. sum == 0: nothing, or -inf only.
+template <typename A>
+struct RowState {
+  A shift = 0, sum = 0, slope = 0, dot = 0, mass = 0;
+
+  STORAGE_OPS_INLINE A max() const {
+    return sum == 0 ? -std::numeric_limits<A>::infinity() : shift;
+  }
 };
 
 // What to subtract before exp: the maximum, but 0 when every logit so far is -inf.
-template <typename T>
-STORAGE_OPS_INLINE T shift_of(T max) {
-  return max == -std::numeric_limits<T>::infinity() ? T(0) : max;
+template <typename A>
+STORAGE_OPS_INLINE A shift_of(A max) {
+  return max == -std::numeric_limits<A>::infinity() ? A(0) : max;
 }
 
-template <typename T>
-STORAGE_OPS_INLINE SoftmaxState<T> merge(SoftmaxState<T> a, SoftmaxState<T> b) {
-  const T max = a.max > b.max ? a.max : b.max;
-  const T shift = shift_of(max);
-  return {max, a.sum * exponential(a.max - shift) + b.sum * exponential(b.max - shift)};
+// z * weight, but 0 for a weight of 0 even when z is infinite: the limit of p log p.
+template <typename A>
+STORAGE_OPS_INLINE A weighted(A weight, A z) {
+  return weight == 0 ? A(0) : weight * z;
 }
 
-template <typename T>
-STORAGE_OPS_INLINE T log_sum_exp(SoftmaxState<T> state) {
-  return state.max + ::log(state.sum);
+template <typename A>
+STORAGE_OPS_INLINE RowState<A> moved(RowState<A> s, A shift) {
+  const A by = s.shift - shift, factor = s.sum == 0 ? A(0) : exponential(by);
+  s.slope = s.sum == 0 ? A(0) : factor * (s.slope + weighted(s.sum, by));
+  s.dot += weighted(s.mass, by);
+  s.sum *= factor;
+  s.shift = shift;
+  return s;
 }
 
-template <typename T>
-STORAGE_OPS_INLINE T negative_log_likelihood(T lse, T target_logit) {
-  return lse - target_logit;
+template <typename A>
+STORAGE_OPS_INLINE RowState<A> merge(const RowState<A>& a, const RowState<A>& b) {
+  const A max = a.max() > b.max() ? a.max() : b.max();
+  const RowState<A> p = moved(a, shift_of(max)), q = moved(b, shift_of(max));
+  return {p.shift, p.sum + q.sum, p.slope + q.slope, p.dot + q.dot, p.mass + q.mass};
 }
 
-// Gradient of a row's loss with respect to one logit that is not the target.
-template <typename T>
-STORAGE_OPS_INLINE T gradient(T logit, T lse, T scale) {
-  return exponential(logit - lse) * scale;
-}
+// What upstream gives to a row (see storage_ops/ops/rows.py): to (p_j - [j == t]), to
+// (mass p_j - u_j), to lse, to the entropy, and to lse^2 / 2.
+template <typename A>
+struct Upstream {
+  A target = 0, spread = 0, lse = 0, entropy = 0, square = 0;
+};
 
-// The same for the target. Formed before any rounding to 16 bits, in which p - 1 loses most.
-template <typename T>
-STORAGE_OPS_INLINE T target_gradient(T logit, T lse, T scale) {
-  return (exponential(logit - lse) - T(1)) * scale;
-}
+// The gradient of a row's outputs with respect to its logits.
+template <typename A>
+struct RowGradient {
+  A shift, inverse_sum;  // p_j = exp(z_j - shift) * inverse_sum
+  A probability, spread, target;
+  A entropy, offset;  // d entropy / dz_j = -p_j (z_j - shift + offset)
+
+  STORAGE_OPS_INLINE RowGradient(const RowState<A>& state, const Upstream<A>& up) {
+    const A log_sum = ::log(state.sum);
+    shift = state.shift;
+    inverse_sum = 1 / state.sum;
+    probability =
+        up.target + weighted(up.spread, state.mass) + up.lse + weighted(up.square, shift + log_sum);
+    spread = up.spread;
+    target = up.target;
+    entropy = up.entropy;
+    offset = -state.slope * inverse_sum;
+  }
+
+  STORAGE_OPS_INLINE A at(A logit, A share) const {
+    const A p = exponential(logit - shift) * inverse_sum;
+    const A common = p * probability - weighted(spread, share);
+    return entropy == 0 ? common : common - entropy * weighted(p, logit - shift + offset);
+  }
+};
 
 }  // namespace storage_ops

@@ -15,18 +15,10 @@ SCHEMAS: dict[str, str] = {
     "_record_stream": "(Tensor self, int id, int device_index, int device_type) -> ()",
     "_alias_bytes": "(Tensor owner) -> Tensor",
     "_cross_entropy_rows": (
-        "(Tensor(a!) logits, Tensor target, Tensor? bias, Tensor scale, Tensor(b!) nll, "
-        "int ignore_index, bool grad) -> ()"
-    ),
-    "linear_cross_entropy": (
-        "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, str reduction, "
-        "int ignore_index, int? memory_budget, bool[3] grad_mask) "
-        "-> (Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
-    ),
-    "linear_cross_entropy_backward": (
-        "(Tensor grad_loss, Tensor input, Tensor linear_weight, Tensor target, "
-        "Tensor? linear_bias, str reduction, int ignore_index, int? memory_budget, "
-        "bool[3] grad_mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+        "(Tensor(a!) logits, Tensor target, Tensor? bias, Tensor? weight, Tensor? upstream, "
+        "Tensor(b!) state, Tensor(c!)? argmax, int first_column, int vocabulary, "
+        "int ignore_index, float softcap, float logit_scale, float label_smoothing, int phases) "
+        "-> ()"
     ),
 }
 
