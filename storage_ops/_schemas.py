@@ -6,6 +6,18 @@ no native library loads. Kernels attach themselves to these names when a library
 
 import torch
 
+_LOSS_ARGUMENTS = (
+    "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
+    "Tensor? token_weight, Tensor? accumulate_into, str reduction, int ignore_index, "
+    "float label_smoothing, float z_loss, float softcap, float logit_scale, bool shift, "
+    "int? max_valid, ScalarType? accumulate_dtype, int? memory_budget, str plan, "
+    "bool[3] grad_mask, bool[4] wants"
+)
+
+_LOSS_UPSTREAM = (
+    "Tensor? grad_loss, Tensor? grad_nll, Tensor? grad_lse, Tensor? grad_entropy, Tensor state"
+)
+
 # name -> schema. A leading underscore marks an op that only this package calls.
 SCHEMAS: dict[str, str] = {
     "discard_storage": "(Tensor(a!) self) -> ()",
@@ -19,6 +31,18 @@ SCHEMAS: dict[str, str] = {
         "Tensor(b!) state, Tensor(c!)? argmax, int first_column, int vocabulary, "
         "int ignore_index, float softcap, float logit_scale, float label_smoothing, int phases) "
         "-> ()"
+    ),
+    "linear_cross_entropy": (
+        f"({_LOSS_ARGUMENTS}) -> (Tensor loss, Tensor nll, Tensor lse, Tensor entropy, "
+        "Tensor argmax, Tensor state, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+    ),
+    "linear_cross_entropy_backward": (
+        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) "
+        "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+    ),
+    "linear_cross_entropy_backward_into": (
+        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}) "
+        "-> (Tensor grad_input, Tensor grad_bias)"
     ),
 }
 

@@ -1,30 +1,19 @@
-"""Cross-entropy of `input @ linear_weight.T` without ever holding the logits.
-
-The tokens are taken in chunks. A chunk's logits are formed by one matrix product, a row kernel
-turns them into losses and, in place, into their gradient, and two more products turn that gradient
-into those of input and weight. So the gradients are ready when the forward ends, and the backward
-only multiplies them by the upstream scalar; reduction="none" repeats the loop there instead.
-"""
+"""Cross-entropy of `input @ linear_weight.T` without ever holding the logits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.library import register_autograd, register_fake
 
-from storage_ops import _schemas
-from storage_ops.ops import planner, reference
+from storage_ops.ops import loss_autograd
+from storage_ops.ops.loss_checks import check_arguments
+from storage_ops.ops.planner import Plan
 
-_OPS = torch.ops.storage_ops
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16)
-_REDUCTIONS = ("mean", "sum", "none")
-_NOT_TWICE = (
-    "linear_cross_entropy: its gradient was differentiated; double backward is not supported, use "
-    "torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) where you need it"
-)
+RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss")
 
 
 def linear_cross_entropy(
@@ -33,36 +22,92 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    shift: bool = False,
+    max_valid: int | str | None = None,
+    accumulate_into: Tensor | None = None,
+    accumulate_dtype: torch.dtype | None = None,
     memory_budget: int | None = None,
-) -> Tensor:
+    plan: Plan | None = None,
+    process_group: Any = None,
+    returns: Sequence[str] = ("loss",),
+) -> Any:
     """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
 
-    Equal to `F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)`, in loss and in
-    gradients. With p = softmax of a token's logits and t its target, the loss is -log p_t and its
-    gradient with respect to the logits p - onehot(t).
+    Equal to `F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)` in loss and in
+    gradients. With z a token's logits, lse = log sum exp z, t its target, C the weights of the
+    classes, e the label smoothing and a the weight of the token, its loss is
+
+        a * ((1 - e) C_t (lse - z_t) + e/V sum_j C_j (lse - z_j) + z_loss * lse^2)
+
+    and for a distribution q as target, with q' = (1 - e) q + e/V,
+
+        a * (sum_j C_j q'_j (lse - z_j) + z_loss * lse^2)
 
     Args:
-        input: (..., D), float64, float32 or bfloat16.
+        input: (..., D), float64, float32, bfloat16 or float16.
         linear_weight: (V, D), the dtype of input.
-        target: (...), int32 or int64 class indices from 0 to V - 1, or ignore_index.
+        target: (...), int32 or int64 class indices from 0 to V - 1, or ignore_index; or (..., V),
+            floating point, a distribution over the classes for every token.
         linear_bias: (V,), the dtype of input.
-        reduction: "mean" over the tokens that are not ignored, "sum" or "none".
-        ignore_index: tokens with this target have no loss and no gradient.
-        memory_budget: bytes of scratch memory beyond inputs, outputs and gradients. None takes a
-            quarter of the logits, at least 32 MiB and at most 1 GiB, plus an fp32 accumulator for
-            the gradient of a 16-bit weight.
+        weight: (V,), floating point; weights of the classes.
+        reduction: "mean" (the sum divided by that of a * C_t, or of a for distributions, over the
+            tokens that are not ignored), "sum" or "none".
+        ignore_index: tokens with this target have no loss and no gradient. None means -100.
+        label_smoothing: from 0 to 1: this part of a target is spread over all classes.
+        z_loss: weight of lse^2, the z-loss of PaLM (Chowdhery et al. 2022, section 5).
+        softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2. None: they do not.
+        logit_scale: logits are multiplied by this, before the soft-cap.
+        token_weight: the shape of target's indices, floating point. Tokens of weight 0 are ignored.
+        shift: for causal language models, whose target is their input: the token at position i is
+            scored with target i + 1. Equals calling with input[..., :-1, :], target[..., 1:] and
+            token_weight[..., 1:], without the copy.
+        max_valid: on a GPU ignored tokens cost as much as others, for only the device knows how
+            many there are. Given an upper bound for the number of tokens that are not ignored, no
+            others are worked on (more than that make the loss nan); "sync" reads the number, which
+            waits for the device once. On a CPU ignored tokens cost nothing anyway.
+        accumulate_into: (V, D), float32 (float64 for float64 weights): the weight's gradient is
+            added to it in the backward instead of being returned, and linear_weight.grad stays as
+            it is.
+        accumulate_dtype: gradients of 16-bit arguments are summed in float32 (None); their own
+            dtype takes less memory and loses accuracy with every tile.
+        memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients. None
+            takes a quarter of the logits, at least 32 MiB and at most 1 GiB, plus a float32 sum for
+            the gradient of a 16-bit weight. `storage_ops.plan` shows what becomes of it.
+        plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
+        process_group: torch.distributed group whose ranks hold consecutive, equal slices of the
+            vocabulary (linear_weight, linear_bias, weight); target holds indices of the whole.
+        returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
+            "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target)
+            and "z_loss" (z_loss * lse^2). All but the loss have one value per token, which is 0
+            (-1 for argmax) where the token is ignored. loss, nll, lse and entropy are
+            differentiable.
 
     Returns:
-        The loss: () for "mean" and "sum", the shape of target for "none"; float64 for float64
-        input, float32 for all others. If every token is ignored the mean is nan and the gradients
-        are zero. Under autocast the product runs in the autocast dtype, as F.linear does.
+        The result, or a tuple if `returns` names several. The loss has shape () for "mean" and
+        "sum", that of the tokens for "none"; float64 for float64 input, float32 for all others. If
+        every token is ignored the mean is nan and the gradients are zero. Under autocast the
+        product runs in the autocast dtype, as F.linear does. A token with a nan or +inf logit, or
+        with no logit above -inf, has a nan loss, as in F.cross_entropy.
+
+        A mean or a sum makes its gradients in the forward, and needs three matrix products (four
+        where a small budget makes slices of the vocabulary better). Reduction "none", float16,
+        accumulate_into, and "nll", "lse" or "entropy" in `returns` keep a few numbers per token and
+        form the logits again in the backward: four. Nothing needing gradients: one. Two runs give
+        the same bits.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong dtype, shape, device or value.
-        RuntimeError: a target out of range (on CUDA that token's loss is nan instead); the gradient
-            is differentiated again.
+        TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
+            memory_budget that no plan can keep, with the smallest that one can.
+        RuntimeError: a target out of range (on CUDA that token's loss is nan instead); more valid
+            tokens than max_valid on a CPU; the gradient is differentiated again; forward-mode AD.
 
     Example:
         >>> x, w = torch.randn(2, 8, 16, requires_grad=True), torch.randn(100, 16)
@@ -70,6 +115,12 @@ def linear_cross_entropy(
         >>> loss.backward()
         >>> loss.shape, x.grad.shape
         (torch.Size([]), torch.Size([2, 8, 16]))
+        >>> tokens = torch.randint(100, (2, 8))
+        >>> nll, entropy = storage_ops.linear_cross_entropy(
+        ...     x, w, tokens, shift=True, softcap=30.0, returns=("nll", "entropy")
+        ... )
+        >>> nll.shape
+        torch.Size([2, 7])
     """
     device = input.device.type
     castable = input.is_floating_point() and input.dtype != torch.float64
@@ -77,55 +128,44 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
-    _check(input, linear_weight, target, linear_bias, reduction)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    check_arguments(
+        input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
+        reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
+        max_valid=max_valid, accumulate_dtype=accumulate_dtype, returns=returns, allowed=RETURNS,
+    )  # fmt: skip
     _refuse_forward_mode(input, linear_weight, linear_bias)
-    with_grad = torch.is_grad_enabled()
-    mask = [
-        with_grad and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)
-    ]
-    loss: Tensor = _OPS.linear_cross_entropy(
-        input.reshape(target.numel(), input.shape[-1]),
-        linear_weight,
-        target.reshape(-1),
-        linear_bias,
-        reduction,
-        ignore_index,
-        memory_budget,
-        mask,
-    )[0]
-    return loss.view(target.shape) if reduction == "none" else loss
+    given = (input, linear_weight, linear_bias)
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
+    wants = [name in returns for name in ("nll", "lse", "entropy", "argmax")]
+    wants[1] = wants[1] or "z_loss" in returns
+    wants[3] = wants[3] or "correct" in returns
+    early = (
+        reduction != "none"
+        and accumulate_into is None
+        and input.dtype != torch.float16  # its range is too small before upstream is known
+        and not any(name in returns for name in ("nll", "lse", "entropy"))
+        and not loss_autograd.transforming()
+    )
+    loss, nll, lse, entropy, argmax, *_ = loss_autograd.call(
+        input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
+        reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, shift,
+        -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
+        "" if plan is None else plan.key, needs if early else [False] * 3, wants,
+    )  # fmt: skip
+    results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
+    if "z_loss" in returns:
+        results["z_loss"] = z_loss * lse.detach().square()
+    if "correct" in returns:
+        results["correct"] = argmax == _classes(target, shift)
+    chosen = tuple(results[name] for name in returns)
+    return chosen[0] if len(chosen) == 1 else chosen
 
 
-def _check(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str
-) -> None:
-    name = "linear_cross_entropy"
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"{name}: reduction is {reduction!r}; expected one of {_REDUCTIONS}")
-    if input.dtype not in _FLOATS:
-        raise TypeError(f"{name}: input is {input.dtype}; expected a floating dtype of {_FLOATS}")
-    if input.dim() < 1 or weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"{name}: linear_weight has shape {tuple(weight.shape)}; expected (V, D) with D the "
-            f"last size of input, which has shape {tuple(input.shape)}"
-        )
-    if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name}: target is {target.dtype}; expected int64 or int32 class indices")
-    if target.shape != input.shape[:-1]:
-        raise ValueError(
-            f"{name}: target has shape {tuple(target.shape)}; expected that of input without its "
-            f"last dimension, {tuple(input.shape[:-1])}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{name}: linear_bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)"
-        )
-    for label, t in (("linear_weight", weight), ("linear_bias", bias)):
-        if t is not None and t.dtype != input.dtype:
-            raise TypeError(f"{name}: {label} is {t.dtype}; expected {input.dtype}, as input is")
-    for label, t in (("linear_weight", weight), ("target", target), ("linear_bias", bias)):
-        if t is not None and t.device != input.device:
-            raise ValueError(f"{name}: {label} is on {t.device}; expected {input.device}, as input")
+def _classes(target: Tensor, shift: bool) -> Tensor:
+    """The class of every token's target: of distributions the most probable."""
+    classes = target.argmax(-1) if target.is_floating_point() else target
+    return classes[..., 1:] if shift else classes
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
@@ -139,247 +179,84 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
         )
 
 
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+class LinearCrossEntropyLoss(nn.Module):
+    """A linear layer and the cross-entropy of its output, with no logits tensor in memory.
 
+    The names, the parameters and the keys of the state dict are those of
+    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13).
 
-def _accumulate_weight(total: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:
-    """Add dlogits.T @ x to the weight gradient; products of 16-bit chunks are summed in fp32."""
-    if total.dtype == x.dtype:
-        torch.addmm(total, dlogits.t(), x, beta=0 if first else 1, out=total)
-        return
-    for begin in range(0, total.shape[0], planner.SLICE):
-        rows = slice(begin, begin + planner.SLICE)
-        product = dlogits[:, rows].t() @ x
-        if first:
-            total[rows] = product
-        else:
-            total[rows] += product
+    Args:
+        in_features: D.
+        num_classes: V.
+        bias: whether the layer learns a bias.
+        device, dtype: of the parameters.
+        weight: (V,) weights of the classes, a buffer.
+        options: any other keyword of `storage_ops.linear_cross_entropy` but linear_bias,
+            token_weight and accumulate_into, which `forward` takes.
 
+    Raises:
+        TypeError: an option of another name.
 
-def _run_chunks(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    ignore_index: int,
-    memory_budget: int | None,
-    mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses per token, and the gradients asked for of sum(losses * scale); others are empty."""
-    (tokens, hidden), vocab = input.shape, weight.shape[0]
-    arithmetic = _arithmetic(input.dtype)
-    plan = planner.plan(
-        tokens,
-        hidden,
-        vocab,
-        input.element_size(),
-        grads=(mask[0], mask[1], mask[2]),
-        memory_budget=memory_budget,
-    )
-    target = target.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    nll = torch.empty(tokens, dtype=arithmetic, device=input.device)
-    grad_input = torch.empty_like(input, memory_format=torch.contiguous_format) if mask[0] else None
-    summed = input.dtype if plan.num_chunks == 1 else arithmetic
-    grad_weight = weight.new_empty(weight.shape, dtype=summed) if mask[1] else None
-    grad_bias = weight.new_zeros(vocab, dtype=arithmetic) if mask[2] else None
-    if plan.num_chunks == 0 and grad_weight is not None:
-        grad_weight.zero_()
-    # Rows start on 64 elements: odd vocabularies stay on the fast paths of products and kernel.
-    buffer = input.new_empty(plan.rows, planner.padded(vocab))[:, :vocab]
-    for begin in range(0, tokens, plan.rows or 1):
-        rows = slice(begin, min(begin + plan.rows, tokens))
-        x, logits = input[rows], buffer[: rows.stop - begin]
-        torch.mm(x, weight.t(), out=logits)
-        _OPS._cross_entropy_rows(
-            logits,
-            target[rows],
-            bias,
-            scale[rows] if scale.dim() else scale,
-            nll[rows],
-            ignore_index,
-            any(mask),
-        )
-        if grad_input is not None:
-            torch.mm(logits, weight, out=grad_input[rows])
-        if grad_weight is not None:
-            _accumulate_weight(grad_weight, logits, x, first=begin == 0)
-        if grad_bias is not None:
-            grad_bias += logits.sum(0)  # dtype= would cast the whole chunk first
-    grads = [
-        input.new_empty(0) if grad is None else grad.to(input.dtype)
-        for grad in (grad_input, grad_weight, grad_bias)
-    ]
-    return nll, grads[0], grads[1], grads[2]
+    Example:
+        >>> head = storage_ops.LinearCrossEntropyLoss(16, 100, label_smoothing=0.1)
+        >>> head(torch.randn(2, 8, 16), torch.randint(100, (2, 8))).backward()
+        >>> head.linear.weight.grad.shape
+        torch.Size([100, 16])
+    """
 
-
-def _forward(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    memory_budget: int | None,
-    grad_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _refuse_forward_mode(input, linear_weight, linear_bias)
-    # reduction="none" learns the gradient of each token's loss in the backward only.
-    mask = grad_mask if reduction != "none" else [False] * 3
-    scale = _mean_scale(target, ignore_index, reduction, input.dtype)
-    with torch.autocast(input.device.type, enabled=False):
-        nll, *grads = _run_chunks(
-            input, linear_weight, target, linear_bias, scale, ignore_index, memory_budget, mask
-        )
-    loss = nll if reduction == "none" else nll.sum() * scale
-    return loss, grads[0], grads[1], grads[2]
-
-
-def _mean_scale(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """What the sum of the losses is multiplied by; stays on the device."""
-    if reduction != "mean":
-        return torch.ones((), dtype=_arithmetic(dtype), device=target.device)
-    return (target != ignore_index).sum().to(_arithmetic(dtype)).reciprocal()
-
-
-def _backward(
-    grad_loss: Tensor,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    memory_budget: int | None,
-    grad_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by a second pass over the chunks, for any upstream gradient."""
-    scale = _mean_scale(target, ignore_index, reduction, input.dtype)
-    scale = (grad_loss.to(scale.dtype) * scale).contiguous()
-    with torch.autocast(input.device.type, enabled=False):
-        _, *grads = _run_chunks(
-            input, linear_weight, target, linear_bias, scale, ignore_index, memory_budget, grad_mask
-        )
-    return grads[0], grads[1], grads[2]
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Passes gradients on under create_graph=True, and raises when they are differentiated."""
-
-    @staticmethod
-    def forward(anchor: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(_NOT_TWICE)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, weight, target, bias, *options = inputs
-    *ctx.options, ctx.mask = options
-    _, *grads = output
-    ctx.mark_non_differentiable(*grads)
-    ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
-    needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-    # The mask of a direct caller of the op may promise less than autograd asks for.
-    ctx.ready = ctx.options[0] != "none" and all(
-        have or not need for have, need in zip(ctx.mask, needs, strict=True)
-    )
-    # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
-    saved = [g.detach() for g in grads] if ctx.ready else (input, weight, target, bias)
-    ctx.save_for_backward(*saved)
-
-
-def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
-    """The gradient times the upstream scalar: in place when nobody else can see the memory."""
-    storage = grad.untyped_storage() if type(grad) is Tensor else None
-    # Two users: the saved tensor and `storage` itself.
-    if retained or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
-        return grad * upstream
-    return grad.mul_(upstream)
-
-
-def _autograd(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    retained = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
-    with torch.no_grad():
-        if ctx.ready:
-            made = [
-                _times(g, grad_loss, retained) if need else None
-                for g, need in zip(ctx.saved_tensors, needs, strict=True)
-            ]
-        else:
-            made = _OPS.linear_cross_entropy_backward(
-                grad_loss, *ctx.saved_tensors, *ctx.options, needs
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        own = {"linear_bias", "token_weight", "accumulate_into", "weight"}
+        known = set(linear_cross_entropy.__kwdefaults__) - own
+        if not set(options) <= known:
+            raise TypeError(
+                f"LinearCrossEntropyLoss: unknown options {sorted(set(options) - known)}; expected "
+                f"some of {sorted(known)}"
             )
-    grads = [g if need else None for g, need in zip(made, needs, strict=True)]
-    if torch.is_grad_enabled():
-        anchor = torch.zeros((), device=grad_loss.device, requires_grad=True)
-        grads = list(_OnceDifferentiable.apply(anchor, *grads))  # type: ignore[no-untyped-call]
-    return grads[0], grads[1], None, grads[2], None, None, None, None
+        self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
+        self.options = options
 
+    @property
+    def in_features(self) -> int:
+        """D."""
+        return self.linear.in_features
 
-def _raise_not_twice(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(_NOT_TWICE)
+    @property
+    def num_classes(self) -> int:
+        """V."""
+        return self.linear.out_features
 
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        accumulate_into: Tensor | None = None,
+    ) -> Any:
+        """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`."""
+        return linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            linear_bias=self.linear.bias,
+            weight=self.weight,
+            token_weight=token_weight,
+            accumulate_into=accumulate_into,
+            **self.options,
+        )
 
-for _name, _kernel in {
-    "_cross_entropy_rows": reference.cross_entropy_rows,
-    "linear_cross_entropy": _forward,
-    "linear_cross_entropy_backward": _backward,
-}.items():
-    _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
-
-register_autograd(
-    "storage_ops::linear_cross_entropy",
-    _autograd,
-    setup_context=_setup_context,
-    lib=_schemas.library,
-)
-register_autograd(
-    "storage_ops::linear_cross_entropy_backward", _raise_not_twice, lib=_schemas.library
-)
-
-
-@register_fake("storage_ops::_cross_entropy_rows", lib=_schemas.library)
-def _(
-    logits: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    nll: Tensor,
-    ignore_index: int,
-    grad: bool,
-) -> None:
-    return None
-
-
-def _fake_grads(input: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (input.shape, weight.shape, weight.shape[:1])
-    made = [input.new_empty(s if m else (0,)) for s, m in zip(shapes, mask, strict=True)]
-    return made[0], made[1], made[2]
-
-
-@register_fake("storage_ops::linear_cross_entropy", lib=_schemas.library)
-def _(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    reduction, *_, grad_mask = options
-    shape = target.shape if reduction == "none" else ()
-    loss = input.new_empty(shape, dtype=_arithmetic(input.dtype))
-    mask = grad_mask if reduction != "none" else [False] * 3
-    return loss, *_fake_grads(input, linear_weight, mask)
-
-
-@register_fake("storage_ops::linear_cross_entropy_backward", lib=_schemas.library)
-def _(
-    grad_loss: Tensor, input: Tensor, linear_weight: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_grads(input, linear_weight, options[-1])
+    def extra_repr(self) -> str:
+        """The options that were given."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -1,12 +1,72 @@
-"""From shapes and a memory budget to a plan for linear cross-entropy, in pure Python."""
+"""From shapes and a memory budget to a plan for linear cross-entropy, in pure Python.
+
+The loss is computed in tiles of `rows` tokens by `columns` classes. What a tile needs and what it
+costs is written down here once; `choose` then takes the fastest tiling that fits.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-MIB = 1 << 20
-SCALARS = 64  # bytes of the loss, the count of tokens and the like
-SLICE = 1024  # vocabulary rows of a 16-bit weight gradient that are formed at a time
+from storage_ops.ops.rates import CPU, Rates
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
+TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
+PRODUCT_BYTES = 1_750_000  # most that one thread of a 16-bit product on a CPU packs its operands in
+
+TOKEN_CHUNKED = "token-chunked"
+VOCAB_SLICED = "vocab-sliced"
+RUNNING_RESCALE = "running-rescale"
+STRATEGIES = (TOKEN_CHUNKED, VOCAB_SLICED, RUNNING_RESCALE)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that a plan depends on.
+
+    Attributes:
+        tokens, hidden, vocab: N, D and V of `input (N, D) @ linear_weight (V, D).T`.
+        itemsize: bytes per element of input and weight.
+        grads: whether input, weight and bias need gradients.
+        sums_fp32: gradients of 16-bit arguments are summed in fp32.
+        early: the gradients are made in the forward: one upstream number scales all of them.
+        rescale: the gradient of a row is its probabilities times one number, plus its target's part.
+        into: the gradient of the weight is added to a given fp32 buffer, not returned.
+        gather: rows of ignored tokens are left out; `tokens` counts the others.
+        upcast: products of 16-bit arguments are formed in fp32, slice by slice.
+        cuda: the arguments are on a GPU.
+        threads: CPU threads.
+        cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
+        fixed_bytes: copies of arguments whose strides no matrix product takes.
+    """
+
+    tokens: int
+    hidden: int
+    vocab: int
+    itemsize: int
+    grads: tuple[bool, bool, bool] = (True, True, False)
+    sums_fp32: bool = True
+    early: bool = True
+    rescale: bool = True
+    into: bool = False
+    gather: bool = False
+    upcast: bool = False
+    cuda: bool = False
+    threads: int = 1
+    cast_bytes: int = 0
+    fixed_bytes: int = 0
+
+    @property
+    def arithmetic(self) -> int:
+        """Bytes per element of what is computed in full precision."""
+        return max(self.itemsize, 4)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether gradients are summed in a wider dtype than they are returned in."""
+        return self.itemsize < 4 and (self.sums_fp32 or self.upcast)
 
 
 @dataclass(frozen=True)
@@ -14,83 +74,235 @@ class Plan:
     """How linear cross-entropy will run, and what it will cost.
 
     Attributes:
-        num_chunks: chunks of tokens that run one after another.
-        rows: tokens of the largest chunk; all chunks are equal but for the last.
-        peak_bytes: scratch memory beyond inputs, outputs and returned gradients; what a math
-            library allocates inside a matrix product is not known here.
+        strategy: "token-chunked": whole rows of logits, turned into their gradient at once.
+            "vocab-sliced": one pass for the statistics of the rows, one more product to form the
+            logits again for the gradient. "running-rescale": slices of the vocabulary with a frozen
+            weight, in one pass; the sum is rescaled whenever a row's maximum grows.
+        rows, columns: tokens and classes of the largest tile.
+        num_chunks, num_slices: tiles along the tokens and along the vocabulary.
+        products: matrix products of size N x D x V, forward and backward together.
+        peak_bytes: scratch memory beyond inputs, outputs and returned gradients.
         flops: floating-point operations of the matrix products.
+        bytes_moved: what the tiles read from and write to memory.
+        seconds: predicted time on `rates`.
+        mode: the strategy and what is skipped, in words.
     """
 
-    num_chunks: int
+    strategy: str
     rows: int
+    columns: int
+    num_chunks: int
+    num_slices: int
+    products: int
     peak_bytes: int
     flops: int
+    bytes_moved: int
+    seconds: float
+    mode: str
+
+    @property
+    def key(self) -> str:
+        """The choice as text, for the op's argument `plan`."""
+        return f"{self.strategy} {self.rows} {self.columns}"
+
+    def __str__(self) -> str:
+        tiles = f"{self.num_chunks} x {self.num_slices} tiles of {self.rows} x {self.columns}"
+        return (
+            f"{self.mode}: {tiles} (tokens x classes)\n"
+            f"  peak extra memory  {self.peak_bytes / MIB:,.1f} MiB\n"
+            f"  matrix products    {self.flops / 1e12:,.3f} TFLOP in {self.products} products\n"
+            f"  memory traffic     {self.bytes_moved / 1e9:,.2f} GB\n"
+            f"  predicted time     {self.seconds * 1e3:,.2f} ms"
+        )
 
 
-def padded(vocab: int) -> int:
-    """Elements from one row of the logits buffer to the next."""
-    return -(-vocab // 64) * 64
+def padded(columns: int) -> int:
+    """Elements from one row of a tile to the next: odd sizes stay on the fast paths of products."""
+    return -(-columns // 64) * 64
 
 
-def scratch_bytes(
-    rows: int, tokens: int, hidden: int, vocab: int, itemsize: int, grads: tuple[bool, bool, bool]
-) -> int:
-    """Bytes beyond inputs, outputs and gradients when chunks have `rows` tokens."""
-    arithmetic = max(itemsize, 4)
-    total = rows * padded(vocab) * itemsize + tokens * arithmetic + SCALARS
-    if grads[1] and itemsize < 4 and rows < tokens:
-        # The accumulator, and a slice of a chunk's product in 16 bits and cast for the addition.
-        total += (vocab * 4 + min(SLICE, vocab) * (itemsize + 4)) * hidden
-    if grads[2]:
-        total += 3 * vocab * arithmetic
-    return total
+def _parts(total: int, size: int) -> int:
+    return -(-total // size) if total else 0
 
 
-def plan(
-    tokens: int,
-    hidden: int,
-    vocab: int,
-    itemsize: int,
-    *,
-    grads: tuple[bool, bool, bool] = (True, True, True),
-    memory_budget: int | None = None,
-) -> Plan:
-    """Choose the largest equal chunks of tokens that fit in the budget.
+def product_bytes(p: Problem, rows: int, columns: int) -> int:
+    """What forming the products of one tile allocates besides its operands and results."""
+    if p.itemsize >= 4 or p.cuda:
+        return 0
+    piece = min(SLICE, columns)
+    if p.upcast:
+        return 4 * (2 * rows * p.hidden + piece * (p.hidden + 2 * rows))
+    packed = p.threads * min(PRODUCT_BYTES, 1400 * max(rows, p.hidden, columns))
+    pieces = max(piece if p.grads[1] else 0, min(SLICE, rows) if columns < p.vocab else 0)
+    return packed + (pieces * p.hidden * (p.itemsize + 4) if p.mixed and any(p.grads) else 0)
 
-    Args:
-        tokens, hidden, vocab: N, D and V of `input (N, D) @ linear_weight (V, D).T`.
-        itemsize: bytes per element of the input.
-        grads: whether input, weight and bias need gradients.
-        memory_budget: bytes of scratch that may be used. None takes a quarter of the logits, at
-            least 32 MiB and at most 1 GiB, plus the fp32 accumulator of a 16-bit weight gradient
-            (which a single chunk does without).
+
+def token_bytes(p: Problem) -> int:
+    """Statistics, targets, losses and upstream gradients: a few numbers for each token."""
+    numbers = 10 if p.early else 16
+    return p.tokens * (numbers * p.arithmetic + (32 if p.gather else 8)) + 512
+
+
+def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
+    """Peak scratch memory beyond inputs, outputs and returned gradients."""
+    chunks, slices = _parts(p.tokens, rows), _parts(p.vocab, columns)
+    item, wide = p.itemsize, p.arithmetic
+    base = token_bytes(p) + p.fixed_bytes
+    tile = rows * (padded(columns) * item + columns * p.cast_bytes)
+    tile += product_bytes(p, rows, columns)
+    if p.gather:
+        tile += rows * p.hidden * item * (1 + p.grads[0])
+    if p.grads[2]:
+        base += p.vocab * wide + 2 * columns * wide
+    if not any(p.grads):
+        return base + tile
+    weight, weight_sum = p.vocab * p.hidden, 0
+    returned_late = 0  # gradients that exist only once the tile is gone
+    if p.grads[1]:
+        if p.mixed and chunks > 1 and not p.into:
+            weight_sum = columns * p.hidden * 4
+            returned_late = weight * item if slices == 1 else 0
+    input_sum = 0
+    if p.grads[0]:
+        tokens = p.tokens * p.hidden
+        if p.mixed and (slices > 1 or strategy == RUNNING_RESCALE):
+            input_sum, returned_late = tokens * 4, returned_late + tokens * item
+    sums = weight_sum + input_sum
+    return base + max(sums + tile - returned_late, sums)
+
+
+def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple[int, int, float]:
+    """FLOPs and bytes moved of all products, and the time they take with the row kernel."""
+    chunks, slices = _parts(p.tokens, rows), _parts(p.vocab, columns)
+    item, n, d, v = p.itemsize, p.tokens, p.hidden, p.vocab
+    rate = r.flops(item, p.upcast)
+    # A slice that stays in the cache is read from memory once, however many chunks use it.
+    reads = chunks if columns * d * item > r.cache_bytes else 1
+    read_weight, tiles, logits = reads * v * d * item, chunks * slices, n * v * item
+    sum_item = 4 if p.mixed and chunks > 1 else item
+    each = 2 * n * d * v
+    forward = (each, read_weight + slices * n * d * item + logits)
+    parts = [forward, (0, 2 * logits)]
+    if strategy == VOCAB_SLICED and any(p.grads):
+        parts += [forward, (0, logits)]
+    if p.grads[0]:
+        sums = 2 * slices * n * d * (4 if p.mixed else item) if slices > 1 else n * d * item
+        if strategy == RUNNING_RESCALE:
+            sums *= 2
+        parts.append((each, read_weight + logits + sums))
+    if p.grads[1]:
+        sums = v * d * (item + (2 * reads * sum_item if reads > 1 else 0))
+        parts.append((each, logits + slices * n * d * item + sums))
+    flops, moved = sum(f for f, _ in parts), sum(b for _, b in parts)
+    if r.overlaps:  # a GPU product takes the longer of its arithmetic and its traffic
+        seconds = sum(max(f / rate, b / r.bandwidth) for f, b in parts)
+    else:
+        seconds = flops / rate + moved / r.bandwidth
+    return flops, moved, seconds + tiles * len(parts) * r.launch_seconds
+
+
+def _mode(p: Problem, strategy: str, products: int) -> str:
+    if not any(p.grads):
+        return "no-grad 1-GEMM"
+    frozen = "" if p.grads[0] and p.grads[1] else "frozen-weight " if p.grads[0] else "frozen-input "
+    return f"{frozen}{strategy} {products}-GEMM"
+
+
+def make(p: Problem, strategy: str, rows: int, columns: int, rates: Rates = CPU) -> Plan:
+    """The plan with these tiles, made equal."""
+    columns, rows = max(1, min(columns, p.vocab)), max(1, min(rows, p.tokens))
+    chunks, slices = _parts(p.tokens, rows), _parts(p.vocab, columns)
+    rows = max(1, _parts(p.tokens, chunks or 1))
+    if slices > 1:
+        columns = min(columns, padded(_parts(p.vocab, slices)))
+        slices = _parts(p.vocab, columns)
+    products = 1 + p.grads[0] + p.grads[1]
+    products += strategy == VOCAB_SLICED and any(p.grads)
+    flops, moved, seconds = _cost(p, strategy, rows, columns, rates)
+    return Plan(
+        strategy, rows, columns, chunks, slices, products,
+        peak_bytes(p, strategy, rows, columns), flops, moved, seconds, _mode(p, strategy, products),
+    )  # fmt: skip
+
+
+def parse(p: Problem, key: str, rates: Rates = CPU) -> Plan:
+    """The plan that `Plan.key` stands for."""
+    strategy, rows, columns = key.split()
+    return make(p, strategy, int(rows), int(columns), rates)
+
+
+def _most(limit: int, fits: object, step: int = 1) -> int:
+    """The largest multiple of step up to limit for which `fits` holds; 0 if there is none."""
+    low, high = 0, -(-limit // step)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)  # type: ignore[operator]
+    return min(low * step, limit)
+
+
+def allowed(p: Problem) -> list[str]:
+    """The strategies that give the right result for a problem."""
+    result = [VOCAB_SLICED]
+    if p.early or not any(p.grads):
+        result.insert(0, TOKEN_CHUNKED)
+    if p.early and p.rescale and p.grads == (True, False, False):
+        result.append(RUNNING_RESCALE)
+    return result
+
+
+def candidates(p: Problem, budget: int, rates: Rates = CPU) -> Iterator[Plan]:
+    """Every plan worth a look that keeps to the budget."""
+    tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
+    for strategy in allowed(p):
+
+        def fits(rows: int, columns: int, strategy: str = strategy) -> bool:
+            return peak_bytes(p, strategy, rows, columns) <= budget
+
+        rows = _most(tokens, lambda rows: fits(rows, vocab))
+        if rows and strategy != RUNNING_RESCALE:
+            yield make(p, strategy, rows, vocab, rates)
+        if strategy == TOKEN_CHUNKED:
+            continue
+        chunks = 1
+        while True:
+            rows = _parts(tokens, chunks)
+            columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
+            sizes = {columns, min(columns, padded(TILE_BYTES // (rows * p.itemsize) + 1))}
+            yield from (make(p, strategy, rows, size, rates) for size in sizes if size)
+            if rows == 1 or (columns and columns >= 64 and chunks >= 64):
+                break
+            chunks *= 2
+
+
+def smallest_budget(p: Problem) -> int:
+    """The least scratch memory that any plan needs."""
+    narrow = min(64, max(p.vocab, 1))
+    tiles = ((s, c) for s in allowed(p) for c in (narrow, max(p.vocab, 1)))
+    return min(
+        peak_bytes(p, s, 1, c) for s, c in tiles if s != TOKEN_CHUNKED or c >= max(p.vocab, 1)
+    )
+
+
+def default_budget(p: Problem) -> int:
+    """A quarter of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient."""
+    quarter = p.tokens * padded(p.vocab) * p.itemsize // 4
+    sums = p.vocab * p.hidden * 4 if p.mixed and p.grads[1] and not p.into else 0
+    least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
+    return least + sums + min(max(quarter, 32 * MIB), GIB)
+
+
+def choose(p: Problem, memory_budget: int | None = None, rates: Rates = CPU) -> Plan:
+    """The fastest plan that keeps to the budget.
 
     Raises:
-        ValueError: the budget is below what one token at a time needs; names that smallest budget.
-
-    Example:
-        >>> plan(2048, 768, 50257, 4, memory_budget=100 << 20).num_chunks
-        4
+        ValueError: no plan does; names the smallest budget that one does.
     """
-
-    def scratch(rows: int) -> int:
-        return scratch_bytes(rows, tokens, hidden, vocab, itemsize, grads)
-
-    least = scratch(min(1, tokens))
-    if memory_budget is None:
-        quarter = tokens * padded(vocab) * itemsize // 4
-        budget = least + min(max(quarter, 32 * MIB), 1024 * MIB)
-    elif memory_budget < least:
+    budget = default_budget(p) if memory_budget is None else memory_budget
+    plans = [plan for plan in candidates(p, budget, rates) if plan.peak_bytes <= budget]
+    if not plans:
         raise ValueError(
-            f"memory_budget is {memory_budget} bytes; expected at least {least} for {tokens} "
-            f"tokens, hidden size {hidden}, vocabulary {vocab} and {itemsize} bytes per element"
+            f"memory_budget is {budget} bytes; expected at least {smallest_budget(p)} for "
+            f"{p.tokens} tokens, hidden size {p.hidden}, vocabulary {p.vocab} and {p.itemsize} "
+            "bytes per element"
         )
-    else:
-        budget = memory_budget
-    rows = tokens
-    if scratch(tokens) > budget:
-        rows = 1 + (budget - least) // (padded(vocab) * itemsize)
-    num_chunks = -(-tokens // rows) if tokens else 0
-    rows = -(-tokens // num_chunks) if tokens else 0
-    products = 1 + grads[0] + grads[1]
-    return Plan(num_chunks, rows, scratch(rows), 2 * products * tokens * hidden * vocab)
+    return min(plans, key=lambda plan: (plan.seconds, plan.peak_bytes))

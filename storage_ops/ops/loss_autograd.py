@@ -1,0 +1,333 @@
+"""The ops of linear cross-entropy: kernels, fakes, autograd and vmap.
+
+A mean or a sum has one upstream number, so its gradients are made in the forward, and the backward
+multiplies them by it. Every other case keeps the state of the rows (a few numbers per token) and
+forms the logits once more in the backward, when it knows what each of them is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake, register_vmap
+
+from storage_ops import _schemas
+from storage_ops.ops import loss_reference, loss_tiles, planner, products
+from storage_ops.ops.loss_rows import (
+    STATE_ROWS,
+    Outputs,
+    Spec,
+    Tokens,
+    arithmetic,
+    reduce,
+    scale_of,
+    tokens_of,
+    upstream_of,
+)
+from storage_ops.ops.loss_tiles import Task
+
+_OPS = torch.ops.storage_ops
+_DIFFERENTIABLE = 4  # of the forward's outputs: loss, nll, lse, entropy
+_TENSORS = 7  # leading arguments of the forward: tensors, accumulate_into last
+_UPSTREAM = 5  # leading arguments of the backward, before those of the forward
+_NOT_TWICE = (
+    "linear_cross_entropy: its gradient was differentiated; double backward is not supported, use "
+    "torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) where you need it"
+)
+
+
+def problem_of(
+    tokens: Tokens, weight: Tensor, spec: Spec, grads: tuple[bool, bool, bool], early: bool,
+    into: Tensor | None = None,
+) -> planner.Problem:  # fmt: skip
+    """What the plan of a call depends on."""
+    x, cast = tokens.x, 0
+    if tokens.probabilities and tokens.target.dtype != arithmetic(x.dtype):
+        cast = arithmetic(x.dtype).itemsize
+    copies = sum(t.nbytes for t in (x, weight) if not products.takes(t))
+    own = spec.accumulate_dtype == x.dtype
+    return planner.Problem(
+        tokens.count,
+        x.shape[1],
+        len(weight),
+        x.element_size(),
+        grads,
+        sums_fp32=not own,
+        early=early,
+        rescale=not tokens.probabilities and not (spec.label_smoothing and spec.softcap),
+        into=into is not None,
+        gather=tokens.kept is not None,
+        upcast=products.upcasts(x),
+        cuda=x.is_cuda,
+        threads=torch.get_num_threads(),
+        cast_bytes=cast,
+        fixed_bytes=tokens.copied_bytes + copies,
+    )
+
+
+def _task(
+    args: tuple[Any, ...], spec: Spec, grads: tuple[bool, bool, bool], early: bool
+) -> tuple[Task, planner.Plan]:
+    input, weight, target, bias, class_weight, token_weight, into = args
+    tokens = tokens_of(input, target, token_weight, class_weight, spec)
+    p = problem_of(tokens, weight, spec, grads, early, into)
+    plan = planner.parse(p, spec.plan) if spec.plan else planner.choose(p, spec.memory_budget)
+    if plan.strategy not in planner.allowed(p):
+        plan = planner.make(p, planner.VOCAB_SLICED, plan.rows, plan.columns)
+    tokens.x = tokens.x if products.takes(tokens.x) else tokens.x.contiguous()
+    weight = weight if products.takes(weight) else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return Task(tokens, weight, bias, spec, p, into, len(weight)), plan
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    tensors, options = args[:_TENSORS], args[_TENSORS:]
+    *fields, mask, wants = options
+    spec, input = Spec(*fields), tensors[0]
+    if any(mask) and (spec.reduction == "none" or tensors[6] is not None):
+        raise ValueError(
+            f"linear_cross_entropy: grad_mask is {mask}; expected no gradients in the forward with "
+            "reduction='none' or accumulate_into"
+        )
+    want_nll, want_lse, want_entropy, want_argmax = wants
+    with torch.autocast(input.device.type, enabled=False):
+        task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), early=True)
+        tokens, state = task.tokens, loss_tiles.new_state(task)
+        argmax = None
+        if want_argmax:
+            argmax = input.new_zeros(tokens.count, dtype=torch.int64)
+        if any(mask):
+            upstream = upstream_of(tokens, spec, scale_of(tokens, spec))
+            grads = loss_tiles.loss_and_gradients(task, plan, state, upstream, argmax)
+        else:
+            loss_tiles.statistics(task, plan, state, argmax, want_entropy)
+            grads = [input.new_empty(0) for _ in mask]
+        if mask[0]:
+            grads[0] = grads[0].view(input.shape)
+        out = Outputs.of(tokens, spec, state)
+        return (
+            reduce(out.loss, tokens, spec),
+            tokens.spread(out.nll) if want_nll else state.new_empty(0),
+            tokens.spread(out.lse) if want_lse else state.new_empty(0),
+            tokens.spread(out.entropy_of(state)) if want_entropy else state.new_empty(0),
+            input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
+            tokens.spread_state(state),
+            *grads,
+        )
+
+
+def _gradients(
+    grad_loss: Tensor | None,
+    grad_nll: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    state: Tensor,
+    *args: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by a second pass over the logits, for any upstream gradients."""
+    tensors, options = args[:_TENSORS], args[_TENSORS:]
+    *fields, mask, _ = options
+    spec, input = Spec(*fields), tensors[0]
+    with torch.autocast(input.device.type, enabled=False):
+        task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), early=False)
+        tokens = task.tokens
+        each = []
+        for grad in (grad_loss, grad_nll, grad_lse, grad_entropy):
+            single = grad is grad_loss and spec.reduction != "none"
+            wide = None if grad is None else grad.to(state.dtype)
+            each.append(wide if wide is None or single else tokens.collect(wide))
+        if each[0] is not None:
+            each[0] = each[0] * scale_of(tokens, spec)
+        upstream = upstream_of(tokens, spec, *each)
+        state = tokens.collect_state(state)
+        grads = loss_tiles.gradients_of(task, plan, state, upstream)
+        if mask[0]:
+            grads[0] = grads[0].view(input.shape)
+    return grads[0], grads[1], grads[2]
+
+
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(*args[: _UPSTREAM + _TENSORS - 1], None, *args[_UPSTREAM + _TENSORS - 1 :])
+
+
+def _backward_into(*args: Any) -> tuple[Tensor, Tensor]:
+    grad_input, _, grad_bias = _gradients(*args)
+    return grad_input, grad_bias
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Passes gradients on under create_graph=True, and raises when they are differentiated."""
+
+    @staticmethod
+    def forward(anchor: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(_NOT_TWICE)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, options = inputs[:_TENSORS], inputs[_TENSORS:]
+    *ctx.options, ctx.mask, ctx.wants = options
+    state, *grads = output[_DIFFERENTIABLE + 1 :]
+    ctx.mark_non_differentiable(*output[_DIFFERENTIABLE:])
+    ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
+    needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+    # The mask of a direct caller of the op may promise less than autograd asks for.
+    ctx.ready = any(ctx.mask) and not any(ctx.wants[:3]) and all(
+        have or not need for have, need in zip(ctx.mask, needs, strict=True)
+    )  # fmt: skip
+    # Not saved: others add to it in between, and may.
+    ctx.into = tensors[6]
+    # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
+    saved = [g.detach() for g in grads] if ctx.ready else [state.detach(), *tensors[:6]]
+    ctx.save_for_backward(*saved)
+
+
+def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
+    """The gradient times the upstream scalar: in place when nobody else can see the memory."""
+    storage = grad.untyped_storage() if type(grad) is Tensor else None
+    # Two users: the saved tensor and `storage` itself.
+    if retained or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
+        return grad * upstream
+    return grad.mul_(upstream)
+
+
+def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+    retained = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
+    given = upstream[:_DIFFERENTIABLE]
+    with torch.no_grad():
+        if ctx.ready:
+            loss = given[0]
+            assert loss is not None
+            made: Any = [
+                _times(g, loss, retained) if need else None
+                for g, need in zip(ctx.saved_tensors, needs, strict=True)
+            ]
+        else:
+            options = (*ctx.options, needs, ctx.wants)
+            if ctx.into is None:
+                made = _OPS.linear_cross_entropy_backward(*given, *ctx.saved_tensors, *options)
+            else:
+                made = _OPS.linear_cross_entropy_backward_into(
+                    *given, *ctx.saved_tensors, ctx.into, *options
+                )
+                needs[1], made = False, (made[0], None, made[1])
+    grads = [g if need else None for g, need in zip(made, needs, strict=True)]
+    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        anchor = torch.zeros((), device=ctx.saved_tensors[0].device, requires_grad=True)
+        grads = list(_OnceDifferentiable.apply(anchor, *grads))  # type: ignore[no-untyped-call]
+    rest = [None] * (len(ctx.needs_input_grad) - 4)
+    return grads[0], grads[1], None, grads[2], *rest
+
+
+class _Transformable(torch.autograd.Function):
+    """The op for torch.func, which takes no other autograd formula than a Function's."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(_autograd)
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = _OPS.linear_cross_entropy(*args)
+        return outputs
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return not torch.compiler.is_compiling() and bool(
+        torch._C._are_functorch_transforms_active()
+    )
+
+
+def call(*args: Any) -> tuple[Tensor, ...]:
+    """The forward op, in a form that eager code, torch.compile and torch.func all take."""
+    if transforming():
+        outputs: tuple[Tensor, ...] = _Transformable.apply(*args)  # type: ignore[no-untyped-call]
+        return outputs
+    return tuple(_OPS.linear_cross_entropy(*args))
+
+
+def _raise_not_twice(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError(_NOT_TWICE)
+
+
+def _looped(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A vmap rule that calls an op once for every element of the batch."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        def one(index: int) -> list[Any]:
+            return [
+                a.select(dim, index) if isinstance(a, Tensor) and dim is not None else a
+                for a, dim in zip(args, in_dims, strict=True)
+            ]
+
+        results = [op(*one(index)) for index in range(info.batch_size)]
+        stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+for _name, _kernel in {
+    "_cross_entropy_rows": loss_reference.cross_entropy_rows,
+    "linear_cross_entropy": _forward,
+    "linear_cross_entropy_backward": _backward,
+    "linear_cross_entropy_backward_into": _backward_into,
+}.items():
+    _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
+
+_NAME, _BACKWARD_NAME = (f"storage_ops::linear_cross_entropy{end}" for end in ("", "_backward"))
+register_autograd(_NAME, _autograd, setup_context=_setup_context, lib=_schemas.library)
+register_autograd(_BACKWARD_NAME, _raise_not_twice, lib=_schemas.library)
+register_vmap(_NAME, _looped(_OPS.linear_cross_entropy), lib=_schemas.library)
+register_vmap(
+    _BACKWARD_NAME, _looped(_OPS.linear_cross_entropy_backward), lib=_schemas.library
+)
+
+
+@register_fake("storage_ops::_cross_entropy_rows", lib=_schemas.library)
+def _(logits: Tensor, *args: Any) -> None:
+    return None
+
+
+def _fake_grads(input: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (input.shape, weight.shape, weight.shape[:1])
+    made = [input.new_empty(s if m else (0,)) for s, m in zip(shapes, mask, strict=True)]
+    return made[0], made[1], made[2]
+
+
+@register_fake(_NAME, lib=_schemas.library)
+def _(input: Tensor, weight: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *_, mask, wants = args
+    spec = Spec(*args[_TENSORS - 3 : -2])
+    wide = arithmetic(input.dtype)
+    shape = list(input.shape[:-1])
+    if spec.shift:
+        shape[-1] -= 1
+    per_token = [input.new_empty(shape if want else (0,), dtype=wide) for want in wants[:3]]
+    argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
+    loss = input.new_empty(shape if spec.reduction == "none" else (), dtype=wide)
+    state = input.new_empty((STATE_ROWS, input.shape[:-1].numel()), dtype=wide)
+    return loss, *per_token, argmax, state, *_fake_grads(input, weight, mask)
+
+
+@register_fake(_BACKWARD_NAME, lib=_schemas.library)
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_grads(args[_UPSTREAM], args[_UPSTREAM + 1], args[-2])
+
+
+@register_fake(_BACKWARD_NAME + "_into", lib=_schemas.library)
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    grad_input, _, grad_bias = _fake_grads(args[_UPSTREAM], args[_UPSTREAM + 1], args[-2])
+    return grad_input, grad_bias

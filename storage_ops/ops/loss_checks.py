@@ -1,0 +1,125 @@
+"""What linear cross-entropy asks of its arguments. Every message names argument, value and rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INDICES = (torch.int64, torch.int32)
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def _wrong(kind: type[Exception], argument: str, found: object, expected: str) -> Exception:
+    return kind(f"linear_cross_entropy: {argument} {found}; expected {expected}")
+
+
+def check_arguments(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    accumulate_into: Tensor | None,
+    *,
+    allowed: Sequence[str],
+    **options: Any,
+) -> None:
+    """Raise a TypeError or ValueError for arguments that do not fit together."""
+    _check_options(input, allowed, **options)
+    if input.dtype not in _FLOATS:
+        raise _wrong(TypeError, "input is", input.dtype, f"a floating dtype of {_FLOATS}")
+    if input.dim() < 1 or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
+        raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
+    vocab = linear_weight.shape[0]
+    _check_target(input, target, vocab, bool(options["shift"]))
+    tokens = tuple(input.shape[:-1])
+    for name, t, shape in (
+        ("linear_bias", linear_bias, (vocab,)),
+        ("weight", weight, (vocab,)),
+        ("token_weight", token_weight, tokens),
+        ("accumulate_into", accumulate_into, tuple(linear_weight.shape)),
+    ):
+        if t is not None and tuple(t.shape) != shape:
+            raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape))
+    for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if t is not None and t.dtype != input.dtype:
+            raise _wrong(TypeError, f"{name} is", t.dtype, f"{input.dtype}, as input is")
+    for name, t in (("weight", weight), ("token_weight", token_weight)):
+        if t is not None and not t.is_floating_point():
+            raise _wrong(TypeError, f"{name} is", t.dtype, "a floating dtype")
+    for name, t in (("weight", weight), ("token_weight", token_weight), ("target", target)):
+        if t is not None and t.requires_grad and torch.is_grad_enabled():
+            rule = "a tensor that needs none: its gradient is not computed; detach it"
+            raise _wrong(ValueError, name, "requires grad", rule)
+    if accumulate_into is not None:
+        _check_sum(accumulate_into, linear_weight)
+    for name, t in (
+        ("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias),
+        ("weight", weight), ("token_weight", token_weight), ("accumulate_into", accumulate_into),
+    ):  # fmt: skip
+        if t is not None and t.device != input.device:
+            raise _wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
+
+
+def _check_options(
+    input: Tensor,
+    allowed: Sequence[str],
+    *,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    shift: bool,
+    max_valid: int | str | None,
+    accumulate_dtype: torch.dtype | None,
+    returns: Sequence[str],
+) -> None:
+    if reduction not in _REDUCTIONS:
+        raise _wrong(ValueError, "reduction is", repr(reduction), f"one of {_REDUCTIONS}")
+    if not 0 <= label_smoothing <= 1:
+        raise _wrong(ValueError, "label_smoothing is", label_smoothing, "a number from 0 to 1")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise _wrong(ValueError, "softcap is", softcap, "None or a positive finite number")
+    if shift and input.dim() < 2:
+        raise _wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
+    if isinstance(max_valid, str) and max_valid != "sync" or (
+        isinstance(max_valid, int) and max_valid < 0
+    ):
+        raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
+    sums = (None, torch.float64 if input.dtype == torch.float64 else torch.float32, input.dtype)
+    if accumulate_dtype not in sums:
+        raise _wrong(ValueError, "accumulate_dtype is", accumulate_dtype, f"one of {sums}")
+    if isinstance(returns, str) or not returns or not set(returns) <= set(allowed):
+        raise _wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
+
+
+def _check_target(input: Tensor, target: Tensor, vocab: int, shift: bool) -> None:
+    tokens = tuple(input.shape[:-1])
+    if target.is_floating_point():
+        if tuple(target.shape) != (*tokens, vocab):
+            rule = f"{(*tokens, vocab)}, one probability per class, for a floating dtype"
+            raise _wrong(ValueError, "target has shape", tuple(target.shape), rule)
+        return
+    if target.dtype not in _INDICES:
+        rule = "int64 or int32 class indices, or floating point probabilities"
+        raise _wrong(TypeError, "target is", target.dtype, rule)
+    if tuple(target.shape) != tokens:
+        rule = f"that of input without its last dimension, {tokens}"
+        raise _wrong(ValueError, "target has shape", tuple(target.shape), rule)
+
+
+def _check_sum(into: Tensor, linear_weight: Tensor) -> None:
+    wide = torch.float64 if linear_weight.dtype == torch.float64 else torch.float32
+    if into.dtype != wide:
+        raise _wrong(TypeError, "accumulate_into is", into.dtype, str(wide))
+    if into.requires_grad:
+        raise _wrong(ValueError, "accumulate_into", "requires grad", "a buffer that does not")
+    if torch.is_grad_enabled() and not linear_weight.requires_grad:
+        rule = "a weight that does, since its gradient goes to accumulate_into"
+        raise _wrong(ValueError, "linear_weight", "does not require grad", rule)

@@ -1,0 +1,305 @@
+"""What linear cross-entropy computes for each token, before and after its tiles of logits.
+
+With z the logits of a token, lse = log sum exp z, t its target, w the weights of the classes, e the
+label smoothing, V the number of classes and a the weight of the token:
+
+    loss = a * ((1 - e) w_t (lse - z_t) + e/V sum_j w_j (lse - z_j) + z_loss * lse^2)
+
+and with a distribution q as target, q' = (1 - e) q + e/V:
+
+    loss = a * (sum_j w_j q'_j (lse - z_j) + z_loss * lse^2)
+
+The mean divides the sum by that of a * w_t, or of a for distributions, over the tokens that are not
+ignored: torch's definition for class weights, extended to token weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STATE_ROWS = 6  # shift, sum, slope, dot, mass, logit of the target; see csrc/row_math.h
+UPDATE, GRADIENT, EXPONENTIALS, SLOPE = 1, 2, 4, 8  # phases of the row kernel
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The options of linear cross-entropy, in the order of the op's arguments."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float  # 0: none
+    logit_scale: float
+    shift: bool
+    max_valid: int | None  # -1: count the valid tokens, at the price of a host sync
+    accumulate_dtype: torch.dtype | None
+    memory_budget: int | None
+    plan: str  # "" lets the planner choose
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of everything but matrix products: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Tokens:
+    """Tokens as rows: flattened, shifted, and without the ignored ones where that is possible.
+
+    Attributes:
+        x: (N, D), all rows of the input.
+        target: (n,) int64 or (N, V) probabilities.
+        token_weight: (n,) in the arithmetic dtype, or None.
+        kept: (n,) rows of x that the n tokens are, or None when they are all of them.
+        broken: whether more tokens are valid than was promised, as a device bool, or None.
+        class_weight: (V,) in the arithmetic dtype, or None.
+        shape: of a per-token output, before flattening.
+        copied_bytes: of copies of arguments that had to be made.
+    """
+
+    x: Tensor
+    target: Tensor
+    token_weight: Tensor | None
+    kept: Tensor | None
+    broken: Tensor | None
+    class_weight: Tensor | None
+    shape: torch.Size
+    shift: bool
+    copied_bytes: int
+
+    @property
+    def count(self) -> int:
+        """Tokens that are worked on."""
+        return len(self.target)
+
+    @property
+    def probabilities(self) -> bool:
+        """Whether targets are distributions over the classes."""
+        return self.target.dim() == 2
+
+    def gather(self, rows: slice) -> Tensor:
+        """Input rows of a chunk of tokens."""
+        return self.x[rows] if self.kept is None else self.x.index_select(0, self.kept[rows])
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Per-token values (n,) in the shape that users see; 0 (-1 for indices) where ignored."""
+        total = self.shape.numel()
+        if self.kept is not None:
+            fill = 0 if values.is_floating_point() else -1
+            values = values.new_full((total,), fill).index_copy_(0, self.kept, values)
+        elif len(values) < total:
+            values = torch.nn.functional.pad(values, (0, total - len(values)))
+        values = values.view(self.shape)
+        return values[..., :-1].contiguous() if self.shift else values
+
+    def spread_state(self, state: Tensor) -> Tensor:
+        """The state with one column for every token, as it is kept for the backward."""
+        total = self.shape.numel()
+        if self.count == total:
+            return state
+        if self.kept is None:
+            return torch.nn.functional.pad(state, (0, total - self.count))
+        return state.new_zeros(len(state), total).index_copy_(1, self.kept, state)
+
+    def collect_state(self, state: Tensor) -> Tensor:
+        """The inverse of `spread_state`."""
+        return state[:, : self.count] if self.kept is None else state.index_select(1, self.kept)
+
+    def collect(self, values: Tensor) -> Tensor:
+        """The inverse of `spread`, for upstream gradients."""
+        if self.shift:
+            values = torch.nn.functional.pad(values, (0, 1))
+        values = values.reshape(-1)
+        return values[: self.count] if self.kept is None else values.index_select(0, self.kept)
+
+
+def _shifted(values: Tensor, last: float) -> Tensor:
+    """values[..., 1:], with `last` in the place that this leaves free."""
+    result = torch.full_like(values, last, memory_format=torch.contiguous_format)
+    result[..., :-1] = values[..., 1:]
+    return result
+
+
+def tokens_of(
+    input: Tensor,
+    target: Tensor,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    spec: Spec,
+) -> Tokens:
+    """Flatten the arguments; leave ignored tokens out on a CPU or where `max_valid` allows it."""
+    dtype = arithmetic(input.dtype)
+    shape = input.shape[:-1]
+    total = shape.numel()
+    x = input.reshape(total, input.shape[-1])
+    copied = 0 if x.data_ptr() == input.data_ptr() else x.nbytes
+    probabilities = target.is_floating_point()
+    if token_weight is not None:
+        token_weight = token_weight.to(dtype)
+    if class_weight is not None:
+        class_weight = class_weight.to(dtype).contiguous()
+    if probabilities:
+        flat = target.reshape(total, target.shape[-1])
+        copied += 0 if flat.data_ptr() == target.data_ptr() else flat.nbytes
+        if spec.shift:
+            # Row i has the target of row i + 1; the last of each sequence has none.
+            weight = torch.ones_like(target[..., 0], dtype=dtype)
+            weight = weight if token_weight is None else token_weight
+            token_weight, flat = _shifted(weight, 0), flat[1:]
+        if token_weight is not None:
+            token_weight = token_weight.reshape(-1)[: len(flat)].contiguous()
+        return Tokens(
+            x, flat, token_weight, None, None, class_weight, shape, spec.shift, copied
+        )  # fmt: skip
+    target = target.long()
+    if spec.shift:
+        target = _shifted(target, spec.ignore_index)
+        token_weight = None if token_weight is None else _shifted(token_weight, 0)
+    target = target.reshape(-1).contiguous()
+    if token_weight is not None:
+        token_weight = token_weight.reshape(-1).contiguous()
+        target = target.masked_fill(token_weight == 0, spec.ignore_index)
+    kept, broken = _kept(target, spec)
+    if kept is not None:
+        target = target.index_select(0, kept)
+        token_weight = None if token_weight is None else token_weight.index_select(0, kept)
+    return Tokens(x, target, token_weight, kept, broken, class_weight, shape, spec.shift, copied)
+
+
+def _kept(target: Tensor, spec: Spec) -> tuple[Tensor | None, Tensor | None]:
+    """Which tokens to work on (None: all of them), and whether `max_valid` was too small."""
+    on_cpu = target.device.type == "cpu"
+    if spec.max_valid is None and not on_cpu:
+        return None, None
+    valid = target != spec.ignore_index
+    if on_cpu or spec.max_valid == -1:
+        count = int(valid.sum())
+        if spec.max_valid is not None and 0 <= spec.max_valid < count:
+            raise RuntimeError(
+                f"linear_cross_entropy: max_valid is {spec.max_valid}; expected at least {count}, "
+                "the number of tokens that are not ignored"
+            )
+        return (None if count == len(target) else valid.nonzero().squeeze(1)), None
+    # Valid tokens first, in order; no host sync. Ignored ones may fill the rest.
+    order = valid.logical_not().to(torch.uint8).argsort(stable=True)
+    return order[: spec.max_valid], valid.sum() > spec.max_valid
+
+
+def denominator(tokens: Tokens, spec: Spec) -> Tensor:
+    """What the mean divides by; 0-dimensional, on the device."""
+    dtype = arithmetic(tokens.x.dtype)
+    if tokens.probabilities:
+        if tokens.token_weight is not None:
+            return tokens.token_weight.sum()
+        return torch.full((), tokens.count, dtype=dtype, device=tokens.x.device)
+    valid = tokens.target != spec.ignore_index
+    if tokens.class_weight is None and tokens.token_weight is None:
+        return valid.sum().to(dtype)
+    each = _target_weight(tokens, spec)
+    if tokens.token_weight is not None:
+        each = each * tokens.token_weight
+    return torch.where(valid, each, 0).sum()
+
+
+def _target_weight(tokens: Tokens, spec: Spec) -> Tensor:
+    """The class weight of each token's target; anything for targets that are no class."""
+    if tokens.class_weight is None:
+        return torch.ones((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
+    classes = len(tokens.class_weight)
+    return tokens.class_weight[tokens.target.clamp(0, max(classes - 1, 0))]
+
+
+def scale_of(tokens: Tokens, spec: Spec) -> Tensor:
+    """What the gradient of a reduced loss with respect to a token's is; 0 where a mean has none."""
+    if spec.reduction != "mean":
+        return torch.ones((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
+    total = denominator(tokens, spec)
+    return torch.where(total == 0, 0, total.reciprocal())
+
+
+def upstream_of(
+    tokens: Tokens,
+    spec: Spec,
+    loss: Tensor | None,
+    nll: Tensor | None = None,
+    lse: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> Tensor:
+    """Rows of upstream gradient for the row kernel: target, spread, lse, entropy, square.
+
+    Args: gradients with respect to each token's reduced loss, nll, lse and entropy: 0-dimensional
+    or (n,).
+    """
+    zero = torch.zeros((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
+    loss = zero if loss is None else loss
+    if tokens.token_weight is not None:
+        loss = loss * tokens.token_weight
+    rows = [zero, zero, lse, entropy, zero]
+    if tokens.probabilities:
+        rows[1] = loss if nll is None else loss + nll
+    else:
+        rows[0] = loss
+        if tokens.class_weight is not None or spec.label_smoothing:
+            rows[0] = loss * (1 - spec.label_smoothing) * _target_weight(tokens, spec)
+            rows[1] = loss
+        rows[0] = rows[0] if nll is None else rows[0] + nll
+    if spec.z_loss:
+        rows[4] = 2 * spec.z_loss * loss
+    while rows[-1] is None or rows[-1] is zero:
+        if len(rows) == 1:
+            break
+        rows.pop()
+    filled = [zero if row is None else row for row in rows]
+    wide = max(row.numel() for row in filled) if any(row.dim() for row in filled) else 1
+    return torch.stack([row.expand(wide) for row in filled])
+
+
+@dataclass
+class Outputs:
+    """Per-token results (n,), from the finished state of the rows."""
+
+    nll: Tensor
+    lse: Tensor
+    loss: Tensor  # times the token's weight, not reduced
+
+    @staticmethod
+    def of(tokens: Tokens, spec: Spec, state: Tensor) -> Outputs:
+        """Loss, nll and log-sum-exp. Ignored rows have a state that makes all of them 0."""
+        shift, total, _, dot, mass, logit = state.unbind(0)
+        log_sum = total.log()
+        # A row with an infinite logit has a sum of nan, but its log-sum-exp is infinite.
+        lse = torch.where(shift == float("inf"), shift, shift + log_sum)
+        if tokens.probabilities:
+            loss = nll = mass * log_sum - dot
+        else:
+            loss = nll = log_sum + (shift - logit)
+            if tokens.class_weight is not None:
+                loss = loss * _target_weight(tokens, spec)
+            if spec.label_smoothing:
+                loss = loss * (1 - spec.label_smoothing) + (mass * log_sum - dot)
+        if spec.z_loss:
+            loss = loss + spec.z_loss * lse.square()
+        if tokens.token_weight is not None:
+            loss = loss * tokens.token_weight
+        if tokens.broken is not None:
+            loss = torch.where(tokens.broken, float("nan"), loss)
+        return Outputs(nll, lse, loss)
+
+    @staticmethod
+    def entropy_of(state: Tensor) -> Tensor:
+        """Entropy of each row's softmax, in nats."""
+        _, total, slope, *_ = state.unbind(0)
+        return total.log() - slope / total
+
+
+def reduce(loss: Tensor, tokens: Tokens, spec: Spec) -> Tensor:
+    """The loss that is returned."""
+    if spec.reduction == "none":
+        return tokens.spread(loss)
+    if spec.reduction == "sum":
+        return loss.sum()
+    return loss.sum() / denominator(tokens, spec)

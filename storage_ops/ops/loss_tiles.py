@@ -1,0 +1,293 @@
+"""The loops of linear cross-entropy over tiles of logits: tokens by classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from storage_ops.ops import planner, products
+from storage_ops.ops.loss_rows import (
+    EXPONENTIALS,
+    GRADIENT,
+    SLOPE,
+    STATE_ROWS,
+    UPDATE,
+    Spec,
+    Tokens,
+    arithmetic,
+)
+from storage_ops.ops.planner import Plan, Problem
+
+_OPS = torch.ops.storage_ops
+
+
+@dataclass
+class Task:
+    """One call of linear cross-entropy: its arguments, and what a plan depends on.
+
+    `vocabulary` and `first_class` are those of the whole vocabulary when `weight` holds a part.
+    """
+
+    tokens: Tokens
+    weight: Tensor
+    bias: Tensor | None
+    spec: Spec
+    problem: Problem
+    into: Tensor | None = None
+    vocabulary: int = 0
+    first_class: int = 0
+
+
+def new_state(task: Task) -> Tensor:
+    """The state of rows of which nothing was seen."""
+    x = task.tokens.x
+    return x.new_zeros(STATE_ROWS, task.tokens.count, dtype=arithmetic(x.dtype))
+
+
+def _rows_kernel(
+    task: Task,
+    tile: Tensor,
+    rows: slice,
+    columns: slice,
+    state: Tensor,
+    upstream: Tensor | None,
+    argmax: Tensor | None,
+    phases: int,
+) -> None:
+    tokens, spec = task.tokens, task.spec
+    target = tokens.target[rows]
+    if tokens.probabilities:
+        target = target[:, columns].to(state.dtype)
+        target = target if target.stride(1) == 1 or target.shape[1] < 2 else target.contiguous()
+    if upstream is not None and upstream.shape[1] > 1:
+        upstream = upstream[:, rows]
+    _OPS._cross_entropy_rows(
+        tile,
+        target,
+        None if task.bias is None else task.bias[columns],
+        None if tokens.class_weight is None else tokens.class_weight[columns],
+        upstream,
+        state[:, rows],
+        None if argmax is None else argmax[rows],
+        task.first_class + columns.start,
+        task.vocabulary,
+        spec.ignore_index,
+        spec.softcap,
+        spec.logit_scale,
+        spec.label_smoothing,
+        phases,
+    )
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    return [slice(begin, min(begin + size, total)) for begin in range(0, total, size)]
+
+
+class Buffer:
+    """Memory of one tile. Rows start on 64 elements: odd sizes stay on the fast paths."""
+
+    def __init__(self, like: Tensor, plan: Plan) -> None:
+        self._flat = like.new_empty(plan.rows * planner.padded(plan.columns))
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        """Uninitialised logits of these tokens and classes."""
+        height, width = rows.stop - rows.start, columns.stop - columns.start
+        ld = planner.padded(width)
+        return self._flat[: height * ld].view(height, ld)[:, :width]
+
+
+def sweep(
+    task: Task,
+    plan: Plan,
+    state: Tensor,
+    phases: int,
+    *,
+    upstream: Tensor | None = None,
+    argmax: Tensor | None = None,
+    gradients: Gradients | None = None,
+) -> None:
+    """Form every tile of logits once, and hand it to the row kernel and to the gradients."""
+    buffer = Buffer(task.tokens.x, plan)
+    for columns in _slices(len(task.weight), plan.columns):
+        w = task.weight[columns]
+        for rows in _slices(task.tokens.count, plan.rows):
+            x, tile = task.tokens.gather(rows), buffer.tile(rows, columns)
+            products.logits(x, w, tile)
+            _rows_kernel(task, tile, rows, columns, state, upstream, argmax, phases)
+            if gradients is not None:
+                gradients.add(rows, columns, x, w, tile)
+            del x, tile
+        if gradients is not None:
+            gradients.end_slice(columns)
+
+
+class Gradients:
+    """Sums of the tiles' gradients, in the widest dtype that the plan has memory for."""
+
+    def __init__(self, task: Task, plan: Plan) -> None:
+        self._task, self._plan, self._problem = task, plan, task.problem
+        p, x, w = task.problem, task.tokens.x, task.weight
+        wide = arithmetic(x.dtype)
+        mixed, many = p.mixed, plan.num_slices > 1
+        gathered = task.tokens.kept is not None
+        self.input: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias = w.new_zeros(len(w), dtype=wide) if p.grads[2] else None
+        if p.grads[0]:
+            fp32 = mixed and (many or plan.strategy == planner.RUNNING_RESCALE)
+            dtype = wide if fp32 else x.dtype
+            # Rows that are left out, and inputs without a class, keep their 0.
+            fresh = x.new_zeros if gathered or not plan.num_slices else x.new_empty
+            self.input = fresh(x.shape, dtype=dtype)
+            if len(x) > task.tokens.count and not gathered:
+                self.input[task.tokens.count :] = 0
+        self._slice_sum: Tensor | None = None
+        self._direct = not mixed or plan.num_chunks == 1
+        if p.grads[1]:
+            if task.into is not None:
+                self.weight, self._direct = task.into, True
+            elif not plan.num_chunks:
+                self.weight = torch.zeros_like(w, memory_format=torch.contiguous_format)
+            elif self._direct or many:
+                self.weight = torch.empty_like(w, memory_format=torch.contiguous_format)
+            if not self._direct:
+                self._slice_sum = w.new_empty(plan.columns, w.shape[1], dtype=wide)
+
+    def add(self, rows: slice, columns: slice, x: Tensor, w: Tensor, dz: Tensor) -> None:
+        """Add what the gradient of a tile of logits gives."""
+        if self.input is not None:
+            again = columns.start > 0
+            if self._task.tokens.kept is None:
+                products.input_gradient(dz, w, self.input[rows], again)
+            else:
+                index = self._task.tokens.kept[rows]
+                part = x.new_empty(x.shape, dtype=self.input.dtype)
+                products.input_gradient(dz, w, part, False)
+                if again:
+                    self.input.index_add_(0, index, part)
+                else:
+                    self.input.index_copy_(0, index, part)
+        if self._problem.grads[1]:
+            again = rows.start > 0
+            if self._direct:
+                assert self.weight is not None
+                again = again or self._task.into is self.weight
+                products.weight_gradient(dz, x, self.weight[columns], again)
+            else:
+                assert self._slice_sum is not None
+                width = columns.stop - columns.start
+                products.weight_gradient(dz, x, self._slice_sum[:width], again)
+        if self.bias is not None:
+            self.bias[columns] += dz.sum(0)  # dtype= would cast the whole tile first
+
+    def end_slice(self, columns: slice) -> None:
+        """Round the sum of a slice of the vocabulary into its place."""
+        if self._slice_sum is not None and self.weight is not None and self._plan.num_chunks:
+            self.weight[columns] = self._slice_sum[: columns.stop - columns.start]
+
+    def finish(self) -> list[Tensor]:
+        """The gradients of input (N, D), weight and bias; empty where none was asked for."""
+        w = self._task.weight
+        result = w.new_empty(0) if self.input is None else self.input.to(w.dtype)
+        self.input = None
+        weight = self._slice_sum if self.weight is None else self.weight
+        if weight is None or weight is self._task.into:
+            weight = w.new_empty(0)
+        bias = w.new_empty(0) if self.bias is None else self.bias.to(w.dtype)
+        return [result, weight.to(w.dtype), bias]
+
+
+def running_rescale(
+    task: Task, plan: Plan, state: Tensor, upstream: Tensor, argmax: Tensor | None
+) -> list[Tensor]:
+    """Statistics and input gradient in one pass over slices of a frozen weight.
+
+    The input gradient of a row is sum_j exp(z_j - lse) c_j w_j less the part of its target. The sum
+    is kept relative to the running maximum and rescaled when that grows, as online softmax does.
+    """
+    gradients = Gradients(task, plan)
+    total, tokens = gradients.input, task.tokens
+    assert total is not None
+    buffer, begun = Buffer(tokens.x, plan), False
+    for columns in _slices(len(task.weight), plan.columns):
+        w = task.weight[columns]
+        for rows in _slices(tokens.count, plan.rows):
+            x, tile = tokens.gather(rows), buffer.tile(rows, columns)
+            products.logits(x, w, tile)
+            before = state[0, rows].clone()
+            _rows_kernel(task, tile, rows, columns, state, None, argmax, UPDATE | EXPONENTIALS)
+            place = rows if tokens.kept is None else tokens.kept[rows]
+            if begun:
+                factor = (before - state[0, rows]).exp_().nan_to_num_(0.0).unsqueeze(1)
+                if tokens.kept is None:
+                    total[rows] *= factor.to(total.dtype)
+                else:
+                    total[place] = total[place] * factor.to(total.dtype)
+            gradients.add(rows, columns, x, w, tile)
+            del x, tile
+        begun = True
+    _finish_rescaled(task, plan, state, upstream, total)
+    return gradients.finish()
+
+
+def _finish_rescaled(
+    task: Task, plan: Plan, state: Tensor, upstream: Tensor, total: Tensor
+) -> None:
+    """Turn sums of exponentials into the gradient of the input."""
+    tokens, spec = task.tokens, task.spec
+    wide = state.dtype
+    shift, sums, _, _, mass, logit = state.unbind(0)
+    rows = [upstream[k] if k < len(upstream) else torch.zeros_like(shift) for k in range(5)]
+    target, spread, lse, _, square = (row.expand(len(shift)) for row in rows)
+    valid = tokens.target != spec.ignore_index
+    factor = target + spread * mass + lse + square * (shift + sums.log())
+    factor = torch.where(valid, factor / sums, 0)
+    cap = logit / spec.softcap if spec.softcap else torch.zeros_like(logit)
+    hit = torch.where(valid, target * spec.logit_scale * (1 - cap * cap), 0)
+    smooth = None
+    if spec.label_smoothing:
+        each = torch.full((len(task.weight),), 1.0, dtype=wide, device=shift.device)
+        each = each if tokens.class_weight is None else tokens.class_weight
+        smooth = total.new_zeros(1, total.shape[1], dtype=wide)
+        for part in _slices(len(task.weight), planner.SLICE):
+            smooth.addmm_(each[part].unsqueeze(0), task.weight[part].to(wide))
+        smooth *= spec.logit_scale * spec.label_smoothing / task.vocabulary
+    classes = tokens.target.clamp(0, max(len(task.weight) - 1, 0))
+    for part in _slices(tokens.count, min(plan.rows, planner.SLICE)):
+        place = part if tokens.kept is None else tokens.kept[part]
+        value = total[place].to(wide) * factor[part].unsqueeze(1)
+        value -= task.weight[classes[part]].to(wide) * hit[part].unsqueeze(1)
+        if smooth is not None:
+            value -= torch.where(valid[part], spread[part], 0).unsqueeze(1) * smooth
+        total[place] = value.to(total.dtype)
+
+
+def statistics(
+    task: Task, plan: Plan, state: Tensor, argmax: Tensor | None, entropy: bool
+) -> None:
+    """The state of every row, and the class of its largest logit."""
+    sweep(task, plan, state, UPDATE | (SLOPE if entropy else 0), argmax=argmax)
+
+
+def gradients_of(task: Task, plan: Plan, state: Tensor, upstream: Tensor) -> list[Tensor]:
+    """Gradients from the finished state of the rows, in a second pass over the logits."""
+    sums = Gradients(task, plan)
+    sweep(task, plan, state, GRADIENT, upstream=upstream, gradients=sums)
+    return sums.finish()
+
+
+def loss_and_gradients(
+    task: Task, plan: Plan, state: Tensor, upstream: Tensor, argmax: Tensor | None
+) -> list[Tensor]:
+    """State of the rows and gradients together, the way the plan says."""
+    if plan.strategy == planner.RUNNING_RESCALE:
+        return running_rescale(task, plan, state, upstream, argmax)
+    if plan.strategy == planner.VOCAB_SLICED:
+        statistics(task, plan, state, argmax, entropy=False)
+        return gradients_of(task, plan, state, upstream)
+    sums = Gradients(task, plan)
+    phases = UPDATE | GRADIENT
+    sweep(task, plan, state, phases, upstream=upstream, argmax=argmax, gradients=sums)
+    return sums.finish()

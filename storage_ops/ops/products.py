@@ -1,0 +1,104 @@
+"""The matrix products of linear cross-entropy, by ATen, into buffers that exist already."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from storage_ops.ops.planner import SLICE
+
+
+@functools.cache
+def has_fast_products(dtype: torch.dtype, device: str) -> bool:
+    """Whether ATen multiplies matrices of this dtype fast; 16-bit ones on a CPU it may not."""
+    if device != "cpu" or dtype.itemsize >= 4:
+        return True
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    try:
+        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def upcasts(t: Tensor) -> bool:
+    """Whether products of this tensor are formed in fp32, a slice of the weight at a time."""
+    return not has_fast_products(t.dtype, t.device.type)
+
+
+def takes(t: Tensor) -> bool:
+    """Whether a matrix product reads this matrix in place, without a copy of it."""
+    rows, columns = t.shape
+    (outer, inner) = t.stride()
+    if rows <= 1 or columns <= 1:
+        return t.is_contiguous()
+    return (inner == 1 and outer >= columns) or (outer == 1 and inner >= rows)
+
+
+def _add(out: Tensor, product: Tensor, add: bool) -> None:
+    if add:
+        out += product
+    else:
+        out.copy_(product)
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """out = left @ right, or out += it; `out` may be wider than 16-bit operands.
+
+    Wider results are formed `SLICE` rows at a time on a CPU, whose products have no dtype of their
+    own for the result; a GPU's have.
+    """
+    if out.dtype == left.dtype:
+        if add:
+            torch.addmm(out, left, right, out=out)
+        else:
+            torch.mm(left, right, out=out)
+    elif out.is_cuda:
+        torch.ops.aten.addmm.dtype_out(
+            out, left, right, out.dtype, beta=1 if add else 0, alpha=1, out=out
+        )
+    else:
+        for begin in range(0, len(out), SLICE):
+            rows = slice(begin, begin + SLICE)
+            _add(out[rows], left[rows] @ right, add)
+
+
+def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """out (rows, columns) = x (rows, D) @ w (columns, D).T."""
+    if not upcasts(x):
+        torch.mm(x, w.t(), out=out)
+        return
+    wide = x.float()
+    for begin in range(0, len(w), SLICE):
+        columns = slice(begin, begin + SLICE)
+        out[:, columns] = wide @ w[columns].float().t()
+
+
+def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
+    """out (rows, D) = dz (rows, columns) @ w (columns, D), or += it."""
+    if not upcasts(dz):
+        multiply(dz, w, out, add)
+        return
+    wide = out if out.dtype == torch.float32 else out.float() if add else out.new_empty(
+        out.shape, dtype=torch.float32
+    )  # fmt: skip
+    for begin in range(0, len(w), SLICE):
+        columns = slice(begin, begin + SLICE)
+        multiply(dz[:, columns].float(), w[columns].float(), wide, add or begin > 0)
+    if wide is not out:
+        out.copy_(wide)
+
+
+def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
+    """out (columns, D) = dz (rows, columns).T @ x (rows, D), or += it."""
+    if not upcasts(dz):
+        multiply(dz.t(), x, out, add)
+        return
+    wide = x.float()
+    for begin in range(0, len(out), SLICE):
+        columns = slice(begin, begin + SLICE)
+        if out.dtype == torch.float32:
+            multiply(dz[:, columns].float().t(), wide, out[columns], add)
+        else:
+            _add(out[columns], dz[:, columns].float().t() @ wide, add)

@@ -1,0 +1,56 @@
+"""How fast devices multiply matrices and move memory, for the planner's predictions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Sustained rates of a device.
+
+    Attributes:
+        name: as users know it.
+        flops16, flops32, flops64: floating-point operations per second of matrix products.
+        bandwidth: bytes per second to and from memory.
+        cache_bytes: a slice of the weight up to this size is read from memory once.
+        launch_seconds: fixed cost of one operation.
+        overlaps: products hide the shorter of arithmetic and traffic.
+    """
+
+    name: str
+    flops16: float
+    flops32: float
+    flops64: float
+    bandwidth: float
+    cache_bytes: int
+    launch_seconds: float
+    overlaps: bool
+
+    def flops(self, itemsize: int, upcast: bool = False) -> float:
+        """Rate of products of elements of this size."""
+        if itemsize == 8:
+            return self.flops64
+        return self.flops32 if itemsize == 4 or upcast else self.flops16
+
+
+def _gpu(name: str, flops16: float, flops32: float, bandwidth: float, cache: int) -> Rates:
+    return Rates(name, flops16, flops32, flops32 / 2, bandwidth, cache, 5e-6, True)
+
+
+# Two cores of an AMD EPYC with AVX-512, torch 2.13: fitted to the times of the products alone, in
+# chunks and in slices. Other processors differ in all of these alike, and plans depend on ratios.
+CPU = Rates("cpu", 390e9, 185e9, 90e9, 14e9, 16 << 20, 2e-5, False)
+
+# Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
+# on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
+# figures were measured (790 TFLOP/s, 4.3 TB/s).
+GPUS = {
+    "h200": _gpu("H200", 790e12, 54e12, 4.3e12, 25 << 20),
+    "h100": _gpu("H100 SXM", 790e12, 54e12, 3.0e12, 25 << 20),
+    "b200": _gpu("B200", 1800e12, 64e12, 7.2e12, 60 << 20),
+    "a100": _gpu("A100 80GB", 250e12, 15.6e12, 1.8e12, 20 << 20),
+    "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20),
+    "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20),
+}
+DEVICES = {"cpu": CPU, **GPUS}
