@@ -210,7 +210,7 @@ def running_rescale(
     gradients = Gradients(task, plan)
     total, tokens = gradients.input, task.tokens
     assert total is not None
-    buffer, begun = Buffer(tokens.x, plan), False
+    buffer = Buffer(tokens.x, plan)
     for columns in _slices(len(task.weight), plan.columns):
         w = task.weight[columns]
         for rows in _slices(tokens.count, plan.rows):
@@ -218,23 +218,19 @@ def running_rescale(
             products.logits(x, w, tile)
             before = state[0, rows].clone()
             _rows_kernel(task, tile, rows, columns, state, None, argmax, UPDATE | EXPONENTIALS)
-            place = rows if tokens.kept is None else tokens.kept[rows]
-            if begun:
-                factor = (before - state[0, rows]).exp_().nan_to_num_(0.0).unsqueeze(1)
-                if tokens.kept is None:
-                    total[rows] *= factor.to(total.dtype)
-                else:
-                    total[place] = total[place] * factor.to(total.dtype)
+            if columns.start:
+                place = rows if tokens.kept is None else tokens.kept[rows]
+                # A row of -inf only so far has a sum of zeros, whatever its factor.
+                factor = (before - state[0, rows]).exp_().nan_to_num_(0.0, 0.0)
+                total[place] = total[place].mul_(factor.unsqueeze(1).to(total.dtype))
             gradients.add(rows, columns, x, w, tile)
             del x, tile
-        begun = True
-    _finish_rescaled(task, plan, state, upstream, total)
+    del buffer
+    _finish_rescaled(task, state, upstream, total)
     return gradients.finish()
 
 
-def _finish_rescaled(
-    task: Task, plan: Plan, state: Tensor, upstream: Tensor, total: Tensor
-) -> None:
+def _finish_rescaled(task: Task, state: Tensor, upstream: Tensor, total: Tensor) -> None:
     """Turn sums of exponentials into the gradient of the input."""
     tokens, spec = task.tokens, task.spec
     wide = state.dtype
@@ -248,20 +244,20 @@ def _finish_rescaled(
     hit = torch.where(valid, target * spec.logit_scale * (1 - cap * cap), 0)
     smooth = None
     if spec.label_smoothing:
-        each = torch.full((len(task.weight),), 1.0, dtype=wide, device=shift.device)
-        each = each if tokens.class_weight is None else tokens.class_weight
+        each = tokens.class_weight
+        each = total.new_ones(len(task.weight), dtype=wide) if each is None else each
         smooth = total.new_zeros(1, total.shape[1], dtype=wide)
-        for part in _slices(len(task.weight), planner.SLICE):
+        for part in _slices(len(task.weight), planner.PIECE):
             smooth.addmm_(each[part].unsqueeze(0), task.weight[part].to(wide))
         smooth *= spec.logit_scale * spec.label_smoothing / task.vocabulary
     classes = tokens.target.clamp(0, max(len(task.weight) - 1, 0))
-    for part in _slices(tokens.count, min(plan.rows, planner.SLICE)):
+    for part in _slices(tokens.count, planner.PIECE):
         place = part if tokens.kept is None else tokens.kept[part]
-        value = total[place].to(wide) * factor[part].unsqueeze(1)
-        value -= task.weight[classes[part]].to(wide) * hit[part].unsqueeze(1)
+        value = total[place].to(wide).mul_(factor[part].unsqueeze(1))
+        value -= task.weight[classes[part]].to(wide).mul_(hit[part].unsqueeze(1))
         if smooth is not None:
-            value -= torch.where(valid[part], spread[part], 0).unsqueeze(1) * smooth
-        total[place] = value.to(total.dtype)
+            value.addcmul_(torch.where(valid[part], spread[part], 0).unsqueeze(1), -smooth)
+        total[place] = value
 
 
 def statistics(

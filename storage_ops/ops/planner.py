@@ -6,6 +6,7 @@ costs is written down here once; `choose` then takes the fastest tiling that fit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from storage_ops.ops.rates import CPU, Rates
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
+PIECE = 256  # tokens whose rescaled sums are finished at a time
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
-PRODUCT_BYTES = 1_750_000  # most that one thread of a 16-bit product on a CPU packs its operands in
 
 TOKEN_CHUNKED = "token-chunked"
 VOCAB_SLICED = "vocab-sliced"
@@ -117,8 +118,13 @@ class Plan:
 
 
 def padded(columns: int) -> int:
-    """Elements from one row of a tile to the next: odd sizes stay on the fast paths of products."""
-    return -(-columns // 64) * 64
+    """Elements from one row of a tile to the next.
+
+    Rows start on 64 elements: odd sizes stay on the fast paths of products. Never a multiple of
+    512: rows a power of two apart share their places in a cache.
+    """
+    width = -(-columns // 64) * 64
+    return width + 64 if width % 512 == 0 else width
 
 
 def _parts(total: int, size: int) -> int:
@@ -131,10 +137,19 @@ def product_bytes(p: Problem, rows: int, columns: int) -> int:
         return 0
     piece = min(SLICE, columns)
     if p.upcast:
-        return 4 * (2 * rows * p.hidden + piece * (p.hidden + 2 * rows))
-    packed = p.threads * min(PRODUCT_BYTES, 1400 * max(rows, p.hidden, columns))
-    pieces = max(piece if p.grads[1] else 0, min(SLICE, rows) if columns < p.vocab else 0)
-    return packed + (pieces * p.hidden * (p.itemsize + 4) if p.mixed and any(p.grads) else 0)
+        return 4 * (rows * p.hidden + piece * (p.hidden + rows))
+    # What a thread of oneDNN packs operands in, measured: more where the strides of input and
+    # weight are powers of two, and in proportion to the tokens for the weight's gradient.
+    packed = 1_750_000 if rows >= SLICE and p.hidden % 4096 == 0 else 200_000
+    if p.grads[1]:
+        packed = max(packed, min(1_400_000, 60_000 + (750 if rows <= 512 else 1400) * rows))
+    packed *= p.threads
+    pieces = 0
+    if p.mixed and p.grads[1] and rows < p.tokens:
+        pieces = piece * p.hidden
+    if p.mixed and p.grads[0] and columns < p.vocab:
+        pieces = max(pieces, min(SLICE, rows) * p.hidden)
+    return pieces * p.itemsize + max(packed, pieces * 4)
 
 
 def token_bytes(p: Problem) -> int:
@@ -150,8 +165,12 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
     base = token_bytes(p) + p.fixed_bytes
     tile = rows * (padded(columns) * item + columns * p.cast_bytes)
     tile += product_bytes(p, rows, columns)
+    if strategy == RUNNING_RESCALE:
+        tile += rows * p.hidden * wide if p.gather else 0
+        tile = max(tile, 3 * min(PIECE, p.tokens) * p.hidden * wide)
     if p.gather:
-        tile += rows * p.hidden * item * (1 + p.grads[0])
+        part = 0 if not p.grads[0] else 4 if p.mixed and slices > 1 else item
+        tile += rows * p.hidden * (item + part)
     if p.grads[2]:
         base += p.vocab * wide + 2 * columns * wide
     if not any(p.grads):
@@ -291,6 +310,7 @@ def default_budget(p: Problem) -> int:
     return least + sums + min(max(quarter, 32 * MIB), GIB)
 
 
+@functools.lru_cache(maxsize=256)
 def choose(p: Problem, memory_budget: int | None = None, rates: Rates = CPU) -> Plan:
     """The fastest plan that keeps to the budget.
 
