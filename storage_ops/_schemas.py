@@ -11,7 +11,7 @@ _LOSS_ARGUMENTS = (
     "Tensor? token_weight, Tensor? accumulate_into, str reduction, int ignore_index, "
     "float label_smoothing, float z_loss, float softcap, float logit_scale, bool shift, "
     "int? max_valid, ScalarType? accumulate_dtype, int? memory_budget, str plan, "
-    "bool[3] grad_mask, bool[4] wants"
+    "bool early, bool[3] grad_mask, bool[4] wants"
 )
 
 _LOSS_UPSTREAM = (

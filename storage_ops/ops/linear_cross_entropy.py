@@ -151,7 +151,7 @@ def linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, shift,
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
-        "" if plan is None else plan.key, needs if early else [False] * 3, wants,
+        "" if plan is None else plan.key, early, needs, wants,
     )  # fmt: skip
     results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
     if "z_loss" in returns:

@@ -85,27 +85,27 @@ def _task(
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     tensors, options = args[:_TENSORS], args[_TENSORS:]
-    *fields, mask, wants = options
+    *fields, early, mask, wants = options
     spec, input = Spec(*fields), tensors[0]
-    if any(mask) and (spec.reduction == "none" or tensors[6] is not None):
+    if early and (spec.reduction == "none" or tensors[6] is not None):
         raise ValueError(
-            f"linear_cross_entropy: grad_mask is {mask}; expected no gradients in the forward with "
-            "reduction='none' or accumulate_into"
+            "linear_cross_entropy: early is True; expected False with reduction='none' or "
+            "accumulate_into, whose gradients are made in the backward"
         )
     want_nll, want_lse, want_entropy, want_argmax = wants
     with torch.autocast(input.device.type, enabled=False):
-        task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), early=True)
+        task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), early)
         tokens, state = task.tokens, loss_tiles.new_state(task)
         argmax = None
         if want_argmax:
             argmax = input.new_zeros(tokens.count, dtype=torch.int64)
-        if any(mask):
+        if early and any(mask):
             upstream = upstream_of(tokens, spec, scale_of(tokens, spec))
             grads = loss_tiles.loss_and_gradients(task, plan, state, upstream, argmax)
         else:
             loss_tiles.statistics(task, plan, state, argmax, want_entropy)
             grads = [input.new_empty(0) for _ in mask]
-        if mask[0]:
+        if early and mask[0]:
             grads[0] = grads[0].view(input.shape)
         out = Outputs.of(tokens, spec, state)
         return (
@@ -129,10 +129,10 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by a second pass over the logits, for any upstream gradients."""
     tensors, options = args[:_TENSORS], args[_TENSORS:]
-    *fields, mask, _ = options
+    *fields, _, mask, _ = options
     spec, input = Spec(*fields), tensors[0]
     with torch.autocast(input.device.type, enabled=False):
-        task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), early=False)
+        task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), False)
         tokens = task.tokens
         each = []
         for grad in (grad_loss, grad_nll, grad_lse, grad_entropy):
@@ -176,14 +176,14 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, options = inputs[:_TENSORS], inputs[_TENSORS:]
-    *ctx.options, ctx.mask, ctx.wants = options
+    *ctx.options, early, mask, ctx.wants = options
     state, *grads = output[_DIFFERENTIABLE + 1 :]
     ctx.mark_non_differentiable(*output[_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
     needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
     # The mask of a direct caller of the op may promise less than autograd asks for.
-    ctx.ready = any(ctx.mask) and not any(ctx.wants[:3]) and all(
-        have or not need for have, need in zip(ctx.mask, needs, strict=True)
+    ctx.ready = early and not any(ctx.wants[:3]) and all(
+        have or not need for have, need in zip(mask, needs, strict=True)
     )  # fmt: skip
     # Not saved: others add to it in between, and may.
     ctx.into = tensors[6]
@@ -214,7 +214,7 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
                 for g, need in zip(ctx.saved_tensors, needs, strict=True)
             ]
         else:
-            options = (*ctx.options, needs, ctx.wants)
+            options = (*ctx.options, False, needs, ctx.wants)
             if ctx.into is None:
                 made = _OPS.linear_cross_entropy_backward(*given, *ctx.saved_tensors, *options)
             else:
@@ -309,8 +309,8 @@ def _fake_grads(input: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor
 
 @register_fake(_NAME, lib=_schemas.library)
 def _(input: Tensor, weight: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *_, mask, wants = args
-    spec = Spec(*args[_TENSORS - 3 : -2])
+    *_, early, mask, wants = args
+    spec = Spec(*args[_TENSORS - 3 : -3])
     wide = arithmetic(input.dtype)
     shape = list(input.shape[:-1])
     if spec.shift:
@@ -319,7 +319,8 @@ def _(input: Tensor, weight: Tensor, target: Tensor, *args: Any) -> tuple[Tensor
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
     loss = input.new_empty(shape if spec.reduction == "none" else (), dtype=wide)
     state = input.new_empty((STATE_ROWS, input.shape[:-1].numel()), dtype=wide)
-    return loss, *per_token, argmax, state, *_fake_grads(input, weight, mask)
+    made = [early and have for have in mask]
+    return loss, *per_token, argmax, state, *_fake_grads(input, weight, made)
 
 
 @register_fake(_BACKWARD_NAME, lib=_schemas.library)

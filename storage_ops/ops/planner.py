@@ -135,21 +135,27 @@ def product_bytes(p: Problem, rows: int, columns: int) -> int:
     """What forming the products of one tile allocates besides its operands and results."""
     if p.itemsize >= 4 or p.cuda:
         return 0
+    # Products in fp32: the operand of the tile as a whole, and a slice of the other and of the tile.
     piece = min(SLICE, columns)
+    wide = 4 * (rows * p.hidden + piece * (p.hidden + rows))
     if p.upcast:
-        return 4 * (rows * p.hidden + piece * (p.hidden + rows))
+        return wide
     # What a thread of oneDNN packs operands in, measured: more where the strides of input and
     # weight are powers of two, and in proportion to the tokens for the weight's gradient.
     packed = 1_750_000 if rows >= SLICE and p.hidden % 4096 == 0 else 200_000
     if p.grads[1]:
         packed = max(packed, min(1_400_000, 60_000 + (750 if rows <= 512 else 1400) * rows))
-    packed *= p.threads
-    pieces = 0
-    if p.mixed and p.grads[1] and rows < p.tokens:
-        pieces = piece * p.hidden
-    if p.mixed and p.grads[0] and columns < p.vocab:
-        pieces = max(pieces, min(SLICE, rows) * p.hidden)
-    return pieces * p.itemsize + max(packed, pieces * 4)
+    weight_sum, input_sum = _wide_sums(p, rows, columns)
+    if weight_sum or input_sum:
+        wide -= 0 if weight_sum else 4 * rows * p.hidden
+        return max(packed * p.threads, wide)
+    return packed * p.threads
+
+
+def _wide_sums(p: Problem, rows: int, columns: int) -> tuple[bool, bool]:
+    """Whether the products for the gradients of weight and input are summed in fp32."""
+    weight = p.mixed and p.grads[1] and (rows < p.tokens or p.into)
+    return weight, p.mixed and p.grads[0] and columns < p.vocab
 
 
 def token_bytes(p: Problem) -> int:
@@ -200,6 +206,9 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     read_weight, tiles, logits = reads * v * d * item, chunks * slices, n * v * item
     sum_item = 4 if p.mixed and chunks > 1 else item
     each = 2 * n * d * v
+    # A CPU's sums in fp32 need products in fp32.
+    slow = 0.0 if p.cuda else rate / r.flops32 - 1
+    wide_weight, wide_input = (slow * wide for wide in _wide_sums(p, rows, columns))
     forward = (each, read_weight + slices * n * d * item + logits)
     parts = [forward, (0, 2 * logits)]
     if strategy == VOCAB_SLICED and any(p.grads):
@@ -217,6 +226,7 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
         seconds = sum(max(f / rate, b / r.bandwidth) for f, b in parts)
     else:
         seconds = flops / rate + moved / r.bandwidth
+        seconds += each / rate * (p.grads[0] * wide_input + p.grads[1] * wide_weight)
     return flops, moved, seconds + tiles * len(parts) * r.launch_seconds
 
 

@@ -36,32 +36,25 @@ def takes(t: Tensor) -> bool:
     return (inner == 1 and outer >= columns) or (outer == 1 and inner >= rows)
 
 
-def _add(out: Tensor, product: Tensor, add: bool) -> None:
-    if add:
-        out += product
-    else:
-        out.copy_(product)
+def _widens(dz: Tensor, out: Tensor) -> bool:
+    """Whether a product is formed in fp32 from operands that are cast slice by slice.
 
-
-def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """out = left @ right, or out += it; `out` may be wider than 16-bit operands.
-
-    Wider results are formed `SLICE` rows at a time on a CPU, whose products have no dtype of their
-    own for the result; a GPU's have.
+    A CPU's 16-bit products round their result to 16 bits. Summed over many tiles, that would make
+    gradients worse than those of the unchunked loss.
     """
-    if out.dtype == left.dtype:
-        if add:
-            torch.addmm(out, left, right, out=out)
-        else:
-            torch.mm(left, right, out=out)
-    elif out.is_cuda:
+    return upcasts(dz) or (out.dtype != dz.dtype and not dz.is_cuda)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """out = left @ right, or out += it; on a GPU `out` may be wider than the operands."""
+    if out.dtype != left.dtype:
         torch.ops.aten.addmm.dtype_out(
             out, left, right, out.dtype, beta=1 if add else 0, alpha=1, out=out
         )
+    elif add:
+        torch.addmm(out, left, right, out=out)
     else:
-        for begin in range(0, len(out), SLICE):
-            rows = slice(begin, begin + SLICE)
-            _add(out[rows], left[rows] @ right, add)
+        torch.mm(left, right, out=out)
 
 
 def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
@@ -77,28 +70,31 @@ def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
 
 def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
     """out (rows, D) = dz (rows, columns) @ w (columns, D), or += it."""
-    if not upcasts(dz):
-        multiply(dz, w, out, add)
+    if not _widens(dz, out):
+        _multiply(dz, w, out, add)
         return
-    wide = out if out.dtype == torch.float32 else out.float() if add else out.new_empty(
-        out.shape, dtype=torch.float32
-    )  # fmt: skip
+    wide = out
+    if out.dtype != torch.float32:
+        wide = out.float() if add else out.new_empty(out.shape, dtype=torch.float32)
     for begin in range(0, len(w), SLICE):
         columns = slice(begin, begin + SLICE)
-        multiply(dz[:, columns].float(), w[columns].float(), wide, add or begin > 0)
+        _multiply(dz[:, columns].float(), w[columns].float(), wide, add or begin > 0)
     if wide is not out:
         out.copy_(wide)
 
 
 def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
     """out (columns, D) = dz (rows, columns).T @ x (rows, D), or += it."""
-    if not upcasts(dz):
-        multiply(dz.t(), x, out, add)
+    if not _widens(dz, out):
+        _multiply(dz.t(), x, out, add)
         return
     wide = x.float()
     for begin in range(0, len(out), SLICE):
         columns = slice(begin, begin + SLICE)
+        part = dz[:, columns].float().t()
         if out.dtype == torch.float32:
-            multiply(dz[:, columns].float().t(), wide, out[columns], add)
+            _multiply(part, wide, out[columns], add)
+        elif add:
+            out[columns] += part @ wide
         else:
-            _add(out[columns], dz[:, columns].float().t() @ wide, add)
+            out[columns] = part @ wide

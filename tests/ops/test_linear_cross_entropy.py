@@ -3,11 +3,12 @@ import torch
 from torch.nn import functional as F
 
 import storage_ops as so
-from storage_ops.ops import planner, reference
+from storage_ops.ops import loss_reference as reference
+from storage_ops.ops import planner
 
 # Relative error in the Frobenius norm against float64. 16-bit results are rounded once on the way
 # out, their logits and logit gradients once in between.
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 REDUCTIONS = ["mean", "sum", "none"]
 
 
@@ -39,24 +40,20 @@ def error(ours, expected):
     return (difference / expected.norm().clamp_min(1e-300)).item()
 
 
-def smallest_budget(x, w, b):
-    try:
-        planner.plan(len(x), x.shape[1], len(w), x.element_size(), memory_budget=0,
-                     grads=(True, True, b is not None))  # fmt: skip
-    except ValueError as complaint:
-        return int(str(complaint).split("at least ")[1].split()[0])
-    raise AssertionError("a budget of 0 bytes must be refused")
+def smallest_budget(x, w, target, b, **options):
+    with pytest.raises(ValueError, match="expected at least") as complaint:
+        run(so.linear_cross_entropy, x, w, target, b, memory_budget=0, **options)
+    return int(str(complaint.value).split("at least ")[1].split()[0])
 
 
-@pytest.mark.parametrize("budget", ["default", "smallest", "three rows"])
+@pytest.mark.parametrize("budget", ["default", "smallest", "ten times that"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_loss_and_gradients_against_float64(dtype, reduction, bias, budget):
     x, w, target, b = problem(dtype=dtype, bias=bias)
-    least = smallest_budget(x, w, b)
-    row = planner.padded(len(w)) * x.element_size()
-    memory_budget = {"default": None, "smallest": least, "three rows": least + 2 * row}[budget]
+    least = smallest_budget(x, w, target, b, reduction=reduction)
+    memory_budget = {"default": None, "smallest": least, "ten times that": 10 * least}[budget]
     upstream = torch.rand(len(target) if reduction == "none" else ()).double()
     loss, grads = run(so.linear_cross_entropy, x, w, target, b, upstream, reduction=reduction,
                       memory_budget=memory_budget)  # fmt: skip
@@ -68,17 +65,22 @@ def test_loss_and_gradients_against_float64(dtype, reduction, bias, budget):
         assert error(ours, right) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("chunks", [1, 4, 32])
-def test_bf16_weight_gradient_is_no_worse_than_the_unchunked_loss(chunks):
-    x, w, target, _ = problem(256, 64, 503, torch.bfloat16, bias=False)
-    row = planner.padded(503) * 2
-    least = smallest_budget(x, w, None)
-    budget = None if chunks == 1 else least + (256 // chunks - 1) * row
-    _, ours = run(so.linear_cross_entropy, x, w, target, None, memory_budget=budget)
-    _, unchunked = run(reference.linear_cross_entropy, x, w, target, None)
-    _, right = exact(x, w, target, None)
-    for mine, theirs, true in zip(ours, unchunked, right, strict=True):
-        assert error(mine, true) <= 1.05 * error(theirs, true)
+@pytest.mark.parametrize("plan", ["token-chunked", "vocab-sliced"])
+@pytest.mark.parametrize("chunks", [1, 8, 64, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_are_no_worse_than_those_of_the_unchunked_loss(dtype, chunks, plan):
+    x, w, target, _ = problem(512, 64, 1003, dtype, bias=False)
+    x, w = x * 0.5, w * 0.5
+    rows, columns = (512 // chunks, 1003) if plan == "token-chunked" else (512, max(64, 1003 // chunks))
+    forced = planner.make(planner.Problem(512, 64, 1003, 2), plan, rows, columns)
+    # A large upstream gradient, as from a loss scaler: without one float16 loses it in the logits.
+    options = {"upstream": torch.tensor(1024.0)}
+    ours = run(so.linear_cross_entropy, x, w, target, None, plan=forced, **options)
+    unchunked = run(reference.linear_cross_entropy, x, w, target, None, **options)
+    right = exact(x, w, target, None, **options)
+    assert error(ours[0], right[0]) <= error(unchunked[0], right[0])
+    for mine, theirs, true in zip(ours[1], unchunked[1], right[1], strict=True):
+        assert error(mine, true) <= error(theirs, true)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -241,25 +243,12 @@ def test_poisoned_buffers_do_not_show(monkeypatch):
     right = run(so.linear_cross_entropy, x, w, target, b)
     for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like")):
         plain = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *a, _plain=plain, **k: _plain(*a, **k).fill_(float("nan"))
-        )
+
+        def poisoned(*args, _plain=plain, **options):
+            made = _plain(*args, **options)
+            return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-7)
+
+        monkeypatch.setattr(owner, name, poisoned)
     again = run(so.linear_cross_entropy, x, w, target, b)
     assert torch.equal(right[0], again[0])
     assert all(torch.equal(p, q) for p, q in zip(right[1], again[1], strict=True))
-
-
-def test_native_row_kernel_equals_the_reference():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-        logits, target = torch.randn(9, 2500, dtype=dtype) * 5, torch.randint(2500, (9,))
-        target[4] = -1
-        scale, bias = torch.rand(9, dtype=arithmetic), torch.randn(2500, dtype=dtype)
-        results = []
-        for kernel in (torch.ops.storage_ops._cross_entropy_rows, reference.cross_entropy_rows):
-            work, nll = logits.clone(), torch.full((9,), float("nan"), dtype=arithmetic)
-            kernel(work, target, bias, scale, nll, -1, True)
-            results.append((work.double(), nll.double()))
-        tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 1e-2)
-        for ours, right in zip(*results, strict=True):
-            assert torch.allclose(ours, right, rtol=tolerance, atol=1e-7)
