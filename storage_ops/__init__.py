@@ -28,7 +28,7 @@ else:
         OutputDiscardCheckpoint,
         output_discard,
     )
-    from storage_ops.ops.linear_cross_entropy import linear_cross_entropy
+    from storage_ops.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
     from storage_ops.ops.storage import (
         DiscardedTensorError,
         check_discarded,
@@ -49,6 +49,7 @@ else:
 
 __all__ = [
     "DiscardedTensorError",
+    "LinearCrossEntropyLoss",
     "OutputDiscard",
     "OutputDiscardCheckpoint",
     "check_discarded",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from storage_ops.distributed import vocab_parallel
 from storage_ops.ops import loss_autograd
 from storage_ops.ops.loss_checks import check_arguments
 from storage_ops.ops.planner import Plan
@@ -151,7 +152,7 @@ def linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, shift,
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
-        "" if plan is None else plan.key, early, needs, wants,
+        "" if plan is None else plan.key, vocab_parallel.name_of(process_group), early, needs, wants,
     )  # fmt: skip
     results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
     if "z_loss" in returns:

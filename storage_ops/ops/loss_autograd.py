@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import register_autograd, register_fake, register_vmap
 
 from storage_ops import _schemas
+from storage_ops.distributed import vocab_parallel
 from storage_ops.ops import loss_reference, loss_tiles, planner, products
 from storage_ops.ops.loss_rows import (
     STATE_ROWS,
@@ -57,12 +58,14 @@ def problem_of(
         grads,
         sums_fp32=not own,
         early=early,
-        rescale=not tokens.probabilities and not (spec.label_smoothing and spec.softcap),
+        rescale=not tokens.probabilities
+        and not spec.group
+        and not (spec.label_smoothing and spec.softcap),
         into=into is not None,
         gather=tokens.kept is not None,
         upcast=products.upcasts(x),
         cuda=x.is_cuda,
-        threads=torch.get_num_threads(),
+        threads=1 if spec.group else torch.get_num_threads(),  # every rank must plan alike
         cast_bytes=cast,
         fixed_bytes=tokens.copied_bytes + copies,
     )
@@ -80,7 +83,8 @@ def _task(
     tokens.x = tokens.x if products.takes(tokens.x) else tokens.x.contiguous()
     weight = weight if products.takes(weight) else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    return Task(tokens, weight, bias, spec, p, into, len(weight)), plan
+    first, vocabulary = vocab_parallel.place_of(spec.group, len(weight))
+    return Task(tokens, weight, bias, spec, p, into, vocabulary, first), plan
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -204,13 +208,14 @@ def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     retained = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
-    given = upstream[:_DIFFERENTIABLE]
+    # Outputs that were not asked for are empty, whatever someone differentiates them by.
+    asked = [True, *ctx.wants[:3]]
+    given = [g if want else None for g, want in zip(upstream, asked, strict=False)]
     with torch.no_grad():
         if ctx.ready:
             loss = given[0]
-            assert loss is not None
             made: Any = [
-                _times(g, loss, retained) if need else None
+                _times(g, loss, retained) if need and loss is not None else None
                 for g, need in zip(ctx.saved_tensors, needs, strict=True)
             ]
         else:
@@ -245,9 +250,7 @@ class _Transformable(torch.autograd.Function):
 
 def transforming() -> bool:
     """Whether a transform of torch.func is at work."""
-    return not torch.compiler.is_compiling() and bool(
-        torch._C._are_functorch_transforms_active()
-    )
+    return not torch.compiler.is_compiling() and bool(torch._C._are_functorch_transforms_active())
 
 
 def call(*args: Any) -> tuple[Tensor, ...]:
@@ -291,9 +294,7 @@ _NAME, _BACKWARD_NAME = (f"storage_ops::linear_cross_entropy{end}" for end in ("
 register_autograd(_NAME, _autograd, setup_context=_setup_context, lib=_schemas.library)
 register_autograd(_BACKWARD_NAME, _raise_not_twice, lib=_schemas.library)
 register_vmap(_NAME, _looped(_OPS.linear_cross_entropy), lib=_schemas.library)
-register_vmap(
-    _BACKWARD_NAME, _looped(_OPS.linear_cross_entropy_backward), lib=_schemas.library
-)
+register_vmap(_BACKWARD_NAME, _looped(_OPS.linear_cross_entropy_backward), lib=_schemas.library)
 
 
 @register_fake("storage_ops::_cross_entropy_rows", lib=_schemas.library)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from storage_ops.distributed import vocab_parallel
+
 STATE_ROWS = 6  # shift, sum, slope, dot, mass, logit of the target; see csrc/row_math.h
 UPDATE, GRADIENT, EXPONENTIALS, SLOPE = 1, 2, 4, 8  # phases of the row kernel
 
@@ -39,6 +41,7 @@ class Spec:
     accumulate_dtype: torch.dtype | None
     memory_budget: int | None
     plan: str  # "" lets the planner choose
+    group: str  # "" or the name of the process group that shares the vocabulary
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -57,6 +60,7 @@ class Tokens:
         kept: (n,) rows of x that the n tokens are, or None when they are all of them.
         broken: whether more tokens are valid than was promised, as a device bool, or None.
         class_weight: (V,) in the arithmetic dtype, or None.
+        target_weight: (n,) the weight of each token's target, or None.
         shape: of a per-token output, before flattening.
         copied_bytes: of copies of arguments that had to be made.
     """
@@ -67,6 +71,7 @@ class Tokens:
     kept: Tensor | None
     broken: Tensor | None
     class_weight: Tensor | None
+    target_weight: Tensor | None
     shape: torch.Size
     shift: bool
     copied_bytes: int
@@ -153,8 +158,8 @@ def tokens_of(
         if token_weight is not None:
             token_weight = token_weight.reshape(-1)[: len(flat)].contiguous()
         return Tokens(
-            x, flat, token_weight, None, None, class_weight, shape, spec.shift, copied
-        )  # fmt: skip
+            x, flat, token_weight, None, None, class_weight, None, shape, spec.shift, copied
+        )
     target = target.long()
     if spec.shift:
         target = _shifted(target, spec.ignore_index)
@@ -167,7 +172,11 @@ def tokens_of(
     if kept is not None:
         target = target.index_select(0, kept)
         token_weight = None if token_weight is None else token_weight.index_select(0, kept)
-    return Tokens(x, target, token_weight, kept, broken, class_weight, shape, spec.shift, copied)
+    target_weight = _target_weight(target, class_weight, spec.group)
+    return Tokens(
+        x, target, token_weight, kept, broken, class_weight, target_weight, shape, spec.shift,
+        copied,
+    )  # fmt: skip
 
 
 def _kept(target: Tensor, spec: Spec) -> tuple[Tensor | None, Tensor | None]:
@@ -197,20 +206,21 @@ def denominator(tokens: Tokens, spec: Spec) -> Tensor:
             return tokens.token_weight.sum()
         return torch.full((), tokens.count, dtype=dtype, device=tokens.x.device)
     valid = tokens.target != spec.ignore_index
-    if tokens.class_weight is None and tokens.token_weight is None:
-        return valid.sum().to(dtype)
-    each = _target_weight(tokens, spec)
+    each = valid.to(dtype) if tokens.target_weight is None else tokens.target_weight
     if tokens.token_weight is not None:
         each = each * tokens.token_weight
     return torch.where(valid, each, 0).sum()
 
 
-def _target_weight(tokens: Tokens, spec: Spec) -> Tensor:
+def _target_weight(target: Tensor, class_weight: Tensor | None, group: str) -> Tensor | None:
     """The class weight of each token's target; anything for targets that are no class."""
-    if tokens.class_weight is None:
-        return torch.ones((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
-    classes = len(tokens.class_weight)
-    return tokens.class_weight[tokens.target.clamp(0, max(classes - 1, 0))]
+    if class_weight is None:
+        return None
+    first, _ = vocab_parallel.place_of(group, len(class_weight))
+    local = target - first
+    here = (local >= 0) & (local < len(class_weight))
+    each = class_weight[torch.where(here, local, 0)] if len(class_weight) else here.to(class_weight)
+    return vocab_parallel.add_up(group, torch.where(here, each, 0))
 
 
 def scale_of(tokens: Tokens, spec: Spec) -> Tensor:
@@ -243,9 +253,10 @@ def upstream_of(
         rows[1] = loss if nll is None else loss + nll
     else:
         rows[0] = loss
-        if tokens.class_weight is not None or spec.label_smoothing:
-            rows[0] = loss * (1 - spec.label_smoothing) * _target_weight(tokens, spec)
-            rows[1] = loss
+        if tokens.target_weight is not None:
+            rows[0] = loss * tokens.target_weight
+        if spec.label_smoothing:
+            rows[0], rows[1] = rows[0] * (1 - spec.label_smoothing), loss
         rows[0] = rows[0] if nll is None else rows[0] + nll
     if spec.z_loss:
         rows[4] = 2 * spec.z_loss * loss
@@ -277,8 +288,8 @@ class Outputs:
             loss = nll = mass * log_sum - dot
         else:
             loss = nll = log_sum + (shift - logit)
-            if tokens.class_weight is not None:
-                loss = loss * _target_weight(tokens, spec)
+            if tokens.target_weight is not None:
+                loss = loss * tokens.target_weight
             if spec.label_smoothing:
                 loss = loss * (1 - spec.label_smoothing) + (mass * log_sum - dot)
         if spec.z_loss:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from storage_ops.distributed import vocab_parallel
 from storage_ops.ops import planner, products
 from storage_ops.ops.loss_rows import (
     EXPONENTIALS,
@@ -35,9 +36,9 @@ class Task:
     bias: Tensor | None
     spec: Spec
     problem: Problem
-    into: Tensor | None = None
-    vocabulary: int = 0
-    first_class: int = 0
+    into: Tensor | None
+    vocabulary: int
+    first_class: int
 
 
 def new_state(task: Task) -> Tensor:
@@ -115,12 +116,27 @@ def sweep(
         for rows in _slices(task.tokens.count, plan.rows):
             x, tile = task.tokens.gather(rows), buffer.tile(rows, columns)
             products.logits(x, w, tile)
-            _rows_kernel(task, tile, rows, columns, state, upstream, argmax, phases)
+            if task.spec.group and phases & UPDATE and phases & GRADIENT:
+                _rows_kernel(task, tile, rows, columns, state, None, argmax, UPDATE)
+                _merge(task, state, argmax, rows)
+                _rows_kernel(task, tile, rows, columns, state, upstream, None, GRADIENT)
+            else:
+                _rows_kernel(task, tile, rows, columns, state, upstream, argmax, phases)
             if gradients is not None:
                 gradients.add(rows, columns, x, w, tile)
             del x, tile
         if gradients is not None:
             gradients.end_slice(columns)
+
+
+def _merge(task: Task, state: Tensor, argmax: Tensor | None, rows: slice) -> None:
+    """Merge the state of some rows with those of the other ranks."""
+    target = task.tokens.target[rows]
+    ignored = target == task.spec.ignore_index
+    if task.tokens.probabilities:
+        ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
+    part = None if argmax is None else argmax[rows]
+    vocab_parallel.merge_state(task.spec.group, state[:, rows], part, ignored, task.vocabulary)
 
 
 class Gradients:
@@ -190,7 +206,9 @@ class Gradients:
     def finish(self) -> list[Tensor]:
         """The gradients of input (N, D), weight and bias; empty where none was asked for."""
         w = self._task.weight
-        result = w.new_empty(0) if self.input is None else self.input.to(w.dtype)
+        result = w.new_empty(0)
+        if self.input is not None:
+            result = vocab_parallel.add_up(self._task.spec.group, self.input).to(w.dtype)
         self.input = None
         weight = self._slice_sum if self.weight is None else self.weight
         if weight is None or weight is self._task.into:
@@ -260,11 +278,10 @@ def _finish_rescaled(task: Task, state: Tensor, upstream: Tensor, total: Tensor)
         total[place] = value
 
 
-def statistics(
-    task: Task, plan: Plan, state: Tensor, argmax: Tensor | None, entropy: bool
-) -> None:
+def statistics(task: Task, plan: Plan, state: Tensor, argmax: Tensor | None, entropy: bool) -> None:
     """The state of every row, and the class of its largest logit."""
     sweep(task, plan, state, UPDATE | (SLOPE if entropy else 0), argmax=argmax)
+    _merge(task, state, argmax, slice(0, task.tokens.count))
 
 
 def gradients_of(task: Task, plan: Plan, state: Tensor, upstream: Tensor) -> list[Tensor]:

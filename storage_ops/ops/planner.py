@@ -135,7 +135,7 @@ def product_bytes(p: Problem, rows: int, columns: int) -> int:
     """What forming the products of one tile allocates besides its operands and results."""
     if p.itemsize >= 4 or p.cuda:
         return 0
-    # Products in fp32: the operand of the tile as a whole, and a slice of the other and of the tile.
+    # Products in fp32: the tile's rows of one operand, a slice of the other and of the tile.
     piece = min(SLICE, columns)
     wide = 4 * (rows * p.hidden + piece * (p.hidden + rows))
     if p.upcast:
@@ -183,10 +183,9 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
         return base + tile
     weight, weight_sum = p.vocab * p.hidden, 0
     returned_late = 0  # gradients that exist only once the tile is gone
-    if p.grads[1]:
-        if p.mixed and chunks > 1 and not p.into:
-            weight_sum = columns * p.hidden * 4
-            returned_late = weight * item if slices == 1 else 0
+    if p.grads[1] and p.mixed and chunks > 1 and not p.into:
+        weight_sum = columns * p.hidden * 4
+        returned_late = weight * item if slices == 1 else 0
     input_sum = 0
     if p.grads[0]:
         tokens = p.tokens * p.hidden
@@ -233,7 +232,9 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
 def _mode(p: Problem, strategy: str, products: int) -> str:
     if not any(p.grads):
         return "no-grad 1-GEMM"
-    frozen = "" if p.grads[0] and p.grads[1] else "frozen-weight " if p.grads[0] else "frozen-input "
+    frozen = (
+        "" if p.grads[0] and p.grads[1] else "frozen-weight " if p.grads[0] else "frozen-input "
+    )
     return f"{frozen}{strategy} {products}-GEMM"
 
 
@@ -261,7 +262,12 @@ def parse(p: Problem, key: str, rates: Rates = CPU) -> Plan:
 
 
 def _most(limit: int, fits: object, step: int = 1) -> int:
-    """The largest multiple of step up to limit for which `fits` holds; 0 if there is none."""
+    """The largest multiple of step up to limit for which `fits` holds; 0 if there is none.
+
+    The whole may fit where a part does not: it needs no sums over parts.
+    """
+    if fits(limit):  # type: ignore[operator]
+        return limit
     low, high = 0, -(-limit // step)
     while low < high:
         middle = (low + high + 1) // 2
@@ -298,17 +304,20 @@ def candidates(p: Problem, budget: int, rates: Rates = CPU) -> Iterator[Plan]:
             columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
             sizes = {columns, min(columns, padded(TILE_BYTES // (rows * p.itemsize) + 1))}
             yield from (make(p, strategy, rows, size, rates) for size in sizes if size)
-            if rows == 1 or (columns and columns >= 64 and chunks >= 64):
+            if rows == 1:
                 break
             chunks *= 2
 
 
 def smallest_budget(p: Problem) -> int:
     """The least scratch memory that any plan needs."""
-    narrow = min(64, max(p.vocab, 1))
-    tiles = ((s, c) for s in allowed(p) for c in (narrow, max(p.vocab, 1)))
+    rows, columns = max(p.tokens, 1), max(p.vocab, 1)
+    sizes = [(r, c) for r in {1, rows} for c in {min(64, columns), columns}]
     return min(
-        peak_bytes(p, s, 1, c) for s, c in tiles if s != TOKEN_CHUNKED or c >= max(p.vocab, 1)
+        peak_bytes(p, strategy, r, c)
+        for strategy in allowed(p)
+        for r, c in sizes
+        if strategy != TOKEN_CHUNKED or c == columns
     )
 
 

@@ -98,3 +98,4 @@ def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
             out[columns] += part @ wide
         else:
             out[columns] = part @ wide
+        del part  # or two of them are alive at a time

@@ -71,7 +71,9 @@ def test_loss_and_gradients_against_float64(dtype, reduction, bias, budget):
 def test_16_bit_gradients_are_no_worse_than_those_of_the_unchunked_loss(dtype, chunks, plan):
     x, w, target, _ = problem(512, 64, 1003, dtype, bias=False)
     x, w = x * 0.5, w * 0.5
-    rows, columns = (512 // chunks, 1003) if plan == "token-chunked" else (512, max(64, 1003 // chunks))
+    rows, columns = (
+        (512 // chunks, 1003) if plan == "token-chunked" else (512, max(64, 1003 // chunks))
+    )
     forced = planner.make(planner.Problem(512, 64, 1003, 2), plan, rows, columns)
     # A large upstream gradient, as from a loss scaler: without one float16 loses it in the logits.
     options = {"upstream": torch.tensor(1024.0)}

@@ -10,28 +10,48 @@ OPS = torch.ops.storage_ops
 VALUES_GONE = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-def rows(dtype=torch.float32, index=torch.int64, bias=True, count=5):
-    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    target = torch.tensor([0, 6, -100, 3, 2], dtype=index)[:count]
-    offset = torch.randn(7).to(dtype) if bias else None
-    scale, nll = torch.rand(()).to(arithmetic), torch.zeros(count, dtype=arithmetic)
-    return (torch.randn(count, 7).to(dtype), target, offset, scale, nll, -100, True)
+def rows(dtype=torch.float32, bias=True, count=5, dense=False, phases=3, smoothing=0.1):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    target = torch.tensor([0, 6, -100, 3, 2])[:count]
+    target = torch.softmax(torch.randn(count, 7), 1).to(wide) if dense else target
+    offset, weight = (torch.randn(7).to(dtype), torch.rand(7).to(wide)) if bias else (None, None)
+    upstream, state = torch.rand(5, count).to(wide), torch.zeros(6, count, dtype=wide)
+    if not phases & 1:
+        state[1] = 2
+    argmax = torch.zeros(count, dtype=torch.int64) if phases & 1 else None
+    logits = torch.randn(count, 7).to(dtype)
+    return (logits, target, offset, weight, upstream, state, argmax, 0, 7, -100, 5.0, 2.0,
+            smoothing, phases)  # fmt: skip
 
 
-def loss(reduction, mask=(True, True, True), bias=True, dtype=torch.float32):
-    x, w = torch.randn(9, 6).to(dtype), torch.randn(7, 6).to(dtype)
+def loss(
+    reduction, needs=(True, True, True), bias=True, dtype=torch.float32, early=True, dense=False,
+    wants=(False, False, False, False), token_weight=False, shift=False, into=None,
+):  # fmt: skip
+    x, w = torch.randn(3, 4, 6).to(dtype), torch.randn(7, 6).to(dtype)
     b = torch.randn(7).to(dtype) if bias else None
-    for t, needs in zip((x, w, b), mask, strict=True):
+    for t, need in zip((x, w, b), needs, strict=True):
         if t is not None:
-            t.requires_grad_(needs)
-    return (x, w, torch.randint(7, (9,)), b, reduction, -100, None, list(mask))
+            t.requires_grad_(need)
+    target = torch.randint(7, (3, 4))
+    target[0, 1] = -100
+    target = torch.softmax(torch.randn(3, 4, 7), -1) if dense else target
+    weights = (torch.rand(7), torch.rand(3, 4)) if token_weight else (None, None)
+    return (x, w, target, b, *weights, into, reduction, -100, 0.1, 0.01, 3.0, 0.5, shift, None,
+            None, None, "", "", early, list(needs), list(wants))  # fmt: skip
 
 
-def backward(reduction):
-    x, w, target, b, *options = loss(reduction, (False, False, False))
-    options[-1] = [True, True, True]
-    grad = torch.randn(9 if reduction == "none" else ())
-    return (grad, x, w, target, b, *options)
+def backward(reduction, into=None):
+    x, w, target, b, *rest = loss(reduction, (False, False, False), shift=True)
+    rest[-2], rest[2] = [True, True, b is not None], into
+    rest[-3] = False
+    state = torch.rand(6, 12) + 1
+    per_token = torch.randn(3, 3)
+    grad = torch.randn(()) if reduction == "mean" else per_token
+    given = (
+        (x, w, target, b, *rest) if into is not None else (x, w, target, b, *rest[:2], *rest[3:])
+    )
+    return (grad, None, per_token, per_token * 2, state, *given)
 
 
 # op name -> argument tuples. The house test asserts that every schema has an entry.
@@ -50,20 +70,25 @@ CASES = {
     "_alias_bytes": [(torch.arange(8, dtype=torch.uint8),)],
     "_cross_entropy_rows": [
         rows(),
-        rows(torch.float64, torch.int32),
-        rows(torch.bfloat16, bias=False),
+        rows(torch.float64, dense=True),
+        rows(torch.bfloat16, bias=False, smoothing=0.0),
+        rows(phases=2),
+        rows(phases=5 | 8, smoothing=0.0),
         (torch.randn(5, 16)[:, :7], *rows()[1:]),
         rows(count=0),
     ],
     "linear_cross_entropy": [
         loss("mean"),
-        loss("sum", (True, False, False), bias=False),
-        loss("none"),
-        loss("none", (False, True, False)),
-        loss("mean", (False, False, False)),
+        loss("sum", (True, False, False), bias=False, token_weight=True),
+        loss("none", early=False, shift=True),
+        loss("none", (False, True, False), early=False, dense=True, token_weight=True),
+        loss("mean", (False, False, False), wants=(True, True, True, True)),
+        loss("mean", early=False, wants=(True, True, True, True), shift=True),
         loss("mean", dtype=torch.bfloat16),
+        loss("sum", dtype=torch.float16, early=False),
     ],
     "linear_cross_entropy_backward": [backward("mean"), backward("none")],
+    "linear_cross_entropy_backward_into": [backward("mean", torch.zeros(7, 6))],
 }
 
 
@@ -77,7 +102,7 @@ CASES = {
     ],
 )
 def test_opcheck(name, args):
-    tolerance = {"atol": 1e-2, "rtol": 1e-2} if torch.bfloat16 in {
+    tolerance = {"atol": 1e-2, "rtol": 1e-2} if {torch.bfloat16, torch.float16} & {
         a.dtype for a in args if isinstance(a, torch.Tensor)
     } else {}  # fmt: skip
     opcheck(getattr(OPS, name).default, args, **tolerance)

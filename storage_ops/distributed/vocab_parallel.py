@@ -1,0 +1,65 @@
+"""Linear cross-entropy with a slice of the vocabulary on every rank.
+
+Each rank forms the logits of its own classes. What the ranks exchange is a few numbers per token,
+the state of the rows, and at the end the gradient of the input, to which every slice contributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def name_of(process_group: Any) -> str:
+    """The name by which the op's kernels find a group again; "" for no group."""
+    return "" if process_group is None else str(process_group.group_name)
+
+
+def _group(name: str) -> Any:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def place_of(name: str, classes: int) -> tuple[int, int]:
+    """First class of this rank, and the number of classes of all ranks."""
+    if not name:
+        return 0, classes
+    group = _group(name)
+    return dist.get_rank(group) * classes, dist.get_world_size(group) * classes
+
+
+def add_up(name: str, t: Tensor) -> Tensor:
+    """The sum of a tensor over the ranks, in place."""
+    if name:
+        dist.all_reduce(t, dist.ReduceOp.SUM, _group(name))
+    return t
+
+
+def merge_state(
+    name: str, state: Tensor, argmax: Tensor | None, ignored: Tensor, vocabulary: int
+) -> None:
+    """Merge the state of rows over the ranks, in place: the sum formulas of csrc/row_math.h."""
+    if not name:
+        return
+    group = _group(name)
+    shift, total, slope, dot, mass, _ = state.unbind(0)
+    largest = torch.where(total == 0, -torch.inf, shift)
+    merged = largest.clone()
+    dist.all_reduce(merged, dist.ReduceOp.MAX, group)
+    if argmax is not None:
+        argmax.masked_fill_(largest != merged, vocabulary)
+        dist.all_reduce(argmax, dist.ReduceOp.MIN, group)
+        argmax.masked_fill_(argmax == vocabulary, 0).masked_fill_(ignored, -1)
+    new = torch.where(merged == -torch.inf, 0, merged)
+    by = torch.where(total == 0, 0, shift - new)
+    factor = by.exp()
+    slope.copy_(factor * (slope + torch.where(total == 0, 0, total * by)))
+    dot.add_(torch.where(mass == 0, 0, mass * (shift - new)))
+    total.mul_(factor)
+    rest = state[1:].contiguous()
+    dist.all_reduce(rest, dist.ReduceOp.SUM, group)
+    state[1:] = rest
+    state[0] = new
+    state.masked_fill_(ignored, 0)[1].masked_fill_(ignored, 1)
