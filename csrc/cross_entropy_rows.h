@@ -10,6 +10,8 @@ namespace storage_ops {
 constexpr int64_t kStateRows = 6;
 // Rows of `upstream` in the order of Upstream; missing ones are 0.
 constexpr int64_t kUpstreamRows = 5;
+// What a call does with its rows; see RowArguments.
+enum Phase : int64_t { kUpdate = 1, kGradient = 2, kExponentials = 4, kSlope = 8 };
 
 // Tensor arguments of _cross_entropy_rows as given. Some may be missing.
 struct RowTensors {
@@ -19,7 +21,14 @@ struct RowTensors {
   std::optional<Tensor> argmax;
 };
 
-// The same as pointers, for logits of type T and arithmetic A.
+// Its other arguments.
+struct RowOptions {
+  int64_t first_column, vocabulary, ignore_index;
+  double softcap, logit_scale, label_smoothing;
+  int64_t phases;
+};
+
+// Both as the kernels use them, for logits of type T and arithmetic A.
 template <typename T, typename A>
 struct RowArguments {
   T* logits;
@@ -43,9 +52,13 @@ struct RowArguments {
 
   STORAGE_OPS_INLINE bool spread() const { return probabilities != nullptr || smooth != 0; }
 
+  STORAGE_OPS_INLINE A share_of(A probability, A class_weight) const {
+    return (probability * keep + smooth) * class_weight;
+  }
+
   STORAGE_OPS_INLINE A share(int64_t row, int64_t column) const {
-    const A q = probabilities ? probabilities[row * probabilities_stride + column] * keep : A(0);
-    return (q + smooth) * (weight ? weight[column] : A(1));
+    return share_of(probabilities ? probabilities[row * probabilities_stride + column] : A(0),
+                    weight ? weight[column] : A(1));
   }
 
   STORAGE_OPS_INLINE A logit(T value, int64_t column) const {
@@ -126,7 +139,7 @@ const P* pointer(const std::optional<Tensor>& t) {
 }
 
 template <typename T, typename A>
-RowArguments<T, A> row_arguments(const RowTensors& t) {
+RowArguments<T, A> row_arguments(const RowTensors& t, const RowOptions& o) {
   const bool index = t.target.dim() == 1;
   RowArguments<T, A> a{};
   a.logits = static_cast<T*>(t.logits.mutable_data_ptr());
@@ -147,6 +160,17 @@ RowArguments<T, A> row_arguments(const RowTensors& t) {
     a.upstream_inner = t.upstream->size(1) == 1 ? 0 : t.upstream->stride(1);
   }
   a.state_stride = t.state.stride(0);
+  a.first_column = o.first_column;
+  a.vocabulary = o.vocabulary;
+  a.ignore_index = o.ignore_index;
+  a.transform = {static_cast<A>(o.logit_scale), static_cast<A>(o.softcap),
+                 static_cast<A>(o.softcap == 0 ? 0 : 1 / o.softcap)};
+  a.keep = static_cast<A>(1 - o.label_smoothing);
+  a.smooth = static_cast<A>(o.label_smoothing / static_cast<double>(o.vocabulary));
+  a.update = o.phases & kUpdate;
+  a.grad = o.phases & kGradient;
+  a.exponentials = o.phases & kExponentials;
+  a.slope = o.phases & kSlope;
   return a;
 }
 

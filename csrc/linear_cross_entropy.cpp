@@ -16,8 +16,6 @@
 namespace storage_ops {
 namespace {
 
-enum Phase : int64_t { kUpdate = 1, kGradient = 2, kExponentials = 4, kSlope = 8 };
-
 constexpr int64_t kBlock = 1024;  // elements handled at a time, in the first-level cache
 
 template <typename A>
@@ -264,21 +262,11 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
                         int64_t ignore_index, double softcap, double logit_scale,
                         double label_smoothing, int64_t phases) {
   const RowTensors tensors{logits, target, bias, weight, upstream, state, argmax};
+  const RowOptions options{first_column, vocabulary,      ignore_index, softcap,
+                           logit_scale,  label_smoothing, phases};
   check_rows(tensors, phases & kGradient);
   for_dtypes(logits, [&](auto logit, auto arithmetic) {
-    using T = decltype(logit);
-    using A = decltype(arithmetic);
-    auto a = row_arguments<T, A>(tensors);
-    a.first_column = first_column;
-    a.vocabulary = vocabulary;
-    a.ignore_index = ignore_index;
-    a.transform = {static_cast<A>(logit_scale), static_cast<A>(softcap)};
-    a.keep = static_cast<A>(1 - label_smoothing);
-    a.smooth = static_cast<A>(label_smoothing / static_cast<double>(vocabulary));
-    a.update = phases & kUpdate;
-    a.grad = phases & kGradient;
-    a.exponentials = phases & kExponentials;
-    a.slope = phases & kSlope;
+    const auto a = row_arguments<decltype(logit), decltype(arithmetic)>(tensors, options);
     const int64_t bad = first_bad_row(a);
     STD_TORCH_CHECK(bad < 0, "linear_cross_entropy: target ", bad < 0 ? 0 : a.index[bad],
                     " is out of range; expected ignore_index (", ignore_index,
