@@ -1,10 +1,12 @@
-// Launching on torch's current stream, and reductions over a block.
+// Launching on torch's current stream, rows in 16-byte accesses, and reductions over a block.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
+
+#include <cstring>
 
 #include "stable.h"
 
@@ -16,26 +18,155 @@ inline cudaStream_t current_stream(const Tensor& t) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Combines one value per thread with `combine` and hands the result to every thread. `scratch`
-// holds one value per warp. Always in the same order: two runs give the same bits.
-template <typename T, typename Combine>
-__device__ __forceinline__ T block_reduce(T value, T identity, T* scratch, Combine combine) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int warps = blockDim.x / 32;
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value = combine(value, value.shuffle_down(offset));
+// 16 bytes of memory, and the numbers in them in the type of the arithmetic.
+template <typename T>
+constexpr int kPack = 16 / sizeof(T);
+
+__device__ __forceinline__ void unpack(const uint4& from, double (&to)[2], double) {
+  std::memcpy(to, &from, sizeof from);
+}
+
+__device__ __forceinline__ void unpack(const uint4& from, float (&to)[4], float) {
+  std::memcpy(to, &from, sizeof from);
+}
+
+__device__ __forceinline__ void unpack(const uint4& from, float (&to)[8], BFloat16) {
+  const unsigned words[] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    to[2 * k] = __uint_as_float(words[k] << 16);
+    to[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
   }
-  if (lane == 0) scratch[warp] = value;
-  __syncthreads();
-  if (warp == 0) {
-    value = lane < warps ? scratch[lane] : identity;
-    for (int offset = 16; offset > 0; offset /= 2) {
-      value = combine(value, value.shuffle_down(offset));
+}
+
+__device__ __forceinline__ void unpack(const uint4& from, float (&to)[8], Half) {
+  __half2 pairs[4];
+  std::memcpy(pairs, &from, sizeof from);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const float2 pair = __half22float2(pairs[k]);
+    to[2 * k] = pair.x;
+    to[2 * k + 1] = pair.y;
+  }
+}
+
+__device__ __forceinline__ void pack(const double (&from)[2], uint4& to, double) {
+  std::memcpy(&to, from, sizeof to);
+}
+
+__device__ __forceinline__ void pack(const float (&from)[4], uint4& to, float) {
+  std::memcpy(&to, from, sizeof to);
+}
+
+__device__ __forceinline__ void pack(const float (&from)[8], uint4& to, BFloat16) {
+  __nv_bfloat162 pairs[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) pairs[k] = __floats2bfloat162_rn(from[2 * k], from[2 * k + 1]);
+  std::memcpy(&to, pairs, sizeof to);
+}
+
+__device__ __forceinline__ void pack(const float (&from)[8], uint4& to, Half) {
+  __half2 pairs[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) pairs[k] = __floats2half2_rn(from[2 * k], from[2 * k + 1]);
+  std::memcpy(&to, pairs, sizeof to);
+}
+
+template <typename T>
+__device__ __forceinline__ bool is_aligned(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % sizeof(uint4) == 0;
+}
+
+// Reads n numbers.
+template <int n, typename T, typename A>
+__device__ __forceinline__ void load(const T* from, A (&to)[n]) {
+  if (n % kPack<T> == 0 && is_aligned(from)) {
+#pragma unroll
+    for (int k = 0; k < n; k += kPack<T>) {
+      const uint4 bits = *reinterpret_cast<const uint4*>(from + k);
+      A numbers[kPack<T>];
+      unpack(bits, numbers, T());
+#pragma unroll
+      for (int m = 0; m < kPack<T>; ++m) to[k + m] = numbers[m];
     }
-    if (lane == 0) scratch[0] = value;
+  } else {
+#pragma unroll
+    for (int k = 0; k < n; ++k) to[k] = static_cast<A>(from[k]);
+  }
+}
+
+enum Access { kRead = 1, kWrite = 2, kReadWrite = kRead | kWrite };
+enum Direction { kForwards, kBackwards };
+
+// Calls `body(column, numbers)` for every piece of a row that this thread owns: an array of type A
+// with the numbers from `column` on, loaded before and stored after as `kAccess` says. kTile packs
+// are on their way from memory at a time.
+template <typename A, Access kAccess, int kTile, Direction kDirection, typename T, typename Body>
+__device__ __forceinline__ void for_pieces(T* row, int64_t columns, Body body) {
+  const unsigned packs = is_aligned(row) ? static_cast<unsigned>(columns / kPack<T>) : 0;
+  auto* packed = reinterpret_cast<uint4*>(row);
+  const unsigned step = blockDim.x * kTile, tiles = (packs + step - 1) / step;
+  for (unsigned t = 0; t < tiles; ++t) {
+    const unsigned begin = (kDirection == kForwards ? t : tiles - 1 - t) * step + threadIdx.x;
+    uint4 tile[kTile];
+    if constexpr (kAccess & kRead) {
+#pragma unroll
+      for (int u = 0; u < kTile; ++u) {
+        const unsigned p = begin + u * blockDim.x;
+        if (p < packs) tile[u] = packed[p];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kTile; ++u) {
+      const unsigned p = begin + u * blockDim.x;
+      if (p >= packs) continue;
+      A numbers[kPack<T>];
+      if constexpr (kAccess & kRead) unpack(tile[u], numbers, T());
+      body(static_cast<int64_t>(p) * kPack<T>, numbers);
+      if constexpr (kAccess & kWrite) {
+        pack(numbers, tile[u], T());
+        packed[p] = tile[u];
+      }
+    }
+  }
+  // By the last threads first: they have the fewest packs.
+  const int64_t rest = static_cast<int64_t>(packs) * kPack<T>;
+  for (int64_t j = rest + blockDim.x - 1 - threadIdx.x; j < columns; j += blockDim.x) {
+    A number[1];
+    if constexpr (kAccess & kRead) number[0] = static_cast<A>(row[j]);
+    body(j, number);
+    if constexpr (kAccess & kWrite) row[j] = static_cast<T>(number[0]);
+  }
+}
+
+template <int n, typename V, typename Combine>
+__device__ __forceinline__ void warp_reduce(V (&values)[n], Combine combine) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      values[k] = combine(values[k], __shfl_xor_sync(0xffffffffu, values[k], offset));
+    }
+  }
+}
+
+constexpr int kMaxWarps = 32;
+
+// Combines n values per thread, each over all threads, and hands the results to every thread.
+// Always in the same order: two runs give the same bits. A kernel that reduces several times gives
+// each its own `scratch`, so that one barrier is enough.
+template <int n, typename V, typename Combine>
+__device__ __forceinline__ void block_reduce(V (&values)[n], V identity, V (*scratch)[kMaxWarps],
+                                             Combine combine) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  warp_reduce(values, combine);
+  if (lane == 0) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) scratch[k][warp] = values[k];
   }
   __syncthreads();
-  return scratch[0];
+#pragma unroll
+  for (int k = 0; k < n; ++k) values[k] = lane < blockDim.x / 32 ? scratch[k][lane] : identity;
+  warp_reduce(values, combine);
 }
 
 }  // namespace storage_ops

@@ -1,146 +1,290 @@
-// CUDA row kernel of linear cross-entropy: one block per row, 16-byte accesses. The row is read
-// from memory once; its second read, for the gradient, hits the second-level cache. Nothing waits
-// for the host, nothing depends on the order of blocks, and a target out of range touches no
-// memory: it makes the row's loss and gradient nan.
+// CUDA row kernel of linear cross-entropy: one block per row. A row is read from memory once; its
+// second read, for the gradient, goes backwards, so that it finds in the caches what was read last.
+// Nothing waits for the host, nothing depends on the order of blocks, and a target out of range
+// touches no memory: it makes the row's sum and its gradient nan.
+#include <algorithm>
+#include <type_traits>
+
 #include "cross_entropy_rows.h"
 #include "launch.cuh"
-#include "row_math.h"
 
 namespace storage_ops {
 namespace {
 
-// Threads of a block. With 1024, double arithmetic does not fit into its share of the registers.
+// Threads of a block at most. With 1024, double does not fit into its share of the registers.
 template <typename A>
 constexpr int kThreads = sizeof(A) == 8 ? 512 : 1024;
 
-template <typename T>
-struct alignas(16) Pack {
-  static constexpr int kSize = 16 / sizeof(T);
-  T values[kSize];
-};
+// Packs that a thread loads before it uses the first. Once there is a block of 1024 threads per
+// multiprocessor, only these loads hide the latency of memory.
+template <bool kGeneral>
+constexpr int kTile = kGeneral ? 2 : 4;
 
+// Memory that the threads of a block share.
 template <typename A>
-struct BlockState : SoftmaxState<A> {
-  __device__ __forceinline__ BlockState shuffle_down(int offset) const {
-    BlockState other;
-    other.max = __shfl_down_sync(0xffffffffu, this->max, offset);
-    other.sum = __shfl_down_sync(0xffffffffu, this->sum, offset);
-    return other;
-  }
+struct Scratch {
+  A max[1][kMaxWarps], sums[4][kMaxWarps];
+  int64_t rank[1][kMaxWarps];
 };
 
-template <typename T, typename Index, typename A>
-struct Arguments {
-  T* logits;
-  const Index* target;
-  const T* bias;
-  const A* scale;
-  A* nll;
-  int64_t columns, stride, ignore_index;
-  bool scale_per_row, grad;
+// What a thread knows of the logits that it has read.
+template <typename A>
+struct Partial {
+  RowState<A> state;
+  unsigned best = 0;  // which pack of columns has the first of the maximum
 };
 
-// Calls `body(first column, values, count)` for every pack of the row that this thread owns.
-template <typename T, typename Body>
-__device__ __forceinline__ void for_packs(T* row, int64_t columns, Body body) {
-  using P = Pack<T>;
-  const bool aligned = reinterpret_cast<uintptr_t>(row) % sizeof(P) == 0;
-  const int64_t whole = aligned ? columns / P::kSize * P::kSize : 0;
-  for (int64_t j = static_cast<int64_t>(threadIdx.x) * P::kSize; j < whole;
-       j += static_cast<int64_t>(blockDim.x) * P::kSize) {
-    P pack = *reinterpret_cast<const P*>(row + j);
-    if (body(j, pack.values, P::kSize)) *reinterpret_cast<P*>(row + j) = pack;
-  }
-  for (int64_t j = whole + threadIdx.x; j < columns; j += blockDim.x) {
-    T value = row[j];
-    if (body(j, &value, 1)) row[j] = value;
-  }
-}
+// A row and the block that works on it. The general one knows the bias, targets that are spread
+// out, the entropy and the soft-cap; without, the common case keeps its registers for loads.
+template <bool kGeneral, typename T, typename A>
+struct BlockRow {
+  const RowArguments<T, A>& a;
+  const int64_t i;
+  T* const row;
+  const Transform<A> transform;
 
-template <typename A, typename T>
-__device__ __forceinline__ A logit_of(T value, const T* bias, int64_t column) {
-  return static_cast<A>(value) + (bias ? static_cast<A>(bias[column]) : A(0));
-}
+  __device__ __forceinline__ BlockRow(const RowArguments<T, A>& args, int64_t index)
+      : a(args),
+        i(index),
+        row(args.logits + index * args.stride),
+        transform(kGeneral ? args.transform : Transform<A>{args.transform.scale, 0, 0}) {}
 
-template <typename T, typename Index, typename A>
-__global__ void __launch_bounds__(kThreads<A>)
-    cross_entropy_rows_kernel(const Arguments<T, Index, A> args) {
-  __shared__ BlockState<A> scratch[kThreads<A> / 32];
-  const int64_t i = blockIdx.x;
-  T* row = args.logits + i * args.stride;
-  const int64_t target = static_cast<int64_t>(args.target[i]);
-  const bool ignored = target == args.ignore_index;
-  const bool inside = target >= 0 && target < args.columns;
-  if (ignored || !inside) {
-    const A value = ignored ? A(0) : std::numeric_limits<A>::quiet_NaN();
-    if (threadIdx.x == 0) args.nll[i] = value;
-    for (int64_t j = threadIdx.x; args.grad && j < args.columns; j += blockDim.x) {
-      row[j] = static_cast<T>(value);
+  // From n matrix products to logits.
+  template <int n>
+  __device__ __forceinline__ void transform_products(int64_t column, A (&z)[n]) const {
+    if (kGeneral && a.bias != nullptr) {
+      A bias[n];
+      load(a.bias + column, bias);
+#pragma unroll
+      for (int k = 0; k < n; ++k) z[k] += bias[k];
     }
+#pragma unroll
+    for (int k = 0; k < n; ++k) z[k] = transform.logit(z[k]);
+  }
+
+  __device__ __forceinline__ A logit(int64_t column) const {
+    A z[] = {static_cast<A>(row[column])};
+    transform_products(column, z);
+    return z[0];
+  }
+
+  // The share of each of n classes in a target that is spread out.
+  template <int n>
+  __device__ __forceinline__ void load_shares(int64_t column, A (&share)[n]) const {
+    A weight[n];
+#pragma unroll
+    for (int k = 0; k < n; ++k) share[k] = 0, weight[k] = 1;
+    if (a.probabilities) load(a.probabilities + i * a.probabilities_stride + column, share);
+    if (a.weight != nullptr) load(a.weight + column, weight);
+#pragma unroll
+    for (int k = 0; k < n; ++k) share[k] = a.share_of(share[k], weight[k]);
+  }
+
+  // Where the target is; outside the columns if it is not here.
+  __device__ __forceinline__ int64_t target_column() const {
+    return a.index ? a.index[i] - a.first_column : -1;
+  }
+
+  __device__ __forceinline__ bool has(int64_t column) const {
+    return column >= 0 && column < a.columns;
+  }
+
+  __device__ __forceinline__ void fill(A value) const {
+    for_pieces<A, kWrite, 1, kForwards>(row, a.columns, [&](int64_t, auto& numbers) {
+#pragma unroll
+      for (A& number : numbers) number = value;
+    });
+  }
+
+  __device__ __forceinline__ Partial<A> read() const {
+    Partial<A> own;
+    RowState<A>& state = own.state;
+    for_pieces<A, kRead, kTile<kGeneral>, kForwards>(row, a.columns, [&](int64_t column, auto& z) {
+      transform_products(column, z);
+      A max = z[0];
+#pragma unroll
+      for (const A& logit : z) max = ::max(max, logit);
+      if (max > state.max()) own.best = static_cast<unsigned>(column / kPack<T>);
+      state = moved(state, shift_of(::max(max, state.max())));
+#pragma unroll
+      for (const A& logit : z) {
+        const A e = exponential(logit - state.shift);
+        state.sum += e;
+        if (kGeneral && a.slope) state.slope += weighted(e, logit - state.shift);
+      }
+      if (kGeneral && a.spread()) {
+        constexpr int n = std::extent_v<std::remove_reference_t<decltype(z)>>;
+        A share[n];
+        load_shares(column, share);
+#pragma unroll
+        for (int k = 0; k < n; ++k) {
+          state.mass += share[k];
+          state.dot += share[k] * (z[k] - state.shift);
+        }
+      }
+    });
+    return own;
+  }
+
+  // What all threads of the block know together.
+  __device__ __forceinline__ RowState<A> combine(const Partial<A>& own, Scratch<A>& scratch) const {
+    A max[] = {own.state.max()};
+    block_reduce(max, -std::numeric_limits<A>::infinity(), scratch.max,
+                 [](A x, A y) { return ::max(x, y); });
+    RowState<A> state = moved(own.state, shift_of(max[0]));
+    const auto add = [](A x, A y) { return x + y; };
+    if constexpr (kGeneral) {
+      A sums[] = {state.sum, state.slope, state.dot, state.mass};
+      block_reduce(sums, A(0), scratch.sums, add);
+      return {state.shift, sums[0], sums[1], sums[2], sums[3]};
+    } else {
+      A sums[] = {state.sum};
+      block_reduce(sums, A(0), scratch.sums, add);
+      return {state.shift, sums[0], 0, 0, 0};
+    }
+  }
+
+  // The lowest column of a nan, else the lowest of the maximum, if the columns before have none
+  // above.
+  __device__ __forceinline__ void write_argmax(const RowState<A>& previous, const RowState<A>& all,
+                                               const Partial<A>& own, Scratch<A>& scratch) const {
+    const int64_t none = 2 * a.columns;
+    int64_t rank[] = {none};  // the column of a nan, or a.columns + that of the maximum
+    A max = -std::numeric_limits<A>::infinity();
+#pragma unroll 1
+    for (int k = 0; own.state.max() == all.max() && k < kPack<T>; ++k) {
+      const int64_t j = static_cast<int64_t>(own.best) * kPack<T> + k;
+      const A z = j < a.columns ? logit(j) : max;
+      if (z > max) {
+        max = z;
+        rank[0] = a.columns + j;
+      }
+    }
+    if (all.sum != all.sum) {
+      for (int64_t j = threadIdx.x; j < a.columns && rank[0] >= a.columns; j += blockDim.x) {
+        const A z = logit(j);
+        if (z != z) rank[0] = j;
+      }
+    }
+    block_reduce(rank, none, scratch.rank, [](int64_t x, int64_t y) { return x < y ? x : y; });
+    if (threadIdx.x != 0 || previous.sum != previous.sum) return;
+    if (rank[0] < a.columns) {
+      a.argmax[i] = a.first_column + rank[0];
+    } else if (rank[0] < none && all.max() > previous.max()) {
+      a.argmax[i] = a.first_column + rank[0] - a.columns;
+    }
+  }
+
+  __device__ __forceinline__ void overwrite(const RowGradient<A>& gradient) const {
+    const bool spread = kGeneral && gradient.spread != 0 && a.spread();
+    if (kGeneral && (spread || gradient.entropy != 0 || transform.softcap != 0)) {
+      for_pieces<A, kReadWrite, kTile<true>, kBackwards>(
+          row, a.columns, [&](int64_t column, auto& z) {
+            constexpr int n = std::extent_v<std::remove_reference_t<decltype(z)>>;
+            A share[n] = {};
+            transform_products(column, z);
+            if (spread) load_shares(column, share);
+#pragma unroll
+            for (int k = 0; k < n; ++k) {
+              z[k] = gradient.at(z[k], share[k]) * transform.slope(z[k]);
+            }
+          });
+    } else {
+      const A factor = gradient.inverse_sum * gradient.probability * transform.scale;
+      for_pieces<A, kReadWrite, kTile<false>, kBackwards>(
+          row, a.columns, [&](int64_t column, auto& z) {
+            transform_products(column, z);
+#pragma unroll
+            for (A& logit : z) logit = exponential(logit - gradient.shift) * factor;
+          });
+    }
+  }
+};
+
+template <bool kGeneral, typename T, typename A>
+__global__ void __launch_bounds__(kThreads<A>, 1)
+    cross_entropy_rows_kernel(const __grid_constant__ RowArguments<T, A> a) {
+  __shared__ Scratch<A> scratch;
+  const int64_t i = blockIdx.x;
+  const BlockRow<kGeneral, T, A> block(a, i);
+  const int64_t index = a.index ? a.index[i] : -1;
+  const bool ignored = a.index && index == a.ignore_index;
+  const bool outside = a.index && (index < 0 || index >= a.vocabulary);
+  if (ignored || outside) {
+    const A nan = std::numeric_limits<A>::quiet_NaN();
+    if (a.update && threadIdx.x == 0) {
+      a.store_state(i, {0, ignored ? A(1) : nan, 0, 0, 0});
+      a.target_logit(i) = 0;
+      if (a.argmax != nullptr) a.argmax[i] = -1;
+    }
+    if (a.grad || a.exponentials) block.fill(ignored ? A(0) : nan);
     return;
   }
-  BlockState<A> state;
-  for_packs(row, args.columns, [&](int64_t column, T* values, int n) {
-    BlockState<A> pack;
-    for (int k = 0; k < n; ++k) {
-      const A x = logit_of<A>(values[k], args.bias, column + k);
-      pack.max = x > pack.max ? x : pack.max;
-    }
-    const A max = pack.max > state.max ? pack.max : state.max;
-    const A shift = shift_of(max);
-    state.sum *= exponential(state.max - shift);
-    state.max = max;
-    for (int k = 0; k < n; ++k) {
-      state.sum += exponential(logit_of<A>(values[k], args.bias, column + k) - shift);
-    }
-    return false;
-  });
-  const A target_logit = logit_of<A>(row[target], args.bias, target);
-  state = block_reduce(state, BlockState<A>(), scratch, [](BlockState<A> a, BlockState<A> b) {
-    BlockState<A> both;
-    static_cast<SoftmaxState<A>&>(both) = merge<A>(a, b);
-    return both;
-  });
-  const A lse = log_sum_exp<A>(state);
-  if (threadIdx.x == 0) args.nll[i] = negative_log_likelihood(lse, target_logit);
-  if (!args.grad) return;
-  const A scale = args.scale[args.scale_per_row ? i : 0];
-  for_packs(row, args.columns, [&](int64_t column, T* values, int n) {
-    for (int k = 0; k < n; ++k) {
-      const A x = logit_of<A>(values[k], args.bias, column + k);
-      const bool hit = column + k == target;
-      values[k] = static_cast<T>(hit ? target_gradient(x, lse, scale) : gradient(x, lse, scale));
-    }
-    return true;
-  });
+  Partial<A> own;
+  if (a.update) own = block.read();
+  // What several threads read comes before the barriers, what one of them writes after.
+  RowState<A> state = a.load_state(i);
+  const int64_t column = block.target_column();
+  const bool here = block.has(column);
+  const T product = here ? block.row[column] : T(0);
+  if (a.update) {
+    const RowState<A> all = block.combine(own, scratch);
+    if (a.argmax != nullptr) block.write_argmax(state, all, own, scratch);
+    state = merge(state, all);
+  }
+  __syncthreads();
+  A logit[] = {static_cast<A>(product)};
+  if (here) block.transform_products(column, logit);
+  if (a.update && threadIdx.x == 0) {
+    a.store_state(i, state);
+    if (here) a.target_logit(i) = logit[0];
+  }
+  if (!a.grad && !a.exponentials) return;
+  RowGradient<A> gradient(state, a.grad ? a.load_upstream(i) : Upstream<A>());
+  if (!a.grad) gradient.inverse_sum = gradient.probability = 1;
+  block.overwrite(gradient);
+  if (!a.grad) return;
+  __syncthreads();
+  if (here && threadIdx.x == 0) {
+    // Formed before any rounding to 16 bits, in which p - 1 loses most.
+    const A share = kGeneral && a.spread() ? a.share(i, column) : A(0);
+    const A value = gradient.at(logit[0], share) - gradient.target;
+    block.row[column] = static_cast<T>(value * block.transform.slope(logit[0]));
+  }
 }
 
-template <typename T, typename A, typename Index>
-void launch(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& bias,
-            const Tensor& scale, const Tensor& nll, int64_t ignore_index, bool grad) {
-  const Arguments<T, Index, A> args{static_cast<T*>(logits.mutable_data_ptr()),
-                                    static_cast<const Index*>(target.const_data_ptr()),
-                                    bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
-                                    static_cast<const A*>(scale.const_data_ptr()),
-                                    static_cast<A*>(nll.mutable_data_ptr()),
-                                    logits.size(1),
-                                    logits.stride(0),
-                                    ignore_index,
-                                    scale.dim() == 1,
-                                    grad};
-  const auto rows = static_cast<unsigned>(logits.size(0));
-  if (rows == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  cross_entropy_rows_kernel<T, Index, A><<<rows, kThreads<A>, 0, current_stream(logits)>>>(args);
+template <bool kGeneral, typename T, typename A>
+void launch(const RowArguments<T, A>& a, cudaStream_t stream) {
+  // Short rows get fewer threads: each still has a tile of its own.
+  constexpr int64_t kColumns = kTile<kGeneral> * kPack<T> * 32;  // of a warp
+  const int64_t warps = (a.columns + kColumns - 1) / kColumns;
+  const auto threads = static_cast<unsigned>(32 * std::clamp<int64_t>(warps, 1, kThreads<A> / 32));
+  cross_entropy_rows_kernel<kGeneral, T, A>
+      <<<static_cast<unsigned>(a.rows), threads, 0, stream>>>(a);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias, Tensor scale,
-                        Tensor nll, int64_t ignore_index, bool grad) {
-  check_rows(logits, target, bias, scale, nll);
-  for_dtypes(logits, target, [&](auto logit, auto arithmetic, auto index) {
-    launch<decltype(logit), decltype(arithmetic), decltype(index)>(logits, target, bias, scale, nll,
-                                                                   ignore_index, grad);
+void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias,
+                        std::optional<Tensor> weight, std::optional<Tensor> upstream, Tensor state,
+                        std::optional<Tensor> argmax, int64_t first_column, int64_t vocabulary,
+                        int64_t ignore_index, double softcap, double logit_scale,
+                        double label_smoothing, int64_t phases) {
+  const RowTensors tensors{logits, target, bias, weight, upstream, state, argmax};
+  const RowOptions options{first_column, vocabulary,      ignore_index, softcap,
+                           logit_scale,  label_smoothing, phases};
+  check_rows(tensors, phases & kGradient);
+  STD_TORCH_CHECK(logits.size(0) <= std::numeric_limits<int32_t>::max(),
+                  "_cross_entropy_rows: more rows than a grid of blocks can have");
+  if (logits.size(0) == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  for_dtypes(logits, [&](auto logit, auto arithmetic) {
+    const auto a = row_arguments<decltype(logit), decltype(arithmetic)>(tensors, options);
+    // With the first three rows of upstream, the entropy has no gradient.
+    const bool general = a.bias != nullptr || a.spread() || a.slope || a.transform.softcap != 0 ||
+                         (a.grad && a.upstream_count > 3);
+    const auto run = general ? launch<true, decltype(logit), decltype(arithmetic)>
+                             : launch<false, decltype(logit), decltype(arithmetic)>;
+    run(a, current_stream(logits));
   });
 }
 
