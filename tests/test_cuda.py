@@ -1,5 +1,7 @@
 """The ops and wrappers on a GPU. Skipped without one; STORAGE_OPS_REQUIRE_CUDA=1 forbids that."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,36 +22,172 @@ def test_the_cuda_library_is_loaded():
     assert has("storage_ops::_cross_entropy_rows", "CUDA")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+DEVICE, UPDATE, GRADIENT, EXPONENTIALS, SLOPE = "cuda", 1, 2, 4, 8
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+OPTIONS = {
+    "plain": {},
+    "logit_scale": {"logit_scale": 0.7},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 8.0, "logit_scale": 1.5},
+    "smoothing": {"label_smoothing": 0.1, "upstream": [0.9, 1.0]},
+    "class_weight": {"label_smoothing": 0.1, "weight": True, "upstream": [0.9, 1.0]},
+    "probabilities": {"probabilities": True, "upstream": [0.0, 1.0]},
+    "entropy": {"phases": SLOPE, "upstream": [1.0, 0.0, 0.0, 0.5]},
+    "z_loss": {"upstream": [1.0, 0.0, 0.0, 0.0, 1e-2]},
+    "lse": {"upstream": [1.0, 0.0, -0.5]},
+    "upstream_per_row": {"upstream": None, "phases": SLOPE},
+    "all": {
+        "bias": True, "weight": True, "probabilities": True, "label_smoothing": 0.2,
+        "softcap": 12.0, "logit_scale": 0.9, "upstream": None, "phases": SLOPE,
+    },
+}  # fmt: skip
+
+
+class Fenced:
+    """A copy of a matrix on a device, amid sevens."""
+
+    def __init__(self, values, device):
+        rows, columns = values.shape
+        self.all = values.new_full((rows + 2, -(-columns // 64) * 64 + 128), 7, device=device)
+        self.values = self.all[1:-1, 64 : 64 + columns]
+        self.values.copy_(values)
+
+    def taken_out(self):
+        values = self.values.clone().cpu()
+        self.values.fill_(7)
+        assert (self.all == 7).all()
+        return values
+
+
+class Rows:
+    """Random arguments of the row kernel, and runs of it on copies of them."""
+
+    # fmt: off
+    def __init__(self, dtype, columns, *, bias=False, weight=False, probabilities=False,
+                 upstream=(1.0,), phases=0, softcap=0.0, logit_scale=1.0, label_smoothing=0.0):
+        # fmt: on
+        rows = 33
+        self.arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+        self.logits = (4 * torch.randn(rows, columns)).to(dtype)
+        self.target = torch.randint(columns, (rows,))
+        self.target[3::5] = -100
+        if probabilities:
+            self.target = torch.rand(rows, columns, dtype=self.arithmetic)
+        self.bias = torch.randn(columns).to(dtype) if bias else None
+        self.weight = torch.rand(columns, dtype=self.arithmetic) if weight else None
+        self.upstream = torch.randn(5, rows, dtype=self.arithmetic)
+        if upstream:
+            self.upstream = torch.tensor(upstream, dtype=self.arithmetic).unsqueeze(1)
+        self.scalars, self.phases = (softcap, logit_scale, label_smoothing), phases
+        self.spread = probabilities or label_smoothing != 0
+
+    def run(self, device, *calls):
+        """State, argmax and logits after calls (begin, end, phases) on slices of the columns."""
+        target, bias, weight, upstream = (
+            None if t is None else t.to(device)
+            for t in (self.target, self.bias, self.weight, self.upstream)
+        )
+        rows, columns = self.logits.shape
+        logits = Fenced(self.logits, device)
+        state = Fenced(torch.zeros(6, rows, dtype=self.arithmetic), device)
+        argmax = Fenced(torch.full((1, rows), -7), device)
+        for begin, end, phases in calls:
+            part = slice(begin, end)
+            torch.ops.storage_ops._cross_entropy_rows(
+                logits.values[:, part],
+                target if target.dim() == 1 else target[:, part],
+                None if bias is None else bias[part],
+                None if weight is None else weight[part],
+                upstream if phases & GRADIENT else None,
+                state.values,
+                argmax.values[0] if phases & UPDATE else None,
+                begin,
+                columns,
+                -100,
+                *self.scalars,
+                phases | self.phases,
+            )
+        return state.taken_out(), argmax.taken_out()[0], logits.taken_out()
+
+    def compare(self, *calls):
+        """Check the CUDA kernel against the CPU kernel."""
+        (state, argmax, logits), right = self.run(DEVICE, *calls), self.run("cpu", *calls)
+        tolerance = 1e-11 if self.arithmetic == torch.float64 else 1e-4
+        kept = [0, 1, 5]  # the rest has a meaning only where it is asked for
+        kept += [2] if self.phases & SLOPE else []
+        kept += [3, 4] if self.spread else []
+        torch.testing.assert_close(state[kept], right[0][kept], rtol=tolerance, atol=tolerance)
+        if self.scalars[0] == 0:  # the soft-cap makes ties, and the two round differently
+            assert torch.equal(argmax, right[1])
+        rounding = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(logits.dtype, tolerance)
+        # Where the soft-cap saturates, its slope is the difference of two numbers near 1.
+        atol = min(tolerance, 1e-5 if self.scalars[0] else 1e-6)
+        torch.testing.assert_close(logits.double(), right[2].double(), rtol=rounding, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 7, 1000, 50257])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("bias", [False, True])
-def test_row_kernel_against_the_reference(dtype, columns, index, bias):
-    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    logits, target = numbers(33, columns, dtype=dtype), torch.randint(columns, (33,)).to(index)
-    target[::5] = -100
-    target, scale = target.cuda(), numbers(33, dtype=arithmetic)
-    offset = numbers(columns, dtype=dtype) if bias else None
-    results = []
-    for kernel in (torch.ops.storage_ops._cross_entropy_rows, reference.cross_entropy_rows):
-        work, nll = logits.clone(), torch.full((33,), float("nan"), device="cuda", dtype=arithmetic)
-        kernel(work, target, offset, scale, nll, -100, True)
-        results.append((work.double(), nll.double()))
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 1e-2)
-    for ours, right in zip(*results, strict=True):
-        torch.testing.assert_close(ours, right, rtol=tolerance, atol=1e-6)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_row_kernel_against_the_cpu(dtype, columns, options):
+    Rows(dtype, columns, **OPTIONS[options]).compare((0, columns, UPDATE | GRADIENT))
 
 
-@pytest.mark.parametrize("wrong", [-1, 50, 2**40])
-def test_targets_out_of_range_make_nan_and_touch_nothing(wrong):
-    fence = torch.full((3, 64), 7.0, device="cuda")
-    logits, target = fence[1:2, :50], torch.tensor([wrong], device="cuda")
-    nll = torch.zeros(1, device="cuda")
-    scale = torch.ones((), device="cuda")
-    torch.ops.storage_ops._cross_entropy_rows(logits, target, None, scale, nll, -100, True)
-    torch.cuda.synchronize()
-    assert nll.isnan().all() and logits.isnan().all()
-    assert (fence[0] == 7).all() and (fence[2] == 7).all() and (fence[1, 50:] == 7).all()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_row_kernel_on_slices_of_the_vocabulary(dtype, options):
+    ends = [0, 1, 1001, 1001, 2048, 4096, 5003]
+    slices = list(itertools.pairwise(ends))
+    calls = [(begin, end, phase) for phase in (UPDATE, GRADIENT) for begin, end in slices]
+    Rows(dtype, 5003, **OPTIONS[options]).compare(*calls)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_row_kernel_writes_exponentials(dtype, options):
+    Rows(dtype, 3001, **OPTIONS[options]).compare((0, 3001, UPDATE | EXPONENTIALS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [5, 1000, 50257])
+def test_row_kernel_finds_the_first_maximum(dtype, columns):
+    p, middle = Rows(dtype, columns), columns // 3
+    p.target.clamp_(0)
+    p.logits.clamp_(max=1)
+    p.logits[:, torch.randint(columns, (16,))] = 1
+    p.logits[4, columns // 2 :] = float("nan")
+    p.logits[5] = -float("inf")
+    p.logits[6, middle:] = float("inf")
+    p.logits[7, columns - 1] = float("inf")
+    right = p.logits.double().argmax(1)
+    right[5] = -7  # no logit is above -inf
+    for slices in ([(0, columns)], [(0, middle), (middle, columns)]):
+        state, argmax, _ = p.run(DEVICE, *((begin, end, UPDATE) for begin, end in slices))
+        assert torch.equal(argmax, right)
+        assert state[1, 4].isnan() and state[1, 5] == 0 and state[0, 6] == float("inf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_kernel_gives_the_same_bits_twice(dtype):
+    p = Rows(dtype, 4099, **OPTIONS["all"])
+    once, again = (p.run(DEVICE, (0, 4099, UPDATE | GRADIENT)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [-1, -(2**62), 50, 2**40])
+@pytest.mark.parametrize("options", ["plain", "class_weight"])
+@pytest.mark.parametrize("last", [GRADIENT, EXPONENTIALS])
+def test_targets_out_of_range_make_nan_and_touch_nothing(wrong, options, last):
+    p = Rows(torch.float32, 50, **OPTIONS[options])
+    bad = [0, 5, 32]
+    others = [i for i in range(33) if i not in bad]
+    p.target[bad] = wrong
+    state, argmax, logits = p.run(DEVICE, (0, 30, UPDATE), (30, 50, UPDATE), (0, 50, last))
+    p.target[bad] = -100
+    right = p.run("cpu", (0, 30, UPDATE), (30, 50, UPDATE), (0, 50, last))
+    assert state[1, bad].isnan().all() and logits[bad].isnan().all()
+    torch.testing.assert_close(state[:2, others], right[0][:2, others])
+    torch.testing.assert_close(logits[others], right[2][others], rtol=1e-4, atol=1e-6)
+    assert torch.equal(argmax, right[1])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
