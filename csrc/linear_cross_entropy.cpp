@@ -6,7 +6,7 @@
 #include "cross_entropy_rows.h"
 
 // The loops below are compiled for several instruction sets; the loader picks at run time.
-#if defined(__x86_64__) && defined(__linux__) && !defined(STORAGE_OPS_SANITIZE)
+#if defined(__x86_64__) && defined(__linux__)
 #define STORAGE_OPS_MULTIVERSION \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -72,6 +72,11 @@ STORAGE_OPS_INLINE void narrow(const float* from, Half* to, int64_t n) {
   for (int64_t j = 0; j < n; ++j) to[j] = static_cast<Half>(from[j]);
 }
 #endif
+
+template <typename A>
+STORAGE_OPS_INLINE bool is_nan(A value) {
+  return value != value;
+}
 
 // A block of logits in the type of the arithmetic.
 template <typename T, typename A>
@@ -140,7 +145,8 @@ STORAGE_OPS_INLINE RowState<A> state_of_block(const RowArguments<T, A>& a, int64
       dot += share.values[j] * (z[j] - shift);
     }
   }
-  return {shift, sum, slope, dot, mass};
+  const bool broken = std::isnan(sum) && std::any_of(z, z + n, is_nan<A>);
+  return {broken ? sum : shift, sum, slope, dot, mass};
 }
 
 template <typename T, typename A>
@@ -152,12 +158,11 @@ STORAGE_OPS_INLINE RowState<A> update_row(const RowArguments<T, A>& a, int64_t i
     const int64_t n = std::min(kBlock, a.columns - begin);
     load(a, i, begin, n, z);
     const RowState<A> next = state_of_block(a, i, begin, z, n);
-    if (a.argmax != nullptr && !std::isnan(state.sum)) {
-      const bool broken = std::isnan(next.sum);
-      const A* nan = broken ? std::find_if(z, z + n, [](A v) { return v != v; }) : z + n;
-      const A* best = nan < z + n ? nan : std::find(z, z + n, next.shift);
-      if (nan < z + n || next.max() > state.max())
-        a.argmax[i] = a.first_column + begin + (best - z);
+    const bool first_nan = std::isnan(next.shift) && !std::isnan(state.shift);
+    if (a.argmax != nullptr && (first_nan || next.max() > state.max())) {
+      const A* best =
+          first_nan ? std::find_if(z, z + n, is_nan<A>) : std::find(z, z + n, next.shift);
+      a.argmax[i] = a.first_column + begin + (best - z);
     }
     state = merge(state, next);
   }

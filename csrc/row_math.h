@@ -49,7 +49,7 @@ STORAGE_OPS_INLINE float exponential(float x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  int32_t bits;
+  uint32_t bits;  // wraps around where the result is 0
   std::memcpy(&bits, &shifted, sizeof bits);
   bits = (bits - 0x4B400000 + 127) << 23;
   float power;
@@ -102,7 +102,8 @@ struct Transform {
   }
 };
 
-// What is known of the logits of a row seen so far. sum == 0: nothing, or -inf only.
+// What is known of the logits of a row seen so far. sum == 0: nothing, or -inf only. Where the sum
+// is nan, so is the shift if a logit was; else it is inf.
 template <typename A>
 struct RowState {
   A shift = 0, sum = 0, slope = 0, dot = 0, mass = 0;
@@ -127,7 +128,7 @@ STORAGE_OPS_INLINE A weighted(A weight, A z) {
 template <typename A>
 STORAGE_OPS_INLINE RowState<A> moved(RowState<A> s, A shift) {
   const A by = s.shift - shift, e = exponential(by), factor = s.sum == 0 ? A(0) : e;
-  s.slope = s.sum == 0 ? A(0) : factor * (s.slope + weighted(s.sum, by));
+  s.slope = weighted(factor, s.slope + weighted(s.sum, by));
   s.dot += weighted(s.mass, by);
   s.sum *= factor;
   s.shift = shift;
@@ -136,7 +137,7 @@ STORAGE_OPS_INLINE RowState<A> moved(RowState<A> s, A shift) {
 
 template <typename A>
 STORAGE_OPS_INLINE RowState<A> merge(const RowState<A>& a, const RowState<A>& b) {
-  const A max = a.max() > b.max() ? a.max() : b.max();
+  const A max = a.max() > b.max() || a.max() != a.max() ? a.max() : b.max();
   const RowState<A> p = moved(a, shift_of(max)), q = moved(b, shift_of(max));
   return {p.shift, p.sum + q.sum, p.slope + q.slope, p.dot + q.dot, p.mass + q.mass};
 }
