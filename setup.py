@@ -1,7 +1,7 @@
 """Build of storage_ops: five small native libraries, one ninja file, no import of torch.
 
 Environment: FORCE_CUDA=0/1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, NVCC_THREADS, DEBUG=1, CXX, CUDA_HOME,
-STORAGE_OPS_NO_NATIVE=1 (pure-Python wheel), STORAGE_OPS_WERROR=1 (warnings are errors).
+STORAGE_OPS_NO_NATIVE=1 (pure Python), STORAGE_OPS_WERROR=1, STORAGE_OPS_SANITIZE=1 (ASan, UBSan).
 """
 
 import importlib.metadata
@@ -26,10 +26,10 @@ ALIAS_STABLE = "-DTORCH_TARGET_VERSION=0x020c000000000000"
 ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 HOST = "-std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra"  # torch 2.15 headers need C++20
 HOST_OPTIMISE = "-O3 -fno-math-errno -fno-trapping-math -fopenmp-simd"
-DEVICE = (
-    "-O3 -std=c++17 --expt-relaxed-constexpr -lineinfo -cudart=static -Xptxas=-v "
-    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"
-)
+SANITIZE = os.environ.get("STORAGE_OPS_SANITIZE") == "1"
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
+DEVICE = "-O3 -std=c++17 --expt-relaxed-constexpr -lineinfo -cudart=static -Xptxas=-v"
+DEVICE_HOST = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"
 
 
 def stop(missing: str) -> None:
@@ -38,10 +38,9 @@ def stop(missing: str) -> None:
 
 def torch_version() -> tuple[int, ...]:
     try:
-        version = importlib.metadata.version("torch")
+        return tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
     except importlib.metadata.PackageNotFoundError:
         return ()
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def torch_root() -> Path:
@@ -125,7 +124,8 @@ class BuildNative(build_ext):
         beside_python = shutil.which("ninja", path=str(Path(sys.executable).parent))
         if (ninja := beside_python or shutil.which("ninja")) is None:
             stop("ninja is not installed; run `pip install ninja`.")
-        build = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
+        kind = "sanitize" if SANITIZE else "native"
+        build = ROOT / "build" / f"{kind}-{sys.implementation.cache_tag}"
         build.mkdir(parents=True, exist_ok=True)
         self.write_ninja(build)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count()))
@@ -163,10 +163,11 @@ class BuildNative(build_ext):
         system = [f"-isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include"]
         host = ["-O0 -g" if debug else HOST_OPTIMISE, "-Werror" if werror else ""]
         host += [f"-ffile-prefix-map={ROOT}/="]  # error messages name files of the source tree
+        host += [f"{SANITIZERS} -g -O1"] if SANITIZE else []
         device = [DEVICE, *gencode(self.archs), "-Werror=all-warnings" if werror else ""]
-        device += [f"--threads={os.environ.get('NVCC_THREADS', '2')}"]
+        device += [DEVICE_HOST, f"--threads={os.environ.get('NVCC_THREADS', '2')}"]
         common = f"-I{ROOT}/csrc $flags -c $in -o $out"
-        strip = "" if debug else "-Xlinker -s"
+        link = SANITIZERS if SANITIZE else "" if debug else "-Xlinker -s"
         depfile = "  depfile = $out.d\n  deps = gcc"
         lines = [
             "rule cxx",
@@ -177,7 +178,7 @@ class BuildNative(build_ext):
             "> $out.log 2>&1 || (cat $out.log; exit 1)",
             depfile,
             "rule link",
-            f"  command = $linker -shared {strip} $in -o $out -L{torch}/lib -L{build} $libs",
+            f"  command = $linker -shared {link} $in -o $out -L{torch}/lib -L{build} $libs",
             # Stands in for the library of a CUDA torch, so that any torch can link the kernels.
             "rule stub",
             f"  command = {self.cxx} -shared -Wl,-soname,$out -x c++ /dev/null -o $out",
@@ -186,12 +187,11 @@ class BuildNative(build_ext):
         for ext in self.extensions:
             source, on_gpu = ROOT / ext.sources[0], ext.sources[0].endswith(".cu")
             includes = [] if on_gpu else system if ext.torch_libs else python
-            libs = [f"-l{lib}" for lib in ext.torch_libs]
             lines += [
                 f"build {ext.stem}.o: {'nvcc' if on_gpu else 'cxx'} {source}",
                 f"  flags = {' '.join([*ext.macros, *includes])}",
                 f"build {ext.stem}.so: link {ext.stem}.o | libtorch_cuda.so",
-                f"  libs = {' '.join(libs)}",
+                f"  libs = {' '.join(f'-l{lib}' for lib in ext.torch_libs)}",
                 f"  linker = {f'{cuda} -cudart=static' if on_gpu else self.cxx}",
             ]
         (build / "build.ninja").write_text("\n".join(lines) + "\n")
