@@ -40,6 +40,9 @@ SCHEMAS: dict[str, str] = {
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) "
         "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
     ),
+    "linear_cross_entropy_backward_target": (
+        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) -> Tensor"
+    ),
     "linear_cross_entropy_backward_into": (
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}) "
         "-> (Tensor grad_input, Tensor grad_bias)"

@@ -56,7 +56,7 @@ def linear_cross_entropy(
         input: (..., D), float64, float32, bfloat16 or float16.
         linear_weight: (V, D), the dtype of input.
         target: (...), int32 or int64 class indices from 0 to V - 1, or ignore_index; or (..., V),
-            floating point, a distribution over the classes for every token.
+            floating point, a distribution over the classes for every token (differentiable).
         linear_bias: (V,), the dtype of input.
         weight: (V,), floating point; weights of the classes.
         reduction: "mean" (the sum divided by that of a * C_t, or of a for distributions, over the
@@ -133,7 +133,8 @@ def linear_cross_entropy(
     check_arguments(
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
-        max_valid=max_valid, accumulate_dtype=accumulate_dtype, returns=returns, allowed=RETURNS,
+        ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
+        returns=returns, allowed=RETURNS,
     )  # fmt: skip
     _refuse_forward_mode(input, linear_weight, linear_bias)
     given = (input, linear_weight, linear_bias)
@@ -145,6 +146,7 @@ def linear_cross_entropy(
         reduction != "none"
         and accumulate_into is None
         and input.dtype != torch.float16  # its range is too small before upstream is known
+        and not target.requires_grad
         and not any(name in returns for name in ("nll", "lse", "entropy"))
         and not loss_autograd.transforming()
     )

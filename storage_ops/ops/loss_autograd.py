@@ -7,6 +7,7 @@ forms the logits once more in the backward, when it knows what each of them is w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,30 +98,29 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             "accumulate_into, whose gradients are made in the backward"
         )
     want_nll, want_lse, want_entropy, want_argmax = wants
-    with torch.autocast(input.device.type, enabled=False):
-        task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), early)
-        tokens, state = task.tokens, loss_tiles.new_state(task)
-        argmax = None
-        if want_argmax:
-            argmax = input.new_zeros(tokens.count, dtype=torch.int64)
-        if early and any(mask):
-            upstream = upstream_of(tokens, spec, scale_of(tokens, spec))
-            grads = loss_tiles.loss_and_gradients(task, plan, state, upstream, argmax)
-        else:
-            loss_tiles.statistics(task, plan, state, argmax, want_entropy)
-            grads = [input.new_empty(0) for _ in mask]
-        if early and mask[0]:
-            grads[0] = grads[0].view(input.shape)
-        out = Outputs.of(tokens, spec, state)
-        return (
-            reduce(out.loss, tokens, spec),
-            tokens.spread(out.nll) if want_nll else state.new_empty(0),
-            tokens.spread(out.lse) if want_lse else state.new_empty(0),
-            tokens.spread(out.entropy_of(state)) if want_entropy else state.new_empty(0),
-            input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
-            tokens.spread_state(state),
-            *grads,
-        )
+    task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), early)
+    tokens, state = task.tokens, loss_tiles.new_state(task)
+    argmax = None
+    if want_argmax:
+        argmax = input.new_zeros(tokens.count, dtype=torch.int64)
+    if early and any(mask):
+        upstream = upstream_of(tokens, spec, scale_of(tokens, spec))
+        grads = loss_tiles.loss_and_gradients(task, plan, state, upstream, argmax)
+    else:
+        loss_tiles.statistics(task, plan, state, argmax, want_entropy)
+        grads = [input.new_empty(0) for _ in mask]
+    if early and mask[0]:
+        grads[0] = grads[0].view(input.shape)
+    out = Outputs.of(tokens, spec, state)
+    return (
+        reduce(out.loss, tokens, spec),
+        tokens.spread(out.nll) if want_nll else state.new_empty(0),
+        tokens.spread(out.lse) if want_lse else state.new_empty(0),
+        tokens.spread(out.entropy_of(state)) if want_entropy else state.new_empty(0),
+        input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
+        tokens.spread_state(state),
+        *grads,
+    )
 
 
 def _gradients(
@@ -132,29 +132,42 @@ def _gradients(
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by a second pass over the logits, for any upstream gradients."""
+    task, plan, state, upstream = _resumed(
+        (grad_loss, grad_nll, grad_lse, grad_entropy), state, args
+    )
+    grads = loss_tiles.gradients_of(task, plan, state, upstream)
+    if task.problem.grads[0]:
+        grads[0] = grads[0].view(args[0].shape)
+    return grads[0], grads[1], grads[2]
+
+
+def _resumed(
+    grads: tuple[Tensor | None, ...], state: Tensor, args: tuple[Any, ...]
+) -> tuple[Task, planner.Plan, Tensor, Tensor]:
+    """What a call was about to do when its forward ended, and the rows' upstream gradients."""
     tensors, options = args[:_TENSORS], args[_TENSORS:]
     *fields, _, mask, _ = options
-    spec, input = Spec(*fields), tensors[0]
-    with torch.autocast(input.device.type, enabled=False):
-        task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), False)
-        tokens = task.tokens
-        each = []
-        for grad in (grad_loss, grad_nll, grad_lse, grad_entropy):
-            single = grad is grad_loss and spec.reduction != "none"
-            wide = None if grad is None else grad.to(state.dtype)
-            each.append(wide if wide is None or single else tokens.collect(wide))
-        if each[0] is not None:
-            each[0] = each[0] * scale_of(tokens, spec)
-        upstream = upstream_of(tokens, spec, *each)
-        state = tokens.collect_state(state)
-        grads = loss_tiles.gradients_of(task, plan, state, upstream)
-        if mask[0]:
-            grads[0] = grads[0].view(input.shape)
-    return grads[0], grads[1], grads[2]
+    spec = Spec(*fields)
+    task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), False)
+    tokens = task.tokens
+    each = [None if grad is None else grad.to(state.dtype) for grad in grads]
+    each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
+    if each[0] is not None:
+        total = each[0] if spec.reduction != "none" else tokens.collect(each[0])
+        each[0] = total * scale_of(tokens, spec)
+    return task, plan, tokens.collect_state(state), upstream_of(tokens, spec, *each)
 
 
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _gradients(*args[: _UPSTREAM + _TENSORS - 1], None, *args[_UPSTREAM + _TENSORS - 1 :])
+
+
+def _backward_target(*args: Any) -> Tensor:
+    """The gradient of targets that are probabilities."""
+    grads, state, rest = args[: _UPSTREAM - 1], args[_UPSTREAM - 1], args[_UPSTREAM:]
+    rest = (*rest[: _TENSORS - 1], None, *rest[_TENSORS - 1 :])
+    task, plan, state, upstream = _resumed(grads, state, rest)
+    return loss_tiles.target_gradient(task, plan, state, upstream, rest[2])
 
 
 def _backward_into(*args: Any) -> tuple[Tensor, Tensor]:
@@ -207,6 +220,7 @@ def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
 
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+    grad_target = None
     retained = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
     # Outputs that were not asked for are empty, whatever someone differentiates them by.
     asked = [True, *ctx.wants[:3]]
@@ -219,20 +233,48 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
                 for g, need in zip(ctx.saved_tensors, needs, strict=True)
             ]
         else:
-            options = (*ctx.options, False, needs, ctx.wants)
-            if ctx.into is None:
-                made = _OPS.linear_cross_entropy_backward(*given, *ctx.saved_tensors, *options)
-            else:
-                made = _OPS.linear_cross_entropy_backward_into(
-                    *given, *ctx.saved_tensors, ctx.into, *options
-                )
-                needs[1], made = False, (made[0], None, made[1])
+            made, grad_target = _recomputed(ctx, given, needs)
     grads = [g if need else None for g, need in zip(made, needs, strict=True)]
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
         anchor = torch.zeros((), device=ctx.saved_tensors[0].device, requires_grad=True)
         grads = list(_OnceDifferentiable.apply(anchor, *grads))  # type: ignore[no-untyped-call]
     rest = [None] * (len(ctx.needs_input_grad) - 4)
-    return grads[0], grads[1], None, grads[2], *rest
+    return grads[0], grads[1], grad_target, grads[2], *rest
+
+
+def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tuple[Any, Any]:
+    """Gradients of input, weight and bias, and of the target, from a second pass."""
+    arguments = [*given, *ctx.saved_tensors]
+    options = (*ctx.options, False, needs, ctx.wants)
+    if ctx.into is not None:
+        made = _OPS.linear_cross_entropy_backward_into(*arguments, ctx.into, *options)
+        needs[1], made = False, (made[0], None, made[1])
+    elif transforming():
+        with torch.enable_grad():  # or a second derivative would be lost without a word
+            made = _TransformableBackward.apply(*arguments, *options)  # type: ignore[no-untyped-call]
+    else:
+        made = _OPS.linear_cross_entropy_backward(*arguments, *options)
+    if not ctx.needs_input_grad[2]:
+        return made, None
+    return made, _OPS.linear_cross_entropy_backward_target(*arguments, *options)
+
+
+class _TransformableBackward(torch.autograd.Function):
+    """The backward op for torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(_OPS.linear_cross_entropy_backward(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(_NOT_TWICE)
 
 
 class _Transformable(torch.autograd.Function):
@@ -282,17 +324,31 @@ def _looped(op: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
+def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose matrix products keep the dtype of their operands."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        device = next(a.device.type for a in args if isinstance(a, Tensor))
+        with torch.autocast(device, enabled=False):
+            return kernel(*args)
+
+    return run
+
+
 for _name, _kernel in {
     "_cross_entropy_rows": loss_reference.cross_entropy_rows,
     "linear_cross_entropy": _forward,
     "linear_cross_entropy_backward": _backward,
     "linear_cross_entropy_backward_into": _backward_into,
+    "linear_cross_entropy_backward_target": _backward_target,
 }.items():
-    _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _schemas.library.impl(_name, _without_autocast(_kernel), "CompositeExplicitAutograd")
 
 _NAME, _BACKWARD_NAME = (f"storage_ops::linear_cross_entropy{end}" for end in ("", "_backward"))
 register_autograd(_NAME, _autograd, setup_context=_setup_context, lib=_schemas.library)
 register_autograd(_BACKWARD_NAME, _raise_not_twice, lib=_schemas.library)
+register_autograd(_BACKWARD_NAME + "_target", _raise_not_twice, lib=_schemas.library)
 register_vmap(_NAME, _looped(_OPS.linear_cross_entropy), lib=_schemas.library)
 register_vmap(_BACKWARD_NAME, _looped(_OPS.linear_cross_entropy_backward), lib=_schemas.library)
 
@@ -327,6 +383,11 @@ def _(input: Tensor, weight: Tensor, target: Tensor, *args: Any) -> tuple[Tensor
 @register_fake(_BACKWARD_NAME, lib=_schemas.library)
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_grads(args[_UPSTREAM], args[_UPSTREAM + 1], args[-2])
+
+
+@register_fake(_BACKWARD_NAME + "_target", lib=_schemas.library)
+def _(*args: Any) -> Tensor:
+    return torch.empty_like(args[_UPSTREAM + 2], memory_format=torch.contiguous_format)
 
 
 @register_fake(_BACKWARD_NAME + "_into", lib=_schemas.library)

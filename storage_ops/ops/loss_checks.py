@@ -27,6 +27,7 @@ def check_arguments(
     token_weight: Tensor | None,
     accumulate_into: Tensor | None,
     *,
+    ignore_index: int,
     allowed: Sequence[str],
     **options: Any,
 ) -> None:
@@ -38,7 +39,7 @@ def check_arguments(
         rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
         raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
     vocab = linear_weight.shape[0]
-    _check_target(input, target, vocab, bool(options["shift"]))
+    _check_target(input, target, vocab, ignore_index)
     tokens = tuple(input.shape[:-1])
     for name, t, shape in (
         ("linear_bias", linear_bias, (vocab,)),
@@ -54,7 +55,7 @@ def check_arguments(
     for name, t in (("weight", weight), ("token_weight", token_weight)):
         if t is not None and not t.is_floating_point():
             raise _wrong(TypeError, f"{name} is", t.dtype, "a floating dtype")
-    for name, t in (("weight", weight), ("token_weight", token_weight), ("target", target)):
+    for name, t in (("weight", weight), ("token_weight", token_weight)):
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             rule = "a tensor that needs none: its gradient is not computed; detach it"
             raise _wrong(ValueError, name, "requires grad", rule)
@@ -101,12 +102,15 @@ def _check_options(
         raise _wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
 
 
-def _check_target(input: Tensor, target: Tensor, vocab: int, shift: bool) -> None:
+def _check_target(input: Tensor, target: Tensor, vocab: int, ignore_index: int) -> None:
     tokens = tuple(input.shape[:-1])
     if target.is_floating_point():
         if tuple(target.shape) != (*tokens, vocab):
             rule = f"{(*tokens, vocab)}, one probability per class, for a floating dtype"
             raise _wrong(ValueError, "target has shape", tuple(target.shape), rule)
+        if ignore_index >= 0:
+            rule = "None with probabilities as targets; give a token_weight of 0 to ignore a token"
+            raise _wrong(ValueError, "ignore_index is", ignore_index, rule)
         return
     if target.dtype not in _INDICES:
         rule = "int64 or int32 class indices, or floating point probabilities"

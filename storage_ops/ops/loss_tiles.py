@@ -304,3 +304,33 @@ def loss_and_gradients(
     phases = UPDATE | GRADIENT
     sweep(task, plan, state, phases, upstream=upstream, argmax=argmax, gradients=sums)
     return sums.finish()
+
+
+def target_gradient(
+    task: Task, plan: Plan, state: Tensor, upstream: Tensor, target: Tensor
+) -> Tensor:
+    """The gradient of the loss with respect to targets that are probabilities.
+
+    d loss_i / d q_ij = (1 - smoothing) C_j (lse_i - z_ij) times the upstream gradient.
+    """
+    tokens, spec = task.tokens, task.spec
+    result = torch.zeros_like(target, memory_format=torch.contiguous_format)
+    flat = result.view(-1, len(task.weight))[int(spec.shift) :]
+    spread = upstream[1] if len(upstream) > 1 else upstream.new_zeros(1)
+    factor = (spread * (1 - spec.label_smoothing)).expand(tokens.count).unsqueeze(1)
+    lse = (state[0] + state[1].log()).unsqueeze(1)
+    buffer = Buffer(tokens.x, plan)
+    for columns in _slices(len(task.weight), plan.columns):
+        for rows in _slices(tokens.count, plan.rows):
+            tile = buffer.tile(rows, columns)
+            products.logits(tokens.x[rows], task.weight[columns], tile)
+            z = flat[rows, columns].to(state.dtype).copy_(tile)
+            z = z if task.bias is None else z.add_(task.bias[columns])
+            z.mul_(spec.logit_scale)
+            if spec.softcap:
+                z.div_(spec.softcap).tanh_().mul_(spec.softcap)
+            z.neg_().add_(lse[rows])
+            if tokens.class_weight is not None:
+                z.mul_(tokens.class_weight[columns])
+            flat[rows, columns] = z.mul_(factor[rows])
+    return result

@@ -136,7 +136,10 @@ def test_shapes_and_strides(batch, tokens, vocab, hidden, layout, int32):
             return t[:1].expand(t.shape)
         return t
 
-    x, w = lay(torch.randn(batch, tokens, hidden).double()), lay(torch.randn(vocab, hidden).double())
+    x, w = (
+        lay(torch.randn(batch, tokens, hidden).double()),
+        lay(torch.randn(vocab, hidden).double()),
+    )
     target = lay(torch.randint(vocab, (batch, tokens))).to(torch.int32 if int32 else torch.int64)
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     for reduction in ("sum", "none"):
@@ -146,6 +149,27 @@ def test_shapes_and_strides(batch, tokens, vocab, hidden, layout, int32):
         got = torch.autograd.grad(ours.sum(), (x, w))
         expected = torch.autograd.grad(right.sum(), (x, w))
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"shift": True, "softcap": 2.0}, {"reduction": "none"},
+                                     {"label_smoothing": 0.1, "weight": torch.rand(VOCAB)},
+                                     {"memory_budget": 500_000, "logit_scale": 0.5}])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradient_of_probabilities(options, dtype):
+    made = [
+        torch.randn(2, 9, HIDDEN),
+        torch.randn(VOCAB, HIDDEN),
+        torch.randn(2, 9, VOCAB).softmax(-1),
+    ]
+    bias, made = torch.randn(VOCAB), [t.to(dtype).requires_grad_() for t in made]
+    ours = so.linear_cross_entropy(*made, linear_bias=bias.to(dtype), **options).sum()
+    double = [t.detach().double().requires_grad_() for t in made]
+    right = reference.linear_cross_entropy(
+        *double, linear_bias=bias.to(dtype).double(), **options
+    ).sum()
+    got, expected = torch.autograd.grad(ours, made), torch.autograd.grad(right, double)
+    for g, e in zip(got, expected, strict=True):
+        assert (g.double() - e).norm() <= {8: 1e-10, 4: 1e-5, 2: 2e-2}[dtype.itemsize] * e.norm()
 
 
 VALUES = [float("inf"), float("-inf"), float("nan"), 1e4, -1e4]

@@ -41,8 +41,8 @@ def loss(
             None, None, "", "", early, list(needs), list(wants))  # fmt: skip
 
 
-def backward(reduction, into=None):
-    x, w, target, b, *rest = loss(reduction, (False, False, False), shift=True)
+def backward(reduction, into=None, dense=False):
+    x, w, target, b, *rest = loss(reduction, (False, False, False), shift=True, dense=dense)
     rest[-2], rest[2] = [True, True, b is not None], into
     rest[-3] = False
     state = torch.rand(6, 12) + 1
@@ -88,6 +88,7 @@ CASES = {
         loss("sum", dtype=torch.float16, early=False),
     ],
     "linear_cross_entropy_backward": [backward("mean"), backward("none")],
+    "linear_cross_entropy_backward_target": [backward("mean", dense=True)],
     "linear_cross_entropy_backward_into": [backward("mean", torch.zeros(7, 6))],
 }
 
