@@ -88,6 +88,7 @@ class GPT(nn.Module):
             x = block(x)
         x = self.norm(x)
         if self.save_memory:
-            return linear_cross_entropy(x, self.tokens.weight, targets)
+            loss: Tensor = linear_cross_entropy(x, self.tokens.weight, targets)
+            return loss
         logits = F.linear(x, self.tokens.weight)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_distributed: Any = dist
+if dist.is_available():
+    from torch.distributed import distributed_c10d as _distributed
+
 
 def name_of(process_group: Any) -> str:
     """The name by which the op's kernels find a group again; "" for no group."""
@@ -19,7 +23,7 @@ def name_of(process_group: Any) -> str:
 
 
 def _group(name: str) -> Any:
-    return dist.distributed_c10d._resolve_process_group(name)
+    return _distributed._resolve_process_group(name)
 
 
 def place_of(name: str, classes: int) -> tuple[int, int]:

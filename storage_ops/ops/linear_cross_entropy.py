@@ -154,7 +154,8 @@ def linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, shift,
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
-        "" if plan is None else plan.key, vocab_parallel.name_of(process_group), early, needs, wants,
+        "" if plan is None else plan.key, vocab_parallel.name_of(process_group), early, needs,
+        wants,
     )  # fmt: skip
     results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
     if "z_loss" in returns:
@@ -220,13 +221,14 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         own = {"linear_bias", "token_weight", "accumulate_into", "weight"}
-        known = set(linear_cross_entropy.__kwdefaults__) - own
+        known = set(linear_cross_entropy.__kwdefaults__ or ()) - own
         if not set(options) <= known:
             raise TypeError(
                 f"LinearCrossEntropyLoss: unknown options {sorted(set(options) - known)}; expected "
                 f"some of {sorted(known)}"
             )
         self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.weight: Tensor | None
         self.register_buffer("weight", weight)
         self.options = options
 

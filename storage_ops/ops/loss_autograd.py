@@ -336,13 +336,14 @@ def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-for _name, _kernel in {
+_KERNELS: dict[str, Callable[..., Any]] = {
     "_cross_entropy_rows": loss_reference.cross_entropy_rows,
     "linear_cross_entropy": _forward,
     "linear_cross_entropy_backward": _backward,
     "linear_cross_entropy_backward_into": _backward_into,
     "linear_cross_entropy_backward_target": _backward_target,
-}.items():
+}
+for _name, _kernel in _KERNELS.items():
     _schemas.library.impl(_name, _without_autocast(_kernel), "CompositeExplicitAutograd")
 
 _NAME, _BACKWARD_NAME = (f"storage_ops::linear_cross_entropy{end}" for end in ("", "_backward"))

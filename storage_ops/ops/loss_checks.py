@@ -89,10 +89,8 @@ def _check_options(
         raise _wrong(ValueError, "softcap is", softcap, "None or a positive finite number")
     if shift and input.dim() < 2:
         raise _wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
-    if (
-        isinstance(max_valid, str)
-        and max_valid != "sync"
-        or (isinstance(max_valid, int) and max_valid < 0)
+    if (isinstance(max_valid, str) and max_valid != "sync") or (
+        isinstance(max_valid, int) and max_valid < 0
     ):
         raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
     sums = (None, torch.float64 if input.dtype == torch.float64 else torch.float32, input.dtype)

@@ -1,4 +1,4 @@
-"""Linear cross-entropy in plain torch: the row kernel's fallback, and the definition of the loss."""
+"""Linear cross-entropy in plain torch: the row kernel's fallback, the definition of the loss."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cross_entropy_rows(
         return
     z = logits.to(wide) if bias is None else logits.to(wide) + bias.to(wide)
     z = z * logit_scale
-    cap = 1.0
+    cap = torch.ones_like(z)
     if softcap:
         z = softcap * torch.tanh(z / softcap)
         cap = 1 - (z / softcap).square()

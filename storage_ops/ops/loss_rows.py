@@ -195,7 +195,7 @@ def _kept(target: Tensor, spec: Spec) -> tuple[Tensor | None, Tensor | None]:
         return (None if count == len(target) else valid.nonzero().squeeze(1)), None
     # Valid tokens first, in order; no host sync. Ignored ones may fill the rest.
     order = valid.logical_not().to(torch.uint8).argsort(stable=True)
-    return order[: spec.max_valid], valid.sum() > spec.max_valid
+    return order[: spec.max_valid], valid.sum() > int(spec.max_valid or 0)
 
 
 def denominator(tokens: Tokens, spec: Spec) -> Tensor:
@@ -248,21 +248,18 @@ def upstream_of(
     loss = zero if loss is None else loss
     if tokens.token_weight is not None:
         loss = loss * tokens.token_weight
-    rows = [zero, zero, lse, entropy, zero]
+    target: Tensor | None = None
+    spread: Tensor | None = None
     if tokens.probabilities:
-        rows[1] = loss if nll is None else loss + nll
+        spread = loss if nll is None else loss + nll
     else:
-        rows[0] = loss
-        if tokens.target_weight is not None:
-            rows[0] = loss * tokens.target_weight
+        target = loss if tokens.target_weight is None else loss * tokens.target_weight
         if spec.label_smoothing:
-            rows[0], rows[1] = rows[0] * (1 - spec.label_smoothing), loss
-        rows[0] = rows[0] if nll is None else rows[0] + nll
-    if spec.z_loss:
-        rows[4] = 2 * spec.z_loss * loss
-    while rows[-1] is None or rows[-1] is zero:
-        if len(rows) == 1:
-            break
+            target, spread = target * (1 - spec.label_smoothing), loss
+        target = target if nll is None else target + nll
+    square = 2 * spec.z_loss * loss if spec.z_loss else None
+    rows = [target, spread, lse, entropy, square]
+    while len(rows) > 1 and rows[-1] is None:  # the kernel takes missing rows as zeros
         rows.pop()
     filled = [zero if row is None else row for row in rows]
     wide = max(row.numel() for row in filled) if any(row.dim() for row in filled) else 1

@@ -32,8 +32,8 @@ class Problem:
         itemsize: bytes per element of input and weight.
         grads: whether input, weight and bias need gradients.
         sums_fp32: gradients of 16-bit arguments are summed in fp32.
-        early: the gradients are made in the forward: one upstream number scales all of them.
-        rescale: the gradient of a row is its probabilities times one number, plus its target's part.
+        early: the gradients are made in the forward: one upstream number scales them.
+        rescale: a row's gradient is its probabilities times one number, less its target's part.
         into: the gradient of the weight is added to a given fp32 buffer, not returned.
         gather: rows of ignored tokens are left out; `tokens` counts the others.
         upcast: products of 16-bit arguments are formed in fp32, slice by slice.

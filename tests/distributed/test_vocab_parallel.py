@@ -41,7 +41,8 @@ def compare(rank, dtype, options, bias):
         t.requires_grad_()
     ours = so.linear_cross_entropy(
         here[0], here[1], target, linear_bias=here[2] if bias else None,
-        weight=None if classes is None else classes[mine], process_group=dist.group.WORLD, **options,
+        weight=None if classes is None else classes[mine], process_group=dist.group.WORLD,
+        **options,
     )  # fmt: skip
     right = reference.linear_cross_entropy(
         whole[0],

@@ -113,7 +113,7 @@ def test_gradcheck(choice):
                      (torch.float16, 2e-2)]),
 )  # fmt: skip
 def test_any_options_together(choices, kind):
-    unique = {name: i for name, i in sorted(choices)}
+    unique = dict(sorted(choices))
     if kind[0].itemsize == 2:  # a tie in 16 bits is none in float64
         unique.pop("returns", None)
     if not {"reduction", "returns"} & set(unique) and kind[0] == torch.float16:

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import storage_ops as so
 
 pytest.importorskip("expecttest")  # which torch's test inputs import
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.common_methods_invocations import op_db
 
 INFOS = [info for info in op_db if info.name.endswith("linear_cross_entropy")]
 pytestmark = pytest.mark.skipif(not INFOS, reason="this torch has no linear_cross_entropy")
@@ -47,6 +47,8 @@ def test_error_inputs(info):
     for error in info.error_inputs("cpu"):
         if error.sample_input.args[0].dim() <= 2:
             count += 1
-            with pytest.raises((ValueError, TypeError), match="linear_cross_entropy: .*; expected"):
+            with pytest.raises(
+                (ValueError, TypeError), match=r"linear_cross_entropy: .*; expected"
+            ):
                 ours(error.sample_input)
     assert count >= 4

@@ -73,7 +73,7 @@ def test_per_sample_gradients(problem):
 
 
 def test_second_derivatives_are_refused(problem):
-    x, w, b, target = problem
+    x, w, _, target = problem
 
     def loss(w):
         return so.linear_cross_entropy(x, w, target)
