@@ -78,7 +78,10 @@ def _task(
     input, weight, target, bias, class_weight, token_weight, into = args
     tokens = tokens_of(input, target, token_weight, class_weight, spec)
     p = problem_of(tokens, weight, spec, grads, early, into)
-    plan = planner.parse(p, spec.plan) if spec.plan else planner.choose(p, spec.memory_budget)
+    if spec.plan:
+        plan = planner.parse(p, spec.plan)
+    else:
+        plan = planner.choose(p, spec.memory_budget, products.rates_of(input.device))
     if plan.strategy not in planner.allowed(p):
         plan = planner.make(p, planner.VOCAB_SLICED, plan.rows, plan.columns)
     tokens.x = tokens.x if products.takes(tokens.x) else tokens.x.contiguous()

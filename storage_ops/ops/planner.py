@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from storage_ops.ops.rates import CPU, Rates
+from storage_ops.ops.sizes import metric, readable
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
@@ -107,13 +108,14 @@ class Plan:
         return f"{self.strategy} {self.rows} {self.columns}"
 
     def __str__(self) -> str:
+        products = f"{self.products} product{'s' if self.products > 1 else ''}"
         tiles = f"{self.num_chunks} x {self.num_slices} tiles of {self.rows} x {self.columns}"
         return (
             f"{self.mode}: {tiles} (tokens x classes)\n"
-            f"  peak extra memory  {self.peak_bytes / MIB:,.1f} MiB\n"
-            f"  matrix products    {self.flops / 1e12:,.3f} TFLOP in {self.products} products\n"
-            f"  memory traffic     {self.bytes_moved / 1e9:,.2f} GB\n"
-            f"  predicted time     {self.seconds * 1e3:,.2f} ms"
+            f"  peak extra memory  {readable(self.peak_bytes, up=True)}\n"
+            f"  matrix products    {metric(self.flops, 'FLOP')} in {products}\n"
+            f"  memory traffic     {metric(self.bytes_moved, 'B')}\n"
+            f"  predicted time     {metric(self.seconds, 's')}"
         )
 
 
@@ -208,21 +210,25 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     # A CPU's sums in fp32 need products in fp32.
     slow = 0.0 if p.cuda else rate / r.flops32 - 1
     wide_weight, wide_input = (slow * wide for wide in _wide_sums(p, rows, columns))
-    forward = (each, read_weight + slices * n * d * item + logits)
-    parts = [forward, (0, 2 * logits)]
+    # Of every product and row kernel: operations, bytes of operands and results, bytes of sums.
+    forward = (each, read_weight + slices * n * d * item + logits, 0)
+    once = strategy != VOCAB_SLICED and any(p.grads)
+    parts = [forward, (0, (2 if once else 1) * logits, 0)]
     if strategy == VOCAB_SLICED and any(p.grads):
-        parts += [forward, (0, logits)]
+        parts += [forward, (0, 2 * logits, 0)]
     if p.grads[0]:
         sums = 2 * slices * n * d * (4 if p.mixed else item) if slices > 1 else n * d * item
         if strategy == RUNNING_RESCALE:
             sums *= 2
-        parts.append((each, read_weight + logits + sums))
+        parts.append((each, read_weight + logits, sums))
     if p.grads[1]:
         sums = v * d * (item + (2 * reads * sum_item if reads > 1 else 0))
-        parts.append((each, logits + slices * n * d * item + sums))
-    flops, moved = sum(f for f, _ in parts), sum(b for _, b in parts)
-    if r.overlaps:  # a GPU product takes the longer of its arithmetic and its traffic
-        seconds = sum(max(f / rate, b / r.bandwidth) for f, b in parts)
+        parts.append((each, logits + slices * n * d * item, sums))
+    flops, moved = sum(f for f, _, _ in parts), sum(b + s for _, b, s in parts)
+    if r.overlaps:
+        # A GPU product takes the longer of its arithmetic and its traffic. Its result is added to
+        # the sum when the arithmetic of a tile is done, and has nothing to hide behind.
+        seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s in parts)
     else:
         seconds = flops / rate + moved / r.bandwidth
         seconds += each / rate * (p.grads[0] * wide_input + p.grads[1] * wide_weight)
@@ -285,63 +291,90 @@ def allowed(p: Problem) -> list[str]:
     return result
 
 
-def candidates(p: Problem, budget: int, rates: Rates = CPU) -> Iterator[Plan]:
-    """Every plan worth a look that keeps to the budget."""
+def candidates(
+    p: Problem,
+    budget: int,
+    rates: Rates = CPU,
+    strategy: str | None = None,
+    num_chunks: int | None = None,
+) -> Iterator[Plan]:
+    """Every plan worth a look that keeps to the budget, with this strategy and number of chunks.
+
+    Larger budgets lose none but for larger tiles of the same kind, so they never give slower plans.
+    """
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
-    for strategy in allowed(p):
+    cached = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize) // 64 * 64, 64)
+    halved = {_parts(tokens, 1 << k) for k in range((tokens - 1).bit_length() + 1)}
+    heights = halved if num_chunks is None else {_parts(tokens, num_chunks)}
+    tiles: set[tuple[str, int, int]] = set()
+    for name in allowed(p) if strategy is None else [strategy]:
 
-        def fits(rows: int, columns: int, strategy: str = strategy) -> bool:
-            return peak_bytes(p, strategy, rows, columns) <= budget
+        def fits(rows: int, columns: int, name: str = name) -> bool:
+            return peak_bytes(p, name, rows, columns) <= budget
 
-        rows = _most(tokens, lambda rows: fits(rows, vocab))
-        if rows and strategy != RUNNING_RESCALE:
-            yield make(p, strategy, rows, vocab, rates)
-        if strategy == TOKEN_CHUNKED:
+        if name != RUNNING_RESCALE:
+            most = {_most(tokens, lambda rows: fits(rows, vocab))} if num_chunks is None else set()
+            tiles |= {(name, rows, vocab) for rows in heights | most}
+        if name == TOKEN_CHUNKED:
             continue
-        chunks = 1
-        while True:
-            rows = _parts(tokens, chunks)
+        for rows in heights:
             columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
-            sizes = {columns, min(columns, padded(TILE_BYTES // (rows * p.itemsize) + 1))}
-            yield from (make(p, strategy, rows, size, rates) for size in sizes if size)
-            if rows == 1:
-                break
-            chunks *= 2
+            sizes = (columns, cached, padded(TILE_BYTES // (rows * p.itemsize) + 1))
+            tiles |= {(name, rows, min(columns, size)) for size in sizes}
+    for name, rows, columns in sorted(tiles):
+        if rows and columns and peak_bytes(p, name, rows, columns) <= budget:
+            yield make(p, name, rows, columns, rates)
 
 
-def smallest_budget(p: Problem) -> int:
-    """The least scratch memory that any plan needs."""
-    rows, columns = max(p.tokens, 1), max(p.vocab, 1)
-    sizes = [(r, c) for r in {1, rows} for c in {min(64, columns), columns}]
+def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | None = None) -> int:
+    """The least scratch memory that any plan needs, with this strategy and number of chunks."""
+    tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
+    # One token, or all of them: a single product needs no sum.
+    heights = {1, tokens} if num_chunks is None else {_parts(tokens, num_chunks)}
     return min(
-        peak_bytes(p, strategy, r, c)
-        for strategy in allowed(p)
-        for r, c in sizes
-        if strategy != TOKEN_CHUNKED or c == columns
+        peak_bytes(p, name, rows, columns)
+        for name in (allowed(p) if strategy is None else [strategy])
+        for rows in heights
+        for columns in ({vocab} if name == TOKEN_CHUNKED else {min(64, vocab), vocab})
     )
 
 
 def default_budget(p: Problem) -> int:
-    """A quarter of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient."""
+    """A quarter of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
+
+    The sum is what chunks of tokens take, which need a product less; plans without them need none.
+    """
     quarter = p.tokens * padded(p.vocab) * p.itemsize // 4
-    sums = p.vocab * p.hidden * 4 if p.mixed and p.grads[1] and not p.into else 0
+    summed = p.mixed and p.grads[1] and not p.into and TOKEN_CHUNKED in allowed(p)
+    sums = p.vocab * p.hidden * 4 if summed else 0
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
     return least + sums + min(max(quarter, 32 * MIB), GIB)
 
 
 @functools.lru_cache(maxsize=256)
-def choose(p: Problem, memory_budget: int | None = None, rates: Rates = CPU) -> Plan:
-    """The fastest plan that keeps to the budget.
+def choose(
+    p: Problem,
+    memory_budget: int | None = None,
+    rates: Rates = CPU,
+    strategy: str | None = None,
+    num_chunks: int | None = None,
+) -> Plan:
+    """The fastest plan that keeps to the budget, with this strategy and number of chunks of tokens.
 
     Raises:
         ValueError: no plan does; names the smallest budget that one does.
     """
-    budget = default_budget(p) if memory_budget is None else memory_budget
-    plans = [plan for plan in candidates(p, budget, rates) if plan.peak_bytes <= budget]
+    least = smallest_budget(p, strategy, num_chunks)
+    budget = max(default_budget(p), least) if memory_budget is None else memory_budget
+    plans = [
+        plan
+        for plan in candidates(p, budget, rates, strategy, num_chunks)
+        if plan.peak_bytes <= budget
+    ]
     if not plans:
         raise ValueError(
-            f"memory_budget is {budget} bytes; expected at least {smallest_budget(p)} for "
-            f"{p.tokens} tokens, hidden size {p.hidden}, vocabulary {p.vocab} and {p.itemsize} "
-            "bytes per element"
+            f"memory_budget is {budget} bytes; expected at least {least} "
+            f"({readable(least, up=True)}) for {p.tokens} tokens, hidden size {p.hidden}, "
+            f"vocabulary {p.vocab} and {p.itemsize} bytes per element"
         )
     return min(plans, key=lambda plan: (plan.seconds, plan.peak_bytes))

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from storage_ops.ops import rates
 from storage_ops.ops.planner import SLICE
 
 
@@ -20,6 +21,14 @@ def has_fast_products(dtype: torch.dtype, device: str) -> bool:
         return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
     except (AttributeError, RuntimeError):
         return False
+
+
+@functools.cache
+def rates_of(device: torch.device) -> rates.Rates:
+    """What plans for a device are made with. Of a GPU that is not known, an A100's ratios."""
+    if device.type != "cuda":
+        return rates.CPU
+    return rates.of_gpu(torch.cuda.get_device_name(device)) or rates.GPUS["a100"]
 
 
 def upcasts(t: Tensor) -> bool:

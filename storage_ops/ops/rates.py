@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -54,3 +55,9 @@ GPUS = {
     "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20),
 }
 DEVICES = {"cpu": CPU, **GPUS}
+
+
+def of_gpu(name: str) -> Rates | None:
+    """The rates of a GPU by the name that its driver gives it, as in "NVIDIA H100 80GB HBM3"."""
+    letters = re.sub("[^a-z0-9]", "", name.lower())
+    return next((rates for key, rates in GPUS.items() if key in letters), None)

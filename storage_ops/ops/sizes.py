@@ -1,0 +1,53 @@
+"""Bytes and other quantities, as people write and read them."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_NUMBER = r"(\d+\.?\d*|\.\d+)(E[+-]?\d+)?"
+_FORM = re.compile(rf"\s*{_NUMBER}\s*([KMGT]?)((?<=[KMGT])IB?|B?)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | float | str, argument: str) -> int:
+    """The number of bytes that a number or a text such as "400MiB", "0.5 GiB" or "2e8" stands for.
+
+    "GB" is decimal; "G" is a GiB, for it is memory that is counted here.
+
+    Raises:
+        TypeError, ValueError: it stands for none; names the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(
+            f"{argument} is {value!r}; expected a number of bytes, or text such as '400MiB'"
+        )
+    match = _FORM.fullmatch(str(value))
+    parts = match.groups(default="") if match is not None else ("nan", "", "", "")
+    number, exponent, prefix, ending = parts
+    if not math.isfinite(float(number + exponent)):
+        raise ValueError(
+            f"{argument} is {value!r}; expected a number of bytes, 0 or more, with or without a "
+            "unit, such as 400MiB, 0.5GiB or 2e8"
+        )
+    unit = (1000 if ending.upper() == "B" else 1024) ** _POWERS[prefix.upper()]
+    return int(Fraction(number + exponent) * unit)
+
+
+def readable(count: int, up: bool = False) -> str:
+    """A number of bytes with a unit; `up` never names fewer bytes than there are."""
+    power = min((max(count, 1).bit_length() - 1) // 10, 4)
+    unit = 1024**power
+    scale = 100 if count < 10 * unit else 10
+    # In whole numbers, for a float would round the count.
+    scaled = -(-count * scale // unit) if up else (2 * count * scale + unit) // (2 * unit)
+    return f"{scaled / scale:.15g} {('', 'Ki', 'Mi', 'Gi', 'Ti')[power]}B"
+
+
+def metric(value: float, unit: str) -> str:
+    """A quantity with four digits and a decimal prefix; seconds have none above one."""
+    most = 0 if unit == "s" else 5
+    power = math.floor(math.log10(value) / 3 + 1e-9) if value > 0 else 0
+    power = max(-2, min(power, most))
+    return f"{value / 1000.0**power:.4g} {'µm kMGTP'[power + 2].strip()}{unit}"
