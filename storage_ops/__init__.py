@@ -29,6 +29,7 @@ else:
         output_discard,
     )
     from storage_ops.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+    from storage_ops.ops.plan import plan
     from storage_ops.ops.storage import (
         DiscardedTensorError,
         check_discarded,
@@ -59,5 +60,6 @@ __all__ = [
     "linear_cross_entropy",
     "memory",
     "output_discard",
+    "plan",
     "share_storage",
 ]
