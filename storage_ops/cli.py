@@ -1,4 +1,4 @@
-"""`python -m storage_ops {info,demo}`."""
+"""`python -m storage_ops {info,demo,plan}`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import storage_ops
-from storage_ops import _library
+from storage_ops import _library, plan_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--plot", type=Path, default=Path("demo.png"), help="where the picture goes")
     demo.set_defaults(run=_demo)
+    plan = commands.add_parser("plan", help="how linear cross-entropy will use a memory budget")
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=plan_command.run)
     args = parser.parse_args(argv)
     return int(args.run(args, Console()))
 

@@ -1,6 +1,8 @@
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +51,80 @@ def test_demo_end_to_end(tmp_path):
     assert ours < plain
     assert float(rows["final loss"][2].split()[0]) < 1e-3
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+PLAN = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "128256", "--device", "h200"]
+
+
+def test_plan_as_a_table(capsys):
+    assert cli.main([*PLAN, "--dtype", "bf16", "--budget", "400MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("vocab-sliced 4-GEMM: 1 x 6 tiles of 8192 x 21376")
+    rows = [line.split() for line in printed.splitlines() if " of 8192x" in line]
+    assert 8 <= len(rows) <= 11
+    assert [row[0] for row in rows].count(">") == 1 and ["400", "MiB"] in [r[1:3] for r in rows]
+    assert rows[0][2] == "vocab-sliced" and rows[-1][2] == "token-chunked"
+    factors = [float(row[-1]) for row in rows]
+    assert factors == sorted(factors, reverse=True) and factors[-1] < 1.1
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--grads"], ["--grads", "input"], ["--reduction", "none"]]
+)
+def test_plan_as_json(options, capsys):
+    assert cli.main([*PLAN, "--json", *options]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["device"] == "h200" and facts["plan"]["peak_bytes"] <= facts["budget_bytes"]
+    budgets = [point["budget_bytes"] for point in facts["curve"]]
+    assert budgets == sorted(budgets) and budgets[0] == facts["smallest_budget_bytes"]
+    assert facts["budget_bytes"] in budgets
+    times = [point["seconds"] for point in facts["curve"]]
+    assert times == sorted(times, reverse=True) and times[-1] >= facts["floor_seconds"]
+
+
+def test_plan_is_drawn(tmp_path):
+    picture = tmp_path / "plan.png"
+    assert cli.main([*PLAN, "--budget", "400MiB", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        (["--budget", "1MiB"], "expected at least 134611456 (128.4 MiB)"),
+        (["--budget", "much"], "--budget is 'much'; expected a number of bytes"),
+        (["--dtype", "int8"], "dtype is 'int8'; expected one of float64"),
+        (["--device", "tpu"], "device is 'tpu'; expected one of cpu, h200"),
+        (["--grads", "output"], "grads is ['output']; expected a sequence of some of"),
+    ],
+)
+def test_plan_complains(options, complaint, capsys):
+    assert cli.main([*PLAN, *options]) == 2
+    captured = capsys.readouterr()
+    assert complaint in captured.err and captured.out == ""
+
+
+def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
+    assert cli.main([*PLAN, "--plot", str(tmp_path / "no" / "plan.png")]) == 1
+    assert "--plot is " in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "storage_ops.plan_plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main([*PLAN, "--plot", str(tmp_path / "plan.png")]) == 1
+    assert "pip install 'storage_ops[plot]'" in capsys.readouterr().err
+
+
+def test_plan_without_a_gpu_is_for_an_h200(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(PLAN[:-2]) == 0
+    assert "rates              H200" in capsys.readouterr().out
+
+
+def test_plan_needs_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch is broken')")
+    paths = [str(tmp_path), str(Path(storage_ops.__file__).parents[1])]
+    result = subprocess.run(
+        [sys.executable, "-m", "storage_ops", *PLAN], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "rates              H200" in result.stdout
