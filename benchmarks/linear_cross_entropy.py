@@ -101,7 +101,7 @@ def add_peers(bench: Bench) -> None:
     if native is None or "options" not in inspect.signature(native).parameters:
         print("F.linear_cross_entropy: not in this torch, skipped")
         return
-    for chunk in (256, 512):
+    for chunk in (512,):
         if chunk < len(bench.x):
             options = torch.nn.LinearCrossEntropyOptions(
                 batch_chunk_size=chunk, acc_dtype=bench.x.dtype

@@ -1,10 +1,15 @@
 """Free an activation's bytes, bind them back in place, and train large models in less memory."""
 
+import os as _os
+import sys as _sys
 from typing import Any
 
 import_error: Exception | None = None
 
 try:
+    # Plans are arithmetic: the command answers before torch, on which a GPU is found, is imported.
+    if _sys.orig_argv[1:4] == ["-m", "storage_ops", "plan"] and not _os.path.exists("/dev/nvidia0"):
+        raise ImportError("`python -m storage_ops plan` does without torch")
     import torch as _torch  # noqa: F401
 except (ImportError, OSError) as error:
     # `python -m storage_ops info` must still be able to say what is wrong.
