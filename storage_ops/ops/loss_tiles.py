@@ -130,7 +130,9 @@ def sweep(
 
 
 def _merge(task: Task, state: Tensor, argmax: Tensor | None, rows: slice) -> None:
-    """Merge the state of some rows with those of the other ranks."""
+    """Merge the state of some rows with those of the other ranks, if there are any."""
+    if not task.spec.group:
+        return
     target = task.tokens.target[rows]
     ignored = target == task.spec.ignore_index
     if task.tokens.probabilities:
