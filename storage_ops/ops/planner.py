@@ -135,8 +135,10 @@ def _parts(total: int, size: int) -> int:
 
 def product_bytes(p: Problem, rows: int, columns: int) -> int:
     """What forming the products of one tile allocates besides its operands and results."""
-    if p.itemsize >= 4 or p.cuda:
+    if p.itemsize >= 4:
         return 0
+    if p.cuda:  # where sums in fp32 are not added to by the product itself
+        return 4 * SLICE * p.hidden * any(_wide_sums(p, rows, columns))
     # Products in fp32: the tile's rows of one operand, a slice of the other and of the tile.
     piece = min(SLICE, columns)
     wide = 4 * (rows * p.hidden + piece * (p.hidden + rows))

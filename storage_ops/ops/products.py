@@ -54,12 +54,28 @@ def _widens(dz: Tensor, out: Tensor) -> bool:
     return upcasts(dz) or (out.dtype != dz.dtype and not dz.is_cuda)
 
 
+@functools.cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds a 16-bit product to a wider matrix; the first that multiply do not."""
+    left, out = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(out, left, left, out.dtype, out=out)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     """out = left @ right, or out += it; on a GPU `out` may be wider than the operands."""
     if out.dtype != left.dtype:
-        torch.ops.aten.addmm.dtype_out(
-            out, left, right, out.dtype, beta=1 if add else 0, alpha=1, out=out
-        )
+        if not add:
+            torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
+        elif _adds_wide(out.device, left.dtype):
+            torch.ops.aten.addmm.dtype_out(out, left, right, out.dtype, out=out)
+        else:
+            for begin in range(0, len(out), SLICE):
+                rows = slice(begin, begin + SLICE)
+                out[rows] += torch.ops.aten.mm.dtype(left[rows], right, out.dtype)
     elif add:
         torch.addmm(out, left, right, out=out)
     else:
