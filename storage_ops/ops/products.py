@@ -56,7 +56,7 @@ def _widens(dz: Tensor, out: Tensor) -> bool:
 
 @functools.cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a 16-bit product to a wider matrix; the first that multiply do not."""
+    """Whether this torch adds a 16-bit product to a wider matrix; not all that multiply do."""
     left, out = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.ops.aten.addmm.dtype_out(out, left, left, out.dtype, out=out)
