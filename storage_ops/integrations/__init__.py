@@ -1,0 +1,1 @@
+"""Other libraries' models on the ops of this package."""

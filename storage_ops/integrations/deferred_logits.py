@@ -1,0 +1,266 @@
+"""Logits that are never computed: what a model does to them is recorded and left to the loss.
+
+A model turns hidden states into logits with a linear layer, may scale and cap them, and hands them
+to a cross-entropy. `DeferredLogits` goes through that code in place of the tensor. It takes only
+what `linear_cross_entropy` can repeat, so a model that does anything else gets an error, not
+another loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from storage_ops.ops.linear_cross_entropy import linear_cross_entropy
+
+
+class Forward:
+    """One forward of a model with labels.
+
+    Attributes:
+        model: name of the model's class, for errors.
+        calls: how many times the output layer was called.
+        losses: how many of those calls led to a loss.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.calls = 0
+        self.losses = 0
+
+
+class Origin:
+    """One call of an output layer: its parameters and what autocast_dtype() was."""
+
+    def __init__(
+        self, forward: Forward, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None
+    ) -> None:
+        forward.calls += 1
+        self.forward = forward
+        self.weight = weight
+        self.bias = bias
+        self.autocast = autocast
+        self.has_loss = False
+
+    def reaches_loss(self) -> None:
+        """Count the loss, the first time."""
+        if not self.has_loss:
+            self.has_loss = True
+            self.forward.losses += 1
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype autocast runs a linear layer in on the tensor's device, None if it is off."""
+    device = tensor.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _refused(operator: str) -> Callable[..., Any]:
+    def refuse(self: DeferredLogits, *args: Any) -> Any:
+        raise self._error(f"the operator {operator}")
+
+    return refuse
+
+
+class DeferredLogits:
+    """Stands for `c * tanh(scale * (hidden @ weight.T + bias))`, or that without the tanh.
+
+    Not a Tensor: whatever is not defined here has no meaning by accident. Plain Python, so that
+    torch.compile traces it away.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        cap: float | None = None,
+    ) -> None:
+        self._origin = origin
+        self._hidden = hidden
+        self._dtype = dtype
+        self._scale = scale
+        self._cap = cap
+
+    def _error(self, what: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"patch_causal_lm: {self._origin.forward.model} uses {what} on its logits, which "
+            "linear_cross_entropy cannot repeat without them; expected scaling by numbers, tanh "
+            "and torch.nn.functional.cross_entropy. storage_ops.unpatch_causal_lm(model) gives "
+            "the model its own loss back"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # probed by Python itself, which expects this error
+            raise AttributeError(name)
+        raise self._error(f"the attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Stand in for the tensor in `torch.tanh(logits)` and in the loss itself."""
+        kwargs = kwargs or {}
+        if func is torch.tanh:
+            return args[0].tanh()
+        if func is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        found = [a for a in (*args, *kwargs.values()) if isinstance(a, cls)]
+        name = getattr(func, "__name__", repr(func))
+        if not found:  # inside a list, as in torch.stack
+            raise NotImplementedError(f"patch_causal_lm: {name} of logits that are not computed")
+        raise found[0]._error(f"the function {name!r}")
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the logits."""
+        return torch.Size((*self._hidden.shape[:-1], self._origin.weight.shape[0]))
+
+    @property
+    def ndim(self) -> int:
+        """That of the logits."""
+        return self._hidden.ndim
+
+    @property
+    def device(self) -> torch.device:
+        """That of the logits."""
+        return self._hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the logits would have by now; the arithmetic is the loss's own."""
+        return self._dtype
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one size of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def float(self) -> DeferredLogits:
+        """As `to(torch.float32)`."""
+        return self.to(torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
+        """Another dtype; the device must be the one the logits are on."""
+        dtype = self._dtype
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.dtype):
+                dtype = value
+            elif not isinstance(value, bool) and value != self.device and value != str(self.device):
+                raise self._error(f"to({value!r})")
+        return DeferredLogits(self._origin, self._hidden, dtype, self._scale, self._cap)
+
+    def contiguous(self) -> DeferredLogits:
+        """Itself."""
+        return self
+
+    def view(self, *shape: Any) -> DeferredLogits:
+        """Another shape of the tokens; the vocabulary stays the last dimension."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if sizes[-1] != self.shape[-1]:
+            raise self._error(f"view{sizes}, which breaks up its {self.shape[-1]} classes,")
+        hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+        return DeferredLogits(self._origin, hidden, self._dtype, self._scale, self._cap)
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> DeferredLogits:
+        """A slice of the tokens, such as `logits[..., :-1, :]`."""
+        items = index if isinstance(index, tuple) else (index,)
+        if not all(item is Ellipsis or isinstance(item, slice) for item in items):
+            raise self._error(f"the index {index}")
+        if any(item is Ellipsis for item in items) or len(items) == self.ndim:
+            last = items[-1]
+            if last is Ellipsis or (last.start, last.stop, last.step) != (None, None, None):
+                raise self._error(f"the index {index}")
+        hidden = self._hidden[index]
+        return DeferredLogits(self._origin, hidden, self._dtype, self._scale, self._cap)
+
+    def _times(self, factor: Any, inverse: bool) -> DeferredLogits:
+        if not isinstance(factor, (int, float)):
+            what = "division" if inverse else "multiplication"
+            raise self._error(f"{what} by a {type(factor).__name__}")
+        scale, cap = self._scale, self._cap
+        if cap is not None:
+            cap = cap / factor if inverse else cap * factor
+        else:
+            scale = scale / factor if inverse else scale * factor
+        return DeferredLogits(self._origin, self._hidden, self._dtype, scale, cap)
+
+    def __mul__(self, factor: Any) -> DeferredLogits:
+        return self._times(factor, inverse=False)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, factor: Any) -> DeferredLogits:
+        return self._times(factor, inverse=True)
+
+    __add__ = __radd__ = _refused("+")
+    __sub__ = __rsub__ = _refused("-")
+    __neg__ = _refused("-")
+    __matmul__ = __rmatmul__ = _refused("@")
+    __rtruediv__ = _refused("/")
+    __pow__ = __rpow__ = _refused("**")
+    __lt__ = __gt__ = __le__ = __ge__ = _refused("<")
+    __eq__ = __ne__ = _refused("==")
+    __hash__ = object.__hash__
+    __setitem__ = _refused("[]=")
+    __iter__ = _refused("iter")
+
+    def tanh(self) -> DeferredLogits:
+        """Of what was recorded so far; what multiplies it from now on is the cap."""
+        if self._cap is not None:
+            raise self._error("a second tanh")
+        return DeferredLogits(self._origin, self._hidden, self._dtype, self._scale, 1.0)
+
+
+def _cross_entropy(
+    logits: DeferredLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`F.cross_entropy` without the logits; called with its arguments."""
+    origin, hidden, scale, cap = logits._origin, logits._hidden, logits._scale, logits._cap
+    if size_average is not None or reduce is not None:
+        raise logits._error("size_average or reduce")
+    if logits.ndim > 2:  # the classes would be dimension 1
+        raise logits._error(f"cross_entropy in {logits.ndim} dimensions")
+    if autocast_dtype(hidden) != origin.autocast:
+        raise logits._error("another autocast in the loss than in the output layer")
+    if cap is not None:
+        scale *= cap  # c * tanh(s * x) is the cap c of (s * c) * x
+    origin.reaches_loss()
+    loss: Tensor = linear_cross_entropy(
+        hidden,
+        origin.weight,
+        target,
+        linear_bias=origin.bias,
+        weight=weight,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=cap,
+        logit_scale=scale,
+    )
+    # A model that casts float64 logits to float32 has a float32 loss; one in 16 bits keeps the
+    # float32 that the loss was computed in.
+    return loss.to(torch.promote_types(logits.dtype, torch.float32))
