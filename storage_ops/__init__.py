@@ -33,6 +33,7 @@ else:
         OutputDiscardCheckpoint,
         output_discard,
     )
+    from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
     from storage_ops.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
     from storage_ops.ops.plan import plan
     from storage_ops.ops.storage import (
@@ -65,6 +66,8 @@ __all__ = [
     "linear_cross_entropy",
     "memory",
     "output_discard",
+    "patch_causal_lm",
     "plan",
     "share_storage",
+    "unpatch_causal_lm",
 ]

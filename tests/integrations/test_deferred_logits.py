@@ -1,0 +1,220 @@
+"""What a model may do to logits that are never computed, and what it may not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import storage_ops
+
+D, V = 8, 19
+
+
+class Toy(nn.Module):
+    """A model in the manner of transformers; `head` makes logits, `loss` a loss of them."""
+
+    def __init__(self, head=None, loss=None, bias=False):
+        super().__init__()
+        self.embed = nn.Embedding(V, D)
+        self.out = nn.Linear(D, V, bias=bias)
+        self.head, self.loss = head or (lambda logits: logits), loss or flat_loss
+
+    def get_output_embeddings(self):
+        return self.out
+
+    def forward(self, ids, labels=None):
+        logits = self.head(self.out(self.embed(ids)))
+        loss = None if labels is None else self.loss(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def flat_loss(logits, labels, **options):
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), **options)
+
+
+def sliced_loss(logits, labels):
+    logits = logits[..., :-1, :].contiguous()
+    return nn.CrossEntropyLoss()(logits.view(-1, logits.size(-1)), labels[..., 1:].reshape(-1))
+
+
+HEADS = {
+    "scaled": lambda x: 3 * x * 0.25 / 0.5,
+    "capped": lambda x: torch.tanh(x / 2.0) * 2.0,
+    "scaled and capped": lambda x: F.tanh(x.float() * 1.5) * 4.0 / 3.0,
+    "capped with another cap": lambda x: (x / 2.0).tanh() * 7.0,
+    "same dtype and device": lambda x: x.to(x.device).to(torch.float32, non_blocking=True),
+}
+LOSSES = {
+    "sliced": sliced_loss,
+    "sliced in one dimension": lambda x, t: flat_loss(x[:, 1:].contiguous(), t[:, :-1].reshape(-1)),
+    "sum": lambda x, t: flat_loss(x, t, reduction="sum") / 7,
+    "none": lambda x, t: flat_loss(x, t, reduction="none").view(t.shape).sum(1).square().mean(),
+    "class weights": lambda x, t: flat_loss(x, t, weight=torch.arange(1.0, V + 1)),
+    "smoothed": lambda x, t: flat_loss(x, t, label_smoothing=0.1),
+    "ignored": lambda x, t: flat_loss(x, t, ignore_index=3),
+    "distributions": lambda x, t: F.cross_entropy(
+        x.reshape(-1, V), F.one_hot(t, V).view(-1, V) * 0.5
+    ),
+    "added in place": lambda x, t: flat_loss(x, t).add_(1.0),
+    "two losses": lambda x, t: flat_loss(x, t) + 0.5 * sliced_loss(x, t),
+    "the shape": lambda x, t: flat_loss(x, t) * x.shape[-1] * x.dim() * x.size()[0] / x.ndim,
+}
+CASES = [
+    *(pytest.param(head, None, id=name) for name, head in HEADS.items()),
+    *(pytest.param(None, loss, id=name) for name, loss in LOSSES.items()),
+]
+
+
+def check_against_plain(model, run, rtol=1e-5):
+    """Loss and gradients of the patched model equal those of the plain one."""
+    expected = run(model)["loss"]
+    expected.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    with storage_ops.patch_causal_lm(model):
+        outputs = run(model)
+        outputs["loss"].backward()
+    assert outputs["logits"] is None
+    assert outputs["loss"].dtype == expected.dtype
+    torch.testing.assert_close(outputs["loss"], expected, rtol=rtol, atol=1e-6)
+    for name, p in model.named_parameters():
+        atol = 1e-6 * max(1.0, grads[name].abs().max().item())
+        torch.testing.assert_close(p.grad, grads[name], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("head", "loss"), CASES)
+def test_loss_and_gradients(head, loss, bias):
+    ids = torch.randint(V, (3, 5))
+    check_against_plain(Toy(head, loss, bias), lambda model: model(ids, labels=ids))
+
+
+# Dynamo breaks the graph at F.tanh and at an nn.CrossEntropyLoss made in the forward.
+@pytest.mark.parametrize(
+    ("head", "fullgraph"),
+    [("scaled", True), ("capped", True), ("capped with another cap", True),
+     ("scaled and capped", False)],
+)  # fmt: skip
+def test_compiled(head, fullgraph):
+    ids = torch.randint(V, (3, 5))
+    torch._dynamo.reset()
+
+    def run(model):
+        patched = type(model) is not Toy
+        step = torch.compile(model, backend="aot_eager", fullgraph=fullgraph) if patched else model
+        return step(ids, labels=ids)
+
+    check_against_plain(Toy(HEADS[head], None if fullgraph else sliced_loss), run)
+
+
+def test_a_graph_break_between_output_layer_and_loss():
+    def head(logits):
+        torch._dynamo.graph_break()
+        return torch.tanh(logits)
+
+    ids = torch.randint(V, (3, 5))
+    torch._dynamo.reset()
+    model = Toy(head)
+    expected = model(ids, labels=ids)["loss"]
+    storage_ops.patch_causal_lm(model)
+    outputs = torch.compile(model, backend="aot_eager")(ids, labels=ids)
+    torch.testing.assert_close(outputs["loss"], expected)
+    assert outputs["logits"] is None
+
+
+def test_float64_logits_cast_to_float32_have_a_float32_loss():
+    ids = torch.randint(V, (3, 5))
+    model = Toy(lambda x: x.float()).double()
+    check_against_plain(model, lambda model: model(ids, labels=ids))
+    check_against_plain(Toy().double(), lambda model: model(ids, labels=ids))
+
+
+def test_autocast():
+    ids = torch.randint(V, (3, 5))
+
+    def run(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(ids, labels=ids)
+
+    check_against_plain(Toy(), run, rtol=0.05)
+
+
+REFUSED_HEADS = {
+    "operator +": lambda x: x + 1,
+    "operator -": lambda x: 1 - x,
+    "division by a Tensor": lambda x: x / torch.ones(()),
+    "function 'mul'": lambda x: torch.ones(V) * x,
+    "multiplication by a Parameter": lambda x: x * nn.Parameter(torch.ones(())),
+    "'relu'": torch.relu,
+    "'softmax'": lambda x: F.softmax(x, -1),
+    "'log_softmax'": lambda x: x.log_softmax(-1),
+    "second tanh": lambda x: torch.tanh(torch.tanh(x)),
+    "the index": lambda x: x[..., :5],
+    "the index (": lambda x: x[:, :, 1:],
+    "the index tensor": lambda x: x[torch.ones(3, 5, dtype=torch.bool)],
+    "to('meta')": lambda x: x.to("meta"),
+    "breaks up its 19 classes": lambda x: x.view(-1, V - 1),
+    "stack": lambda x: torch.stack([x, x]),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_HEADS)
+def test_unknown_operations_are_refused_by_name(words):
+    ids = torch.randint(V, (3, 5))
+    model = Toy(REFUSED_HEADS[words])
+    storage_ops.patch_causal_lm(model)
+    with pytest.raises(NotImplementedError) as caught:
+        model(ids, labels=ids)
+    assert words in str(caught.value)
+    assert words == "stack" or "Toy" in str(caught.value)
+    # Nothing of the failed call is left: inference runs, and the plain loss after unpatching.
+    if words not in ("to('meta')", "breaks up its 19 classes"):
+        assert isinstance(model(ids)["logits"], torch.Tensor)
+
+
+REFUSED_LOSSES = {
+    "logsumexp": lambda x, t: flat_loss(x, t) + x.logsumexp(-1).square().mean(),
+    "dimensions": lambda x, t: F.cross_entropy(x, t),
+    "size_average": lambda x, t: flat_loss(x, t, size_average=False),
+    "without a cross-entropy": lambda x, t: torch.zeros((), requires_grad=True),
+    "autocast": lambda x, t: autocast_loss(x, t),
+}
+
+
+def autocast_loss(logits, labels):
+    with torch.autocast("cpu", torch.bfloat16):
+        return flat_loss(logits, labels)
+
+
+@pytest.mark.parametrize("words", REFUSED_LOSSES)
+def test_another_loss_is_refused(words):
+    ids = torch.randint(V, (3, 5))
+    model = Toy(loss=REFUSED_LOSSES[words])
+    storage_ops.patch_causal_lm(model)
+    with pytest.raises(NotImplementedError, match=words) as caught:
+        model(ids, labels=ids)
+    assert "Toy" in str(caught.value) and "unpatch_causal_lm" in str(caught.value)
+
+
+def test_a_model_that_does_not_call_its_output_layer_is_refused():
+    class Other(Toy):
+        def forward(self, ids, labels=None):
+            logits = F.linear(self.embed(ids), self.out.weight)
+            return {"loss": flat_loss(logits, labels), "logits": logits}
+
+    ids = torch.randint(V, (3, 5))
+    model = Other()
+    storage_ops.patch_causal_lm(model)
+    with pytest.raises(NotImplementedError, match="Other with labels ended without get_output"):
+        model(ids, labels=ids)
+
+
+def test_python_may_look_at_them():
+    def head(logits):
+        assert isinstance(logits, torch.Tensor) or (
+            not hasattr(logits, "__array__") and "DeferredLogits" in repr(logits)
+        )
+        return logits
+
+    ids = torch.randint(V, (3, 5))
+    check_against_plain(Toy(head), lambda model: model(ids, labels=ids))
