@@ -119,7 +119,8 @@ def add_budgets(bench: Bench, all_plans: bool) -> None:
     for label, options in settings:
         if not all_plans:
             bench.add_ours(f"storage_ops, default budget{label}", **options)
-        for share in SHARES:
+        # Sums in fp32 do not fit in the smallest shares of 16-bit logits.
+        for share in SHARES[:2] if label else SHARES:
             budget, name = logits // share, f"storage_ops, 1/{share}{label}"
             try:
                 bench.add_ours(name, memory_budget=budget, **options)
