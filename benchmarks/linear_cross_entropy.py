@@ -110,7 +110,7 @@ def add_peers(bench: Bench) -> None:
             bench.cases[name] = bench.step(native, options=options)
 
 
-def add_budgets(bench: Bench, all_plans: bool) -> None:
+def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
     """Ours at shares of one logits buffer; with `all_plans`, by every plan that fits."""
     logits = len(bench.x) * len(bench.w) * bench.x.element_size()
     settings: list[tuple[str, dict[str, Any]]] = [("", {})]
@@ -120,7 +120,7 @@ def add_budgets(bench: Bench, all_plans: bool) -> None:
         if not all_plans:
             bench.add_ours(f"storage_ops, default budget{label}", **options)
         # Sums in fp32 do not fit in the smallest shares of 16-bit logits.
-        for share in SHARES[:2] if label else SHARES:
+        for share in shares[:2] if label else shares:
             budget, name = logits // share, f"storage_ops, 1/{share}{label}"
             try:
                 bench.add_ours(name, memory_budget=budget, **options)
@@ -177,7 +177,7 @@ def measure(label: str, bench: Bench, arguments: argparse.Namespace) -> list[dic
     bench.cases[FLOOR] = lambda: (x @ w.t(), g @ w, g.t() @ x)
     if not arguments.all_plans:
         add_peers(bench)
-    add_budgets(bench, arguments.all_plans)
+    add_budgets(bench, arguments.shares, arguments.all_plans)
     seconds = interleave(bench.cases, arguments.repeats)
     over_floor = ratios(seconds, FLOOR)
     rows = []
@@ -205,6 +205,8 @@ def main() -> None:
     options.add_argument("--shapes", nargs="+", default=["S1"], choices=list(SHAPES))
     options.add_argument("--dtypes", nargs="+", default=["float32"],
                          choices=["float32", "bfloat16"])  # fmt: skip
+    options.add_argument("--shares", nargs="+", type=int, default=list(SHARES),
+                         help="budgets: the logits' bytes divided by these")  # fmt: skip
     options.add_argument("--all-plans", action="store_true", help="time every plan that fits")
     arguments = options.parse_args()
     rows = []

@@ -192,7 +192,7 @@ def plan(
 
     Example:
         >>> p = storage_ops.plan(8192, 4096, 128256, memory_budget="400MiB", device="h200")
-        vocab-sliced 4-GEMM: 1 x 6 tiles of 8192 x 21376 (tokens x classes)
+        vocab-sliced 4-GEMM: 1 x 7 tiles of 8192 x 18368 (tokens x classes)
           peak extra memory  ... MiB
           matrix products    34.43 TFLOP in 4 products
           memory traffic     ... GB
