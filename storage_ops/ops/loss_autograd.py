@@ -178,20 +178,26 @@ def _backward_into(*args: Any) -> tuple[Tensor, Tensor]:
     return grad_input, grad_bias
 
 
-class _OnceDifferentiable(torch.autograd.Function):
-    """Passes gradients on under create_graph=True, and raises when they are differentiated."""
+def _raise_not_twice(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError(_NOT_TWICE)
 
-    @staticmethod
-    def forward(anchor: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+class _NotTwice(torch.autograd.Function):
+    """A function whose results may be used in a graph, but not differentiated."""
+
+    backward = staticmethod(_raise_not_twice)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
+
+class _OnceDifferentiable(_NotTwice):
+    """Passes gradients on under create_graph=True, and raises when they are differentiated."""
+
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(_NOT_TWICE)
+    def forward(anchor: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -262,7 +268,7 @@ def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tupl
     return made, _OPS.linear_cross_entropy_backward_target(*arguments, *options)
 
 
-class _TransformableBackward(torch.autograd.Function):
+class _TransformableBackward(_NotTwice):
     """The backward op for torch.func."""
 
     generate_vmap_rule = True
@@ -270,14 +276,6 @@ class _TransformableBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return tuple(_OPS.linear_cross_entropy_backward(*args))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(_NOT_TWICE)
 
 
 class _Transformable(torch.autograd.Function):
@@ -304,10 +302,6 @@ def call(*args: Any) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = _Transformable.apply(*args)  # type: ignore[no-untyped-call]
         return outputs
     return tuple(_OPS.linear_cross_entropy(*args))
-
-
-def _raise_not_twice(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(_NOT_TWICE)
 
 
 def _looped(op: Callable[..., Any]) -> Callable[..., Any]:

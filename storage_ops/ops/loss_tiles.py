@@ -145,7 +145,7 @@ class Gradients:
     """Sums of the tiles' gradients, in the widest dtype that the plan has memory for."""
 
     def __init__(self, task: Task, plan: Plan) -> None:
-        self._task, self._plan, self._problem = task, plan, task.problem
+        self._task, self._problem = task, task.problem
         p, x, w = task.problem, task.tokens.x, task.weight
         wide = arithmetic(x.dtype)
         mixed, many = p.mixed, plan.num_slices > 1
@@ -162,7 +162,7 @@ class Gradients:
             if len(x) > task.tokens.count and not gathered:
                 self.input[task.tokens.count :] = 0
         self._slice_sum: Tensor | None = None
-        self._direct = not mixed or plan.num_chunks == 1
+        self._direct = not mixed or plan.num_chunks <= 1
         if p.grads[1]:
             if task.into is not None:
                 self.weight, self._direct = task.into, True
@@ -202,7 +202,7 @@ class Gradients:
 
     def end_slice(self, columns: slice) -> None:
         """Round the sum of a slice of the vocabulary into its place."""
-        if self._slice_sum is not None and self.weight is not None and self._plan.num_chunks:
+        if self._slice_sum is not None and self.weight is not None:
             self.weight[columns] = self._slice_sum[: columns.stop - columns.start]
 
     def finish(self) -> list[Tensor]:
