@@ -47,6 +47,9 @@ SCHEMAS: dict[str, str] = {
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}) "
         "-> (Tensor grad_input, Tensor grad_bias)"
     ),
+    "_chunked_span": (
+        "(Tensor[] inputs, SymInt[] ints, SymInt[] sizes, SymInt groups, str program) -> Tensor[]"
+    ),
 }
 
 library = torch.library.Library("storage_ops", "DEF")

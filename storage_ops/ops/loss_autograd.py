@@ -327,6 +327,8 @@ def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
+        if not torch.amp.is_autocast_available(device):  # such as the meta device
+            return kernel(*args)
         with torch.autocast(device, enabled=False):
             return kernel(*args)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.distributed import vocab_parallel
 
@@ -129,6 +130,10 @@ def _shifted(values: Tensor, last: float) -> Tensor:
     return result
 
 
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
 def tokens_of(
     input: Tensor,
     target: Tensor,
@@ -141,7 +146,7 @@ def tokens_of(
     shape = input.shape[:-1]
     total = shape.numel()
     x = input.reshape(total, input.shape[-1])
-    copied = 0 if x.data_ptr() == input.data_ptr() else x.nbytes
+    copied = 0 if _same_storage(x, input) else x.nbytes
     probabilities = target.is_floating_point()
     if token_weight is not None:
         token_weight = token_weight.to(dtype)
@@ -149,7 +154,7 @@ def tokens_of(
         class_weight = class_weight.to(dtype).contiguous()
     if probabilities:
         flat = target.reshape(total, target.shape[-1])
-        copied += 0 if flat.data_ptr() == target.data_ptr() else flat.nbytes
+        copied += 0 if _same_storage(flat, target) else flat.nbytes
         if spec.shift:
             # Row i has the target of row i + 1; the last of each sequence has none.
             weight = torch.ones_like(target[..., 0], dtype=dtype)
@@ -181,7 +186,8 @@ def tokens_of(
 
 def _kept(target: Tensor, spec: Spec) -> tuple[Tensor | None, Tensor | None]:
     """Which tokens to work on (None: all of them), and whether `max_valid` was too small."""
-    on_cpu = target.device.type == "cpu"
+    # Fake tensors have no values to count: they do as on a GPU.
+    on_cpu = target.device.type == "cpu" and not isinstance(target, FakeTensor)
     if spec.max_valid is None and not on_cpu:
         return None, None
     valid = target != spec.ignore_index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +100,22 @@ class Buffer:
         return self._flat[: height * ld].view(height, ld)[:, :width]
 
 
+# Called with the rows and columns of a tile, what was multiplied, and their product.
+Visit = Callable[[slice, slice, Tensor, Tensor, Tensor], None]
+
+
+def _each_tile(task: Task, plan: Plan, visit: Visit) -> None:
+    """Form every tile of logits once, slice by slice of the vocabulary, in one buffer."""
+    buffer = Buffer(task.tokens.x, plan)
+    for columns in _slices(len(task.weight), plan.columns):
+        w = task.weight[columns]
+        for rows in _slices(task.tokens.count, plan.rows):
+            x, tile = task.tokens.gather(rows), buffer.tile(rows, columns)
+            products.logits(x, w, tile)
+            visit(rows, columns, x, w, tile)
+            del x, tile  # before the next rows are gathered
+
+
 def sweep(
     task: Task,
     plan: Plan,
@@ -109,24 +126,22 @@ def sweep(
     argmax: Tensor | None = None,
     gradients: Gradients | None = None,
 ) -> None:
-    """Form every tile of logits once, and hand it to the row kernel and to the gradients."""
-    buffer = Buffer(task.tokens.x, plan)
-    for columns in _slices(len(task.weight), plan.columns):
-        w = task.weight[columns]
-        for rows in _slices(task.tokens.count, plan.rows):
-            x, tile = task.tokens.gather(rows), buffer.tile(rows, columns)
-            products.logits(x, w, tile)
-            if task.spec.group and phases & UPDATE and phases & GRADIENT:
-                _rows_kernel(task, tile, rows, columns, state, None, argmax, UPDATE)
-                _merge(task, state, argmax, rows)
-                _rows_kernel(task, tile, rows, columns, state, upstream, None, GRADIENT)
-            else:
-                _rows_kernel(task, tile, rows, columns, state, upstream, argmax, phases)
-            if gradients is not None:
-                gradients.add(rows, columns, x, w, tile)
-            del x, tile
+    """Hand every tile of logits to the row kernel and to the gradients."""
+    merges = task.spec.group and phases & UPDATE and phases & GRADIENT
+
+    def visit(rows: slice, columns: slice, x: Tensor, w: Tensor, tile: Tensor) -> None:
+        if merges:
+            _rows_kernel(task, tile, rows, columns, state, None, argmax, UPDATE)
+            _merge(task, state, argmax, rows)
+            _rows_kernel(task, tile, rows, columns, state, upstream, None, GRADIENT)
+        else:
+            _rows_kernel(task, tile, rows, columns, state, upstream, argmax, phases)
         if gradients is not None:
-            gradients.end_slice(columns)
+            gradients.add(rows, columns, x, w, tile)
+            if rows.stop == task.tokens.count:
+                gradients.end_slice(columns)
+
+    _each_tile(task, plan, visit)
 
 
 def _merge(task: Task, state: Tensor, argmax: Tensor | None, rows: slice) -> None:
@@ -230,22 +245,18 @@ def running_rescale(
     gradients = Gradients(task, plan)
     total, tokens = gradients.input, task.tokens
     assert total is not None
-    buffer = Buffer(tokens.x, plan)
-    for columns in _slices(len(task.weight), plan.columns):
-        w = task.weight[columns]
-        for rows in _slices(tokens.count, plan.rows):
-            x, tile = tokens.gather(rows), buffer.tile(rows, columns)
-            products.logits(x, w, tile)
-            before = state[0, rows].clone()
-            _rows_kernel(task, tile, rows, columns, state, None, argmax, UPDATE | EXPONENTIALS)
-            if columns.start:
-                place = rows if tokens.kept is None else tokens.kept[rows]
-                # A row of -inf only so far has a sum of zeros, whatever its factor.
-                factor = (before - state[0, rows]).exp_().nan_to_num_(0.0, 0.0)
-                total[place] = total[place].mul_(factor.unsqueeze(1).to(total.dtype))
-            gradients.add(rows, columns, x, w, tile)
-            del x, tile
-    del buffer
+
+    def visit(rows: slice, columns: slice, x: Tensor, w: Tensor, tile: Tensor) -> None:
+        before = state[0, rows].clone()
+        _rows_kernel(task, tile, rows, columns, state, None, argmax, UPDATE | EXPONENTIALS)
+        if columns.start:
+            place = rows if tokens.kept is None else tokens.kept[rows]
+            # A row of -inf only so far has a sum of zeros, whatever its factor.
+            factor = (before - state[0, rows]).exp_().nan_to_num_(0.0, 0.0)
+            total[place] = total[place].mul_(factor.unsqueeze(1).to(total.dtype))
+        gradients.add(rows, columns, x, w, tile)
+
+    _each_tile(task, plan, visit)
     _finish_rescaled(task, state, upstream, total)
     return gradients.finish()
 
@@ -321,18 +332,17 @@ def target_gradient(
     spread = upstream[1] if len(upstream) > 1 else upstream.new_zeros(1)
     factor = (spread * (1 - spec.label_smoothing)).expand(tokens.count).unsqueeze(1)
     lse = (state[0] + state[1].log()).unsqueeze(1)
-    buffer = Buffer(tokens.x, plan)
-    for columns in _slices(len(task.weight), plan.columns):
-        for rows in _slices(tokens.count, plan.rows):
-            tile = buffer.tile(rows, columns)
-            products.logits(tokens.x[rows], task.weight[columns], tile)
-            z = flat[rows, columns].to(state.dtype).copy_(tile)
-            z = z if task.bias is None else z.add_(task.bias[columns])
-            z.mul_(spec.logit_scale)
-            if spec.softcap:
-                z.div_(spec.softcap).tanh_().mul_(spec.softcap)
-            z.neg_().add_(lse[rows])
-            if tokens.class_weight is not None:
-                z.mul_(tokens.class_weight[columns])
-            flat[rows, columns] = z.mul_(factor[rows])
+
+    def visit(rows: slice, columns: slice, x: Tensor, w: Tensor, tile: Tensor) -> None:
+        z = flat[rows, columns].to(state.dtype).copy_(tile)
+        z = z if task.bias is None else z.add_(task.bias[columns])
+        z.mul_(spec.logit_scale)
+        if spec.softcap:
+            z.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        z.neg_().add_(lse[rows])
+        if tokens.class_weight is not None:
+            z.mul_(tokens.class_weight[columns])
+        flat[rows, columns] = z.mul_(factor[rows])
+
+    _each_tile(task, plan, visit)
     return result

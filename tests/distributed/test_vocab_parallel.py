@@ -1,14 +1,13 @@
 """Linear cross-entropy with slices of the vocabulary on three gloo ranks equals the whole."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import storage_ops as so
 from storage_ops.ops import loss_reference as reference
+
+from ..ranks import run_on_ranks
 
 WORLD, VOCAB, HIDDEN = 3, 66, 8
 OPTIONS = [
@@ -60,21 +59,13 @@ def compare(rank, dtype, options, bias):
         torch.testing.assert_close(a.grad, e.grad[part], rtol=1e-4, atol=1e-5)
 
 
-def work(rank, port, seed):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
-    torch.manual_seed(seed)
+def work(rank):
     for dtype in (torch.float64, torch.float32):
         for options in OPTIONS:
             for bias in (False, True):
                 compare(rank, dtype, options, bias)
-    dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
 def test_every_rank_has_the_loss_and_its_part_of_the_gradients():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    seed = int(torch.randint(1 << 30, ()))
-    mp.spawn(work, args=(port, seed), nprocs=WORLD)
+    run_on_ranks(work, WORLD)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from storage_ops.autochunk.program import Factor, Output, Program, Slice
+
 from ..conftest import PATHS
 
 OPS = torch.ops.storage_ops
@@ -54,6 +56,21 @@ def backward(reduction, into=None, dense=False):
     return (grad, None, per_token, per_token * 2, state, *given)
 
 
+def span(dtype=torch.float32):
+    """Products of x (8, 3), chunk by chunk: exp(x) @ w (3, 5) and exp(x).T @ x, summed."""
+    nodes = [["input"], ["input"], ["aten.exp.default", [{"node": 0}], {"dict": {}}],
+             ["output", [[{"node": 2}]]]]  # fmt: skip
+    name = str(dtype).removeprefix("torch.")
+    value = Factor("value", 0, False)
+    outputs = (
+        Output(Slice(0, 1, 1), 2, name, None, (value, Factor("input", 1, False))),
+        Output(None, 2, name, None, (Factor("value", 0, True), Factor("input", 0, False))),
+    )
+    program = Program((Slice(0, 1, 1), None), outputs, 3, 0, 0, False, nodes)
+    tensors = [torch.randn(8, 3).to(dtype), torch.randn(3, 5).to(dtype)]
+    return tensors, [], [8, 5, 3, 3], 8, program.encode()
+
+
 # op name -> argument tuples. The house test asserts that every schema has an entry.
 CASES = {
     "discard_storage": [(torch.empty(0),), (torch.empty(3, 0)[:1],)],
@@ -90,6 +107,7 @@ CASES = {
     "linear_cross_entropy_backward": [backward("mean"), backward("none")],
     "linear_cross_entropy_backward_target": [backward("mean", dense=True)],
     "linear_cross_entropy_backward_into": [backward("mean", torch.zeros(7, 6))],
+    "_chunked_span": [span(), span(torch.float64)],
 }
 
 
