@@ -1,1 +1,1 @@
-"""Checkpointing that frees a region's output as well as what it saves."""
+"""Checkpointing: regions whose output is freed too, and layers of a model chosen by a config."""

@@ -1,63 +1,184 @@
-"""What a forward depends on besides its arguments: random-number generators and autocast."""
+"""What a forward depends on besides its arguments: random numbers, autocast, modes and defaults."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import functools
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_Source = tuple[Callable[[], Any], Callable[[Any], object]]  # get and set a piece of state
+_trackers: OrderedDict[int, Any] = OrderedDict()
 
 
-@dataclass(frozen=True)
-class AutocastState:
-    """Autocast of one device type."""
+def register_rng_tracker(tracker: Any) -> RemovableHandle:
+    """Repeat the random numbers of a generator or tracker in every recompute from now on.
 
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache: bool
+    The default generators of the CPU and of every device are repeated anyway, and so are
+    `torch.Generator` objects that a region is called with or closes over.
+
+    Args:
+        tracker: a `torch.Generator`, or an object with `get_states()` and `set_states(states)`, as
+            Megatron-LM's tracker of tensor-parallel random states has.
+
+    Returns:
+        A handle whose `remove()` undoes the registration.
+
+    Raises:
+        TypeError: `tracker` is neither.
+
+    Example:
+        >>> handle = storage_ops.register_rng_tracker(torch.Generator())
+        >>> handle.remove()
+    """
+    _accessors(tracker)
+    handle = RemovableHandle(_trackers)
+    _trackers[handle.id] = tracker
+    return handle
 
 
-@dataclass(frozen=True)
+def _accessors(source: Any) -> _Source:
+    if isinstance(source, torch.Generator):
+        return source.get_state, source.set_state
+    try:
+        return source.get_states, source.set_states
+    except AttributeError:
+        raise TypeError(
+            f"register_rng_tracker: tracker is {type(source).__name__}; expected a "
+            "torch.Generator or an object with get_states() and set_states(states)"
+        ) from None
+
+
+def rng_of(device: torch.device) -> _Source:
+    """How to get and set the state of a device's default generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state, torch.set_rng_state
+    library = torch.get_device_module(device)
+    put = functools.partial(library.set_rng_state, device=device)
+    return functools.partial(library.get_rng_state, device), put
+
+
+def _device() -> torch.device | None:
+    """Where factories put tensors by default; asking torch is slow, and mostly there is no mode."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def _autocast(device_type: str) -> tuple[bool, torch.dtype, bool]:
+    return (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _set_deterministic(state: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(state[0], warn_only=state[1])
+
+
+# Modes of the process that change what the same code computes.
+_SETTINGS: tuple[_Source, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_deterministic, _set_deterministic),
+)
+
+
+def _reachable(fn: Any) -> Iterator[Any]:
+    """What a callable holds on to: itself, what it is bound to, its closure and its defaults."""
+    yield fn
+    if isinstance(fn, functools.partial):
+        yield from _reachable(fn.func)
+        yield from fn.args
+        yield from fn.keywords.values()
+        return
+    yield getattr(fn, "__self__", None)
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            yield cell.cell_contents
+    yield from getattr(fn, "__defaults__", None) or ()
+
+
 class ExecutionState:
-    """State captured before a region runs, to run it again the same way."""
+    """State captured before a region runs; a context manager that runs it again the same way."""
 
-    autocast: tuple[AutocastState, ...]
-    cpu_rng: torch.Tensor | None
-    device_rng: dict[torch.device, torch.Tensor]
-
-    @staticmethod
-    def capture(tensors: Iterable[torch.Tensor], preserve_rng_state: bool) -> ExecutionState:
-        """Capture the state for a region that reads `tensors`."""
-        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            # A region may draw numbers on the GPU without having an argument there.
-            devices.add(torch.device("cuda", torch.cuda.current_device()))
-        types = sorted({"cpu", *(device.type for device in devices)})
-        cache = torch.is_autocast_cache_enabled()
-        autocast = tuple(
-            AutocastState(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), cache)
-            for t in types
-        )
+    def __init__(self, fn: Any, leaves: Iterable[Any], preserve_rng_state: bool) -> None:
+        """Capture the state for a call of `fn` with these leaves of its arguments."""
+        devices: set[torch.device] = set()
+        modules: set[nn.Module] = set()
+        sources: list[_Source] = []
+        for value in itertools.chain(leaves, _reachable(fn)):
+            if isinstance(value, torch.Tensor):
+                if not (value.is_cpu or value.is_meta):
+                    devices.add(value.device)
+            elif isinstance(value, nn.Module):
+                modules.update(value.modules())
+            elif isinstance(value, torch.Generator):
+                sources.append(_accessors(value))
+        if torch.cuda.is_initialized():
+            devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
+        types = {"cpu", *(device.type for device in devices)}
+        self._autocast = {name: _autocast(name) for name in types}
+        self._device = _device()
+        self._current = torch.cuda.current_device() if "cuda" in types else -1
+        self._settings = [get() for get, _ in _SETTINGS]
+        self._training = [(module, module.training) for module in modules]
+        self._rng: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         if not preserve_rng_state:
-            return ExecutionState(autocast, None, {})
-        device_rng = {d: torch.get_device_module(d).get_rng_state(d) for d in devices}
-        return ExecutionState(autocast, torch.get_rng_state(), device_rng)
+            return
+        sources.append(rng_of(torch.device("cpu")))
+        sources += map(rng_of, devices)
+        sources += [_accessors(tracker) for tracker in _trackers.values()]
+        self._rng = [(get, put, get()) for get, put in sources]
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run a with block under this state; what was current comes back afterwards."""
-        with contextlib.ExitStack() as stack:
-            for a in self.autocast:
-                stack.enter_context(
-                    torch.autocast(a.device_type, a.dtype, enabled=a.enabled, cache_enabled=a.cache)
-                )
-            if self.cpu_rng is not None:
-                stack.callback(torch.set_rng_state, torch.get_rng_state())
-                torch.set_rng_state(self.cpu_rng)
-            for device, state in self.device_rng.items():
-                module = torch.get_device_module(device)
-                stack.callback(module.set_rng_state, module.get_rng_state(device), device)
-                module.set_rng_state(state, device)
-            yield
+    def __enter__(self) -> None:
+        """Make the captured state current, where it is not."""
+        self._undo: list[Callable[[], object]] = []
+        try:
+            self._restore()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        """Put back what was current."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _set(self, put: Callable[[Any], object], value: Any, back: Any) -> None:
+        self._undo.append(functools.partial(put, back))
+        put(value)
+
+    def _around(self, context: Any) -> None:
+        context.__enter__()
+        self._undo.append(functools.partial(context.__exit__, None, None, None))
+
+    def _restore(self) -> None:
+        for device_type, (enabled, dtype, cache) in self._autocast.items():
+            if _autocast(device_type) != (enabled, dtype, cache):
+                self._around(torch.autocast(device_type, dtype, enabled, cache))
+        if _device() != self._device:
+            self._around(self._device or torch.device("cpu"))
+        if self._current >= 0:
+            self._around(torch.cuda.device(self._current))
+        for (get, put), value in zip(_SETTINGS, self._settings, strict=True):
+            now = get()
+            if now != value:
+                self._set(put, value, now)
+        for module, training in self._training:
+            if module.training != training:
+                put = functools.partial(setattr, module, "training")
+                self._set(put, training, module.training)
+        for get, put, state in self._rng:
+            self._set(put, state, get())

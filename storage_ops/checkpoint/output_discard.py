@@ -6,17 +6,22 @@ it. For a wide intermediate such as the activation of an MLP that output is most
 
 from __future__ import annotations
 
-import traceback
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
-from storage_ops.checkpoint.region import Region
+from storage_ops.checkpoint.consumers import ConsumerHooks, verify
+from storage_ops.checkpoint.lowering import compiled_region
+from storage_ops.checkpoint.region import ContextFn, Options, Region
+from storage_ops.checkpoint.saved import fail
+from storage_ops.graph import regions
+from storage_ops.graph.torch_checkpoint import policy_of
 
 
 class OutputDiscardCheckpoint:
@@ -25,7 +30,8 @@ class OutputDiscardCheckpoint:
     Gradients are those of plain autograd, bit for bit where the ops are deterministic. Parameters
     used by the region get theirs as usual. Without grad mode every call is a plain call. Under
     torch.compile the region becomes a `torch.utils.checkpoint`, which frees the output as well.
-    Inside an enclosing checkpoint that is recomputing, the output is kept for its consumer.
+    Inside of another checkpoint, which saves nothing of it anyway, and under torch.func every call
+    is a plain call too.
 
     As with every checkpoint the region runs twice: what it does besides returning tensors, such as
     the running statistics of a batch norm, happens twice, and its inputs must not be modified in
@@ -33,19 +39,25 @@ class OutputDiscardCheckpoint:
     once cannot be repeated.
 
     Args:
-        preserve_rng_state: repeat the region with the random numbers of the forward (CPU and every
-            device among its arguments).
-        determinism_check: "default" compares number, shape, dtype and device of the tensors saved
-            in forward and in the recompute, and the versions of parameters; "none" does not.
-        debug: name the line that discarded in the error a later read raises.
+        preserve_rng_state: repeat the region with the random numbers of the forward: CPU, every
+            device, generators that it is given, and those of `register_rng_tracker`.
+        determinism_check: "default" compares number, shape, strides, dtype and device of the
+            tensors saved in forward and in the recompute, and the versions of parameters;
+            "checksum" compares their bytes and those of the outputs as well, and the error names
+            the first that differs; "none" does not compare what is saved.
+        debug: where `storage_ops.info()["guard"]` is False, find reads of a discarded output in
+            Python.
+        context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
+            and for the recompute, such as those of `create_selective_checkpoint_contexts`.
 
     Example:
         >>> up, down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
         >>> x = torch.randn(4, 16, requires_grad=True)
         >>> ckpt = storage_ops.OutputDiscardCheckpoint()
         >>> h = ckpt.checkpoint(lambda x: torch.nn.functional.gelu(up(x)), x)
-        >>> y = down(h)
-        >>> ckpt.discard_output_and_register_recompute(y)
+        >>> with ckpt.consumer():
+        ...     y = down(h)
+        >>> ckpt.discard_output_and_register_recompute()
         >>> storage_ops.is_discarded(h)
         True
         >>> y.sum().backward()
@@ -54,18 +66,18 @@ class OutputDiscardCheckpoint:
     def __init__(
         self,
         preserve_rng_state: bool = True,
-        determinism_check: Literal["default", "none"] = "default",
+        determinism_check: Literal["default", "checksum", "none"] = "default",
         debug: bool = False,
+        context_fn: ContextFn | None = None,
     ) -> None:
-        if determinism_check not in ("default", "none"):
+        if determinism_check not in ("default", "checksum", "none"):
             raise ValueError(
                 f"OutputDiscardCheckpoint: determinism_check is {determinism_check!r}; "
-                "expected 'default' or 'none'"
+                "expected 'default', 'checksum' or 'none'"
             )
-        self._preserve_rng_state = preserve_rng_state
-        self._check_metadata = determinism_check == "default"
-        self._debug = debug
+        self.options = Options(preserve_rng_state, determinism_check, debug, context_fn)
         self._region: Region | None = None
+        self._blocks: list[ConsumerHooks] = []
         self._called = False
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -75,15 +87,6 @@ class OutputDiscardCheckpoint:
             fn: any callable. It is called again in backward and must do the same work both times.
             args, kwargs: pytrees of anything; tensors inside them are tracked.
         """
-        if torch.compiler.is_compiling():
-            self._called = True
-            return torch_checkpoint(
-                fn,
-                *args,
-                use_reentrant=False,
-                preserve_rng_state=self._preserve_rng_state,
-                **kwargs,
-            )
         if self._region is not None:
             warnings.warn(
                 f"OutputDiscardCheckpoint: the output of {self._region.name} was not discarded and "
@@ -91,81 +94,108 @@ class OutputDiscardCheckpoint:
                 "each region",
                 stacklevel=2,
             )
-            self.clear()
+        self.clear()
+        outputs, self._region = run_region(fn, args, kwargs, self.options)
         self._called = True
-        if not torch.is_grad_enabled():
-            return fn(*args, **kwargs)
-        region = Region(
-            fn,
-            args,
-            kwargs,
-            preserve_rng_state=self._preserve_rng_state,
-            check_metadata=self._check_metadata,
-        )
-        outputs = region.forward(args, kwargs)
-        if torch._C._current_graph_task_id() == -1:
-            self._region = region
-        else:
-            # An enclosing checkpoint recomputes: what it saves now is needed at once.
-            region.forget_outputs()
         return outputs
 
-    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Free the region's output and restore it when the gradient of `hook_tensor` arrives.
+    def consumer(self) -> contextlib.AbstractContextManager[Any]:
+        """Context manager around what reads the output: finds every tensor saved of it.
+
+        Several blocks may follow one another. Saved-tensor hooks around the block, such as
+        offloading, get all other tensors; those set inside of it are covered as well.
+        """
+        region = self._region
+        if torch.compiler.is_compiling() or region is None:
+            return contextlib.nullcontext()
+        block = ConsumerHooks([region])
+        self._blocks.append(block)
+        return block
+
+    def discard_output_and_register_recompute(self, *hook_tensors: Tensor) -> None:
+        """Free the region's output until the backward needs it.
 
         Args:
-            hook_tensor: a tensor computed from the region's output, such as the consumer's result.
-                Its gradient must be ready before any other user of the output runs its backward.
+            hook_tensors: tensors computed from the region's output, such as the consumer's result:
+                the gradient of the first to get one restores the output, and must be ready before
+                any other user of it runs its backward. None are needed when all consumers ran
+                inside of `consumer()`, whose saved tensors restore it.
 
         Raises:
-            RuntimeError: `checkpoint` was not called, `hook_tensor` has no gradient to wait for, or
-                the output was modified in place; nothing is freed.
+            RuntimeError: `checkpoint` was not called, a hook tensor has no gradient to wait for, a
+                consumer outside of `consumer()` has saved the output, or it was modified in place;
+                nothing is freed.
         """
         if not self._called:
-            raise RuntimeError(
-                "OutputDiscardCheckpoint: checkpoint() was not called; there is no output for "
+            fail(
+                "checkpoint() was not called; there is no output for "
                 "discard_output_and_register_recompute() to discard"
             )
         region = self._region
-        if region is None:  # no grad mode, or compiled: nothing was kept
+        if region is None:  # no grad mode, compiled, or inside another checkpoint: nothing is kept
             return
-        if not isinstance(hook_tensor, Tensor) or not hook_tensor.requires_grad:
-            raise RuntimeError(
-                f"OutputDiscardCheckpoint: hook_tensor for the region {region.name} needs no grad; "
-                "expected a tensor computed from its output, whose gradient triggers the recompute"
+        if not hook_tensors and not self._blocks:
+            fail(
+                f"no hook_tensor was given for the region {region.name}, and no consumer ran in "
+                "`with consumer():`; expected one of them, or the output would never be restored"
             )
-        if region.made(hook_tensor):
-            raise RuntimeError(
-                f"OutputDiscardCheckpoint: hook_tensor is the output of the region {region.name}, "
-                "or a view of it; expected a tensor computed from it by its consumer"
-            )
-        self._discard([hook_tensor])
+        for t in hook_tensors:
+            if not isinstance(t, Tensor) or not t.requires_grad:
+                fail(
+                    f"hook_tensor for the region {region.name} needs no grad; expected a tensor "
+                    "computed from its output, whose gradient triggers the recompute"
+                )
+            if region.made_this(t):
+                fail(
+                    f"hook_tensor is the output of the region {region.name}, or a view of it; "
+                    "expected a tensor computed from it by its consumer"
+                )
+        self._discard(hook_tensors)
+        for t in hook_tensors:
+            t.register_hook(region.trigger())
 
-    def _discard(self, outputs: list[Tensor]) -> None:
-        """Free the region's output, but for what the consumer hands on; recompute on a gradient."""
-        region = self._region
-        assert region is not None
-        where = ""
-        if self._debug:
-            frames = [f for f in traceback.extract_stack() if f.filename != __file__]
-            where = f" at {frames[-1].filename}:{frames[-1].lineno}"
-        region.discard(
-            f"the output of the region {region.name} was discarded by OutputDiscardCheckpoint"
-            f"{where} and is read before the recompute; its consumer must run before the discard, "
-            "and the gradient of the hook tensor must come before every other use in backward",
-            keep=outputs,
-        )
-        for t in outputs:
-            if t.requires_grad:
-                t.register_hook(region.on_gradient)
-        self._region = None
+    def _discard(self, keep: Iterable[Any]) -> None:
+        """Free the region's output, but for storages that are kept."""
+        if self._region is not None:
+            if self._blocks:
+                verify(self._region, self._blocks)
+            self._region.discard(keep)
+        self._region, self._blocks = None, []
 
     def clear(self) -> None:
         """Forget a region whose output will not be discarded; its backward still works."""
         if self._region is not None:
             self._region.forget_outputs()
-        self._region = None
+        self._region, self._blocks = None, []
         self._called = False
+
+
+def run_plainly() -> bool:
+    """Whether nothing can be discarded.
+
+    In compiled or traced code, without grad, inside another checkpoint, or under a transform of
+    torch.func, whose tensors have no storage.
+    """
+    if torch.compiler.is_compiling() or regions.tracing() or not torch.is_grad_enabled():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None or Region.is_saved_by_another()
+
+
+def run_region(
+    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options
+) -> tuple[Any, Region | None]:
+    """What `fn` returns, and the region that can repeat it; None where nothing can be discarded."""
+    if torch.compiler.is_compiling():
+        rng = options.preserve_rng_state
+        return compiled_region(fn, args, kwargs, rng, options.context_fn), None
+    if regions.tracing():
+        policy, forward = policy_of(options.context_fn or noop_context_fn)
+        with forward:
+            return regions.mark(fn, args, kwargs, policy=policy, discards=True), None
+    if run_plainly():
+        return fn(*args, **kwargs), None
+    region = Region(fn, args, kwargs, options)
+    return region.forward(args, kwargs), region
 
 
 def output_discard(
@@ -188,14 +218,14 @@ def output_discard(
         ... )
         >>> mlp(torch.randn(4, 16)).sum().backward()
     """
+    OutputDiscardCheckpoint(**options)  # a wrong option is an error here, not at the first call
 
     def run(*args: Any, **kwargs: Any) -> Any:
         checkpoint = OutputDiscardCheckpoint(**options)
-        outputs = consumer(checkpoint.checkpoint(producer, *args, **kwargs))
-        if checkpoint._region is not None:
-            tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-            if any(t.requires_grad for t in tensors):
-                checkpoint._discard(tensors)
+        middle = checkpoint.checkpoint(producer, *args, **kwargs)
+        with checkpoint.consumer():
+            outputs = consumer(middle)
+        checkpoint._discard(tree_leaves(outputs))
         return outputs
 
     return run

@@ -4,12 +4,19 @@ The call builds the ordinary autograd graph, with saved-tensor hooks that keep a
 each saved tensor. In backward the function runs once more: what it saves fills those places, and
 what it returns is bound back into the storages that were discarded. So gradients flow through the
 graph of the first call, and every autograd contract is torch's own.
+
+Only the graph keeps a region alive: its saved tensors, and the uses that consumers have saved. What
+a region holds, its inputs above all, is let go as soon as the last of them has had its backward.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
+import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,29 +25,23 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from storage_ops.checkpoint import guard
 from storage_ops.checkpoint.execution import ExecutionState
+from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.saved import Saved, compare, fail
 from storage_ops.ops.storage import discard_storage, is_discarded, share_storage
+
+ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What must be the same about a saved tensor in the forward and in its repetition."""
+class Options:
+    """What a region is told besides its function and arguments."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
-    is_leaf: bool = field(compare=False)
-    version: int = field(compare=False)
-
-    @staticmethod
-    def of(t: Tensor) -> Saved:
-        """Describe a tensor that autograd saves."""
-        root = t if t._base is None else t._base
-        return Saved(t.shape, t.dtype, t.device, root.is_leaf, t._version)
-
-    def __str__(self) -> str:
-        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
+    preserve_rng_state: bool = True
+    determinism_check: str = "default"
+    debug: bool = False
+    context_fn: ContextFn | None = None
 
 
 class _HoldInputs(torch.autograd.Function):
@@ -56,138 +57,275 @@ class _HoldInputs(torch.autograd.Function):
         return torch.empty(0)
 
 
+@dataclass
+class Made:
+    """An output that a region made: bytes that it may discard and make again.
+
+    Attributes:
+        index: its place among the flattened outputs.
+        key: what identifies its storage.
+        handle: an alias that keeps the storage, not the graph.
+        output: the tensor that the caller was given, as long as somebody has it.
+        version: how often it was modified in place when the region returned.
+        storage_uses, tensor_uses: how many hold the storage and the tensor when nobody but the
+            caller does.
+    """
+
+    index: int
+    key: int
+    handle: Tensor
+    output: weakref.ref[Tensor]
+    version: int
+    storage_uses: int = 0
+    tensor_uses: int = 0
+
+
+# The live region that made a storage, for those that read it later.
+_makers: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+_serials = itertools.count()
+# Where the saved-tensor hooks of checkpoints are defined.
+_CHECKPOINTS = ("torch.utils.checkpoint", __name__)
+
+
+def maker_of(t: Any) -> Region | None:
+    """The region that can make the bytes of a tensor again, if one can."""
+    if not _makers:
+        return None
+    key = storage_key(t)
+    return None if key is None else _makers.get(key)
+
+
 class Region:
     """A call of `fn(*args, **kwargs)` that can be repeated in backward."""
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        preserve_rng_state: bool,
-        check_metadata: bool,
+        self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options
     ) -> None:
         """Remember the call and what it depends on; `forward` runs it."""
-        flat, self._spec = tree_flatten((args, kwargs))
+        flat, self._spec = _flatten(args, kwargs)
         inputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         self.name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        self.options = options
+        self._serial = next(_serials)
+        self._lock = threading.RLock()
         self._fn: Callable[..., Any] | None = fn
         self._flat = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
         self._inputs_at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         self._input_needs_grad = [t.requires_grad for t in inputs]
-        self._state = ExecutionState.capture(inputs, preserve_rng_state)
-        anchor = torch.empty(0, requires_grad=True)
-        self._held: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
-        self._check_metadata = check_metadata
+        self._state = ExecutionState(fn, flat, options.preserve_rng_state)
+        self._contexts = options.context_fn() if options.context_fn else ()
+        self._input_keys = {storage_key(t) for t in inputs}
+        # Regions whose discarded outputs this one reads.
+        self._producers = {r for r in map(maker_of, inputs) if r is not None}
+        self._held: Callable[[], Iterable[Tensor]] | None = _hold(inputs)
         self._saved: list[Saved] = []
+        self._results: dict[int, Saved] = {}  # the outputs, where they are compared
         # For the backward in progress: its task, what is not read yet, and whether to keep it all.
         self._task: int | None = None
         self._recomputed: dict[int, Tensor] = {}
         self._reread = False
         self._never_read: set[int] = set()
-        # Outputs by their place among the flattened ones: made by this region (with their
-        # versions), and discarded.
-        self._made: list[tuple[int, Tensor, int]] = []
-        self._handles: list[tuple[int, Tensor]] = []
+        self.made: list[Made] = []  # can be discarded
+        self._discarded: list[Made] = []  # wait for the recompute
+        self.uses: dict[int, int] = {}  # storage -> how many saved tensors of consumers share it
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @staticmethod
+    def is_saved_by_another() -> bool:
+        """Whether an enclosing checkpoint, torch's or ours, saves nothing of a call anyway."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and getattr(top[0], "__module__", "") in _CHECKPOINTS
+
+    def forward(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the function on the arguments of this region; return what it returns."""
         assert self._fn is not None
-        known = {_storage_id(leaf) for leaf in tree_leaves((args, kwargs))}
         start = torch._C._autograd._get_sequence_nr()
-        with saved_tensors_hooks(self._pack, self._unpack):
+        around = self._contexts[0] if self._contexts else contextlib.nullcontext()
+        with saved_tensors_hooks(self._pack, self._unpack), around:
             outputs = self._fn(*args, **kwargs)
         self._never_read = set(range(len(self._saved)))
-        self._made = [
-            (i, leaf.detach(), leaf._version)
-            for i, leaf in enumerate(tree_leaves(outputs))
-            if isinstance(leaf, Tensor)
-            and _is_made_here(leaf, start)
-            and _storage_id(leaf) not in known
-        ]
+        for index, leaf in enumerate(_leaves(outputs)):
+            if not _is_made_here(leaf, start):
+                continue
+            key = storage_key(leaf)
+            if key is not None and key not in self._input_keys:
+                made = Made(index, key, leaf.detach(), weakref.ref(leaf), leaf._version)
+                self.made.append(made)
+                self._results[index] = Saved(leaf, self._checksums)
+        for made in self.made:
+            made.storage_uses, made.tensor_uses = guard.uses(made.key, made.output())
+            _makers[made.key] = self
+        if self._contexts:
+            self._keep_what_a_policy_saved()
         return outputs
 
-    def discard(self, guard: str, keep: Iterable[Any] = ()) -> None:
+    def _keep_what_a_policy_saved(self) -> None:
+        """Leave alone outputs whose storage somebody else holds already."""
+        outputs = [made.output() for made in self.made]
+        roots = {id(t): t for o in outputs if o is not None for t in (o, o._base) if t is not None}
+        for made in list(self.made):
+            own = sum(storage_key(t) == made.key for t in roots.values())
+            own += sum(other.key == made.key for other in self.made)
+            if made.storage_uses > own:
+                self.made.remove(made)
+                _makers.pop(made.key, None)
+
+    @property
+    def _checksums(self) -> bool:
+        return self.options.determinism_check == "checksum"
+
+    def made_this(self, t: Any) -> bool:
+        """Whether a tensor is an output that this region made, or a view of one."""
+        return storage_key(t) in {made.key for made in self.made}
+
+    def discard(self, keep: Iterable[Any] = ()) -> None:
         """Free the outputs that this region made; the recompute binds them back.
 
         Args:
-            guard: the message of the error that a read before the recompute raises.
             keep: tensors whose storages must not be freed.
         """
-        kept = {_storage_id(leaf) for leaf in keep}
-        made = [entry for entry in self._made if _storage_id(entry[1]) not in kept]
-        for index, handle, version in made:
-            if handle._version != version:
-                raise RuntimeError(
-                    f"OutputDiscardCheckpoint: output {index} of {self.name} was modified in place "
-                    "after the region; the recompute could not restore it, nothing was freed"
+        kept = {storage_key(leaf) for leaf in keep}
+        made = [entry for entry in self.made if entry.key not in kept]
+        for entry in made:
+            if entry.handle._version != entry.version:
+                fail(
+                    f"output {entry.index} of {self.name} was modified in place after the region; "
+                    "the recompute could not restore it, nothing was freed"
                 )
-        for index, handle, _ in made:
-            discard_storage(handle, guard=guard)
-            self._handles.append((index, handle))
+        message = (
+            f"the output of the region {self.name} was discarded by OutputDiscardCheckpoint at "
+            f"{guard.where()} and is read before the recompute; its consumers must run before the "
+            "discard, inside of consumer() or with a hook tensor whose gradient comes before every "
+            "other use in backward"
+        )
+        try:
+            for entry in made:
+                discard_storage(entry.handle, guard=message)
+                self._discarded.append(entry)
+        except RuntimeError:  # one storage cannot be freed: make those again that were
+            self.restore()
+            self.end_backward(retained=True)
+            raise
+        if self.options.debug:
+            for entry in made:
+                guard.watch(entry.output(), message)
         self.forget_outputs()
-
-    def made(self, t: Tensor) -> bool:
-        """Whether a tensor is an output that this region made, or a view of one."""
-        return _storage_id(t) in {_storage_id(handle) for _, handle, _ in self._made}
 
     def forget_outputs(self) -> None:
         """Let go of the outputs that were not discarded."""
-        self._made = []
+        waiting = {made.key for made in self._discarded}
+        for made in self.made:
+            if made.key not in waiting:
+                _makers.pop(made.key, None)
+        self.made = []
 
-    def on_gradient(self, gradient: Tensor) -> None:
-        """Hook of a tensor whose gradient announces that the output will be needed."""
-        if self._fn is not None:
+    def trigger(self) -> Callable[[Any], None]:
+        """A hook that restores the outputs; it keeps this region alive only if nobody else does."""
+        alive = weakref.ref(self)
+        held = None if self._saved else self
+
+        def on_gradient(gradient: Any) -> None:
+            nonlocal held
+            region = alive()
+            if region is not None:
+                region.restore()
+                if not torch._C._autograd._get_current_graph_task_keep_graph():
+                    held = None
+
+        return on_gradient
+
+    def restore(self) -> None:
+        """Bind discarded outputs back, if they are still missing."""
+        if self._discarded:
             self.recompute()
 
     def recompute(self) -> None:
         """Repeat the forward, once per backward, and bind its outputs to the discarded ones."""
-        task = torch._C._current_graph_task_id()
-        if self._task == task != -1:
-            return
-        if self._fn is None:
-            raise RuntimeError(
-                f"OutputDiscardCheckpoint: the region {self.name} is needed in a second backward "
-                "pass, but the first one freed it; use retain_graph=True"
-            )
-        again: list[tuple[Saved, Tensor]] = []
-        inputs = zip(self._held.grad_fn.saved_tensors, self._input_needs_grad, strict=True)
+        with self._lock:
+            task = torch._C._current_graph_task_id()
+            if self._task == task != -1:
+                return
+            if self._fn is None:
+                fail(
+                    f"the region {self.name} is needed in a second backward pass, but the first "
+                    "one freed it; use retain_graph=True"
+                )
+            for producer in self._producers:
+                producer.restore()
+            again = self._run_again()
+            self._recomputed = dict(enumerate(again))
+            self._task = None if task == -1 else task
+            if task != -1:
+                retained = torch._C._autograd._get_current_graph_task_keep_graph()
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(partial(_end_backward, weakref.ref(self), retained))
+
+    def _run_again(self) -> list[Tensor]:
+        """Run the function once more; return what it saves, and bind what it returns."""
+        saved: list[tuple[Saved, Tensor]] = []
+        assert self._held is not None
+        inputs = zip(self._held(), self._input_needs_grad, strict=True)
         args, kwargs = self._arguments([t.detach().requires_grad_(need) for t, need in inputs])
 
         def pack(t: Tensor) -> None:
-            again.append((Saved.of(t), t.detach()))
+            saved.append((Saved(t, self._checksums), t.detach()))
 
+        around = self._contexts[1] if self._contexts else contextlib.nullcontext()
+        assert self._fn is not None
         with (
-            self._state.restored(),
+            self._state,
             torch.enable_grad(),
             saved_tensors_hooks(pack, _never_unpacked),
+            around,
         ):
-            outputs = tree_leaves(self._fn(*args, **kwargs))
-        self._check(again)
+            outputs = _leaves(self._fn(*args, **kwargs))
+        if self.options.determinism_check != "none":
+            compare(self.name, self._saved, saved)
         self._bind(outputs)
-        self._recomputed = dict(enumerate(t for _, t in again))
-        if task != -1:
-            retained = torch._C._autograd._get_current_graph_task_keep_graph()
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self._end_backward, retained))
-        self._task = task if task != -1 else None
+        return [t for _, t in saved]
 
-    def _end_backward(self, retained: bool) -> None:
+    def _bind(self, outputs: list[Any]) -> None:
+        """Bind recomputed outputs to the discarded ones, if all of them fit."""
+        for made in self._discarded:
+            first = self._results[made.index]
+            again = outputs[made.index] if made.index < len(outputs) else None
+            if not isinstance(again, Tensor):
+                fail(
+                    f"output {made.index} of {self.name} was {first} in forward and is no tensor "
+                    "when it is recomputed"
+                )
+            if not first.is_like(Saved(again, self._checksums)):
+                fail(
+                    f"output {made.index} of {self.name} was {first} in forward and is "
+                    f"{Saved(again, self._checksums)} when it is recomputed"
+                )
+        for made in self._discarded:
+            if is_discarded(made.handle):
+                share_storage(made.handle, outputs[made.index].detach())
+            if self.options.debug:
+                guard.unwatch(made.output())
+            _makers.pop(made.key, None)
+        self._discarded = []
+
+    def end_backward(self, retained: bool) -> None:
         """Let go of what one backward recomputed, and of everything when no other can follow."""
         self._task, self._reread, self._recomputed = None, False, {}
         if not retained and not self._never_read:
-            self._fn, self._held, self._flat = None, None, []
+            self._fn, self._held, self._flat, self._producers = None, None, [], set()
 
     def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         flat = list(self._flat)
         for position, t in zip(self._inputs_at, inputs, strict=True):
             flat[position] = t
+        if self._spec is None:
+            return tuple(flat), {}
         args, kwargs = tree_unflatten(flat, self._spec)
         return args, kwargs
 
     def _pack(self, t: Tensor) -> int:
-        self._saved.append(Saved.of(t))
+        maker = maker_of(t)
+        if maker is not None and maker._serial < self._serial:
+            self._producers.add(maker)  # reached by a closure, not as an argument
+        self._saved.append(Saved(t, self._checksums))
         return len(self._saved) - 1
 
     def _unpack(self, index: int) -> Tensor:
@@ -198,64 +336,51 @@ class Region:
             self._task, self._reread = None, True
             self.recompute()
         self._never_read.discard(index)
-        return self._recomputed[index] if self._reread else self._recomputed.pop(index)
+        value = self._recomputed[index] if self._reread else self._recomputed.pop(index)
+        if self._task is None:  # read by hand, outside of a backward: nobody would clear the rest
+            self.end_backward(retained=True)
+        return value
 
-    def _check(self, again: list[tuple[Saved, Tensor]]) -> None:
-        if not self._check_metadata:
-            return
-        if len(again) != len(self._saved):
-            raise RuntimeError(
-                f"OutputDiscardCheckpoint: {self.name} saved {len(self._saved)} tensors in forward "
-                f"and {len(again)} when it was recomputed; it must do the same work both times"
-            )
-        for index, (first, (second, t)) in enumerate(zip(self._saved, again, strict=True)):
-            if first != second:
-                raise RuntimeError(
-                    f"OutputDiscardCheckpoint: tensor {index} that {self.name} saves was {first} "
-                    f"in forward and is {second} when it is recomputed"
-                )
-            if t._version != second.version:
-                raise RuntimeError(
-                    f"OutputDiscardCheckpoint: tensor {index} that {self.name} saves, {first}, was "
-                    "modified in place after autograd had saved it"
-                )
-            if first.is_leaf and first.version != second.version:
-                raise RuntimeError(
-                    f"OutputDiscardCheckpoint: a tensor of shape {tuple(first.shape)} that "
-                    f"{self.name} uses was modified in place between forward and recompute"
-                )
 
-    def _bind(self, outputs: list[Any]) -> None:
-        for index, handle in self._handles:
-            again = outputs[index]
-            if again.shape != handle.shape or again.dtype != handle.dtype:
-                raise RuntimeError(
-                    f"OutputDiscardCheckpoint: output {index} of {self.name} was "
-                    f"{tuple(handle.shape)} {handle.dtype} in forward and is "
-                    f"{tuple(again.shape)} {again.dtype} when it is recomputed"
-                )
-        for index, handle in self._handles:
-            if is_discarded(handle):
-                share_storage(handle, outputs[index].detach())
-        self._handles = []
+def _hold(inputs: list[Tensor]) -> Callable[[], Iterable[Tensor]]:
+    """Save the inputs as autograd saves tensors; return what reads them."""
+    save = getattr(torch._C._autograd, "_make_saved_tensor", None)
+    if save is None:  # torch 2.10: at the price of a node
+        anchor = torch.empty(0, requires_grad=True)
+        node: Any = _HoldInputs.apply(anchor, *inputs).grad_fn  # type: ignore[no-untyped-call]
+        return lambda: node.saved_tensors
+    saved = [save(t, False) for t in inputs]
+    return lambda: [s.unpack() for s in saved]
+
+
+# Trees are slow to walk in Python, and most calls take and return plain tensors.
+def _flatten(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    if not kwargs and all(isinstance(a, Tensor) for a in args):
+        return list(args), None
+    return tree_flatten((args, kwargs))
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) else tree_leaves(value)
+
+
+def _end_backward(region: weakref.ref[Region], retained: bool) -> None:
+    alive = region()
+    if alive is not None:
+        alive.end_backward(retained)
 
 
 def _never_unpacked(packed: None) -> Tensor:
     raise AssertionError("the graph of a recompute has no backward")
 
 
-def _storage_id(value: Any) -> int | None:
-    """What identifies the storage of a plain tensor; None for anything else."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return None
-    return int(value.untyped_storage()._cdata)
-
-
-def _is_made_here(output: Tensor, start: int) -> bool:
+def _is_made_here(output: Any, start: int) -> bool:
     """Whether the bytes of an output were made by the region that began at sequence number `start`.
 
     A parameter, or a view of a tensor from outside, must not be freed.
     """
+    if not isinstance(output, Tensor) or output.layout != torch.strided:
+        return False
     base = output if output._base is None else output._base
     node = base.grad_fn
-    return node is not None and node._sequence_nr() >= start and output.layout == torch.strided
+    return node is not None and node._sequence_nr() >= start

@@ -1,0 +1,178 @@
+"""Memory and time of output discarding against plain autograd and torch.utils.checkpoint.
+
+Ways: plain autograd; the producer under torch.utils.checkpoint; its output discarded, and bound
+back without a copy; the same by a copy, as where no native library is. Peaks at the published size
+are simulated by storage_ops.memory.estimate, parameters and input included, beside what OLMo-core
+publishes of its own. The other peaks and the times are measured: on a CPU at a reduced size,
+parameters and input not included. Times are medians of ratios within one process, on a CPU those
+of the CPU time of one thread, which holds on a shared machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import storage_ops
+from benchmarks._blocks import BLOCKS, PUBLISHED_MB, WAYS, Block, stack, step
+from benchmarks._harness import finish, interleave, parser
+from storage_ops.ops.storage_kernels import storage_path
+
+MB = 1 << 20
+PLAIN, CHECKPOINT, DISCARD = WAYS
+COPY = "discard, copy"
+PUBLISHED_SIZE = {"d_model": 2048, "d_ff": 8192, "batch": 2, "tokens": 2048}
+CPU_SIZE = {"d_model": 256, "d_ff": 1024, "batch": 2, "tokens": 256}
+ROUNDS_OF_A_REGION, CALLS_OF_A_REGION = 21, 100
+
+
+def path_of(way: str) -> contextlib.AbstractContextManager[None]:
+    """The storage path that a way needs."""
+    return storage_path("copy") if way == COPY else contextlib.nullcontext()
+
+
+def run_of(way: str) -> Callable[[Block, Tensor], Tensor]:
+    """How a way runs a block."""
+    return WAYS[DISCARD if way == COPY else way]
+
+
+def make(
+    name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str
+) -> tuple[nn.ModuleList, Tensor]:
+    """A stack and its input."""
+    blocks = stack(name, layers, size["d_model"], size["d_ff"], dtype, device)
+    shape = (size["batch"], size["tokens"], size["d_model"])
+    return blocks, torch.randn(shape, dtype=dtype, device=device).requires_grad_()
+
+
+def simulated(name: str, layers: int, dtype: torch.dtype) -> dict[str, float]:
+    """Peak MB of every way at the published size, on a GPU that need not be there."""
+    peaks = {}
+    for way in (*WAYS, COPY):
+        with path_of(way):
+            blocks, x = make(name, layers, PUBLISHED_SIZE, dtype, "meta")
+            estimate = storage_ops.memory.estimate(step, blocks, x, run_of(way))
+            peaks[way] = round(estimate.peak_bytes / MB, 1)
+    return peaks
+
+
+def clean_step(blocks: nn.ModuleList, x: Tensor, run: Callable[[Block, Tensor], Tensor]) -> None:
+    """A step without gradients from the one before."""
+    x.grad = None
+    blocks.zero_grad()
+    step(blocks, x, run)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+
+
+def measured(
+    name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Peak MB above parameters and input, and times, of every way; run interleaved."""
+    blocks, x = make(name, layers, size, dtype, device)
+    result: dict[str, dict[str, Any]] = {}
+    for way in (*WAYS, COPY):
+        with path_of(way):
+            clean_step(blocks, x, run_of(way))
+            x.grad = None
+            blocks.zero_grad()
+            with storage_ops.memory.measure(device) as m:
+                step(blocks, x, run_of(way))
+        result[way] = {"measured MB": round(m.peak_bytes / MB, 1)}
+    cases = {way: partial(clean_step, blocks, x, run_of(way)) for way in WAYS}
+    seconds = interleave(cases, repeats)
+    with storage_path("copy"):
+        cases = {PLAIN: cases[PLAIN], CHECKPOINT: cases[CHECKPOINT], COPY: cases[DISCARD]}
+        copies = interleave(cases, repeats)
+    clock = 0 if device == "cuda" else 1  # wall, or process CPU time where others are at work
+    for way, row in result.items():
+        runs = copies if way == COPY else seconds
+        for base in (PLAIN, CHECKPOINT):
+            each = [a[clock] / b[clock] for a, b in zip(runs[way], runs[base], strict=True)]
+            row[f"time / {base}"] = round(statistics.median(each), 3)
+        row["least-most"] = f"{min(each):.2f}-{max(each):.2f}"  # over the checkpoint
+    return result
+
+
+def host_overhead() -> dict[str, float]:
+    """Microseconds that one region with tiny tensors adds to forward and backward."""
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+    def producer(x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x @ w)
+
+    def with_region(x: Tensor) -> Tensor:
+        ckpt = storage_ops.OutputDiscardCheckpoint()
+        y = ckpt.checkpoint(producer, x) @ w
+        ckpt.discard_output_and_register_recompute(y)
+        return y
+
+    forwards = {
+        PLAIN: lambda x: producer(x) @ w,
+        CHECKPOINT: lambda x: checkpoint(producer, x, use_reentrant=False) @ w,
+        DISCARD: with_region,
+        "output_discard()": storage_ops.output_discard(producer, lambda h: h @ w),
+    }
+
+    def many(forward: Callable[[Tensor], Tensor]) -> None:
+        for _ in range(CALLS_OF_A_REGION):
+            forward(x).sum().backward()
+
+    runs = interleave({k: partial(many, f) for k, f in forwards.items()}, ROUNDS_OF_A_REGION)
+    micros = {k: [cpu / CALLS_OF_A_REGION * 1e6 for _, cpu in v] for k, v in runs.items()}
+    base = micros.pop(PLAIN)
+    return {
+        way: round(statistics.median(a - b for a, b in zip(each, base, strict=True)), 1)
+        for way, each in micros.items()
+    }
+
+
+def main() -> None:
+    """Simulate, measure, write and print."""
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="*", choices=BLOCKS, default=list(BLOCKS))
+    options.add_argument("--layers", nargs="*", type=int, default=[1, 8])
+    options.add_argument("--dtype", default="float32", help="of what is measured")
+    arguments = options.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = PUBLISHED_SIZE if device == "cuda" else CPU_SIZE
+    dtype = getattr(torch, arguments.dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = []
+    for name in arguments.only:
+        for layers in arguments.layers:
+            started = time.perf_counter()
+            fp32, bf16 = (simulated(name, layers, t) for t in (torch.float32, torch.bfloat16))
+            real = measured(name, layers, size, dtype, device, arguments.repeats)
+            published = PUBLISHED_MB[name] if layers == 8 and name in PUBLISHED_MB else ("",) * 4
+            for way, theirs in zip(fp32, published, strict=True):
+                rows.append(
+                    {
+                        "case": f"{name} x{layers}, {way}",
+                        "published MB": theirs,
+                        "MB": fp32[way],
+                        "bf16 MB": bf16[way],
+                        **real[way],
+                        "host us": "",
+                    }
+                )
+            print(f"{name} x {layers}: {time.perf_counter() - started:.0f} s", flush=True)
+    for way, micros in host_overhead().items():
+        rows.append(
+            {**dict.fromkeys(rows[0], ""), "case": f"tiny region, {way}", "host us": micros}
+        )
+    torch.set_num_threads(threads)
+    finish("output_discard", rows, arguments)
+
+
+if __name__ == "__main__":
+    main()

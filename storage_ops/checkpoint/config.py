@@ -1,0 +1,254 @@
+"""Which layers of a model are checkpointed, and how: what users write in a config file."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from storage_ops.checkpoint.op_names import resolve
+from storage_ops.checkpoint.policies import NAMED, Policy
+
+Mode = Literal["full", "selective", "output_discard"]
+MODES = ("full", "selective", "output_discard")
+CHECKS = ("default", "none", "checksum")
+_OPS = ("ops_to_save", "ops_to_recompute")
+_LISTS = (*_OPS, "layer_classes", "layer_names", "mm_shapes_to_save", "mm_shapes_to_recompute")
+# What makes a checkpoint a selective one.
+_RULES = (*_OPS, "mm_shapes_to_save", "mm_shapes_to_recompute", "policy")
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointConfig:
+    """Which layers `apply_activation_checkpoint` checkpoints, and how.
+
+    A module is checkpointed if its class or its name matches and no module around it does. What it
+    saves for backward is then recomputed there, but for what the rules below keep.
+
+    Args:
+        layer_classes: names of classes, such as "LlamaBlock", as in `type(module).__name__`.
+        use_reentrant: the checkpoint of older torch; only without rules, and an input of the layer
+            must need grad. torch.compile always gets the other one.
+        ops_to_save: ops whose results are saved: "aten.mm" for all overloads, "aten.mm.default",
+            "torch.ops.aten.mm.default", a custom op, or the op itself.
+        layer_names: patterns (fnmatch; `*` also matches dots) of names in `named_modules()`, such
+            as "layers.*.mlp". The model itself has the name "", which only "" matches.
+        mode: "full" saves nothing inside a layer, "selective" what the rules say, and
+            "output_discard" nothing, and frees the layer's output too, when the forward of the
+            module that holds it ends; nothing may read it after that. The default is "selective"
+            if there are rules, else "full".
+        every_k: of the layers that match, in the order of `named_modules()`, take the k-th, the
+            2k-th and so on.
+        ops_to_recompute: ops whose results are recomputed, whatever other rules say. Without
+            another rule, all other results are saved.
+        mm_shapes_to_save: patterns of names of linear layers; matrix products (mm, addmm) whose
+            right factor has the shape of such a layer's weight, transposed, are saved.
+        mm_shapes_to_recompute: the same for products that are recomputed, whatever is saved.
+        policy: "matmuls", "attention", "every_other_mm" or "communication", a policy function, or
+            several of these, of which each saves its part (see `storage_ops.policies`).
+        preserve_rng_state: recompute with the random numbers of the forward.
+        determinism_check: "default" compares shape, dtype and device of what is recomputed with
+            what the forward saved, "none" does not, and "checksum", with mode "output_discard",
+            compares the bytes as well.
+        allow_no_match: leave a model in which no layer matches as it is; otherwise an error.
+
+    Raises:
+        TypeError: a value of the wrong type. ValueError: an unknown op or choice, or rules that
+            contradict each other or the mode.
+
+    Example:
+        >>> cfg = storage_ops.ActivationCheckpointConfig(
+        ...     layer_classes=["LlamaBlock"], use_reentrant=False, ops_to_save=["aten.mm"]
+        ... )
+        >>> cfg.effective_mode
+        'selective'
+    """
+
+    layer_classes: Sequence[str] | None = None
+    use_reentrant: bool = False
+    ops_to_save: Sequence[Any] | None = None
+    layer_names: Sequence[str] | None = None
+    mode: Mode | None = None
+    every_k: int = 1
+    ops_to_recompute: Sequence[Any] | None = None
+    mm_shapes_to_save: Sequence[str] | None = None
+    mm_shapes_to_recompute: Sequence[str] | None = None
+    policy: str | Policy | Sequence[str | Policy] | None = None
+    preserve_rng_state: bool = True
+    determinism_check: str = "default"
+    allow_no_match: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _LISTS:
+            _check_list(name, getattr(self, name))
+        for name in ("use_reentrant", "preserve_rng_state", "allow_no_match"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        if isinstance(self.every_k, bool) or not isinstance(self.every_k, int) or self.every_k < 1:
+            raise ValueError(f"every_k is {self.every_k!r}; expected a whole number of at least 1")
+        _check_choice("mode", self.mode, (None, *MODES))
+        _check_choice("determinism_check", self.determinism_check, CHECKS)
+        self.policies()
+        saved, recomputed = (resolve(getattr(self, name) or (), name) for name in _OPS)
+        self._check_rules(saved, recomputed)
+
+    def _check_rules(self, saved: frozenset[str], recomputed: frozenset[str]) -> None:
+        rules = [name for name in _RULES if getattr(self, name)]
+        if self.mode == "selective" and not rules:
+            raise ValueError(
+                f"mode is 'selective', but nothing says what to save; expected one of "
+                f"{', '.join(_RULES)}"
+            )
+        if self.mode in ("full", "output_discard") and rules:
+            raise ValueError(
+                f"mode is {self.mode!r}, which saves nothing, but {' and '.join(rules)} is given; "
+                "expected mode 'selective'"
+            )
+        if self.use_reentrant and self.effective_mode != "full":
+            raise ValueError(
+                f"use_reentrant is True with mode {self.effective_mode!r}; a reentrant checkpoint "
+                "can only save nothing. Expected use_reentrant=False"
+            )
+        if self.determinism_check == "checksum" and self.mode != "output_discard":
+            raise ValueError(
+                "determinism_check is 'checksum', which only mode 'output_discard' has; expected "
+                "'default' or 'none'"
+            )
+        others = [name for name in rules if name not in (*_OPS, "mm_shapes_to_recompute")]
+        if saved and not others and saved <= recomputed:
+            raise ValueError(
+                f"ops_to_recompute has every op of ops_to_save, {list(self.ops_to_save or ())}; "
+                "expected a policy that saves something"
+            )
+
+    @property
+    def effective_mode(self) -> Mode:
+        """The mode, chosen by the rules where it is not given."""
+        if self.mode is not None:
+            return self.mode
+        return "selective" if any(getattr(self, name) for name in _RULES) else "full"
+
+    def policies(self) -> list[Policy]:
+        """The policy functions that `policy` names."""
+        given = self.policy
+        if given is None:
+            return []
+        items = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        return [named_policy(item) for item in items]
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ActivationCheckpointConfig:
+        """A config from a mapping of its arguments.
+
+        Raises:
+            ValueError: an unknown key; names the nearest valid one. TypeError: not a mapping.
+
+        Example:
+            >>> storage_ops.ActivationCheckpointConfig.from_dict({"layer_clases": ["Block"]})
+            Traceback (most recent call last):
+            ValueError: unknown key 'layer_clases'; did you mean 'layer_classes'?
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"the config is {values!r}; expected a mapping of names to values")
+        known = [f.name for f in dataclasses.fields(ActivationCheckpointConfig)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+                raise ValueError(f"unknown key {key!r}; did you mean {near[0]!r}?")
+        return ActivationCheckpointConfig(**values)
+
+    @staticmethod
+    def from_json(source: str | os.PathLike[str]) -> ActivationCheckpointConfig:
+        """A config from JSON.
+
+        Args:
+            source: the text, or a file: a path object, or a name that ends in ".json".
+
+        Raises:
+            ValueError: not JSON, or as `from_dict`. OSError: the file cannot be read.
+
+        Example:
+            >>> text = '{"layer_classes": ["Block"], "policy": "matmuls"}'
+            >>> storage_ops.ActivationCheckpointConfig.from_json(text).policy
+            'matmuls'
+        """
+        return ActivationCheckpointConfig.from_dict(json.loads(_text_of(source, (".json",))))
+
+    @staticmethod
+    def from_yaml(source: str | os.PathLike[str]) -> ActivationCheckpointConfig:
+        """A config from YAML; needs PyYAML.
+
+        Args:
+            source: the text, or a file: a path object, or a name that ends in ".yaml" or ".yml".
+
+        Raises:
+            ValueError: not YAML, or as `from_dict`. OSError: the file cannot be read.
+            ImportError: PyYAML is not installed.
+
+        Example:
+            >>> text = "layer_names: ['layers.*']"
+            >>> storage_ops.ActivationCheckpointConfig.from_yaml(text).layer_names
+            ['layers.*']
+        """
+        try:
+            import yaml
+        except ImportError as error:
+            raise ImportError(
+                f"from_yaml needs PyYAML: {error}. Run: pip install pyyaml"
+            ) from error
+        try:
+            values = yaml.safe_load(_text_of(source, (".yaml", ".yml")))
+        except yaml.YAMLError as error:
+            raise ValueError(f"the config is not YAML: {error}") from error
+        return ActivationCheckpointConfig.from_dict(values)
+
+
+def named_policy(policy: Any) -> Policy:
+    """The policy function that a name stands for; a function stands for itself.
+
+    Raises:
+        ValueError: there is no policy of this name. TypeError: neither a name nor a function.
+    """
+    if isinstance(policy, str):
+        _check_choice("policy", policy, tuple(NAMED))
+        return NAMED[policy]
+    if not callable(policy):
+        raise TypeError(
+            f"policy is {policy!r}, a {type(policy).__name__}; expected one of {', '.join(NAMED)}, "
+            "or a function policy(ctx, op, *args, **kwargs)"
+        )
+    return policy  # type: ignore[no-any-return]
+
+
+def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    choices = tuple(choices)
+    if value in choices:
+        return
+    names = [c for c in choices if isinstance(c, str)]
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} is {value!r}; expected one of {', '.join(names)}{hint}")
+
+
+def _check_list(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} is {value!r}; expected a list of names")
+    for item in value:
+        if not isinstance(item, str) and name not in _OPS:
+            hint = f", such as {item.__name__!r}" if isinstance(item, type) else ""
+            raise TypeError(
+                f"{name} contains {item!r}, a {type(item).__name__}; expected names{hint}"
+            )
+
+
+def _text_of(source: str | os.PathLike[str], suffixes: tuple[str, ...]) -> str:
+    if isinstance(source, os.PathLike) or source.strip().endswith(suffixes):
+        return Path(source).read_text()
+    return source

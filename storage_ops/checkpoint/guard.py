@@ -1,0 +1,89 @@
+"""Who holds the bytes of an output, and what a read after its discard says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.ops.storage import DiscardedTensorError
+
+_LIBRARIES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def storage_key(value: Any) -> int | None:
+    """What identifies the storage behind a strided tensor; None for anything else."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    if type(value) not in _PLAIN and is_traceable_wrapper_subclass(value):
+        inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+        return next((key for key in map(storage_key, inner) if key is not None), None)
+    return int(value.untyped_storage()._cdata)
+
+
+def _count(key: int) -> int:
+    counted: Any = torch._C._storage_Use_Count
+    return int(counted(key))
+
+
+def _count_of_one() -> int:
+    only = torch.empty(1)
+    return _count(only.untyped_storage()._cdata)
+
+
+_ONE = _count_of_one()  # the storage's own Python object may count as well
+
+
+def uses(key: int, output: Tensor | None) -> tuple[int, int]:
+    """How many tensors hold a live storage, and how many places hold the tensor `output`."""
+    held = 0 if output is None else output._use_count()  # type: ignore[attr-defined]
+    return _count(key) - _ONE + 1, held
+
+
+def where() -> str:
+    """The line outside of this package and torch that is running, as "file:line"."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_messages: dict[int, str] = {}
+# What looks at a tensor without reading its bytes; getters of attributes are let through anyway.
+_HARMLESS = {"size", "dim", "stride", "numel", "storage_offset", "untyped_storage", "register_hook",
+             "is_floating_point", "element_size", "__hash__", "__len__", "type"}  # fmt: skip
+
+
+class _Watched(Tensor):
+    """The class of a discarded output in debug mode: every operation of Python on it raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        ours = str(func).startswith("storage_ops.")
+        if not (ours or name == "__get__" or name in _HARMLESS):
+            for leaf in tree_leaves((args, kwargs)):
+                if type(leaf) is cls:
+                    raise DiscardedTensorError(_messages.get(id(leaf), "a tensor was discarded"))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def watch(output: Tensor | None, message: str) -> None:
+    """Have Python operations on a discarded tensor raise a DiscardedTensorError."""
+    if type(output) is Tensor:
+        _messages[id(output)] = message
+        output.__class__ = _Watched
+
+
+def unwatch(output: Tensor | None) -> None:
+    """Undo `watch`."""
+    if output is not None and type(output) is _Watched:
+        _messages.pop(id(output), None)
+        output.__class__ = Tensor  # type: ignore[assignment]

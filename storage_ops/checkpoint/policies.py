@@ -1,0 +1,259 @@
+"""Policies: which results of a checkpointed region are saved, and which are recomputed in backward.
+
+A policy is a plain function of the form `torch.utils.checkpoint` knows:
+
+    def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool
+
+It is asked about every op of the forward, with the op's arguments; `ctx.op_output` is its result.
+True and `CheckpointPolicy.MUST_SAVE` or `PREFER_SAVE` save it. Policies are combined as the sets of
+ops that they save: `union`, `difference`, `every_kth`. One that counts ops has a method `begin()`
+that returns a fresh one; it is called for every region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from storage_ops.checkpoint.op_names import is_mutating, is_view, name_of, packet_of, resolve
+
+Policy = Callable[..., CheckpointPolicy | bool]
+
+MATMULS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "mkldnn_linear",
+        "_addmm_activation", "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm",
+        "_scaled_grouped_mm",
+    )
+)  # fmt: skip
+ATTENTION = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
+        "_efficient_attention_forward",
+    )
+) | {"higher_order::flex_attention"}  # fmt: skip
+COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
+
+_SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_RECOMPUTING = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _decision(save: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saves(policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a policy saves the result of an op.
+
+    Raises:
+        ValueError: the policy returned neither a bool nor a CheckpointPolicy that saves or
+            recomputes.
+        RuntimeError: it raised a TypeError, which an operator such as @ would hide.
+    """
+    try:
+        decision = policy(ctx, op, *args, **kwargs)
+    except TypeError as error:
+        raise RuntimeError(
+            f"the policy {policy!r} failed for {op}: {error}; expected a function "
+            "policy(ctx, op, *args, **kwargs)"
+        ) from error
+    if decision is True or decision in _SAVING:
+        return True
+    if decision is False or decision in _RECOMPUTING:
+        return False
+    raise ValueError(
+        f"the policy {policy!r} returned {decision!r} for {op}; expected a bool or a "
+        "CheckpointPolicy that saves or recomputes"
+    )
+
+
+def begin(policy: Policy) -> Policy:
+    """The policy for one region: a fresh one where it counts, else itself."""
+    fresh: Policy = policy.begin() if hasattr(policy, "begin") else policy
+    return fresh
+
+
+def matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the results of matrix products, also batched, scaled and grouped ones."""
+    return _decision(packet_of(name_of(op)) in MATMULS)
+
+
+def attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the results of fused attention kernels and of flex_attention."""
+    return _decision(packet_of(name_of(op)) in ATTENTION)
+
+
+def communication(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the results of functional collectives, so that nothing is sent a second time."""
+    return _decision(name_of(op).startswith(COLLECTIVES))
+
+
+def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save all results but views, which cost nothing; to be narrowed by `difference`."""
+    return _decision(not (is_mutating(op) or is_view(op)))
+
+
+@dataclass(frozen=True)
+class _Save:
+    names: frozenset[str]
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return _decision(name_of(op) in self.names)
+
+
+def save(*ops: Any) -> Policy:
+    """Save the results of these ops.
+
+    Args:
+        ops: names ("aten.mm" means all its overloads, "aten.mm.default" one) or the ops themselves.
+
+    Raises:
+        ValueError: there is no such op, or it modifies its arguments. TypeError: not a name.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policies.save("aten.mm", torch.ops.aten.addmm.default)(None, torch.ops.aten.mm.default)
+        <CheckpointPolicy.MUST_SAVE: 0>
+    """
+    return _Save(resolve(ops, "save()"))
+
+
+# Which argument of a product is its right factor.
+_RIGHT_FACTOR = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
+
+
+@dataclass(frozen=True)
+class _SaveShapes:
+    shapes: frozenset[tuple[int, ...]]
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        position = _RIGHT_FACTOR.get(packet_of(name_of(op)))
+        if position is None or len(args) <= position:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        shape = tuple(args[position].shape)  # a symbolic size is no layer's
+        return _decision(all(type(n) is int for n in shape) and shape in self.shapes)
+
+
+def save_mm_shapes(shapes: Iterable[tuple[int, ...]]) -> Policy:
+    """Save matrix products (mm, addmm) whose right factor has one of these shapes.
+
+    Args:
+        shapes: (in_features, out_features) of linear layers.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.save_mm_shapes([(16, 64)])
+        >>> policy(None, torch.ops.aten.mm.default, torch.ones(2, 16), torch.ones(16, 64))
+        <CheckpointPolicy.MUST_SAVE: 0>
+    """
+    return _SaveShapes(frozenset(tuple(int(n) for n in shape) for shape in shapes))
+
+
+@dataclass(frozen=True)
+class _Union:
+    parts: tuple[Policy, ...]
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        decisions = [saves(p, ctx, op, args, kwargs) for p in self.parts]  # each one may count
+        return _decision(any(decisions))
+
+    def begin(self) -> Policy:
+        return _Union(tuple(begin(p) for p in self.parts))
+
+
+def union(*policies: Policy) -> Policy:
+    """Save what any of these policies saves.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.union(policies.matmuls, policies.attention)
+    """
+    return policies[0] if len(policies) == 1 else _Union(policies)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    policy: Policy
+    other: Policy
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        first, second = (saves(p, ctx, op, args, kwargs) for p in (self.policy, self.other))
+        return _decision(first and not second)
+
+    def begin(self) -> Policy:
+        return _Difference(begin(self.policy), begin(self.other))
+
+
+def difference(policy: Policy, other: Policy) -> Policy:
+    """Save what `policy` saves and `other` does not.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.difference(policies.matmuls, policies.save("aten.bmm"))
+    """
+    return _Difference(policy, other)
+
+
+@dataclass(frozen=True)
+class _EveryKth:
+    policy: Policy
+    k: int
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        raise RuntimeError(
+            "every_kth counts the ops of one region and was not told where that begins; give "
+            "functools.partial(storage_ops.policies.contexts, policy) to checkpoint as context_fn"
+        )
+
+    def begin(self) -> Policy:
+        return _Counter(begin(self.policy), self.k)
+
+
+class _Counter:
+    """Counts the ops of one region, in its forward and, in torch 2.10, in its recompute."""
+
+    def __init__(self, policy: Policy, k: int) -> None:
+        self._policy = policy
+        self._k = k
+        self._seen = {False: 0, True: 0}
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not saves(self._policy, ctx, op, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen = self._seen[ctx.is_recompute]
+        self._seen[ctx.is_recompute] += 1
+        return _decision(seen % self._k == 0)
+
+
+def every_kth(policy: Policy, k: int) -> Policy:
+    """Of the results that `policy` saves, save the first, and every k-th after it.
+
+    Counting starts anew in every region.
+
+    Raises:
+        ValueError: k is less than 1.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.every_kth(policies.save("aten.mm"), 3)
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"every_kth: k is {k!r}; expected a whole number of at least 1")
+    return _EveryKth(policy, k)
+
+
+every_other_mm = every_kth(matmuls, 2)
+
+NAMED: dict[str, Policy] = {
+    "matmuls": matmuls,
+    "attention": attention,
+    "every_other_mm": every_other_mm,
+    "communication": communication,
+}

@@ -1,0 +1,189 @@
+"""What was checkpointed in a model, and the memory it is expected to need."""
+
+from __future__ import annotations
+
+import io
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from storage_ops.checkpoint import discard_scope, wrapper
+from storage_ops.checkpoint.rules import class_of
+from storage_ops.checkpoint.selective import by_storage
+from storage_ops.checkpoint.wrapper import CheckpointWrapper
+from storage_ops.ops.sizes import readable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """Layers of one class that are checkpointed in one way.
+
+    Attributes:
+        class_name: the class of the layers.
+        mode: "full", "selective" or "output_discard".
+        checkpointed: how many layers are.
+        total: how many modules of this class the model has.
+    """
+
+    class_name: str
+    mode: str
+    checkpointed: int
+    total: int
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What was checkpointed in a model; prints as a table.
+
+    Attributes:
+        layers: one entry per class and mode.
+        kept_bytes: bytes that the forward leaves for the backward, its output included; None
+            without inputs.
+        plain_bytes: the same without any checkpoint.
+    """
+
+    layers: tuple[LayerCount, ...]
+    kept_bytes: int | None = None
+    plain_bytes: int | None = None
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        caption = None
+        if self.kept_bytes is not None and self.plain_bytes is not None:
+            caption = (
+                f"kept for backward: {readable(self.kept_bytes)} instead of "
+                f"{readable(self.plain_bytes)}"
+            )
+        table = Table(title="Activation checkpoints", caption=caption)
+        table.add_column("class")
+        table.add_column("mode")
+        table.add_column("checkpointed", justify="right")
+        for layer in self.layers:
+            count = f"{layer.checkpointed} of {layer.total}"
+            table.add_row(layer.class_name, layer.mode, count)
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def as_text(renderable: Any) -> str:
+    """What a rich object prints, without colours."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=120, no_color=True)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def checkpoint_report(model: nn.Module, *args: Any, **kwargs: Any) -> CheckpointReport:
+    """Which layers of a model are checkpointed and, for given inputs, what memory to expect.
+
+    With inputs the forward runs twice on fake tensors, with and without checkpoints: nothing is
+    computed and nothing of that size is allocated. A model that looks at values, or that FSDP2 has
+    sharded, cannot run so.
+
+    Args:
+        model: a model after `apply_activation_checkpoint`.
+        args, kwargs: inputs of the model, or none; only their shapes and types matter.
+
+    Example:
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> cfg = storage_ops.ActivationCheckpointConfig(["Linear"], every_k=2)
+        >>> model = storage_ops.apply_activation_checkpoint(model, cfg)
+        >>> storage_ops.checkpoint_report(model).layers
+        (LayerCount(class_name='Linear', mode='full', checkpointed=2, total=4),)
+    """
+    totals = Counter(class_of(module) for module in model.modules())
+    counts: Counter[tuple[type, str]] = Counter()
+    for module in model.modules():
+        how = wrapper.checkpointing_of(module)
+        if how is not None:
+            counts[class_of(module), how.mode] += 1
+    layers = tuple(
+        LayerCount(cls.__name__, mode, n, totals[cls]) for (cls, mode), n in counts.items()
+    )
+    if not (args or kwargs):
+        return CheckpointReport(layers)
+    kept = _kept_bytes(model, args, kwargs)
+    with _plain(model):
+        return CheckpointReport(layers, kept, _kept_bytes(model, args, kwargs))
+
+
+@contextmanager
+def _plain(model: nn.Module) -> Iterator[None]:
+    """The model runs without checkpoints."""
+    wrapped: list[Any] = [m for m in model.modules() if isinstance(m, CheckpointWrapper)]
+    hows = [m._checkpointing for m in wrapped]
+    try:
+        for module in wrapped:
+            module._checkpointing = None
+        yield
+    finally:
+        for module, how in zip(wrapped, hows, strict=True):
+            module._checkpointing = how
+
+
+class _Storages(TorchDispatchMode):
+    """Knows the storages that ops have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note((args, kwargs), made=False)
+        out = op(*args, **(kwargs or {}))
+        self._note(out, made=True)
+        return out
+
+    def _note(self, value: Any, made: bool) -> None:
+        for key, t in by_storage(value).items():
+            if key not in self._known:
+                self._remember(key, t.untyped_storage(), made)
+
+    def _remember(self, key: int, storage: Any, made: bool) -> None:
+        self._known[key] = storage.nbytes() if made else 0
+        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        del self._known[key], self._alive[key]
+
+    def nbytes(self, without: set[int]) -> int:
+        return sum(n for key, n in self._known.items() if key not in without)
+
+
+def _kept_bytes(model: nn.Module, args: Any, kwargs: Any) -> int:
+    """Bytes that live between the forward and the backward, by a run on fake tensors."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+
+        def imitate(t: Tensor) -> Tensor:
+            copy = fake.from_tensor(t.detach(), static_shapes=True)
+            return copy.requires_grad_(t.requires_grad)
+
+        copies: dict[int, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        for named in (model.named_parameters, model.named_buffers):
+            for name, t in named(remove_duplicate=False):
+                state[name] = copies.setdefault(id(t), imitate(t))
+        args, kwargs = tree_map_only(Tensor, imitate, (args, kwargs))
+        with discard_scope.pretend() as discarded, torch.enable_grad(), _Storages() as storages:
+            outputs = torch.func.functional_call(model, state, args, kwargs)
+            nbytes: int = storages.nbytes(without=discarded)
+        del outputs
+    return nbytes

@@ -1,0 +1,88 @@
+"""From the rules of a config to one policy function, for one model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from storage_ops.checkpoint.config import ActivationCheckpointConfig
+from storage_ops.checkpoint.policies import (
+    Policy,
+    difference,
+    everything,
+    save,
+    save_mm_shapes,
+    union,
+)
+
+
+def policy_of(cfg: ActivationCheckpointConfig, model: nn.Module) -> Policy | None:
+    """The policy that a config describes; None if it has no rules.
+
+    Raises:
+        ValueError: a pattern of linear layers matches none.
+    """
+    if cfg.effective_mode != "selective":
+        return None
+    saved = _parts(cfg.ops_to_save, cfg.mm_shapes_to_save, model, "mm_shapes_to_save")
+    saved += cfg.policies()
+    recomputed = _parts(
+        cfg.ops_to_recompute, cfg.mm_shapes_to_recompute, model, "mm_shapes_to_recompute"
+    )
+    policy = union(*saved) if saved else everything
+    return difference(policy, union(*recomputed)) if recomputed else policy
+
+
+def _parts(
+    ops: Sequence[Any] | None, patterns: Sequence[str] | None, model: nn.Module, field: str
+) -> list[Policy]:
+    parts = [save(*ops)] if ops else []
+    if patterns:
+        parts.append(save_mm_shapes(_shapes(patterns, model, field)))
+    return parts
+
+
+def _shapes(patterns: Sequence[str], model: nn.Module, field: str) -> list[tuple[int, ...]]:
+    """(in_features, out_features) of the linear layers whose names match."""
+    layers = {
+        qualified_name(name): module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear)
+    }
+    found: list[tuple[int, ...]] = []
+    for pattern in patterns:
+        matching = [module for name, module in layers.items() if fnmatchcase(name, pattern)]
+        if not matching:
+            near = difflib.get_close_matches(pattern, layers, n=3, cutoff=0.3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise ValueError(
+                f"{field} contains {pattern!r}, which matches the name of no linear layer{hint}"
+            )
+        found += [(module.in_features, module.out_features) for module in matching]
+    return found
+
+
+def qualified_name(name: str) -> str:
+    """The name of a module without what torch.compile puts around one."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def class_of(module: nn.Module) -> type:
+    """The class a module was made of, without what FSDP2, parametrize and we put above it."""
+    cls: Any = type(module)
+    while True:
+        if "_original" in vars(cls):
+            cls = cls._original
+        elif cls.__bases__[0].__name__ == "FSDPModule" or _is_parametrized(cls, module):
+            cls = cls.__bases__[-1]
+        else:
+            return cls  # type: ignore[no-any-return]
+
+
+def _is_parametrized(cls: type, module: nn.Module) -> bool:
+    return cls.__name__.startswith("Parametrized") and parametrize.is_parametrized(module)

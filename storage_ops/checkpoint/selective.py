@@ -1,0 +1,317 @@
+"""What a policy saves in the forward of a region, and gives back when the region is recomputed.
+
+The two modes here do in eager what torch's own pair does, and more: a saved op that drew random
+numbers leaves the generators as it did the first time, so that a later dropout repeats its mask; a
+saved result that the region modifies in place is recomputed instead; a graph can be retained; and
+a policy that saves nothing warns. torch.compile knows torch's pair only, and gets that.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+
+from storage_ops.checkpoint.execution import rng_of
+from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.op_names import (
+    is_allocation,
+    is_mutating,
+    is_view,
+    name_of,
+    readable,
+)
+from storage_ops.checkpoint.policies import Policy, begin, saves
+
+RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
+Arguments = list[tuple[torch.Size, torch.dtype]]
+
+
+def contexts(
+    policy: Policy, region: str = "a region", preserve_rng_state: bool = True
+) -> tuple[Any, Any]:
+    """The pair of contexts that makes `torch.utils.checkpoint` follow a policy.
+
+    Args:
+        policy: a policy of `storage_ops.policies`, or a function of that form.
+        region: what warnings and errors call the region.
+        preserve_rng_state: the same as given to `checkpoint`.
+
+    Example:
+        >>> from functools import partial
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from storage_ops import policies
+        >>> x = torch.randn(4, 4, requires_grad=True)
+        >>> context_fn = partial(policies.contexts, policies.matmuls)
+        >>> f = lambda x: (x @ x).sin()
+        >>> checkpoint(f, x, use_reentrant=False, context_fn=context_fn).sum().backward()
+    """
+    if torch.compiler.is_compiling() or _is_traced():
+        decide = _ForCompile(begin(policy), region)
+        forward, recompute = create_selective_checkpoint_contexts(decide)
+        forward.__class__ = _ending(type(forward))  # type: ignore[arg-type]
+        return forward, recompute
+    saved = _Saved(region, preserve_rng_state)
+    return _Recording(begin(policy), saved), _Replaying(saved)
+
+
+def _is_traced() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+@dataclass
+class _ForCompile:
+    """A policy as torch's modes ask it, with what it was asked about."""
+
+    policy: Policy
+    region: str
+    calls: Counter[Any] = field(default_factory=Counter)
+    saves_any: bool = False
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        self.calls[op] += 1
+        if saves_result(self.policy, ctx, op, args, kwargs):
+            self.saves_any = True
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _ending(mode: type) -> type:
+    """A subclass of torch's caching mode that warns at the end if nothing was saved."""
+
+    def __exit__(self: Any, kind: Any, error: Any, trace: Any) -> None:
+        mode.__exit__(self, kind, error, trace)  # type: ignore[attr-defined]
+        decide = self.policy_fn
+        if kind is None and not decide.saves_any:
+            _warn_of_nothing(decide.region, decide.calls)
+
+    return type("SelectiveMode", (mode,), {"__exit__": __exit__})
+
+
+def _warn_of_nothing(region: str, calls: Counter[Any]) -> None:
+    if calls:
+        ran = [f"{readable(name_of(op))} x{n}" for op, n in calls.most_common(8)]
+        warnings.warn(
+            f"the policy of the selective checkpoint saves nothing in {region}, which is "
+            f"recomputed as a whole; its ops are {', '.join(ran)}",
+            stacklevel=3,
+        )
+
+
+def saves_result(policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the result of an op is saved: as the policy says, where that can be done.
+
+    An op that modifies an argument must run again to do so. A view is nothing to save, nor are
+    bytes that no op has written yet.
+    """
+    wanted = saves(policy, ctx, op, args, kwargs)
+    return wanted and not (is_mutating(op) or is_view(op) or is_allocation(op))
+
+
+@dataclass
+class _Result:
+    """What an op returned, and the random numbers that were next after it."""
+
+    value: Any
+    arguments: Arguments
+    random: RandomState
+    # All tensors on the same bytes and their versions. Most views share their version with the
+    # value; what aten._unsafe_view returns, the last step of a product in 3-D, has its own.
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def watch(self, t: Tensor) -> None:
+        self.versions.append((t, t._version))
+
+    def is_modified(self) -> bool:
+        return any(t._version != version for t, version in self.versions)
+
+
+@dataclass
+class _Saved:
+    """The saved results of one region: those of each op in the order of its calls."""
+
+    region: str
+    preserve_rng_state: bool
+    calls: Counter[Any] = field(default_factory=Counter)
+    results: dict[tuple[Any, int], _Result] = field(default_factory=dict)
+    saved_ops: set[Any] = field(default_factory=set)
+    used: set[tuple[Any, int]] = field(default_factory=set)
+
+
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Code that is compiled already runs as it is."""
+        return True
+
+
+class _Recording(_Mode):
+    """Active in the forward of a region."""
+
+    def __init__(self, policy: Policy, saved: _Saved) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._policy = policy
+        self._saved = saved
+        self._on_storage: dict[int, _Result] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        if _is_ignored(op, args):
+            return out
+        saved = self._saved
+        index = saved.calls[op]
+        saved.calls[op] += 1
+        ctx = SelectiveCheckpointContext(is_recompute=False)
+        ctx.op_output = out  # torch 2.10 does not set it
+        wanted = saves_result(self._policy, ctx, op, args, kwargs)
+        if not wanted and (not self._on_storage or is_view(op)):
+            return out  # a view has the version of what it views
+        made = by_storage(out)
+        for key in made.keys() & self._on_storage.keys():
+            self._on_storage[key].watch(_detached(made[key]))
+        # A number costs nothing. On the bytes of an argument there is nothing to save, and whoever
+        # modifies them is unseen.
+        if wanted and _tensors(out) and not made.keys() & by_storage((args, kwargs)).keys():
+            value = tree_map_only(Tensor, _detached, out)
+            random = _random_state(op, out) if saved.preserve_rng_state else []
+            result = saved.results[op, index] = _Result(value, _describe(args, kwargs), random)
+            for t in _tensors(value):
+                result.watch(t)
+            self._on_storage |= dict.fromkeys(by_storage(value), result)
+        return out
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if kind is not None:
+            return
+        self._on_storage.clear()
+        saved = self._saved
+        if not saved.results:
+            _warn_of_nothing(saved.region, saved.calls)
+        modified = {key: r for key, r in saved.results.items() if r.is_modified()}
+        for key in modified:
+            del saved.results[key]
+        saved.saved_ops = {op for op, _ in saved.results}
+        if modified:
+            names = sorted({readable(name_of(op)) for op, _ in modified})
+            warnings.warn(
+                f"{saved.region} modifies in place what the policy of its selective checkpoint "
+                f"saves: results of {', '.join(names)} are recomputed instead",
+                stacklevel=2,
+            )
+
+
+class _Replaying(_Mode):
+    """Active while a region is recomputed."""
+
+    def __init__(self, saved: _Saved) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._saved = saved
+        self._calls: Counter[Any] = Counter()
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_ignored(op, args):
+            return op(*args, **(kwargs or {}))
+        saved = self._saved
+        key = (op, self._calls[op])
+        self._calls[op] += 1
+        if key in saved.used:
+            raise RuntimeError(
+                f"selective checkpoint: {saved.region} is needed in a second backward pass, but "
+                "the first one freed what it saved; use retain_graph=True"
+            )
+        result = saved.results.get(key)
+        if result is None:
+            if key[1] >= saved.calls[op] and op in saved.saved_ops:
+                raise _differs(saved.region, op)
+            return op(*args, **(kwargs or {}))
+        if result.arguments != _describe(args, kwargs):
+            raise _differs(saved.region, op)
+        if result.is_modified():
+            raise RuntimeError(
+                f"selective checkpoint: a result of {readable(name_of(op))} that was saved in "
+                f"{saved.region} was modified in place after it"
+            )
+        for put, state in result.random:
+            put(state)
+        if not _is_retained():
+            saved.used.add(key)
+            del saved.results[key]
+            return result.value
+        return tree_map_only(Tensor, _detached, result.value)
+
+
+def _detached(t: Tensor) -> Tensor:
+    """The same bytes and version counter, without autograd's record of the tensor.
+
+    Below autograd a detach has a version counter of its own unless this key is let in.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return t.detach()
+
+
+def _is_ignored(op: Any, args: Any) -> bool:
+    """Whether an op does not count: it may run in the forward and not in the recompute.
+
+    Autocast casts a parameter where it is first used, and keeps the result for other regions.
+    """
+    cast = op is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
+    return cast or op in SAC_IGNORED_OPS
+
+
+def _describe(args: Any, kwargs: Any) -> Arguments:
+    return [(t.shape, t.dtype) for t in _tensors((args, kwargs or {}))]
+
+
+def _differs(region: str, op: Any) -> RuntimeError:
+    return RuntimeError(
+        f"selective checkpoint: {region} calls {readable(name_of(op))} more often, or with other "
+        "shapes, when it is recomputed than in forward; it must do the same work both times. A "
+        "cache that grows, such as that of keys and values, makes it do more: switch it off "
+        "(use_cache=False)"
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):  # walking a tree takes long
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def by_storage(value: Any) -> dict[int, Tensor]:
+    """The tensors in a tree, one for each storage; those that have none are left out."""
+    return {key: t for t in _tensors(value) if (key := storage_key(t)) is not None}
+
+
+def _is_retained() -> bool:
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _random_state(op: Any, out: Any) -> RandomState:
+    """The state of the generators that an op may have used, after it; nothing if it draws none."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return []
+    devices = {t.device for t in _tensors(out) if t.device.type != "meta"}
+    return [(put, get()) for get, put in map(rng_of, devices)]

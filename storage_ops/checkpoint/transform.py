@@ -1,0 +1,189 @@
+"""Checkpoint the layers of a model that a config chooses."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from storage_ops.checkpoint import discard_scope, wrapper
+from storage_ops.checkpoint.config import ActivationCheckpointConfig
+from storage_ops.checkpoint.report import checkpoint_report
+from storage_ops.checkpoint.rules import class_of, qualified_name
+from storage_ops.checkpoint.wrapper import Checkpointing, CheckpointWrapper
+
+_log = logging.getLogger("storage_ops")
+
+
+def apply_activation_checkpoint(
+    model: nn.Module, cfg: ActivationCheckpointConfig | Mapping[str, Any]
+) -> nn.Module:
+    """Checkpoint the layers of a model that a config chooses, in place.
+
+    Every such layer becomes a `CheckpointWrapper`, which is the same module of another class: the
+    state dict, names, hooks and attributes of the model do not change. A layer within a layer that
+    matches is left to it; one that stands in several places is checkpointed once. Applying the same
+    config again changes nothing. DDP, FSDP2 and torch.compile may come before or after.
+
+    The logger "storage_ops" reports at level INFO what was checkpointed;
+    `storage_ops.checkpoint_report(model, *inputs)` returns that, and the memory to expect.
+
+    Args:
+        model: any module; if it matches itself, it is the layer.
+        cfg: which layers, and how; a mapping of its arguments will do.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the config names no layers, none matches (unless `allow_no_match`), or a layer
+            of mode "output_discard" has no module around it.
+        TypeError: `model` is no module, `cfg` no config, or the class of a layer cannot change.
+        RuntimeError: a layer is checkpointed differently already. Nothing is changed by any error.
+
+    Warns:
+        UserWarning: one of several names matches nothing.
+
+    Example:
+        >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(16, 2) for _ in "ab"))
+        >>> cfg = storage_ops.ActivationCheckpointConfig(["TransformerEncoderLayer"])
+        >>> model = storage_ops.apply_activation_checkpoint(model, cfg)
+        >>> [isinstance(layer, storage_ops.CheckpointWrapper) for layer in model]
+        [True, True]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r}, a {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(cfg, Mapping):
+        cfg = ActivationCheckpointConfig.from_dict(cfg)
+    if not isinstance(cfg, ActivationCheckpointConfig):
+        raise TypeError(f"cfg is {cfg!r}; expected an ActivationCheckpointConfig")
+    if not (cfg.layer_classes or cfg.layer_names or cfg.allow_no_match):
+        raise ValueError(
+            "the config names no layers; expected layer_classes, such as ['LlamaBlock'], or "
+            "layer_names, such as ['layers.*']"
+        )
+    chosen = _chosen(model, cfg)
+    how = Checkpointing.of(cfg, model)
+    discarding = how.mode == "output_discard"
+    options = {
+        "preserve_rng_state": how.preserve_rng_state,
+        "determinism_check": how.determinism_check,
+    }
+    for name, layer, holder in chosen:
+        wrapper.check(layer, how)
+        if not discarding:
+            continue
+        if holder is None:
+            raise ValueError(
+                f"mode is 'output_discard', but no module around the layer {name!r} uses its "
+                "output; expected a layer within a module that does"
+            )
+        now = discard_scope.options_of(holder)
+        if now is not None and now != options:
+            raise RuntimeError(
+                f"{class_of(holder).__name__} frees outputs of layers already, with {now}; "
+                f"expected the same, {options}, or remove_activation_checkpoint(model) first"
+            )
+    changed: list[nn.Module] = []
+    try:
+        for _, layer, holder in chosen:
+            if wrapper.checkpointing_of(layer) is None:
+                wrapper.set_checkpointing(layer, how)
+                changed.append(layer)
+            if discarding and holder is not None:
+                discard_scope.hold(holder, **options)
+    except TypeError:
+        for layer in changed:
+            wrapper.unset_checkpointing(layer)
+        raise
+    _log.info("%s", checkpoint_report(model))
+    return model
+
+
+def remove_activation_checkpoint(model: nn.Module) -> nn.Module:
+    """Undo `apply_activation_checkpoint` and `CheckpointWrapper` in a model and all its modules.
+
+    Every layer runs its plain forward again. It has its plain class back too, unless another
+    library, such as FSDP2, changed the class after it.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        >>> cfg = storage_ops.ActivationCheckpointConfig(layer_names=["0"])
+        >>> model = storage_ops.apply_activation_checkpoint(model, cfg)
+        >>> type(storage_ops.remove_activation_checkpoint(model)[0]) is torch.nn.Linear
+        True
+    """
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):
+            wrapper.unset_checkpointing(module)
+        discard_scope.release(module)
+    return model
+
+
+Layer = tuple[str, nn.Module, nn.Module | None]
+
+
+def _chosen(model: nn.Module, cfg: ActivationCheckpointConfig) -> list[Layer]:
+    """Name, layer and holder of the layers to checkpoint."""
+    classes, patterns = cfg.layer_classes or (), cfg.layer_names or ()
+    names = {qualified_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
+    found_classes = {class_of(module).__name__ for module in names.values()}
+    unmatched = [(c, found_classes) for c in classes if c not in found_classes]
+    unmatched += [(p, set(names)) for p in patterns if not any(_matches(n, p) for n in names)]
+    matching = list(_outermost(model, cfg, "", None, set()))
+    chosen = matching[cfg.every_k - 1 :: cfg.every_k]
+    if cfg.allow_no_match:
+        return chosen
+    if not matching or unmatched:
+        text = "; ".join(f"{name!r} matches no module{_near(name, of)}" for name, of in unmatched)
+        if not matching:
+            raise ValueError(
+                f"no layer of {type(model).__name__} matches: {text}; "
+                "expected at least one, or allow_no_match=True"
+            )
+        warnings.warn(f"activation checkpoint: {text}", stacklevel=3)
+    if not chosen:
+        raise ValueError(
+            f"every_k is {cfg.every_k}, but only {len(matching)} layers match; expected at most "
+            "as many, or allow_no_match=True"
+        )
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) if name else pattern == ""
+
+
+def _outermost(
+    module: nn.Module,
+    cfg: ActivationCheckpointConfig,
+    name: str,
+    holder: nn.Module | None,
+    seen: set[int],
+) -> Iterator[Layer]:
+    """The modules that match, each once, and what runs the forward around it."""
+    plain = qualified_name(name)
+    by_class = class_of(module).__name__ in (cfg.layer_classes or ())
+    if by_class or any(_matches(plain, p) for p in cfg.layer_names or ()):
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield plain, module, holder
+        return
+    inner = holder if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else module
+    for child_name, child in module._modules.items():  # named_children() hides second names
+        if child is not None:
+            below = f"{name}.{child_name}" if name else child_name
+            yield from _outermost(child, cfg, below, inner, seen)
+
+
+def _near(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
+    return f" (did you mean {', '.join(map(repr, near))}?)" if near else ""

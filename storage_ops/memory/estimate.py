@@ -1,0 +1,183 @@
+"""What a step would take on a GPU that is not there: peak, timeline and who is in memory then."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.utils._mode_utils import no_dispatch
+
+from storage_ops.memory.estimate_gpu import gpu_kernels
+from storage_ops.memory.estimate_inputs import Held, as_on_gpu, on_one_device
+from storage_ops.memory.estimate_ledger import Block, Ledger
+from storage_ops.memory.estimate_modes import RefuseAutocast, Simulation
+from storage_ops.memory.measure import Measurement, Sample
+from storage_ops.ops.storage import share_storage
+
+_MIB = 1 << 20
+
+
+@dataclass
+class Estimate(Measurement):
+    """What a call takes on a GPU, from an empty GPU on: its inputs are part of every number.
+
+    Printing it lists what is in memory at the peak.
+
+    Attributes:
+        peak_bytes: highest level.
+        kept_bytes: level when the call has returned and its result is still held.
+        timeline: the level after every allocation and release; the seconds are those of the
+            simulation, not of a GPU.
+        input_bytes: the arguments and every other tensor that was there before the call, such as
+            parameters, gradients and the state of an optimizer.
+        at_peak: the blocks in memory at the peak, largest first.
+    """
+
+    input_bytes: int = 0
+    at_peak: list[Block] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [
+            f"peak {self.peak_bytes / _MIB:.1f} MiB, kept {self.kept_bytes / _MIB:.1f} MiB, "
+            f"inputs {self.input_bytes / _MIB:.1f} MiB; in memory at the peak:"
+        ]
+        alike = Counter((b.nbytes, b.shape, b.dtype, b.made_by) for b in self.at_peak)
+        order = sorted(alike.items(), key=lambda item: -item[0][0] * item[1])
+        for (nbytes, shape, dtype, made_by), count in order[:12]:
+            size = f"{nbytes * count / _MIB:10.1f} MiB  {count:4d} x"
+            lines.append(f"{size} {tuple(shape)} {str(dtype).removeprefix('torch.')}, {made_by}")
+        return "\n".join(lines)
+
+
+def estimate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
+    """Return what `fn(*args, **kwargs)` would take on a GPU, without a GPU and without the memory.
+
+    The call runs once on fake tensors, which have shapes but no bytes. Counted are the live
+    storages after every op, rounded as the CUDA caching allocator does, with the memory that torch
+    takes on a GPU where it differs from the CPU's (fused RMSNorm and attention, byte masks of
+    dropout, the temporary of the softmax backward). `discard_storage`, `share_storage` and
+    `OutputDiscardCheckpoint` free and bind as they do here. Not counted are what an op takes only
+    while it runs, such as a cuBLAS workspace or a conversion by a convolution, the CUDA context,
+    and fragmentation.
+
+    Args:
+        fn: a function or module: a block, or a whole step with backward and optimizer.
+        args, kwargs: passed to it. Tensors, here and wherever else `fn` finds them, are real, fake
+            or on the meta device; their values are not used and not changed, and gradients and
+            the state of optimizers are afterwards what they were. Tensors among the arguments are
+            taken to the meta device if parameters are there.
+
+    Raises:
+        RuntimeError: `fn` needs the values of a tensor (`item()`, `nonzero()`, a mask as an index),
+            or asks for a device that this machine does not have.
+        TypeError: a tensor is sparse or a wrapper subclass.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(
+        ...     torch.nn.Linear(4096, 16384, device="meta"),
+        ...     torch.nn.GELU(),
+        ...     torch.nn.Linear(16384, 4096, device="meta"),
+        ... )
+        >>> x = torch.empty(8192, 4096, device="meta")
+        >>> e = storage_ops.memory.estimate(lambda x: mlp(x).sum().backward(), x)
+        >>> e.peak_bytes >> 20, e.input_bytes >> 20
+        (2432, 640)
+    """
+    held = Held(fn, args, kwargs)
+    ledger = Ledger()
+    simulation = Simulation(ledger, copies=_share_copies())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_no_collection())
+        for optimizer in held.optimizers:
+            stack.enter_context(as_on_gpu(optimizer, simulation))
+        stack.callback(simulation.restore_gradients)
+        stack.enter_context(gpu_kernels())
+        stack.enter_context(simulation)
+        if any(t.is_meta for t in held.tensors):
+            stack.enter_context(RefuseAutocast())
+        args, kwargs = on_one_device(simulation, held, args, kwargs)
+        for t in held.tensors:
+            simulation.twin(t)
+        result = _call(fn, args, kwargs)
+        ledger.follow_resizes()
+        estimated = _settle(ledger)
+        del result
+    return estimated
+
+
+def _call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call fn, and say in the terms of this module what it cannot do."""
+    try:
+        with warnings.catch_warnings():
+            # torch only warns that autocast for an absent GPU does nothing.
+            warnings.filterwarnings("error", ".*CUDA is not available.*", UserWarning)
+            return fn(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RuntimeError(
+            f"estimate: fn needs the values of a tensor ({error.func}), which a simulation does "
+            "not have; leave that part out of fn"
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise RuntimeError(
+            f"estimate: fn calls {error.func}, which has no implementation for fake tensors"
+        ) from error
+    except UserWarning as error:
+        if "CUDA is not available" not in str(error):
+            raise
+        raise RuntimeError(
+            "estimate: fn uses torch.autocast for CUDA, which torch turns off on this machine; "
+            "expected torch.autocast(x.device.type)"
+        ) from error
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from freeing cycles at a moment that depends on other code."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _share_copies() -> bool:
+    """Whether share_storage copies here, for want of a native library."""
+    with no_dispatch():  # the caller may be in a fake mode
+        dst, src = torch.empty(1), torch.empty(1)
+        share_storage(dst, src)
+        return dst.data_ptr() != src.data_ptr()
+
+
+def _settle(ledger: Ledger) -> Estimate:
+    """Add up what was booked."""
+    level = sum(block.nbytes for block in ledger.inputs)
+    result = Estimate(level, level, [Sample(0.0, level)], level)
+    peak_at = 0
+    for count, (seconds, block, taken) in enumerate(ledger.events, 1):
+        level += block.nbytes if taken else -block.nbytes
+        result.timeline.append(Sample(seconds, level))
+        if level > result.peak_bytes:
+            result.peak_bytes, peak_at = level, count
+    result.kept_bytes = level
+    live = dict.fromkeys(ledger.inputs)
+    for _, block, taken in ledger.events[:peak_at]:
+        if taken:
+            live[block] = None
+        else:
+            del live[block]
+    result.at_peak = sorted(live, key=lambda block: -block.nbytes)
+    return result

@@ -1,0 +1,118 @@
+"""What torch computes on a GPU with other memory than on the CPU, for fake tensors of the CPU.
+
+torch chooses these kernels inside functions that it takes apart before any mode sees them. So the
+functions themselves are replaced while a run is simulated, and only for its tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from storage_ops.memory.estimate_modes import Simulation
+
+
+@contextlib.contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Use them inside a with block."""
+    library = Library("aten", "IMPL")
+    replaced = {
+        "rms_norm": _rms_norm,
+        "dropout": _dropout,
+        "scaled_dot_product_attention": _attention,
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch reports an overridden kernel
+            for name, kernel in replaced.items():
+                for key in ("AutogradCPU", "AutogradMeta"):
+                    library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def _is_simulated() -> bool:
+    """Whether this thread is simulating: the replacement holds for the whole process."""
+    return any(isinstance(mode, Simulation) for mode in _get_current_dispatch_mode_stack())
+
+
+def _original(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the kernel that was there before; torch takes the functions apart there."""
+    op = getattr(torch.ops.aten, name).default
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Any:
+    """A mask of bytes is kept; on the CPU it has the type of the input."""
+    if not _is_simulated() or not train or not 0 < p < 1:
+        return _original("dropout", input, p, train)
+    return torch.native_dropout(input, p, True)[0]
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """One kernel that keeps the input and a number per row; on the CPU it is made of several."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: int, weight: Tensor | None) -> Tensor:
+        rows = (*x.shape[: x.dim() - dims], *(1 for _ in range(dims)))
+        rstd = x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    if not _is_simulated():
+        return _original("rms_norm", input, normalized_shape, weight, eps)
+    return _FusedRMSNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps its inputs, its output and a number per query and head; never a score matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        # Heads after tokens in memory, as the layer that follows wants them.
+        out = q.new_empty((len(q), q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, _, lse = ctx.saved_tensors
+        delta = torch.empty_like(lse)
+        # Blocks of keys add to the gradient of the queries in float32.
+        total = None if q.dtype == torch.float32 else torch.empty_like(q, dtype=torch.float32)
+        result = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None)
+        del delta, total
+        return result
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    fused = query.dim() == 4 and query.dtype != torch.float64
+    fused = fused and (attn_mask is None or not attn_mask.requires_grad)
+    if not _is_simulated() or not fused:
+        return _original(
+            "scaled_dot_product_attention", query, key, value, attn_mask, dropout_p, is_causal,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+    return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]

@@ -1,0 +1,108 @@
+"""What a call finds in memory: its arguments, and what its function holds on to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from storage_ops.memory.estimate_modes import Simulation
+
+
+class Held:
+    """The tensors and optimizers that are there before a call."""
+
+    def __init__(self, fn: Any, args: Any, kwargs: Any) -> None:
+        self.tensors: list[Tensor] = []
+        self.optimizers: list[Optimizer] = []
+        self._seen: set[int] = set()
+        self._look([fn, *tree_leaves((args, kwargs))])
+
+    def _look(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+            elif isinstance(value, nn.Module):
+                self._look([*value.parameters(), *value.buffers()])
+            elif isinstance(value, Optimizer):
+                self.optimizers.append(value)
+                self._look(tree_leaves([group["params"] for group in value.param_groups]))
+                self._look(tree_leaves(list(value.state.values())))
+            elif isinstance(value, functools.partial):
+                self._look([value.func, *tree_leaves((value.args, value.keywords))])
+            elif isinstance(value, (list, tuple, dict)):
+                self._look(tree_leaves(value))
+            elif callable(value):
+                self._look(list(_reached_by(value)))
+
+
+def _reached_by(fn: Any) -> Iterator[Any]:
+    """What a function, method or callable object refers to."""
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            yield cell.cell_contents
+    yield from getattr(fn, "__defaults__", None) or ()
+    owner = getattr(fn, "__self__", fn)
+    yield owner if isinstance(owner, (nn.Module, Optimizer)) else None
+    named = [*getattr(owner, "__dict__", {}).values()]
+    code = getattr(fn, "__code__", None)
+    if code is not None:
+        named += [fn.__globals__.get(name) for name in code.co_names]
+    yield from (value for value in named if isinstance(value, (Tensor, nn.Module, Optimizer)))
+
+
+def on_one_device(simulation: Simulation, held: Held, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Take tensors among the arguments to the meta device, if that is where parameters are."""
+    if not any(t.is_meta for t in held.tensors):
+        return args, kwargs
+    moved: dict[int, Tensor] = {}
+
+    def move(t: Tensor) -> Tensor:
+        if t.is_meta or isinstance(t, nn.Parameter):
+            return t
+        if id(t) not in moved:
+            held.tensors = [other for other in held.tensors if other is not t]
+            moved[id(t)] = simulation.moved(t, torch.device("meta"))
+        return moved[id(t)]
+
+    result: tuple[Any, Any] = tree_map_only(Tensor, move, (args, kwargs))
+    return result
+
+
+@contextlib.contextmanager
+def as_on_gpu(optimizer: Optimizer, simulation: Simulation) -> Iterator[None]:
+    """Let an optimizer step as it does for parameters on a GPU, and forget what it did.
+
+    There torch's optimizers handle all parameters at once unless told otherwise. They read their
+    step counts, on which no shape depends.
+    """
+
+    def reads_counts(value: bool) -> None:
+        simulation.any_value = value
+
+    hooks = (
+        optimizer.register_step_pre_hook(lambda *_: reads_counts(True)),
+        optimizer.register_step_post_hook(lambda *_: reads_counts(False)),
+    )
+    state = {key: dict(value) for key, value in optimizer.state.items()}
+    groups = [group for group in optimizer.param_groups if group.get("foreach", False) is None]
+    for group in groups:
+        group["foreach"] = not group.get("fused") and not group.get("differentiable")
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for group in groups:
+            group["foreach"] = None
+        optimizer.state.clear()
+        optimizer.state.update(state)

@@ -1,0 +1,192 @@
+"""The mode under which a run is simulated: every op on fake tensors, every storage booked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from storage_ops.memory.estimate_ledger import Ledger
+
+_OPS = torch.ops.storage_ops
+_aten = torch.ops.aten
+
+
+class Simulation(TorchDispatchMode):
+    """Runs every op on fake tensors and books the storages that it makes.
+
+    A tensor from outside (real, meta, or of another fake mode) has a fake twin here, so that its
+    bytes are neither needed nor changed. Gradients of such tensors, which autograd assigns to
+    them, are what they were after `restore_gradients`.
+    """
+
+    def __init__(self, ledger: Ledger, copies: bool) -> None:
+        """`copies`: whether share_storage copies, as it does where no other way is available."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+        self._copies = copies
+        self._fake = FakeTensorMode()
+        self._paused = False
+        # Whether values do not matter, as those of the step counts of an optimizer.
+        self.any_value = False
+        # Tensors from outside stay referenced, so that their ids and those of their storages stay
+        # theirs. By storage: fake bytes that all twins with this storage are views of.
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._bytes: dict[int, Tensor] = {}
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+
+    def __enter__(self) -> Simulation:
+        self._fake.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._fake.__exit__(*exception)
+
+    def restore_gradients(self) -> None:
+        """Give tensors from outside the gradients that they had."""
+        for t, gradient in self._gradients:
+            t.grad = gradient
+
+    def twin(self, t: Tensor) -> Tensor:
+        """Return the fake tensor that stands for one from outside, and book it as an input."""
+        if isinstance(t, FakeTensor) and t.fake_mode is self._fake:
+            return t
+        if id(t) not in self._twins:
+            twin = self._new_twin(t)
+            self._twins[id(t)] = (t, twin)
+            self._ledger.see(twin, "input", is_input=True)
+            if t.is_leaf and t.requires_grad:
+                self._take_gradient(t)
+        return self._twins[id(t)][1]
+
+    def moved(self, t: Tensor, device: torch.device) -> Tensor:
+        """Return a fake tensor of the simulation that is like `t` but on another device."""
+        self._paused = True
+        try:
+            new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+        finally:
+            self._paused = False
+        self._ledger.see(new, "input", is_input=True)
+        return new.requires_grad_(t.requires_grad)
+
+    def _new_twin(self, t: Tensor) -> Tensor:
+        if is_traceable_wrapper_subclass(t) or t.layout != torch.strided:
+            raise TypeError(
+                f"estimate: a tensor is a {type(t).__name__} with layout {t.layout}; expected "
+                "plain strided tensors"
+            )
+        storage = t.untyped_storage()
+        self._paused = True
+        try:
+            with torch.no_grad():
+                if storage._cdata not in self._bytes:
+                    nbytes = storage.nbytes()
+                    self._bytes[storage._cdata] = torch.empty(
+                        nbytes, dtype=torch.uint8, device=t.device
+                    )
+                whole = self._bytes[storage._cdata]
+                elements = whole[: len(whole) // t.itemsize * t.itemsize].view(t.dtype)
+                return elements.as_strided(t.shape, t.stride(), t.storage_offset())
+        finally:
+            self._paused = False
+
+    def _take_gradient(self, t: Tensor) -> None:
+        gradient = t.grad
+        if isinstance(gradient, FakeTensor) and gradient.fake_mode is self._fake:
+            gradient = None  # assigned in this run already
+        self._gradients.append((t, gradient))
+        if gradient is not None:  # a twin that nobody else holds: it goes when the run drops it
+            t.grad = self.moved(gradient, gradient.device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return self._value(func, args[0])
+        _check_device(func, kwargs.get("device"))
+        args, kwargs = tree_map_only(Tensor, self.twin, (args, kwargs))
+        self._ledger.follow_resizes()
+        if func.namespace == "storage_ops":
+            if func in _KERNELS_OF_OPS:
+                with self:  # what happens inside is simulated as well
+                    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
+            if func in _STORAGE_OPS:
+                return self._storage_op(func, *args)
+        out = func(*args, **kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, FakeTensor):
+                self._ledger.see(leaf, str(func))
+        if func is _aten._softmax_backward_data.default:
+            # The CUDA kernel multiplies gradient and output first.
+            self._ledger.temporary(args[0], str(func))
+        return out
+
+    def _value(self, func: Any, t: Tensor) -> Any:
+        if not isinstance(t, FakeTensor):  # the value of a real tensor is known
+            with no_dispatch():
+                return func(t)
+        try:
+            return func(t)
+        except DataDependentOutputException:
+            if not self.any_value:
+                raise
+            return 1.0
+
+    def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:
+        if func is _OPS.discard_storage.default:
+            self._ledger.discard(t)
+        elif func is _OPS.share_storage.default:
+            self._ledger.share(t, rest[0], self._copies)
+        elif func is _OPS._is_discarded.default:
+            return self._ledger.is_discarded(t)
+        return False if func is _OPS._arm_guard.default else None
+
+
+_STORAGE_OPS = {
+    _OPS.discard_storage.default,
+    _OPS.share_storage.default,
+    _OPS._is_discarded.default,
+    _OPS._arm_guard.default,
+    _OPS._record_stream.default,
+}
+_KERNELS_OF_OPS = {
+    _OPS.linear_cross_entropy.default,
+    _OPS.linear_cross_entropy_backward.default,
+    _OPS.linear_cross_entropy_backward_target.default,
+    _OPS.linear_cross_entropy_backward_into.default,
+}
+
+
+def _check_device(func: Any, device: Any) -> None:
+    if device is None or torch.device(device).type in ("cpu", "meta"):
+        return
+    if not (torch.device(device).type == "cuda" and torch.cuda.is_available()):
+        raise RuntimeError(
+            f"estimate: {func} asks for device {device}, which this machine does not have; "
+            "expected the device of an argument, such as device=x.device"
+        )
+
+
+class RefuseAutocast(TorchFunctionMode):
+    """Raises where autocast would be without effect, since tensors are on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError(
+                "estimate: fn uses torch.autocast('cpu'), which does nothing to tensors on the "
+                "meta device; expected parameters and arguments on the CPU"
+            )
+        return func(*args, **(kwargs or {}))

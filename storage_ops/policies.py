@@ -1,0 +1,31 @@
+"""Policies of selective checkpointing: what is saved in forward, what recomputed in backward."""
+
+from storage_ops.checkpoint.policies import (
+    Policy,
+    attention,
+    communication,
+    difference,
+    every_kth,
+    every_other_mm,
+    everything,
+    matmuls,
+    save,
+    save_mm_shapes,
+    union,
+)
+from storage_ops.checkpoint.selective import contexts
+
+__all__ = [
+    "Policy",
+    "attention",
+    "communication",
+    "contexts",
+    "difference",
+    "every_kth",
+    "every_other_mm",
+    "everything",
+    "matmuls",
+    "save",
+    "save_mm_shapes",
+    "union",
+]

@@ -1,0 +1,360 @@
+"""What configs accept, mean and refuse, and how they are read."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import storage_ops as so
+from storage_ops.checkpoint.op_names import resolve
+
+from .blocks import Block, Model, make_input, step
+
+Config = so.ActivationCheckpointConfig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def custom_op():
+    with torch.library._scoped_library("so_config_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.define("twice.scaled(Tensor x, float s) -> Tensor")
+        library.define("bump_(Tensor(a!) x) -> ()")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("aten.mm", {"aten::mm", "aten::mm.dtype"}),
+        ("aten.mm.default", {"aten::mm"}),
+        ("aten::mm", {"aten::mm", "aten::mm.dtype"}),
+        ("torch.ops.aten.mm", {"aten::mm", "aten::mm.dtype"}),
+        ("torch.ops.aten.mm.default", {"aten::mm"}),
+        (torch.ops.aten.mm, {"aten::mm", "aten::mm.dtype"}),
+        (torch.ops.aten.mm.dtype, {"aten::mm.dtype"}),
+        ("so_config_test.twice", {"so_config_test::twice", "so_config_test::twice.scaled"}),
+        ("torch.ops.so_config_test.twice.scaled", {"so_config_test::twice.scaled"}),
+        ("higher_order.cond", {"higher_order::cond"}),
+        (torch.ops.higher_order.cond, {"higher_order::cond"}),
+    ],
+)
+def test_op_names(name, found):
+    assert resolve([name], "ops") == found
+    Config(["Block"], ops_to_save=[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("aten.mmm", r"ops_to_save contains 'aten.mmm': there is no such op; did you mean aten.mm"),
+        ("atn.mm", r"did you mean aten.mm"),
+        ("torch.ops.aten.adddmm.default", r"did you mean aten.addmm"),
+        ("aten.mm.defualt", r"no such overload; expected one of default, dtype, dtype_out, out"),
+        ("so_config_test.twise", r"did you mean so_config_test.twice"),
+        ("mm", r"'mm'; expected the name of an op: namespace.name"),
+        ("", "expected the name of an op"),
+        ("aten.mm.out", "modifies its arguments in place"),
+        ("aten.add_", "modifies its arguments in place"),
+        ("so_config_test.bump_", "modifies its arguments in place"),
+    ],
+)
+@pytest.mark.parametrize("field", ["ops_to_save", "ops_to_recompute"])
+def test_op_names_that_mean_nothing(name, message, field):
+    with pytest.raises(ValueError, match=message.replace("ops_to_save", field)):
+        Config(["Block"], **{field: [name]})
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "__import__('os').system('touch /nowhere')",
+        "torch.load.__globals__['os'].getcwd()",
+        "torch.ops.aten.mm.default if True else 0",
+        "aten.mm; aten.bmm",
+        "torch.ops.aten.mm.__class__",
+        "lambda: 0",
+    ],
+)
+def test_names_are_never_evaluated(code, monkeypatch):
+    import builtins
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("evaluated")
+
+    monkeypatch.setattr(builtins, "eval", refuse)
+    with pytest.raises(ValueError, match=r"expected the name of an op|no such"):
+        resolve([code], "ops_to_save")
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_name_or_an_error_that_repeats_it(text):
+    try:
+        assert resolve([text], "ops")
+    except ValueError as error:
+        assert repr(text) in str(error)
+
+
+@given(st.sampled_from(sorted(torch._C._dispatch_get_all_op_names())))
+@pytest.mark.filterwarnings("ignore:.*is made of:UserWarning")
+def test_every_op_of_the_dispatcher_is_found_unless_it_modifies(name):
+    packet, _, overload = name.partition(".")
+    schemas = torch._C._jit_get_schemas_for_operator(packet)
+    schema = next((s for s in schemas if s.overload_name == overload), None)
+    if schema is None:  # an op without a schema that Python can see
+        return
+    spelled = f"torch.ops.{packet.replace('::', '.')}.{overload or 'default'}"
+    if schema.is_mutable:
+        with pytest.raises(ValueError, match="modifies its arguments"):
+            resolve([spelled], "ops")
+    else:
+        assert resolve([spelled], "ops") == {name}
+
+
+def test_a_composite_op_warns():
+    with pytest.warns(
+        UserWarning, match="'aten.linear', which autograd sees as the ops it is made"
+    ):
+        Config(["Block"], ops_to_save=["aten.linear"])
+
+
+BAD = [
+    ({"layer_classes": "Block"}, TypeError, "layer_classes is 'Block'; expected a list of names"),
+    ({"layer_classes": [Block]}, TypeError, "expected names, such as 'Block'"),
+    ({"layer_names": 3}, TypeError, "layer_names is 3; expected a list"),
+    ({"ops_to_save": "aten.mm"}, TypeError, "ops_to_save is 'aten.mm'; expected a list"),
+    ({"ops_to_save": [3]}, TypeError, "ops_to_save contains 3, a int; expected the name of an op"),
+    ({"ops_to_save": [torch.mm]}, TypeError, "expected the name of an op"),
+    ({"mm_shapes_to_save": [(3, 4)]}, TypeError, r"mm_shapes_to_save contains \(3, 4\)"),
+    ({"use_reentrant": "no"}, TypeError, "use_reentrant is 'no'; expected True or False"),
+    ({"preserve_rng_state": 1}, TypeError, "preserve_rng_state is 1"),
+    ({"allow_no_match": None}, TypeError, "allow_no_match is None"),
+    ({"every_k": 0}, ValueError, "every_k is 0; expected a whole number of at least 1"),
+    ({"every_k": 2.0}, ValueError, "every_k is 2.0"),
+    ({"every_k": True}, ValueError, "every_k is True"),
+    ({"mode": "ful"}, ValueError, "mode is 'ful'; expected .*; did you mean 'full'?"),
+    ({"determinism_check": "on"}, ValueError, "determinism_check is 'on'; expected one of default"),
+    ({"policy": "matmul"}, ValueError, "policy is 'matmul'; .*did you mean 'matmuls'?"),
+    ({"policy": ["matmuls", 3]}, TypeError, "policy is 3, a int; expected one of matmuls"),
+    ({"mode": "selective"}, ValueError, "nothing says what to save"),
+    ({"mode": "selective", "ops_to_save": []}, ValueError, "nothing says what to save"),
+    ({"mode": "full", "policy": "matmuls"}, ValueError, "but policy is given; expected mode"),
+    ({"mode": "output_discard", "ops_to_save": ["aten.mm"]}, ValueError, "ops_to_save is given"),
+    ({"use_reentrant": True, "ops_to_save": ["aten.mm"]}, ValueError, "use_reentrant is True with"),
+    ({"use_reentrant": True, "mode": "output_discard"}, ValueError, "use_reentrant is True with"),
+    (
+        {"ops_to_save": ["aten.mm.default"], "ops_to_recompute": ["aten.mm"]},
+        ValueError,
+        "ops_to_recompute has every op of ops_to_save",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD)
+def test_wrong_values(options, error, message):
+    with pytest.raises(error, match=message):
+        Config(**{"layer_classes": ["Block"], **options})
+
+
+def test_the_mode_follows_from_the_rules():
+    assert Config(["Block"]).effective_mode == "full"
+    assert Config(["Block"], ops_to_save=[]).effective_mode == "full"
+    for rule in (
+        {"ops_to_save": ["aten.mm"]},
+        {"policy": "attention"},
+        {"mm_shapes_to_save": ["x"]},
+    ):
+        assert Config(["Block"], **rule).effective_mode == "selective"
+    assert Config(["Block"], mode="output_discard").effective_mode == "output_discard"
+
+
+VALUES = {
+    "layer_classes": ["Block"],
+    "ops_to_save": ["aten.mm"],
+    "policy": ["attention", "every_other_mm"],
+    "every_k": 2,
+    "use_reentrant": False,
+}
+
+
+def test_from_dict_json_and_yaml(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    expected = Config(**VALUES)
+    (tmp_path / "a.json").write_text(json.dumps(VALUES))
+    (tmp_path / "a.yml").write_text(yaml.safe_dump(VALUES))
+    assert Config.from_dict(VALUES) == expected
+    for source in (json.dumps(VALUES), tmp_path / "a.json", str(tmp_path / "a.json")):
+        assert Config.from_json(source) == expected
+    for source in (yaml.safe_dump(VALUES), tmp_path / "a.yml", str(tmp_path / "a.yml")):
+        assert Config.from_yaml(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("ops_to_sav", "ops_to_save"), ("layers", "layer_names"), ("use_reentrent", "use_reentrant"),
+     ("zzz", None), (3, None)],
+)  # fmt: skip
+def test_unknown_keys_name_the_nearest(key, near):
+    with pytest.raises(ValueError, match=f"unknown key {key!r}; did you mean '{near or ''}"):
+        Config.from_dict({"layer_classes": ["Block"], key: []})
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("[1, 2]", TypeError, "expected a mapping"),
+        ("3", TypeError, "the config is 3"),
+        ("{", ValueError, None),
+        ("nowhere.json", FileNotFoundError, None),
+        (Path("nowhere"), FileNotFoundError, None),
+    ],
+)
+def test_sources_that_are_no_config(source, error, message):
+    with pytest.raises(error, match=message):
+        Config.from_json(source)
+    pytest.importorskip("yaml")
+    with pytest.raises(error, match=message):
+        Config.from_yaml("nowhere.yaml" if source == "nowhere.json" else source)
+
+
+def test_yaml_never_makes_objects():
+    pytest.importorskip("yaml")
+    with pytest.raises(ValueError, match="the config is not YAML"):
+        Config.from_yaml("policy: !!python/object/apply:os.getcwd []")
+
+
+def test_without_pyyaml(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    with pytest.raises(ImportError, match=r"from_yaml needs PyYAML.*pip install pyyaml"):
+        Config.from_yaml("layer_classes: [Block]")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"layer_classes": ["Blok"]},
+            r"no layer of Model matches: 'Blok' matches no module \(did you",
+        ),
+        ({"layer_classes": None}, "the config names no layers"),
+        ({"layer_classes": [], "layer_names": []}, "the config names no layers"),
+        ({"layer_classes": None, "layer_names": ["layer.*"]}, "'layer.*' matches no module"),
+        ({"layer_classes": None, "layer_names": ["Layers.0"]}, "did you mean 'layers.0'"),
+        ({"every_k": 5}, "every_k is 5, but only 4 layers match"),
+        ({"mm_shapes_to_save": ["*.upp"]}, "mm_shapes_to_save contains '.*upp', which matches"),
+        (
+            {"mm_shapes_to_recompute": ["*.act"], "policy": "matmuls"},
+            "mm_shapes_to_recompute contai",
+        ),
+    ],
+)
+def test_no_match_is_an_error_and_changes_nothing(options, message):
+    model = Model()
+    options = {"layer_classes": ["Block"], **options}
+    with pytest.raises(ValueError, match=message):
+        so.apply_activation_checkpoint(model, Config(**options))
+    assert not any(isinstance(m, so.CheckpointWrapper) for m in model.modules())
+    if "mm_shapes" not in message:
+        model = so.apply_activation_checkpoint(model, Config(**options, allow_no_match=True))
+        assert not any(isinstance(m, so.CheckpointWrapper) for m in model.modules())
+
+
+def test_one_of_several_names_without_a_match_warns():
+    with pytest.warns(
+        UserWarning, match=r"'LlamaBlock' matches no module .*'blocks.\*' matches no"
+    ):
+        so.apply_activation_checkpoint(
+            Model(), Config(["Block", "LlamaBlock"], layer_names=["blocks.*"])
+        )
+
+
+@pytest.mark.parametrize(
+    ("model", "cfg", "message"),
+    [
+        (3, Config(["Block"]), "model is 3, a int; expected a torch.nn.Module"),
+        (nn.Linear(2, 2), 3, "cfg is 3; expected an ActivationCheckpointConfig"),
+        (torch.jit.script(nn.Linear(2, 2)), Config(layer_names=[""]), "is a ScriptModule"),
+    ],
+)
+def test_what_is_no_model_or_no_config(model, cfg, message):
+    with pytest.raises(TypeError, match=message):
+        so.apply_activation_checkpoint(model, cfg)
+
+
+def test_a_mapping_will_do_as_config():
+    model = so.apply_activation_checkpoint(Model(), {"layer_classes": ["Block"]})
+    assert isinstance(model.layers[0], so.CheckpointWrapper)
+    with pytest.raises(ValueError, match="unknown key 'layer_clases'"):
+        so.apply_activation_checkpoint(Model(), {"layer_clases": ["Block"]})
+
+
+def test_a_forward_replaced_on_the_instance_is_refused_and_nothing_changes():
+    model = Model()
+    model.layers[2].forward = lambda x: x
+    with pytest.raises(RuntimeError, match="the forward of Block was replaced on the instance"):
+        so.apply_activation_checkpoint(model, Config(["Block"]))
+    assert not any(isinstance(m, so.CheckpointWrapper) for m in model.modules())
+
+
+def test_a_class_that_cannot_change_is_refused_and_nothing_changes():
+    class Odd(Block):
+        __slots__ = ("slot",)
+
+    class Stubborn(Block):
+        def __setattr__(self, name, value):
+            if name == "__class__":
+                raise TypeError("no")
+            super().__setattr__(name, value)
+
+    model = Model()
+    model.layers[3] = Stubborn()
+    with pytest.raises(TypeError, match="the class of Stubborn cannot change: no; expected"):
+        so.apply_activation_checkpoint(model, Config(["Block", "Stubborn"]))
+    assert not any(isinstance(m, so.CheckpointWrapper) for m in model.modules())
+    x = make_input()
+    odd = so.CheckpointWrapper(Odd().double())
+    odd.slot = 3
+    step(odd, x)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "message"),
+    [
+        (3, {}, TypeError, "module is 3, a int; expected a torch.nn.Module"),
+        (None, {"mode": "output_discard"}, ValueError, "needs the module that holds this one"),
+        (None, {"every_k": 2}, ValueError, "every_k chooses layers of a model"),
+        (None, {"layer_classes": ["Block"]}, ValueError, "layer_classes chooses layers"),
+        (None, {"ops": []}, ValueError, "unknown key 'ops'; did you mean"),
+        (None, {"ops_to_save": ["aten.mmm"]}, ValueError, "did you mean aten.mm"),
+    ],
+)
+def test_wrong_arguments_of_the_wrapper(module, options, error, message):
+    block = Block() if module is None else module
+    with pytest.raises(error, match=message):
+        so.CheckpointWrapper(block, **options)
+    assert not isinstance(block, so.CheckpointWrapper)
+
+
+def test_the_wrapper_is_the_module_itself():
+    block, x = Block().double(), make_input()
+    keys, right = list(block.state_dict()), step(block, x)
+    wrapped = so.CheckpointWrapper(module=block, use_reentrant=False, ops_to_save=["aten.mm"])
+    assert wrapped is block and list(wrapped.state_dict()) == keys
+    got = step(wrapped, x)
+    assert torch.equal(got[1]["x"], right[1]["x"]) and got[3]["gelu"] > right[3]["gelu"]
+    assert so.CheckpointWrapper(wrapped, ops_to_save=["aten.mm"]) is block
+    with pytest.raises(RuntimeError, match="Block is checkpointed already"):
+        so.CheckpointWrapper(wrapped)
+    assert type(so.remove_activation_checkpoint(wrapped)) is Block
+
+
+def test_reentrant_without_an_input_that_needs_grad_is_an_error():
+    block = so.CheckpointWrapper(Block(), use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"no input of Block needs grad.*use_reentrant=False"):
+        block(torch.randn(2, 6, 16))
+    with torch.no_grad():
+        block(torch.randn(2, 6, 16))
+    assert not block.requires_grad_(False)(torch.randn(2, 6, 16)).requires_grad

@@ -1,0 +1,266 @@
+"""Consumers are found by what they saved, whatever they are; what is not covered is refused."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import storage_ops as so
+
+
+class Stash(torch.autograd.Function):
+    """Keeps its input as an attribute of its context, where no saved-tensor hook sees it."""
+
+    @staticmethod
+    def forward(ctx, h, view):
+        ctx.stashed = h.view(-1) if view else h
+        return h * h
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.stashed.view_as(grad) * grad, None
+
+
+def identity_pack(h):
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        return h * h
+
+
+def offload(h):
+    with save_on_cpu():
+        return (h * h).sin()
+
+
+DOWN = nn.Linear(8, 5)
+OTHER = torch.randn(6, 4, 8, requires_grad=True)
+COMPILED = torch.compile(lambda h: (h * h).sin() + DOWN(h).sum(), backend="aot_eager")
+CONSUMERS = {
+    "linear 3-D": DOWN,
+    "reshape": lambda h: h.reshape(-1).square(),
+    "halves": lambda h: h[..., :4] * h[..., 4:],
+    "detached": lambda h: h.detach() * OTHER,
+    "detached and not": lambda h: h.detach() * OTHER + h.sin(),
+    "no save": lambda h: h + h,
+    "transposed": lambda h: h.transpose(0, 1) @ OTHER.transpose(0, 1).mT,
+    "checkpoint": lambda h: checkpoint(lambda h: h.sin() * h, h, use_reentrant=False),
+    "reentrant": lambda h: checkpoint(lambda h: h.sin() * h, h, use_reentrant=True),
+    "stash": lambda h: Stash.apply(h, False),
+    "stashed view": lambda h: Stash.apply(h, True),
+    "inner pack": identity_pack,
+    "inner offload": offload,
+    "compiled": COMPILED,
+    "several outputs": lambda h: (h.sin(), DOWN(h), h.square().sum()),
+    "one more region": so.output_discard(torch.sin, torch.square),
+}
+
+
+def loss_of(outputs):
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum((y * torch.arange(y.numel(), dtype=y.dtype).view_as(y).cos()).sum() for y in outputs)
+
+
+def gradients(outputs, x):
+    wanted = (x, OTHER, *DOWN.parameters())
+    OTHER.grad = x.grad = None
+    DOWN.zero_grad()
+    loss_of(outputs).backward()
+    return [t.grad for t in wanted]
+
+
+def same(got, right):
+    for a, b in zip(got, right, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def by_block(producer, consumer, x):
+    ckpt = so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(producer, x)
+    with ckpt.consumer():
+        y = consumer(h)
+    ckpt.discard_output_and_register_recompute()
+    assert so.is_discarded(h)
+    return y
+
+
+WAYS = {
+    "block": by_block,
+    "composed": lambda producer, consumer, x: so.output_discard(producer, consumer)(x),
+    "module": lambda producer, consumer, x: so.OutputDiscard(producer, consumer)(x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_every_kind_of_consumer(path, name, way):
+    consumer, x = CONSUMERS[name], torch.randn(6, 4, 8, requires_grad=True)
+    right = gradients(consumer(F.gelu(x)), x)
+    same(gradients(WAYS[way](F.gelu, consumer, x), x), right)
+
+
+@pytest.mark.parametrize("name", ["linear 3-D", "halves", "stash", "no save"])
+def test_autograd_grad_and_two_backwards(path, name):
+    consumer, x = CONSUMERS[name], torch.randn(6, 4, 8, requires_grad=True)
+    right = torch.autograd.grad(loss_of(consumer(x.sin())), x)
+    loss = loss_of(by_block(torch.sin, consumer, x))
+    same(torch.autograd.grad(loss, x, retain_graph=True), right)
+    same(torch.autograd.grad(loss, x), right)
+
+
+@pytest.mark.parametrize(
+    "around", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t, lambda t: t)]
+)
+def test_hooks_around_get_all_but_the_output(path, around):
+    x = torch.randn(6, 4, 8, requires_grad=True)
+    right = gradients(DOWN(F.gelu(x)).sin(), x)
+    with around():
+        y = by_block(F.gelu, lambda h: DOWN(h).sin(), x)
+    same(gradients(y, x), right)
+
+
+def test_an_offloading_hook_does_not_see_the_output():
+    seen = []
+    x = torch.randn(6, 4, 8, requires_grad=True)
+
+    def pack(t):
+        seen.append(t.shape)
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        by_block(lambda x: x.repeat(1, 1, 3), lambda h: h[..., :8] * OTHER, x)
+    assert seen == [x.shape, OTHER.shape]  # the region's input and the consumer's other operand
+
+
+def test_several_blocks_and_several_roots(path):
+    x = torch.randn(6, 4, 8, requires_grad=True)
+    right = gradients((x.exp().sin(), DOWN(x.exp())), x)
+    ckpt = so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(torch.exp, x)
+    with ckpt.consumer():
+        first = h.sin()
+    with ckpt.consumer():
+        second = DOWN(h)
+    ckpt.discard_output_and_register_recompute()
+    same(gradients((first, second), x), right)
+    x.grad = None
+    loss_of(by_block(torch.exp, torch.sin, x)).backward()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_roots_one_after_the_other(path, order):
+    x = torch.randn(6, 4, 8, requires_grad=True)
+    right = gradients((x.exp().sin(), DOWN(x.exp())), x)
+    roots = by_block(torch.exp, lambda h: (h.sin(), DOWN(h)), x)
+    x.grad = OTHER.grad = None
+    DOWN.zero_grad()
+    losses = [loss_of(root) for root in roots]
+    losses[order[0]].backward(retain_graph=True)
+    losses[order[1]].backward()
+    same([x.grad, OTHER.grad, *(p.grad for p in DOWN.parameters())], right)
+
+
+@pytest.mark.parametrize(
+    ("use", "node"),
+    [
+        (lambda h: h * h, "MulBackward0"),
+        (lambda h: h.view(-1).square(), "PowBackward0|ViewBackward0"),
+        (lambda h: F.linear(h, torch.ones(3, 8)).sum() + h.sin().sum(), "SinBackward0"),
+        (lambda h: h[1:].detach() * OTHER[1:], "something"),
+    ],
+)
+def test_a_use_outside_of_the_blocks_is_named_and_nothing_is_freed(use, node):
+    x = torch.randn(6, 4, 8, requires_grad=True)
+    ckpt = so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(torch.exp, x)
+    outside = use(h)
+    with ckpt.consumer():
+        y = h.sin()
+    with pytest.raises(RuntimeError, match=f"output 0 of .*exp.* saved by .*({node}).*nothing"):
+        ckpt.discard_output_and_register_recompute(y)
+    assert not so.is_discarded(h)
+    (y.sum() + outside.sum()).backward()
+    right = torch.autograd.grad(x.exp().sin().sum() + use(x.exp()).sum(), x)
+    assert torch.allclose(x.grad, right[0], rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_caller_keeps_is_no_use():
+    """Views, aliases and containers that only Python holds are freed with the output."""
+    x = torch.randn(6, 4, 8, requires_grad=True)
+    ckpt = so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(torch.exp, x)
+    kept = [h, h.detach(), h[2], h.view(-1), h.mT]
+    total = h.sum()  # reads the output, saves nothing of it
+    with ckpt.consumer():
+        y = h.sin()
+        inside = h.flatten()
+    ckpt.discard_output_and_register_recompute()
+    assert all(so.is_discarded(t) for t in (*kept, inside))
+    (y.sum() + total).backward()
+    assert torch.allclose(x.grad, x.exp().cos() * x.exp() + x.exp(), rtol=1e-4, atol=1e-5)
+
+
+def test_something_saved_that_is_then_modified_in_place():
+    """Torch does not compare versions of what a hook has packed: the block does."""
+    x = torch.randn(6, requires_grad=True)
+    other = torch.randn(6)
+    ckpt = so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(torch.exp, x)
+    with ckpt.consumer():
+        y = h * other
+    ckpt.discard_output_and_register_recompute()
+    other.add_(1)
+    with pytest.raises(RuntimeError, match="consumer has saved was modified in place"):
+        y.sum().backward()
+
+
+def test_the_output_modified_in_place_by_its_consumer(path):
+    x = torch.randn(6, 8, requires_grad=True)
+    ckpt = so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(lambda x: x * 2, x)
+    with ckpt.consumer():
+        y = h.relu_() * 3
+    with pytest.raises(RuntimeError, match="modified in place after the region"):
+        ckpt.discard_output_and_register_recompute()
+    assert not so.is_discarded(h)
+    y.sum().backward()
+    assert torch.equal(x.grad, 6.0 * (x > 0))
+
+
+def test_no_tensor_and_no_block_is_an_error():
+    ckpt = so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(torch.sin, torch.randn(3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="no consumer ran in `with consumer"):
+        ckpt.discard_output_and_register_recompute()
+    assert not so.is_discarded(h)
+
+
+def test_an_exception_in_the_consumer_leaves_nothing_behind(path):
+    x = torch.randn(6, requires_grad=True)
+    ckpt = so.OutputDiscardCheckpoint()
+
+    def fails(h):
+        raise KeyError("no")
+
+    h = ckpt.checkpoint(torch.exp, x)
+    with pytest.raises(KeyError), ckpt.consumer():
+        fails(h.sin())
+    with pytest.raises(KeyError):
+        so.output_discard(torch.exp, fails)(x)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    with ckpt.consumer():
+        y = h.sin()
+    ckpt.discard_output_and_register_recompute()
+    y.sum().backward()
+    assert torch.allclose(x.grad, x.exp().cos() * x.exp())
+
+
+def test_a_block_costs_no_walk_over_all_objects(monkeypatch):
+    """The slow search is for what the counts do not explain."""
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("looked at every object"))
+    x = torch.randn(6, 4, 8, requires_grad=True)
+    for name in ("linear 3-D", "reshape", "halves", "detached", "checkpoint", "several outputs"):
+        for way in WAYS.values():
+            gradients(way(F.gelu, CONSUMERS[name], x), x)

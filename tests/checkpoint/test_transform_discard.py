@@ -1,0 +1,188 @@
+"""Layers whose output is freed when the module around them returns, and what stays alive."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import storage_ops as so
+
+from .blocks import MLP, Block, Model, assert_same, make_input, step
+
+Config = so.ActivationCheckpointConfig
+
+
+def discarding(model, **options):
+    options.setdefault("layer_classes", ["GELU"])
+    return so.apply_activation_checkpoint(model, Config(mode="output_discard", **options))
+
+
+class Watched(MLP):
+    """Keeps its activation, as a model that logs statistics does."""
+
+    def forward(self, x):
+        self.seen = self.act(self.up(x))
+        self.seen_in_time = so.is_discarded(self.seen)
+        return self.dropout(self.down(self.seen))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layer_classes": ["Block"]},
+        {"layer_classes": ["MLP", "Attention"]},
+        {"layer_classes": ["Linear"]},
+        {"layer_classes": None, "layer_names": ["*.up", "*.act"]},
+        {"determinism_check": "checksum"},
+        {"determinism_check": "none", "every_k": 2},
+    ],
+)
+def test_gradients_are_those_of_eager(options):
+    model, x = Model(layers=3).double(), make_input()
+    right = step(model, x)
+    assert_same(step(discarding(model, **options), x), right)
+
+
+def test_the_output_is_freed_when_the_holder_returns():
+    module, x = discarding(Watched(16, 0.0).double()), make_input()
+    y = module(x)
+    assert not module.seen_in_time and so.is_discarded(module.seen)
+    y.sum().backward()
+    assert not so.is_discarded(module.seen)
+
+
+def test_what_the_holder_returns_is_kept():
+    class Both(MLP):
+        def forward(self, x):
+            h = self.act(self.up(x))
+            return self.down(h), h.view(-1)
+
+    plain, x = Both(16, 0.0).double(), make_input()
+    right = torch.autograd.grad(sum(t.square().sum() for t in plain(x)), x)[0]
+    y, h = discarding(plain)(x)
+    assert not so.is_discarded(h)
+    assert torch.equal(torch.autograd.grad(y.square().sum() + h.square().sum(), x)[0], right)
+
+
+def test_a_layer_called_outside_of_its_holder_keeps_its_output():
+    module, x = discarding(MLP(16, 0.0)), torch.randn(2, 16, requires_grad=True)
+    h = module.act(x)
+    h.sum().backward()
+    assert not so.is_discarded(h) and x.grad is not None
+
+
+def test_after_an_exception_the_next_forward_is_right():
+    class Failing(MLP):
+        fails = False
+
+        def forward(self, x):
+            h = self.act(self.up(x))
+            if self.fails:
+                raise KeyError("on purpose")
+            return self.down(h)
+
+    plain, x = Failing(16, 0.0).double(), make_input()
+    right = step(plain, x)
+    module = discarding(plain)
+    module.fails = True
+    for _ in range(2):
+        with pytest.raises(KeyError, match="on purpose"):
+            module(x)
+    module.fails = False
+    assert_same(step(module, x), right)
+    h = module.act(x)  # no holder is at work
+    assert not so.is_discarded(h)
+
+
+def test_copies_and_pickles_discard_too():
+    module, x = discarding(Watched(16, 0.0).double()), make_input()
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        other(x).sum().backward()
+        other(x)
+        assert so.is_discarded(other.seen)
+        discarding(other)
+        assert len(other._forward_hooks) == 1
+        so.remove_activation_checkpoint(other)
+        other(x)
+        assert not so.is_discarded(other.seen) and not other._forward_hooks
+
+
+def test_other_hooks_of_the_holder_stay():
+    module = MLP(16, 0.0)
+    calls = []
+    module.register_forward_hook(lambda *args: calls.append("hook"))
+    discarding(module)
+    so.remove_activation_checkpoint(module)
+    module(torch.randn(2, 16))
+    assert calls == ["hook"]
+
+
+def test_one_holder_discards_in_one_way():
+    model = discarding(Model(layers=2), layer_classes=None, layer_names=["*.act"])
+    with pytest.raises(RuntimeError, match=r"MLP frees outputs of layers already, with .*expected"):
+        discarding(model, layer_names=["*.up"], determinism_check="none", layer_classes=None)
+    assert type(model.layers[0].mlp.up) is nn.Linear
+    discarding(model, layer_names=["*.up"], layer_classes=None)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_nothing_is_freed(mode):
+    module = discarding(Watched(16, 0.0))
+    with mode():
+        module(torch.randn(2, 16))
+    assert not so.is_discarded(module.seen)
+
+
+OPTIONS = [{}, {"policy": "matmuls"}, {"mode": "output_discard", "layer_classes": ["GELU"]}]
+
+
+# Mode "full" is torch's own checkpoint, which leaves a reference cycle in torch 2.10.
+@pytest.mark.parametrize("options", OPTIONS[1:])
+def test_nothing_is_alive_after_backward_without_the_garbage_collector(options):
+    model = Model(layers=2)
+    so.apply_activation_checkpoint(model, Config(**{"layer_classes": ["Block"], **options}))
+    made = []
+    for layer in model.layers:
+        hook = lambda m, a, out: made.append(weakref.ref(out.untyped_storage())) or None  # noqa: E731
+        layer.mlp.act.register_forward_hook(hook)
+        layer.register_forward_hook(hook)
+    x = make_input(dtype=torch.float32)
+    gc.collect()
+    gc.disable()
+    try:
+        y = model(x).sum()
+        y.backward()
+        del y
+        assert made and [ref() for ref in made] == [None] * len(made)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_saved_tensors_that_are_offloaded(options):
+    model, x = Model(layers=2).double(), make_input()
+    right = step(model, x)
+    so.apply_activation_checkpoint(model, Config(**{"layer_classes": ["Block"], **options}))
+
+    class Offloaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            with torch.autograd.graph.save_on_cpu():
+                return self.inner(x)
+
+    got = step(Offloaded(), x)
+    got[1].update({n.removeprefix("inner."): got[1].pop(n) for n in list(got[1])})
+    assert_same(got, right)
+
+
+def test_a_block_is_still_a_block():
+    model = discarding(Model(layers=1), layer_classes=["Block"])
+    assert isinstance(model.layers[0], Block) and isinstance(model.layers[0], so.CheckpointWrapper)

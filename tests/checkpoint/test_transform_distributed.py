@@ -1,0 +1,135 @@
+"""Checkpointed layers under DDP, FSDP2 and tensor parallelism, on two gloo ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import storage_ops as so
+
+from ..ranks import run_on_ranks
+from .blocks import Block, Model, Ops
+
+Config = so.ActivationCheckpointConfig
+WORLD = 2
+OPTIONS = [
+    {},
+    {"policy": ["matmuls", "communication"]},
+    {"layer_classes": ["GELU"], "mode": "output_discard"},
+]
+
+
+def train(module, rank, steps=1):
+    """Losses and parameters after steps of SGD, each rank on inputs of its own."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    torch.manual_seed(100 + rank)
+    for _ in range(steps):
+        x = torch.randn(2, 6, 16, dtype=torch.float64)
+        loss = module(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    full = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in module.parameters()]
+    return losses, full
+
+
+def shard(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def both_orders(model, cfg, wrap):
+    """Checkpoint, then wrap; and wrap, then checkpoint."""
+    yield wrap(so.apply_activation_checkpoint(copy.deepcopy(model), cfg))
+    yield so.apply_activation_checkpoint(wrap(copy.deepcopy(model)), cfg)
+
+
+def compare(rank, wrap):
+    model = Model(layers=2).double()
+    with Ops() as plain:
+        losses, right = train(wrap(copy.deepcopy(model)), rank)
+    for options in OPTIONS:
+        cfg = Config(**{"layer_classes": ["Block"], **options})
+        for module in both_orders(model, cfg, wrap):
+            with Ops() as ops:
+                got_losses, got = train(module, rank)
+            assert got_losses == losses, options
+            for a, b in zip(got, right, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+            assert ops.count["gelu"] == 2 * plain.count["gelu"], options
+            so.apply_activation_checkpoint(module, cfg)
+        so.remove_activation_checkpoint(module)
+        with Ops() as ops:
+            train(module, rank)
+        assert ops.count["gelu"] == plain.count["gelu"], options
+
+
+class Gathering(nn.Module):
+    def forward(self, x):
+        from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+        everyone = all_gather_tensor_autograd(x.exp(), 0, dist.group.WORLD)
+        return everyone.sin().sin()
+
+
+def compare_communication():
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    grads, gathered = {}, {}
+    for policy in (None, "matmuls", "communication"):
+        layer = Gathering() if policy is None else so.CheckpointWrapper(Gathering(), policy=policy)
+        y = layer(x).square().sum()
+        with Ops() as ops:
+            grads[policy] = torch.autograd.grad(y, x)[0]
+        gathered[policy] = ops.count["all_gather_into_tensor"]
+    assert gathered == {None: 0, "matmuls": 1, "communication": 0}
+    assert all(torch.equal(grad, grads[None]) for grad in grads.values())
+
+
+def compare_tensor_parallel():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    block = Block(dropout=0.0).double()
+    for p in block.parameters():
+        dist.broadcast(p.data, 0)
+    plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+    parallelize_module(block, mesh, plan)
+    torch.manual_seed(3)
+    x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
+    right = torch.autograd.grad(block(x).sum(), (x, *block.parameters()))
+    for options in ({}, {"policy": ["matmuls", "communication"]}, {"ops_to_save": ["aten.gelu"]}):
+        so.CheckpointWrapper(block, **options)
+        got = torch.autograd.grad(block(x).sum(), (x, *block.parameters()))
+        for a, b in zip(got, right, strict=True):
+            a, b = (getattr(t, "full_tensor", lambda t=t: t)() for t in (a, b))
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+        so.remove_activation_checkpoint(block)
+
+
+def work(rank):
+    compare(rank, DistributedDataParallel)
+    compare(rank, shard)
+    compare_communication()
+    compare_tensor_parallel()
+    model = shard(so.apply_activation_checkpoint(Model(layers=1), Config(["Block"])))
+    assert isinstance(model.layers[0], Block) and list(model.state_dict()) == list(
+        Model(layers=1).state_dict()
+    )
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+def test_parallel_training_as_without_checkpoints():
+    run_on_ranks(work, WORLD)
