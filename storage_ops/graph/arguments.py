@@ -1,0 +1,156 @@
+"""Arguments of a traced function: their stand-ins in the trace, and checks at each call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a graph assumes of one of its inputs."""
+
+    shape: tuple[int | None, ...]
+    stride: tuple[int | None, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(t: Tensor, dynamic: frozenset[int] = frozenset()) -> Layout:
+        """The layout of a tensor; dimensions in `dynamic` may have any size."""
+        shape = tuple(None if i in dynamic else s for i, s in enumerate(t.shape))
+        # Where a size may change, so may the strides of other dimensions.
+        strided = t.layout == torch.strided and not dynamic and t.numel() > 0
+        stride = tuple(s if n != 1 else None for s, n in zip(t.stride(), t.shape, strict=True))
+        return Layout(shape, stride if strided else None, t.dtype, t.device, t.requires_grad)
+
+    def check(self, name: str, t: Any) -> None:
+        """Raise unless `t` is as it was in the trace."""
+        if not isinstance(t, Tensor):
+            raise TypeError(f"traced step: {name} is {t!r}; expected a tensor, as when traced")
+        for what, traced, given in (
+            ("shape", self.shape, tuple(t.shape)),
+            ("stride", self.stride, t.stride() if self.stride is not None else None),
+            ("dtype", self.dtype, t.dtype),
+            ("device", self.device, t.device),
+            ("requires_grad", self.requires_grad, t.requires_grad),
+        ):
+            same = given == traced
+            if isinstance(traced, tuple) and isinstance(given, tuple):
+                same = len(traced) == len(given) and all(
+                    a is None or a == b for a, b in zip(traced, given, strict=True)
+                )
+            if not same:
+                raise ValueError(
+                    f"traced step: {name} has {what} {given}; expected {traced}, as when traced "
+                    "(trace the function again for another)"
+                )
+
+
+class Arguments:
+    """The arguments of one trace.
+
+    Attributes:
+        stand_ins: the plain stand-ins, inputs of the graph.
+        tensors: by its place among the leaves, the stand-in of each tensor argument.
+        dynamic: whether a dimension of one may have any size.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, fake_mode: FakeTensorMode) -> None:
+        paths, self._spec = tree_flatten_with_path((args, kwargs))
+        self._names = [_name(keystr(path)) for path, _ in paths]
+        self._leaves = [leaf for _, leaf in paths]
+        self._fake_mode = fake_mode
+        self.stand_ins: list[Any] = []
+        self.tensors: dict[int, Tensor] = {}
+        self.dynamic = False
+        self._layouts: dict[int, Layout] = {}
+        flat = list(self._leaves)
+        for place, leaf in enumerate(self._leaves):
+            if isinstance(leaf, Tensor):
+                dynamic = frozenset(getattr(leaf, "_dynamo_dynamic_indices", ()))
+                self.dynamic = self.dynamic or bool(dynamic)
+                self._layouts[place] = Layout.of(leaf, dynamic)
+                if leaf.requires_grad and not leaf.is_leaf:
+                    raise ValueError(
+                        f"trace_step: {self._names[place]} has a grad_fn, whose backward would not "
+                        "be part of the step; expected a leaf, such as its .detach()"
+                    )
+                self.tensors[place] = flat[place] = self._stand_in(leaf, dynamic)
+                self._leaves[place] = None
+        self.args, self.kwargs = tree_unflatten(flat, self._spec)
+
+    def _stand_in(self, t: Any, dynamic: frozenset[int]) -> Any:
+        if not isinstance(t, Tensor):  # a wrapper may hold a mesh among its parts
+            return t
+        if is_traceable_wrapper_subclass(t):
+            names, context = t.__tensor_flatten__()
+            inner = {name: self._stand_in(getattr(t, name), frozenset()) for name in names}
+            made = type(t).__tensor_unflatten__(inner, context, t.size(), t.stride())
+            return made.requires_grad_(t.requires_grad)
+        options: dict[str, Any] = {"static_shapes": True}
+        if dynamic:
+            from torch._dynamo.source import ConstantSource
+            from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+            sizes = [
+                DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(t.dim())
+            ]
+            options = {
+                "symbolic_context": StatelessSymbolicContext(dynamic_sizes=sizes),
+                "source": ConstantSource(f"input_{len(self.stand_ins)}"),
+            }
+        fake = self._fake_mode.from_tensor(t.detach(), **options)
+        self.stand_ins.append(fake.requires_grad_(t.requires_grad))
+        return fake
+
+    def flatten(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Tensor]]:
+        """The leaves of a call's arguments, and the plain tensors among and inside them.
+
+        Raises:
+            TypeError, ValueError: they are not as they were in the trace.
+        """
+        paths, spec = tree_flatten_with_path((args, kwargs))
+        if spec != self._spec:
+            raise TypeError(
+                f"traced step: the arguments have the structure {spec}; expected {self._spec}, as "
+                "when traced"
+            )
+        leaves = [leaf for _, leaf in paths]
+        plain: list[Tensor] = []
+        for place, (leaf, traced) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if place in self._layouts:
+                self._layouts[place].check(self._names[place], leaf)
+                plain.extend(_parts(leaf))
+            elif leaf is not traced and leaf != traced:
+                raise ValueError(
+                    f"traced step: {self._names[place]} is {leaf!r}; expected {traced!r}, for what "
+                    "is no tensor was fixed when traced"
+                )
+        shape_env = self._fake_mode.shape_env
+        if shape_env is not None and not shape_env.evaluate_guards_for_args(self.stand_ins, plain):
+            raise ValueError(
+                "traced step: the sizes of the dynamic dimensions break what the trace assumed: "
+                f"{[str(guard.expr) for guard in shape_env.guards]}; trace the function again"
+            )
+        return leaves, plain
+
+
+def _name(path: str) -> str:
+    return "args" + path[3:] if path.startswith("[0]") else "kwargs" + path[3:]
+
+
+def _parts(t: Any) -> list[Tensor]:
+    if not isinstance(t, Tensor):
+        return []
+    if not is_traceable_wrapper_subclass(t):
+        return [t]
+    names, _ = t.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(t, name))]

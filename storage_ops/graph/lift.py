@@ -1,0 +1,214 @@
+"""Tensors a traced function closes over become inputs of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from storage_ops.graph.slots import Closure, Slot, gradient_slot, plain_parts
+
+# A tensor literal in the traced code is a constant of the graph, not something it closes over.
+_LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+_GRAD: Any = Tensor.grad
+
+
+class Lift(TorchDispatchMode):
+    """Replaces every real tensor that an op reads by an input of the graph under trace.
+
+    The function itself runs on the real tensors: autograd sees the real parameters, and only below
+    it, where ops are recorded, their stand-ins take their places. So whatever autograd offers works
+    as in eager mode, and the function need not be told about its own parameters.
+
+    Attributes:
+        inputs: the slots of the lifted tensors, in the order of the graph's inputs.
+        nodes: those inputs.
+        leaves: leaves that require grad and were used.
+        backward_ran: whether a backward pass was recorded.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, closure: Closure) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake_mode = fake_mode
+        self._slots: dict[int, Slot] = {}
+        self._slots_by_place: dict[Any, Slot] = {}
+        self._fakes: dict[int, Tensor] = {}
+        self._by_place: dict[Any, Tensor] = {}
+        self._held: list[Tensor] = []
+        self.inputs: list[Slot] = []
+        self.nodes: list[fx.Node] = []
+        self.leaves: dict[int, Tensor] = {}
+        self.backward_ran = False
+        self._versions: list[tuple[Tensor, int]] = []
+        for t in closure.tensors:
+            self.name(t, closure.slots[id(t)])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "profiler":  # the labels that optimizers put on their methods
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
+        flat, spec = tree_flatten((args, kwargs or {}))
+        self._note_leaves(flat)
+        self.backward_ran = self.backward_ran or torch._C._current_graph_task_id() != -1
+        if any(isinstance(t, Tensor) and is_traceable_wrapper_subclass(t) for t in flat):
+            return NotImplemented  # the subclass comes back with the tensors inside it
+        if func not in _LITERALS:
+            flat = [self.lift(t) for t in flat]
+        args, kwargs = tree_unflatten(flat, spec)
+        return func(*args, **kwargs)
+
+    def lift(self, value: Any) -> Any:
+        """The stand-in of a real tensor; any other value as it is."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if is_traceable_wrapper_subclass(value):
+            return value
+        if id(value) not in self._fakes:
+            # Two tensors at one place, such as a parameter and its .data, are one input.
+            place = _place_of(value)
+            if place is None or place not in self._by_place:
+                self._by_place[place] = self._add_input(value)
+            self._fakes[id(value)] = self._by_place[place]
+            self._held.append(value)  # its id must stay its own
+            if not value.is_inference():
+                self._versions.append((value, value._version))
+        return self._fakes[id(value)]
+
+    def name(self, t: Tensor, slot: Slot) -> None:
+        """Say from where a tensor is to be read at each call."""
+        for part, part_slot in plain_parts(t, slot):
+            self._slots.setdefault(id(part), part_slot)
+            self._slots_by_place.setdefault(_place_of(part), part_slot)
+            self._held.append(part)
+
+    def slot_of(self, t: Tensor) -> Slot:
+        """From where a tensor is read at each call."""
+        found = self._slots.get(id(t))
+        if found is None and _place_of(t) is not None:
+            found = self._slots_by_place.get(_place_of(t))
+        return found or Slot(_describe(t), lambda: t)
+
+    def restore(self) -> None:
+        """Undo the counts of in-place ops that autograd made on the real tensors."""
+        for t, version in self._versions:
+            torch._C._autograd._unsafe_set_version_counter((t,), (version,))
+
+    def _add_input(self, value: Tensor) -> Tensor:
+        mode = get_proxy_mode()
+        assert mode is not None
+        tracer: Any = mode.tracer
+        with _disable_current_modes():
+            plain = value.detach().as_subclass(Tensor)
+            fake: Tensor = self._fake_mode.from_tensor(plain, static_shapes=True)
+        graph: fx.Graph = tracer.graph
+        last = None
+        for node in graph.nodes:
+            if node.op != "placeholder":
+                break
+            last = node
+        before = next(iter(graph.nodes)) if last is None else last.next
+        with graph.inserting_before(before):
+            proxy = tracer.create_proxy("placeholder", f"lifted_{len(self.inputs)}", (), {})
+        with _disable_current_modes():
+            track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
+        slot = self.slot_of(value)
+        proxy.node.meta["storage_ops_buffer"] = slot.is_buffer
+        self.inputs.append(slot)
+        self.nodes.append(proxy.node)
+        return fake
+
+    def _note_leaves(self, values: Sequence[Any]) -> None:
+        for t in values:
+            if not isinstance(t, Tensor) or is_traced(t, self._fake_mode):
+                continue
+            if t.requires_grad and t.is_leaf:
+                self.leaves.setdefault(id(t), t)
+
+
+def _place_of(t: Tensor) -> Any:
+    if t.layout != torch.strided:
+        return None
+    storage = t.untyped_storage()
+    return (storage._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
+
+
+def _describe(t: Tensor) -> str:
+    kind = "parameter" if isinstance(t, nn.Parameter) else "tensor"
+    return f"a {kind} of shape {tuple(t.shape)} that fn uses"
+
+
+class Gradients(TorchFunctionMode):
+    """Follows who sets and reads `.grad` while fn is traced.
+
+    Whether a step begins by dropping the gradients must not depend on there being any at the time
+    of the trace: a gradient that is looked at before the first backward pass is made to exist.
+
+    Attributes:
+        before: by the id of a tensor, the tensor and the gradient it had before the trace.
+        dropped: ids of the tensors whose gradient fn set to None before anything was added to it.
+        read: ids of the tensors whose gradient fn used after a backward pass.
+    """
+
+    def __init__(self, lift: Lift, closure: Closure) -> None:
+        super().__init__()
+        self._lift = lift
+        self.before: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.made: dict[int, Tensor] = {}
+        self.dropped: set[int] = set()
+        self.read: set[int] = set()
+        for t in closure.tensors:
+            if t.is_leaf and t.requires_grad:
+                self.note(t)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GRAD.__set__:
+            t, value = args
+            self.note(t)
+            if value is None and self._is_untouched(t):
+                self.dropped.add(id(t))
+        elif func == _GRAD.__get__:
+            (t,) = args
+            if self._lift.backward_ran:
+                self.read.add(id(t))
+            elif t.grad is None and t.is_leaf and t.requires_grad and id(t) not in self.dropped:
+                self.note(t)
+                with _disable_current_modes():
+                    t.grad = torch.zeros_like(t)
+                self.made[id(t)] = t.grad
+                self._lift.name(t.grad, gradient_slot(self._lift.slot_of(t)))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, t: Tensor) -> None:
+        """Remember the gradient of `t`, unless that is done."""
+        with torch._C.DisableTorchFunction():
+            self.before.setdefault(id(t), (t, t.grad))
+
+    def _is_untouched(self, t: Tensor) -> bool:
+        return t.grad is self.made.get(id(t), self.before[id(t)][1])
+
+    def restore(self) -> None:
+        """Give every tensor the gradient it had."""
+        for t, grad in self.before.values():
+            t.grad = grad
+
+
+def is_traced(value: Any, fake_mode: FakeTensorMode) -> bool:
+    """Whether a value is a tensor or a number of the trace, or a subclass around one."""
+    if isinstance(value, FakeTensor):
+        return value.fake_mode is fake_mode
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        return any(
+            is_traced(getattr(value, name), fake_mode) for name in value.__tensor_flatten__()[0]
+        )
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,0 +1,136 @@
+"""Facts about single nodes of a graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+# Ops that return their argument as another tensor; torch 2.15 records .detach() as an alias.
+ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+# Namespaces of communication and of ops run for what they do, not for what they return.
+_EFFECTFUL = {
+    "_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "fsdp",
+    "_dtensor", "inductor", "profiler",
+}  # fmt: skip
+
+
+def is_call(node: fx.Node, op: Any) -> bool:
+    """Whether a node calls `op`."""
+    return node.op == "call_function" and node.target is op
+
+
+def is_effectful(node: fx.Node) -> bool:
+    """Whether running a node twice is not the same as running it once.
+
+    So it is for communication, and for ops that return nothing. In-place ops are not meant.
+    """
+    target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return target.name() in ("with_effects", "print", "triton_kernel_wrapper_mutation")
+    if not isinstance(target, OpOverload):
+        return False
+    return target.namespace in _EFFECTFUL or not target._schema.returns
+
+
+def written(node: fx.Node) -> Iterator[Any]:
+    """The arguments that a node modifies: nodes, or lists of nodes."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            if value is not None:
+                yield value
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The value of an op's argument by its name, or its default."""
+    assert isinstance(node.target, OpOverload)
+    for place, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            if place < len(node.args):
+                return node.args[place]
+            default = declared.default_value if declared.has_default_value() else None
+            return node.kwargs.get(name, default)
+    return None
+
+
+def has_tensor(node: fx.Node) -> bool:
+    """Whether a node's value is or holds a tensor."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
+
+
+def item_of(node: fx.Node) -> fx.Node | None:
+    """The node whose result a node takes one item of."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) else None
+    return None
+
+
+def fake_modes(graph: fx.Graph) -> set[FakeTensorMode]:
+    """The modes that the values of a graph's nodes belong to."""
+    return {
+        leaf.fake_mode
+        for node in graph.nodes
+        for leaf in tree_leaves(node.meta.get("val"))
+        if isinstance(leaf, FakeTensor)
+    }
+
+
+def compute_value(node: fx.Node, mode: FakeTensorMode) -> None:
+    """Fill in the value of a new node from those of its arguments."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with mode, torch.no_grad():
+        assert callable(node.target)
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
+def refresh_views(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Compute the values anew of views whose base is another node than when they were recorded."""
+    made: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        keys = {key for key, _ in storages(node.meta.get("val"))}
+        if node.op == "call_function" and keys & made.keys():
+            sources = {
+                key
+                for source in node.all_input_nodes
+                for key, _ in storages(source.meta.get("val"))
+            }
+            if keys & made.keys() - sources:
+                compute_value(node, mode)
+                keys = {key for key, _ in storages(node.meta["val"])}
+        for key in keys:
+            made.setdefault(key, node)
+
+
+def storages(value: Any) -> Iterator[tuple[int, int]]:
+    """What identifies each storage of the tensors in a value, and its bytes."""
+    for t in tree_leaves(value):
+        if not isinstance(t, Tensor):
+            continue
+        if is_traceable_wrapper_subclass(t):
+            for name in t.__tensor_flatten__()[0]:
+                yield from storages(getattr(t, name))
+        elif t.layout == torch.strided:
+            storage = t.untyped_storage()
+            nbytes = storage.nbytes()
+            if isinstance(nbytes, torch.SymInt):
+                nbytes = nbytes.node.hint or 0
+            yield storage._cdata, int(nbytes)
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """What identifies the storage of a node whose value is a tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    return next((key for key, _ in storages(value)), None)

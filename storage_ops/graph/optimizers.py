@@ -1,0 +1,96 @@
+"""Optimizers that step inside a traced function."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from storage_ops.graph.slots import Slot
+
+Options = list[dict[str, Any]]
+
+
+class Optimizers:
+    """The optimizers that stepped in a trace, and the options the graph assumes of them."""
+
+    def __init__(self) -> None:
+        self.stepped: list[tuple[Optimizer, Options]] = []
+
+    @contextlib.contextmanager
+    def watched(self, name: Callable[[Tensor, Slot], None]) -> Iterator[None]:
+        """Note the optimizers that step in a with block; a new one makes its state beforehand.
+
+        Args:
+            name: told from where each tensor of that state is to be read.
+        """
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not any(optimizer is known for known, _ in self.stepped):
+                self.stepped.append((optimizer, _options(optimizer)))
+                with _disable_current_modes():
+                    _make_state(optimizer)
+                for parameter, state in optimizer.state.items():
+                    for key, value in state.items():
+                        if isinstance(value, Tensor):
+                            name(value, _slot(optimizer, parameter, key))
+
+        handle = register_optimizer_step_pre_hook(before_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def check(self) -> None:
+        """Raise if an option that was fixed in the trace has changed since.
+
+        Raises:
+            ValueError: naming the option and both values.
+        """
+        for optimizer, traced in self.stepped:
+            for index, (now, then) in enumerate(zip(_options(optimizer), traced, strict=True)):
+                for name, value in then.items():
+                    if now.get(name) != value:
+                        raise ValueError(
+                            f"traced step: {name} of parameter group {index} of "
+                            f"{type(optimizer).__name__} is {now.get(name)!r}; expected {value!r}, "
+                            "as when traced: trace the function again, or make it a tensor, which "
+                            "is read at each call"
+                        )
+
+
+def _options(optimizer: Optimizer) -> Options:
+    """The options of each parameter group that are numbers, not tensors."""
+    return [
+        {name: v for name, v in group.items() if name != "params" and not isinstance(v, Tensor)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _slot(optimizer: Optimizer, parameter: Tensor, key: str) -> Slot:
+    name = f"{key} in the state of {type(optimizer).__name__}"
+    return Slot(name, lambda: optimizer.state[parameter][key])
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Let an optimizer make the state that it otherwise makes in its first step."""
+    begin: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)
+    if begin is None or optimizer.state:
+        return
+    lists = len(inspect.signature(begin).parameters) - 1
+    for group in optimizer.param_groups:
+        with_grad = [p for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in with_grad]
+        try:
+            for p in with_grad:
+                p.grad = torch.zeros_like(p)
+            begin(group, *([] for _ in range(lists)))
+        finally:
+            for p, grad in zip(with_grad, grads, strict=True):
+                p.grad = grad

@@ -1,0 +1,309 @@
+"""Recompute what backward needs of each marked region, just before its first use there."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.utils.checkpoint import CheckpointPolicy
+
+from storage_ops.graph import rng
+from storage_ops.graph.functionalize import FILLS, functionalize, reinplace
+from storage_ops.graph.nodes import (
+    compute_value,
+    fake_modes,
+    has_tensor,
+    is_effectful,
+    item_of,
+    refresh_views,
+    storages,
+    written,
+)
+from storage_ops.graph.regions import KEY, Mark, mark_of
+from storage_ops.graph.repair import repair
+from storage_ops.graph.verify import verify_equal
+
+_BEFORE = "storage_ops_before"
+_SAVED = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
+
+
+def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
+    """Recompute marked regions in the backward passes of a traced step.
+
+    What a backward pass reads of a region is made again just before it is first read, from the
+    region's inputs and from what its policy saves. The forward's copy then dies in the forward.
+    Random ops are run again with the numbers they drew; a step draws the numbers it drew before.
+    Communication, and ops run for their effect, are run once and kept unless a policy says
+    MUST_RECOMPUTE. In-place ops on what a region made become ordinary ones.
+
+    A graph made by `trace_step` has been through this and comes back as it is. In a graph made with
+    make_fx, regions of `OutputDiscardCheckpoint` and of `storage_ops.graph.regions` carry marks.
+    Where torch.utils.checkpoint was traced with make_fx, ops that selective checkpointing tagged
+    are recomputed, and random ops of a recompute get the numbers of the forward; where that cannot
+    be told from the graph, a warning says so once and names `trace_step`.
+
+    Args:
+        gm: a graph of forward and backward. It is not modified.
+        verify: run the graph as it was and as it becomes, on random inputs from one seed, and
+            compare results, modified inputs and the state of the random-number generator.
+
+    Returns:
+        A new graph, with the inputs and outputs of `gm`.
+
+    Raises:
+        RuntimeError: a region modifies in place what was made outside it, or reads what is modified
+            later; the graphs differ.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def loss(x):
+        ...     y = storage_ops.graph.regions.mark(lambda x: x.sin().sin(), (x,))
+        ...     return torch.autograd.grad(y.sum(), x)
+        >>> gm = make_fx(loss)(torch.randn(3, requires_grad=True))
+        >>> gm = storage_ops.graph.remat(gm, verify=True)
+    """
+    forget_tags()
+    if _BEFORE not in gm.meta:
+        gm = recompute(gm, foreign=not any(KEY in node.meta for node in gm.graph.nodes))
+    if verify:
+        verify_equal(gm.meta[_BEFORE], gm)
+    return gm
+
+
+def recompute(before: fx.GraphModule, foreign: bool) -> fx.GraphModule:
+    """The work of `remat`; `foreign` graphs carry no marks, only what torch leaves in them."""
+    gm = _copy(before)
+    mode = _one_mode(gm)
+    if foreign:
+        repair(gm, mode)
+    remove_dead(gm.graph)  # what nothing reads is not worth recomputing anything for
+    functionalize(gm, mode)
+    _include_views(gm.graph)
+    while any(mark_of(node).path for node in gm.graph.nodes):
+        _Pass(gm.graph, mode).run()
+    remove_dead(gm.graph)
+    refresh_views(gm.graph, mode)
+    reinplace(gm.graph)
+    refresh_views(gm.graph, mode)
+    for node in gm.graph.nodes:
+        node.meta.pop(KEY, None)
+    gm.graph.lint()
+    gm.recompile()
+    gm.meta[_BEFORE] = before
+    return gm
+
+
+def forget_tags() -> None:
+    """Drop what tracing a selective checkpoint with make_fx leaves in torch's metadata.
+
+    The next torch.compile would read it as a tag of its own.
+    """
+    for name in ("recompute", "ac_graph_id"):
+        fx_traceback.current_meta.pop(name, None)
+
+
+class _Pass:
+    """Recomputes the outermost regions of a graph; the marks that remain are those inside them."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self._graph = graph
+        self._mode = mode
+        self._order = {node: at for at, node in enumerate(graph.nodes)}
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._writes: dict[int, list[int]] = {}
+        for node, at in self._order.items():
+            for target in written(node):
+                for t in target if isinstance(target, (list, tuple)) else [target]:
+                    for key, _ in storages(t.meta.get("val")):
+                        self._writes.setdefault(key, []).append(at)
+
+    def run(self) -> None:
+        place, step = None, (-1, -1)
+        for reader in self._order:
+            mark = mark_of(reader)
+            if place is None or mark.step == -1 or (mark.backward, mark.step) != step:
+                # Before anything the same step of backward allocates, as in eager mode.
+                place, step = reader, (mark.backward, mark.step)
+            if mark.backward == -1:
+                continue
+            for source in reader.all_input_nodes:
+                if _is_recomputed_for(source, reader):
+                    self._copy(source, place)
+                    reader.replace_input_with(source, self._copies[source])
+        randoms = [node for node in self._copies if rng.must_replay(node)]
+        for node in self._order:
+            mark = mark_of(node)
+            if mark.path or mark.owner:
+                rest = () if mark.path and _is_saved(node) else mark.path[1:]
+                node.meta[KEY] = replace(mark, path=rest, owner=mark.owner[1:])
+        for node in randoms:
+            rng.replay(self._graph, node, [self._copies[node]], self._mode)
+
+    def _copy(self, wanted: fx.Node, place: fx.Node) -> None:
+        """Copy a node, and what it is computed from in its region, to just before `place`."""
+        needed, stack = set(), [wanted]
+        while stack:
+            node = stack.pop()
+            if node not in self._copies and node not in needed:
+                needed.add(node)
+                stack += [n for n in node.all_input_nodes if _is_recomputed_with(n, node)]
+        for node in sorted(needed, key=self._order.__getitem__):
+            for source in node.all_input_nodes:
+                if not _is_recomputed_with(source, node):
+                    self._check_unmodified(source, node, place)
+            args, kwargs = rng.without_side_effects(node)
+
+            def moved(n: fx.Node, node: fx.Node = node) -> fx.Node:
+                return self._copies[n] if _is_recomputed_with(n, node) else n
+
+            with self._graph.inserting_before(place):
+                assert callable(node.target)
+                copied = self._graph.call_function(
+                    node.target,
+                    fx.node.map_arg(args, moved),
+                    fx.node.map_arg(kwargs, moved),
+                )
+            copied.meta = {**node.meta, KEY: Mark(mark_of(node).path[1:])}
+            compute_value(copied, self._mode)
+            self._copies[node] = copied
+
+    def _check_unmodified(self, source: fx.Node, node: fx.Node, place: fx.Node) -> None:
+        first, last = self._order[node], self._order[place]
+        for key, _ in storages(source.meta.get("val")):
+            for at in self._writes.get(key, ()):
+                if first < at < last:
+                    writer = next(n for n, number in self._order.items() if number == at)
+                    raise RuntimeError(
+                        f"remat: {node.target} ({node.name}) is to be recomputed from "
+                        f"{source.name}, which {writer.target} ({writer.name}) has modified in "
+                        "place by then; expected what a region reads to stay as it is until the "
+                        "region's backward"
+                    )
+
+
+def _include_views(graph: fx.Graph) -> None:
+    """Count views of a discarded output, made outside its region, as part of the region.
+
+    Otherwise a view that a consumer saves would keep the bytes that are to be freed.
+    """
+    for node in graph.nodes:
+        mark = mark_of(node)
+        if mark.backward != -1 or node.op != "call_function":
+            continue
+        own = {key for key, _ in storages(node.meta.get("val"))}
+        for source in node.all_input_nodes:
+            path = mark_of(source).path
+            outside = len(mark.path)
+            if len(path) <= outside or not path[outside].discards or path[:outside] != mark.path:
+                continue
+            if own.intersection(key for key, _ in storages(source.meta.get("val"))):
+                node.meta[KEY] = Mark((*mark.path, path[outside]))
+                break
+
+
+def _is_recomputed_for(source: fx.Node, reader: fx.Node) -> bool:
+    """Whether a node of a backward pass must not read the forward's copy of `source`."""
+    path, mark = mark_of(source).path, mark_of(reader)
+    if not path or _is_inside(reader, path[0].region) or _is_saved(source):
+        return False
+    return path[0].discards or mark.owner[:1] == (path[0].region,)
+
+
+def _is_recomputed_with(source: fx.Node, node: fx.Node) -> bool:
+    """Whether what `node` reads of `source` must be recomputed when `node` is."""
+    path = mark_of(source).path
+    if not path or _is_saved(source):
+        return False
+    return path[0].discards or _is_inside(node, path[0].region)
+
+
+def _is_inside(node: fx.Node, region: int) -> bool:
+    path = mark_of(node).path
+    return bool(path) and path[0].region == region
+
+
+def _is_saved(node: fx.Node) -> bool:
+    """Whether the forward's value of a node in a region is kept for backward."""
+    source = item_of(node)
+    if source is not None and mark_of(source).path:
+        return _is_saved(source)
+    if not has_tensor(node):  # sizes and numbers take no memory
+        return True
+    decision = mark_of(node).path[0].decision
+    if decision == CheckpointPolicy.MUST_RECOMPUTE:
+        return False
+    if decision in _SAVED or rng.has_own_generator(node):
+        return True
+    if any(written(node)) and FILLS not in node.meta:
+        return True
+    if not is_effectful(node):
+        return False
+    # Waiting for a communication that is repeated is part of it.
+    waited = [n for n in node.all_input_nodes if is_effectful(n) and mark_of(n).path]
+    return all(_is_saved(n) for n in waited)
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Erase nodes that nothing reads and that do nothing besides."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not _acts(node):
+            graph.erase_node(node)
+
+
+def _acts(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return bool(node.target.name() != "run_with_rng_state")
+    return (
+        is_effectful(node)
+        or any(written(node))
+        or rng.is_random(node)
+        or rng.updates_statistics(node)
+        or node.is_impure()
+    )
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, {})
+    graph.output(output)
+    graph.set_codegen(copy.deepcopy(gm.graph._codegen))
+    copied = fx.GraphModule(gm, graph, type(gm).__name__)
+    copied.meta = dict(gm.meta)
+    return copied
+
+
+def _one_mode(gm: fx.GraphModule) -> FakeTensorMode:
+    """The mode of the values of all nodes, which are computed where they do not have one."""
+    modes = fake_modes(gm.graph)
+    if len(modes) == 1:
+        return next(iter(modes))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            compute_value(node, mode)
+        elif node.op == "get_attr":
+            node.meta["val"] = _stand_in(_attribute(gm, str(node.target)), mode)
+        elif node.op == "placeholder":
+            node.meta["val"] = _stand_in(node.meta.get("val"), mode)
+    return mode
+
+
+def _stand_in(value: Any, mode: FakeTensorMode) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+
+
+def _attribute(gm: fx.GraphModule, target: str) -> Any:
+    value: Any = gm
+    for name in target.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,95 @@
+"""Random ops of a graph, and how each is run again with the numbers it drew."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from storage_ops.graph.nodes import argument
+
+aten = torch.ops.aten
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, given the values of its arguments."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = {a.name for a in target._schema.arguments}
+    if "dropout_p" in names and argument(node, "dropout_p") == 0.0:
+        return False
+    off = (False, 0)
+    return not any(name in names and argument(node, name) in off for name in ("train", "training"))
+
+
+def must_replay(node: fx.Node) -> bool:
+    """Whether a node gives another result when it is run again."""
+    return is_random(node) and not _keeps_all(node)
+
+
+def _keeps_all(node: fx.Node) -> bool:
+    """Whether a node is a dropout that drops nothing; on some devices it draws all the same."""
+    return node.target is aten.native_dropout.default and argument(node, "p") == 0.0
+
+
+def has_own_generator(node: fx.Node) -> bool:
+    """Whether a node draws from a generator of its own, whose state is not the device's."""
+    target = node.target
+    return isinstance(target, OpOverload) and argument(node, "generator") is not None
+
+
+def without_side_effects(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with which a node computes the same once more and nothing besides.
+
+    A dropout of probability zero draws no numbers when it does not train. A batch norm that uses
+    the statistics of its batch reads none of the running ones, which it need not update again.
+    """
+    args, kwargs = list(node.args), dict(node.kwargs)
+    changes: dict[str, Any] = {}
+    if _keeps_all(node):
+        changes = {"train": False}
+    elif updates_statistics(node):
+        changes = {"running_mean": None, "running_var": None}
+    for place, declared in enumerate(node.target._schema.arguments if changes else ()):  # type: ignore[union-attr]
+        if declared.name in changes:
+            if place < len(args):
+                args[place] = changes[declared.name]
+            else:
+                kwargs[declared.name] = changes[declared.name]
+    return tuple(args), kwargs
+
+
+def updates_statistics(node: fx.Node) -> bool:
+    """Whether a node is a batch norm in training; its schema does not say what it modifies."""
+    return node.target in (aten.native_batch_norm.default, aten.cudnn_batch_norm.default) and bool(
+        argument(node, "training")
+    )
+
+
+def replay(graph: fx.Graph, node: fx.Node, copies: list[fx.Node], mode: FakeTensorMode) -> None:
+    """Make `copies` of a random node run with the state of the generator that it had.
+
+    The state is taken before the node runs and put back after each copy has, so that the numbers
+    drawn later are those of a step that recomputes nothing.
+    """
+    op: Any = node.target
+    with graph.inserting_before(node):
+        both = graph.call_function(run_and_save_rng_state, (op, *node.args), dict(node.kwargs))
+        state = graph.call_function(operator.getitem, (both, 0))
+        result = graph.call_function(operator.getitem, (both, 1))
+    with mode:
+        size = torch.get_rng_state().numel()
+        state.meta["val"] = torch.empty(size, dtype=torch.uint8, device="cpu")
+    both.meta = {**node.meta, "val": (state.meta["val"], node.meta["val"])}
+    result.meta = dict(node.meta)
+    node.replace_all_uses_with(result)
+    for copy in copies:
+        copy.args = (state, op, *copy.args)
+        copy.target = run_with_rng_state
+    graph.erase_node(node)

@@ -1,0 +1,186 @@
+"""Where a function finds the tensors it closes over, to read them again at each call."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype)
+_MAX_DEPTH = 12
+
+
+@dataclass
+class Slot:
+    """A place that holds a tensor.
+
+    Attributes:
+        name: the place in words of the user's program.
+        read: returns what the place holds now.
+        container: what holds it, if that is a dict or a list, and `key` its place there.
+        is_buffer: whether that is the buffers of a module.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    container: Any = None
+    key: Any = None
+    is_buffer: bool = False
+
+
+@dataclass
+class Closure:
+    """What a function can reach besides its arguments."""
+
+    slots: dict[int, Slot]
+    tensors: list[Tensor]
+    modules: list[tuple[str, nn.Module]]
+    containers: list[tuple[str, Any]]
+
+
+def closure_of(fn: Callable[..., Any]) -> Closure:
+    """Every tensor, module and container that `fn` reaches through names, attributes and items."""
+    found = Closure({}, [], [], [])
+    package = _package(fn)
+    seen: set[int] = set()
+
+    def visit(name: str, value: Any, slot: Slot, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if id(value) not in found.slots:
+                found.slots[id(value)] = slot
+                found.tensors.append(value)
+                if value.is_leaf and value.grad is not None:
+                    grad = gradient_slot(slot)
+                    visit(grad.name, value.grad, grad, depth + 1)
+            return
+        if id(value) in seen or depth > _MAX_DEPTH or _is_opaque(value):
+            return
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found.modules.append((name, value))
+        if isinstance(value, (dict, list)):
+            found.containers.append((name, value))
+        for child_name, child, child_slot in _children(name, value, slot.read, package):
+            visit(child_name, child, child_slot, depth + 1)
+
+    visit("fn", fn, Slot("fn", lambda: fn), 0)
+    return found
+
+
+def gradient_slot(of: Slot) -> Slot:
+    """The gradient of a leaf; zeros where it was dropped since the trace, which adds to it."""
+
+    def read() -> Tensor:
+        parameter = of.read()
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad: Tensor = parameter.grad
+        return grad
+
+    return Slot(f"{of.name}.grad", read)
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether nothing a user would train is looked for inside a value."""
+    if isinstance(value, (nn.Module, torch.optim.Optimizer, dict, list, tuple)):
+        return False
+    return isinstance(value, _LEAVES) or _package(type(value)) == "torch"
+
+
+def _children(
+    name: str, value: Any, read: Callable[[], Any], package: str
+) -> Iterator[tuple[str, Any, Slot]]:
+    """What a value holds, each with its name and the slot to read it from."""
+    if isinstance(value, types.FunctionType):
+        for place, child in enumerate(value.__closure__ or ()):
+            try:
+                content = child.cell_contents
+            except ValueError:  # not bound yet
+                continue
+            label = value.__code__.co_freevars[place]
+            yield label, content, Slot(label, functools.partial(getattr, child, "cell_contents"))
+        # Names of other packages' functions lead everywhere, and not to what a user trains.
+        for label in _global_names(value.__code__) if _package(value) == package else ():
+            if label in value.__globals__:
+                scope = value.__globals__
+                content = scope[label]
+                yield label, content, Slot(label, functools.partial(scope.__getitem__, label))
+        for place, content in enumerate(value.__defaults__ or ()):
+            label = f"{name}.__defaults__[{place}]"
+            yield label, content, _item(label, lambda: read().__defaults__, place, None)
+        for label, content in (value.__kwdefaults__ or {}).items():
+            yield label, content, _item(label, lambda: read().__kwdefaults__, label, None)
+    elif isinstance(value, types.MethodType):
+        yield name, value.__func__, Slot(name, lambda: read().__func__)
+        yield "self", value.__self__, Slot("self", lambda: read().__self__)
+    elif isinstance(value, functools.partial):
+        parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
+        for label, content in parts.items():
+            yield f"{name}.{label}", content, _attribute(f"{name}.{label}", read, label)
+    elif isinstance(value, dict):
+        for key, content in list(value.items()):
+            label = f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[...]"
+            yield label, content, _item(label, read, key, value)
+    elif isinstance(value, (list, tuple)):
+        for place, content in enumerate(value):
+            label = f"{name}[{place}]"
+            yield label, content, _item(label, read, place, value)
+    elif isinstance(value, nn.Module):
+        for part in ("_parameters", "_buffers", "_modules"):
+            for key, content in getattr(value, part).items():
+                label = f"{name}.{key}"
+                holder = _attribute(label, read, part)
+                slot = _item(label, holder.read, key, getattr(value, part))
+                slot.is_buffer = part == "_buffers"
+                yield label, content, slot
+        for key, content in list(vars(value).items()):
+            if not key.startswith("_"):
+                yield f"{name}.{key}", content, _attribute(f"{name}.{key}", read, key, value)
+    elif hasattr(value, "__dict__"):
+        if callable(value):
+            call = type(value).__call__
+            yield name, call, Slot(name, lambda: call)
+        for key, content in list(vars(value).items()):
+            yield f"{name}.{key}", content, _attribute(f"{name}.{key}", read, key, value)
+
+
+def _attribute(label: str, read: Callable[[], Any], key: str, holder: Any = None) -> Slot:
+    container = vars(holder) if hasattr(holder, "__dict__") else None
+    return Slot(label, lambda: getattr(read(), key), container, key)
+
+
+def _item(label: str, read: Callable[[], Any], key: Any, holder: Any) -> Slot:
+    return Slot(
+        label, lambda: read()[key], holder if isinstance(holder, (dict, list)) else None, key
+    )
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    """Names a function may look up in its globals, with those of the functions inside it."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _global_names(constant)
+    return names
+
+
+def plain_parts(t: Any, slot: Slot) -> Iterator[tuple[Tensor, Slot]]:
+    """A tensor, or the plain tensors inside a wrapper subclass, each with its slot."""
+    if not isinstance(t, Tensor):  # a wrapper may hold a mesh among its parts
+        return
+    if not is_traceable_wrapper_subclass(t):
+        yield t, slot
+        return
+    for name in t.__tensor_flatten__()[0]:
+        inner = Slot(f"{slot.name}.{name}", lambda n=name: getattr(slot.read(), n))
+        yield from plain_parts(getattr(t, name), inner)

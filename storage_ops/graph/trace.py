@@ -1,0 +1,284 @@
+"""A training step as one graph: forward, loss, backward and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from storage_ops.graph import cleanup, regions, torch_checkpoint
+from storage_ops.graph.arguments import Arguments, Layout
+from storage_ops.graph.lift import Gradients, Lift, is_traced
+from storage_ops.graph.optimizers import Optimizers
+from storage_ops.graph.packing import Build, Packer
+from storage_ops.graph.remat import forget_tags, recompute
+from storage_ops.graph.schedule import Schedule, schedule
+from storage_ops.graph.slots import Closure, Slot, closure_of
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """What a call does to the gradient of one leaf.
+
+    `build` is None where the trace left none behind.
+    """
+
+    read: Callable[[list[Any]], Tensor]
+    name: str
+    build: Build | None
+    dropped: bool
+    used: bool
+
+
+class TracedStep:
+    """A function recorded as one graph; made by `trace_step`.
+
+    Attributes:
+        gm: the graph. Its inputs are the tensors among the arguments, then those the function
+            closes over; its outputs are those of the function, then new gradients and buffers.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        closure = closure_of(fn)
+        _refuse_data_parallel(closure)
+        self._training = [(name, m, m.training) for name, m in closure.modules]
+        self._optimizers = Optimizers()
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy: half a second
+
+        fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+        lift = Lift(fake_mode, closure)
+        with _nothing_left_behind(fn, closure, fake_mode) as replaced:
+            self._arguments = Arguments(args, kwargs, fake_mode)
+            gradients = Gradients(lift, closure)
+            packer = Packer(lift.lift)
+
+            def flat(*_: Tensor) -> list[Any]:
+                mode = get_proxy_mode()
+                assert mode is not None
+                regions.Recorder.of(mode.tracer)  # from here on every node is marked
+                with lift, gradients, self._optimizers.watched(lift.name):
+                    result = fn(*self._arguments.args, **self._arguments.kwargs)
+                    self._result = packer.tree(result)
+                    self._gradients = list(self._outgoing(gradients, lift, fake_mode, packer))
+                    replaced.extend(_replaced(closure, fake_mode))
+                    self._buffers = [(slot, packer.leaf(value)) for slot, value in replaced]
+                return packer.outputs
+
+            try:
+                symbolic = (
+                    enable_python_dispatcher if self._arguments.dynamic else contextlib.nullcontext
+                )
+                with fake_mode, torch_checkpoint.marked(), _eager_submodules(), symbolic():
+                    gm = make_fx(flat)(*self._arguments.stand_ins)
+            finally:
+                gradients.restore()
+                lift.restore()
+        gm.graph.set_codegen(fx.graph.CodeGen())
+        kept = cleanup.clean(gm, lift.nodes)
+        self._inputs = [slot for slot, keep in zip(lift.inputs, kept, strict=True) if keep]
+        self._layouts = [Layout.of(slot.read()) for slot in self._inputs]
+        self.gm: fx.GraphModule = recompute(gm, foreign=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the arguments must be as in the trace but for the values of tensors."""
+        leaves, plain = self._arguments.flatten(args, kwargs)
+        for name, module, training in self._training:
+            if module.training != training:
+                raise ValueError(
+                    f"traced step: {name}.training is {module.training}; expected {training}, as "
+                    "when traced"
+                )
+        self._optimizers.check()
+        lifted = [slot.read() for slot in self._inputs]
+        for slot, layout, t in zip(self._inputs, self._layouts, lifted, strict=True):
+            layout.check(slot.name, t)
+        previous = self._before(leaves)
+        with torch.no_grad():
+            outputs = self.gm(*plain, *lifted)
+        for gradient, before in previous:
+            if gradient.build is None:
+                continue
+            t, grad = gradient.read(leaves), gradient.build(outputs)
+            if before is None:
+                t.grad = grad
+            else:
+                with torch.no_grad():
+                    before.add_(grad)
+        for slot, build in self._buffers:
+            slot.container[slot.key] = build(outputs)
+        return self._result(outputs)
+
+    @property
+    def peak(self) -> Schedule:
+        """Memory of the step over time, by the life of each tensor in the graph."""
+        return schedule(self.gm)
+
+    def _before(self, leaves: list[Any]) -> list[tuple[_Gradient, Tensor | None]]:
+        """Drop the gradients that the step drops; the ones it adds to, where there are any."""
+        for gradient in self._gradients:
+            is_set = not gradient.dropped and gradient.read(leaves).grad is not None
+            if is_set and gradient.used and gradient.build is not None:
+                raise RuntimeError(
+                    f"traced step: {gradient.name}.grad is set, and fn reads gradients; expected "
+                    "None, as when traced: drop it before the step, or inside fn"
+                )
+        previous: list[tuple[_Gradient, Tensor | None]] = []
+        for gradient in self._gradients:
+            t = gradient.read(leaves)
+            if gradient.dropped:
+                t.grad = None
+            previous.append((gradient, t.grad))
+        return previous
+
+    def _outgoing(
+        self, gradients: Gradients, lift: Lift, fake_mode: FakeTensorMode, packer: Packer
+    ) -> Iterator[_Gradient]:
+        arguments = {id(t): i for i, t in self._arguments.tensors.items() if t.requires_grad}
+        for t in (*lift.leaves.values(), *(self._arguments.tensors[i] for i in arguments.values())):
+            gradients.note(t)
+        for key, (t, _) in list(gradients.before.items()):
+            with torch._C.DisableTorchFunction():
+                after = t.grad
+            dropped = key in gradients.dropped
+            if after is not None and is_traced(after, fake_mode):
+                build: Build | None = packer.leaf(after)
+            elif after is None and dropped:
+                build = None
+            else:  # untouched, or added to in place
+                continue
+            place, slot = arguments.get(key), lift.slot_of(t)
+            yield _Gradient(_reader(place, slot), slot.name, build, dropped, key in gradients.read)
+
+
+def _reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
+    """Reads a leaf at each call: from among the arguments, or from where fn finds it."""
+    return lambda leaves: slot.read() if place is None else leaves[place]
+
+
+def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
+    """Record a training step as one graph in which checkpointed regions really are recomputed.
+
+    `fn` runs once, on stand-ins without data; nothing is changed by it. It may do all that a
+    training step does: forward, loss, `loss.backward()` or `torch.autograd.grad` (any number of
+    them), gradient clipping, `optimizer.step()`. The modules and tensors it closes over become
+    inputs of the graph and are read again at each call.
+
+    Regions are those of `torch.utils.checkpoint`, with or without the contexts of selective
+    checkpointing, and those of `OutputDiscardCheckpoint`. What backward needs of a region is
+    recomputed just before its first use there, with the random numbers of the forward. Results,
+    gradients and the state of the random-number generators afterwards are those of eager mode.
+
+    As with every trace, what Python code decides is fixed: branches, sizes, numbers. Sizes of an
+    argument's dimensions marked by `torch._dynamo.mark_dynamic` may differ between calls.
+
+    Args:
+        fn: the step.
+        args, kwargs: example arguments, pytrees; tensors in them that require grad are leaves.
+
+    Returns:
+        A callable with the signature and the results of `fn`. Its tensors carry no autograd graph.
+
+    Raises:
+        ValueError: an argument has a grad_fn; a module is data-parallel (FSDP, DDP).
+        RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
+            in an object; a region modifies in place what comes from outside it. In each case
+            nothing has changed.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+        >>> def train(x):
+        ...     loss = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> step = storage_ops.graph.trace_step(train, x)
+        >>> bool(step(x) == layer(x).sum()), layer.weight.grad.shape
+        (True, torch.Size([8, 8]))
+    """
+    return TracedStep(fn, args, kwargs)
+
+
+def _refuse_data_parallel(closure: Closure) -> None:
+    """Raise for modules whose hooks keep tensors of the step in buffers of their own."""
+    for name, module in closure.modules:
+        for kind in type(module).__mro__:
+            if kind.__name__ in (
+                "FSDPModule",
+                "FullyShardedDataParallel",
+                "DistributedDataParallel",
+            ):
+                raise ValueError(
+                    f"trace_step: {name} is a {kind.__name__}, which communicates in hooks that a "
+                    "graph cannot hold; expected modules whose parameters are tensors or DTensors"
+                )
+
+
+@contextlib.contextmanager
+def _eager_submodules() -> Iterator[None]:
+    """Compiled functions inside the traced one run uncompiled: the whole is one graph."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+@contextlib.contextmanager
+def _nothing_left_behind(
+    fn: Callable[..., Any], closure: Closure, fake_mode: FakeTensorMode
+) -> Iterator[list[tuple[Slot, Any]]]:
+    """Take what a trace puts into the user's objects out of them again.
+
+    Yields a list for the buffers that fn replaces; any other tensor left behind is an error.
+    """
+    before = [(name, held, held.copy()) for name, held in _holders(closure)]
+    replaced: list[tuple[Slot, Any]] = []
+    torch.clear_autocast_cache()
+    left: list[str] = []
+    try:
+        yield replaced
+    finally:
+        buffers = {(id(slot.container), slot.key) for slot, _ in replaced}
+        for name, held, copy in before:
+            items = held.items() if isinstance(held, dict) else enumerate(held)
+            traced = [key for key, value in items if is_traced(value, fake_mode)]
+            left += [f"{name}[{key!r}]" for key in traced if (id(held), key) not in buffers]
+            if traced:
+                held.clear()
+                held.update(copy) if isinstance(held, dict) else held.extend(copy)
+        for slot in closure_of(fn).slots.values():  # in containers that are new
+            held = slot.container
+            if isinstance(held, dict) and is_traced(held.get(slot.key), fake_mode):
+                left.append(slot.name)
+                del held[slot.key]
+        torch.clear_autocast_cache()
+        forget_tags()
+    if left:
+        raise RuntimeError(
+            f"trace_step: fn keeps a tensor of the step in {', '.join(left)}; expected it to be "
+            "returned instead (an optimizer whose state this is must take one step before)"
+        )
+
+
+def _holders(closure: Closure) -> list[tuple[str, Any]]:
+    held = list(closure.containers)
+    for name, module in closure.modules:
+        held += [(name, module._buffers), (name, vars(module))]
+    return held
+
+
+def _replaced(closure: Closure, fake_mode: FakeTensorMode) -> Iterator[tuple[Slot, Any]]:
+    """Buffers of modules that fn replaced by new tensors."""
+    for name, module in closure.modules:
+        for key, value in module._buffers.items():
+            if is_traced(value, fake_mode):
+                yield Slot(f"{name}.{key}", lambda: None, module._buffers, key), value

@@ -1,0 +1,103 @@
+"""Memory of traced steps, and the time it takes to trace them."""
+
+import contextlib
+import sys
+import time
+
+import pytest
+import torch
+
+from storage_ops import graph
+from storage_ops.graph.remat import recompute
+from storage_ops.memory import measure
+
+from .models import GPT, MODES, batch, gpt_step
+
+
+def peaks(mode, dropout):
+    """Peak bytes of one step: eager, traced, and predicted from the graph."""
+    model = GPT(layers=4, width=64, heads=4, vocab=256, context=64, dropout=dropout, mode=mode)
+    step, data = gpt_step(model), batch(256, 8, 64)
+    traced = graph.trace_step(step, *data)
+    found = []
+    for run in (step, traced):
+        run(*data)
+        model.zero_grad()
+        with measure() as m:
+            run(*data)
+        model.zero_grad()
+        found.append(m.peak_bytes)
+    return *found, traced.peak.peak_bytes
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_peak_is_that_of_eager_with_the_same_policy(dropout):
+    found = {mode: peaks(mode, dropout) for mode in MODES}
+    for mode, (eager, traced, predicted) in found.items():
+        assert traced <= 1.05 * eager, (mode, found)
+        assert abs(predicted - traced) <= 0.01 * traced, (mode, found)
+        if mode != "none":
+            assert traced < 0.9 * found["none"][1], (mode, found)
+
+
+def test_schedule_counts_views_once_and_outputs_to_the_end():
+    def step(x):
+        a = x + 1  # 1024 bytes, with its view
+        b = a.view(16, 16).t() * 2  # 1024
+        return b.sum(), (a * 3)[:16]  # 4, then 1024 of which a part is returned
+
+    traced = graph.trace_step(step, torch.ones(256))
+    levels = [traced.peak.timeline[n.name] for n in traced.gm.graph.nodes]
+    assert max(levels) == traced.peak.peak_bytes == 2052
+    assert levels[-1] == 1028
+
+
+def trace_and_recompute(measured, layers, **sizes):
+    """What recording a step costs, and recomputing in its graph."""
+    sizes = {"width": 16, "heads": 2, "vocab": 32, "context": 8, **sizes}
+    model = GPT(layers=layers, mode="full", **sizes)
+    data = batch(32, 2, sizes["context"])
+    with measured() as both:
+        step = graph.trace_step(gpt_step(model), *data)
+    before = step.gm.meta["storage_ops_before"]
+    with measured() as remat:
+        recompute(before, foreign=False)
+    return both[0] - remat[0], remat[0]
+
+
+@contextlib.contextmanager
+def seconds():
+    start, found = time.process_time(), []
+    yield found
+    found.append(time.process_time() - start)
+
+
+@contextlib.contextmanager
+def calls():
+    """The number of Python calls: unlike time, the same at every run."""
+    found = [0]
+
+    def count(frame, event, argument):
+        found[0] += event == "call"
+
+    sys.setprofile(count)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.slow
+def test_work_grows_linearly_in_layers():
+    trace_and_recompute(calls, 3)  # what is cached at the first time
+    found = {n: trace_and_recompute(calls, n) for n in (3, 6, 12, 24)}
+    for part in range(2):
+        steps = [(found[2 * n][part] - found[n][part]) / n for n in (3, 6, 12)]
+        assert max(steps) < 1.3 * min(steps), found
+
+
+@pytest.mark.slow
+def test_gpt2_small_is_traced_within_a_minute():
+    sizes = {"width": 768, "heads": 12, "vocab": 50257, "context": 1024}
+    trace, remat = trace_and_recompute(seconds, 12, **sizes)
+    assert trace < 60 and remat < 5
