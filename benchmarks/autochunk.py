@@ -1,0 +1,201 @@
+"""Compiled losses whose logits exist in chunks only: time over their chunked products, and peaks.
+
+The floor are the matrix products of so many chunks of tokens alone. "cross-entropy" is exactly
+linear cross-entropy, which becomes its op; "focal" is not, and is chunked by the general rewrite.
+All run interleaved in one process; times are process CPU times, after compilation; peaks are those
+of allocations above inputs, gradients included. `--model` measures steps of a GPT-2 small instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch.nn import functional as F
+
+import storage_ops
+from benchmarks._harness import finish, interleave, parser, ratios
+from benchmarks.linear_cross_entropy import MIB, SHAPES
+from storage_ops.autochunk.backend import backend
+
+FLOOR = "floor (chunked products)"
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def cross_entropy(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """As everybody writes it."""
+    return F.cross_entropy(F.linear(x, w), t)
+
+
+def focal(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """Focal loss with gamma 2 (Lin et al. 2017)."""
+    p = torch.log_softmax(F.linear(x, w).float(), -1).gather(1, t[:, None])
+    return -((1 - p.exp()) ** 2 * p).mean()
+
+
+def softmax_sum(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """A product, a softmax and a sum."""
+    return torch.softmax(F.linear(x, w), -1).square().sum()
+
+
+LOSSES: dict[str, Loss] = {"cross-entropy": cross_entropy, "focal": focal, "softmax": softmax_sum}
+
+
+def compilers(num_chunks: list[int]) -> dict[str, Callable[..., Any]]:
+    """Name -> what compiles a function so."""
+    found: dict[str, Callable[..., Any]] = {
+        "torch.compile": lambda f: torch.compile(f, dynamic=False)
+    }
+    for count in num_chunks:
+        if hasattr(inductor_config, "auto_chunker"):
+            settings = {"enable": True, "amplify_ratio_threshold": 0, "num_chunk": count}
+            theirs = {f"auto_chunker.{key}": value for key, value in settings.items()}
+            found[f"Inductor auto_chunker, {count} chunks"] = lambda f, o=theirs: torch.compile(
+                f, dynamic=False, options=o
+            )
+        ours = {"num_chunks": count, "strict": True}
+        found[f"storage_ops, {count} chunks"] = lambda f, o=ours: torch.compile(
+            f, dynamic=False, backend=backend, options=o
+        )
+    return found
+
+
+def chunked_products(x: Tensor, w: Tensor, count: int) -> object:
+    """Logits, gradient of the input and of the weight, chunk by chunk, summed in float32."""
+    grad_x, total = torch.empty_like(x), None
+    for part, out in zip(x.chunk(count), grad_x.chunk(count), strict=True):
+        z = part @ w.t()
+        torch.mm(z, w, out=out)
+        if total is None:
+            total = (z.t() @ part).float()
+        elif total.dtype == w.dtype:
+            torch.addmm(total, z.t(), part, out=total)
+        else:
+            total += z.t() @ part
+    return grad_x, total
+
+
+def peak(run: Callable[[], object]) -> float:
+    """Peak MiB of a run above its inputs."""
+    with storage_ops.memory.measure() as m:
+        run()
+    return round(m.peak_bytes / MIB, 1)
+
+
+def rows_of(
+    label: str, cases: dict[str, Callable[[], object]], base: str, repeats: int, clear: Any
+) -> list[dict[str, Any]]:
+    """One row per case."""
+    times = ratios(interleave(cases, repeats), base)
+    rows = []
+    for name, run in cases.items():
+        clear()
+        median, least, most = times[name]
+        result = {"shape": label, "case": name, "time / base": round(median, 3)}
+        rows.append(
+            {**result, "least - most": f"{least:.2f} - {most:.2f}", "peak (MiB)": peak(run)}
+        )
+    return rows
+
+
+def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> list[dict[str, Any]]:
+    """All rows of one shape, dtype and loss."""
+    tokens, hidden, vocab = SHAPES[shape]
+    kind = getattr(torch, dtype)
+    x = torch.randn(tokens, hidden).to(kind).requires_grad_()
+    w = (torch.randn(vocab, hidden) * hidden**-0.5).to(kind).requires_grad_()
+    t = torch.randint(vocab, (tokens,))
+
+    def step(f: Loss) -> Callable[[], object]:
+        def run() -> object:
+            x.grad = w.grad = None
+            f(x, w, t).backward()
+            return x.grad, w.grad
+
+        return run
+
+    def clear() -> None:
+        x.grad = w.grad = None
+
+    count = arguments.chunks[0]
+    cases = {FLOOR: lambda: chunked_products(x.detach(), w.detach(), count)}
+    for label, compiler in compilers(arguments.chunks).items():
+        torch._dynamo.reset()
+        cases[label] = step(compiler(LOSSES[name]))
+        cases[label]()
+    return rows_of(f"{shape} {dtype} {name}", cases, FLOOR, arguments.repeats, clear)
+
+
+class GPT2(nn.Module):
+    """GPT-2 small: 12 layers, width 768, vocabulary 50257, tied weights."""
+
+    def __init__(self, layers: int = 12, width: int = 768, vocab: int = 50257) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(1024, width)
+        block = nn.TransformerEncoderLayer(
+            width, 12, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Loss of predicting every token from those before it."""
+        length = tokens.shape[1] - 1
+        h = self.tokens(tokens[:, :-1]) + self.places(torch.arange(length))
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        h = self.norm(self.blocks(h, mask=mask, is_causal=True))
+        logits = F.linear(h, self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def model_rows(arguments: Any) -> list[dict[str, Any]]:
+    """Steps of GPT-2 small at several numbers of chunks."""
+    model = GPT2()
+    tokens = torch.randint(50257, (arguments.batch, 257))
+
+    def clear() -> None:
+        model.zero_grad()
+
+    def step(compiled: Callable[..., Tensor]) -> Callable[[], object]:
+        def run() -> object:
+            clear()
+            return compiled(tokens).backward()  # type: ignore[no-untyped-call]
+
+        return run
+
+    cases = {}
+    for label, compiler in compilers(arguments.chunks).items():
+        torch._dynamo.reset()
+        cases[label] = step(compiler(model))
+        cases[label]()
+    label = f"GPT-2 small, {arguments.batch} x 256 tokens"
+    return rows_of(label, cases, "torch.compile", arguments.repeats, clear)
+
+
+def main() -> None:
+    """Measure, write and print."""
+    options = parser(__doc__)
+    options.add_argument("--shapes", nargs="+", default=["S1"], choices=list(SHAPES))
+    options.add_argument("--dtypes", nargs="+", default=["float32"],
+                         choices=["float32", "bfloat16"])  # fmt: skip
+    options.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
+    options.add_argument("--chunks", nargs="+", type=int, default=[8])
+    options.add_argument("--model", action="store_true", help="steps of GPT-2 small")
+    options.add_argument("--batch", type=int, default=4, help="sequences of the model's step")
+    arguments = options.parse_args()
+    rows = []
+    if arguments.model:
+        rows = model_rows(arguments)
+    else:
+        for dtype in arguments.dtypes:
+            for shape in arguments.shapes:
+                for name in arguments.losses:
+                    rows += loss_rows(shape, dtype, name, arguments)
+    finish("autochunk_model" if arguments.model else "autochunk", rows, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""`torch.compile(f, backend="storage_ops")`: Inductor, after the auto-chunker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from storage_ops.autochunk.chunker import ChunkError, Report, chunk_graph
+from storage_ops.ops.sizes import parse_bytes
+
+_reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
+_PASS = "joint_custom_pre_pass"
+
+
+@contextmanager
+def collected() -> Iterator[list[Report]]:
+    """What becomes of the graphs that are compiled within."""
+    found: list[Report] = []
+    mark = _reports.set(found)
+    try:
+        yield found
+    finally:
+        _reports.reset(mark)
+
+
+def checked(
+    num_chunks: int | None, memory_budget: int | float | str | None, strict: bool
+) -> tuple[int | None, int | None, bool]:
+    """The options, or an error that names the wrong one."""
+    if num_chunks is not None and (
+        isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1
+    ):
+        kind = ValueError if type(num_chunks) is int else TypeError
+        raise kind(f"num_chunks is {num_chunks!r}; expected an int of at least 1, or None")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict is {strict!r}; expected True or False")
+    budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
+    return num_chunks, budget, strict
+
+
+def apply(
+    graph: fx.Graph,
+    num_chunks: int | None,
+    memory_budget: int | None,
+    strict: bool,
+    visible: int | None = None,
+) -> Report:
+    """Chunk a graph in place; report, warn or raise where that is not possible."""
+    report = chunk_graph(graph, num_chunks, memory_budget, visible)
+    reports = _reports.get()
+    if reports is not None:
+        reports.append(report)
+    elif not report.chunked:
+        message = f"storage_ops.autochunk: not chunked, {report.reason}"
+        if strict:
+            raise ChunkError(message)
+        warnings.warn(message, stacklevel=2)
+    return report
+
+
+def chunk(
+    joint_gm: fx.GraphModule | fx.Graph,
+    *,
+    num_chunks: int | None = None,
+    memory_budget: int | float | str | None = None,
+    strict: bool = False,
+) -> Any:
+    """Evaluate the part of a joint graph around its logits in chunks of tokens, in place.
+
+    Give it to Inductor as `torch._inductor.config.joint_custom_pre_pass`, or call it on a graph of
+    a whole step, forward and backward, that `make_fx` or `storage_ops.graph.trace_step` made.
+
+    Args:
+        joint_gm: a GraphModule, or its Graph, of ATen ops with their values in `node.meta["val"]`.
+        num_chunks: how many chunks, at most as many as there are tokens. None: as many as keep to
+            the budget.
+        memory_budget: bytes for what a chunk holds, as a number or text such as "400 MiB". None: a
+            quarter of the logits, at least 32 MiB and at most 1 GiB; smaller logits stay whole.
+        strict: raise if the graph cannot be chunked. Otherwise warn, and leave it as it is.
+
+    Returns:
+        joint_gm.
+
+    Raises:
+        ChunkError: with strict, the reason why the graph cannot be chunked.
+        TypeError, ValueError: an option of the wrong type or value.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def step(x, w):
+        ...     logits = x @ w.t()
+        ...     p = torch.softmax(logits, -1)
+        ...     d = p * (2 * p - 2 * (p * p).sum(-1, keepdim=True))
+        ...     return (p * p).sum(), d @ w, d.t() @ x
+        >>> x, w = torch.randn(64, 8), torch.randn(500, 8)
+        >>> gm = make_fx(step, tracing_mode="fake")(x, w)
+        >>> gm = storage_ops.autochunk.chunk(gm, num_chunks=4, strict=True)
+        >>> torch.allclose(gm(x, w)[0], step(x, w)[0])
+        True
+    """
+    options = checked(num_chunks, memory_budget, strict)
+    if isinstance(joint_gm, fx.GraphModule):
+        _decompose(joint_gm)
+    apply(joint_gm.graph if isinstance(joint_gm, fx.GraphModule) else joint_gm, *options)
+    if isinstance(joint_gm, fx.GraphModule):
+        joint_gm.recompile()
+    return joint_gm
+
+
+def _decompose(gm: fx.GraphModule) -> None:
+    """Write losses that have no rule as the ops they consist of, as Inductor does."""
+    from torch._decomp import get_decompositions
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    aten = torch.ops.aten
+    losses = [aten.nll_loss_forward, aten.nll_loss_backward, aten.binary_cross_entropy]
+    if not any(getattr(n.target, "overloadpacket", None) in losses for n in gm.graph.nodes):
+        return
+    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    mode = next(v.fake_mode for v in inputs if hasattr(v, "fake_mode"))
+    names = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+    with mode, torch.fx.traceback.preserve_node_meta():
+        table: Any = get_decompositions(losses)
+        traced = make_fx(fx.Interpreter(gm).run, table)(*inputs)
+    for node, name in zip(traced.graph.nodes, names, strict=False):
+        node.target = name  # "tangents" among them tell what a joint graph's inputs are
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and not hasattr(gm, node.target):
+            setattr(gm, node.target, getattr(traced, node.target))
+    traced.graph._codegen = gm.graph._codegen
+    gm.graph = traced.graph
+
+
+def _source_hash() -> str:
+    """Of the code of the pass: a graph compiled by another version is not taken from a cache."""
+    text = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(text).hexdigest()
+
+
+def _make_pass(options: tuple[int | None, int | None, bool], visible: int, earlier: Any) -> Any:
+    """A pass for Inductor's joint graph, with an id that its caches can keep."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            if earlier is not None:
+                earlier(graph)
+            apply(graph, *options, visible)
+
+        def uuid(self) -> Any:
+            if _reports.get() is not None:
+                return None  # explain must see the graph, which a cache would keep from it
+            own = f"{_source_hash()}{json.dumps((options, visible))}"
+            return own if earlier is None else f"{own}{earlier.uuid()}"
+
+    return Pass()
+
+
+def backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """The backend "storage_ops" of torch.compile: Inductor, with the logits in chunks.
+
+    Args:
+        gm: the graph from Dynamo.
+        example_inputs: its inputs.
+        options: `num_chunks`, `memory_budget` and `strict` as in `chunk`; all others are
+            Inductor's.
+        mode: as torch.compile's for Inductor.
+
+    Returns:
+        The compiled function.
+
+    Raises:
+        ChunkError: with strict, why the graph cannot be chunked.
+
+    Example:
+        >>> from storage_ops.autochunk.backend import backend
+        >>> options = {"num_chunks": 8, "strict": True}
+        >>> f = torch.compile(torch.nn.Linear(8, 99), backend=backend, options=options)
+    """
+    from torch._inductor import config, list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    given = dict(options or {})
+    own = [given.pop(name, default) for name, default in
+           (("num_chunks", None), ("memory_budget", None), ("strict", False))]  # fmt: skip
+    patches = {**(list_mode_options(mode) if mode else {}), **given}
+    patches = {key.replace("-", "_"): value for key, value in patches.items()}
+    (returned,) = next(n for n in gm.graph.nodes if n.op == "output").args
+    visible = len(returned) if isinstance(returned, (tuple, list)) else 1
+    earlier = patches.get(_PASS, getattr(config, _PASS))
+    patches[_PASS] = _make_pass(checked(*own), visible, earlier)
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
+    return compiled  # type: ignore[no-any-return]

@@ -1,0 +1,165 @@
+"""The pass: finds what to chunk in a joint graph, and chunks it or says why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from storage_ops.autochunk import passes, predict, propagate, rewrite, rules
+from storage_ops.autochunk.log import log
+from storage_ops.autochunk.program import Program
+from storage_ops.autochunk.runtime import in_body
+from storage_ops.autochunk.state import Conflict
+
+MIB, GIB = 1 << 20, 1 << 30
+TRIES = 4  # products that are tried, the largest first
+
+
+class ChunkError(RuntimeError):
+    """A graph was to be chunked for certain (`strict=True`), and is not."""
+
+
+@dataclass
+class Report:
+    """What became of one graph.
+
+    Attributes:
+        chunked: whether a span of it is evaluated in chunks.
+        num_chunks: into how many; 0 if it is not.
+        reason: why it is not; empty if it is.
+        peak_before: predicted bytes that are held at most above the inputs.
+        peak_after: the same after chunking.
+    """
+
+    chunked: bool = False
+    num_chunks: int = 0
+    reason: str = ""
+    peak_before: int = 0
+    peak_after: int = 0
+
+
+def describe(conflict: Conflict) -> str:
+    """A conflict with its node and where in the user's code that comes from."""
+    node = conflict.node
+    if node is None:
+        return str(conflict)
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    places = [i for i, line in enumerate(lines[:-1]) if line.startswith("File ")]
+    where = f" ({lines[places[-1]]}: {lines[places[-1] + 1]})" if places else ""
+    return f"{node.name} = {node.target}: {conflict}{where}"
+
+
+def chunk_graph(
+    graph: fx.Graph,
+    num_chunks: int | None = None,
+    memory_budget: int | None = None,
+    visible: int | None = None,
+) -> Report:
+    """Chunk a joint graph in place; `visible`: how many results its function has, if known."""
+    if in_body():
+        return Report(reason="it is a chunk itself")
+    graph.eliminate_dead_code()
+    tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
+    changed = changed_inputs(graph, visible)
+    total, largest = Report(peak_before=predict.peak(graph)), 0
+    tried: set[fx.Node] = set()
+    while True:
+        found = propagate.candidates(graph, propagate.reached(tangents) | tried)
+        largest = max([largest, *map(propagate.numel, found[:1])])
+        found = [n for n in found if propagate.numel(n) * propagate.LARGE > largest]
+        if not found or len(tried) == TRIES:
+            break
+        tried.add(found[0])
+        try:
+            count = _chunk_at(graph, found[0], tangents, changed, num_chunks, memory_budget)
+        except Conflict as conflict:
+            log.debug("%s: %s", found[0], describe(conflict))
+            total.reason = total.reason or describe(conflict)
+            continue
+        total.chunked, total.num_chunks = True, max(count, total.num_chunks)
+    if total.chunked:
+        total.reason = ""
+    elif not total.reason:
+        total.reason = "no matrix product is larger than its input"
+    total.peak_after = predict.peak(graph) if total.chunked else total.peak_before
+    return total
+
+
+def changed_inputs(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
+    """Inputs that the graph or the code around it writes to, and what is written."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            found.update(node.all_input_nodes)
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
+    outputs = list(next(n for n in graph.nodes if n.op == "output").args[0])
+    if visible is not None and inputs:
+        # Before what the function returns come the new values of the inputs that it changes.
+        new = len(outputs) - len(inputs) - visible
+        found.update(n for n in outputs[: max(new, 0)] if isinstance(n, fx.Node))
+    return found
+
+
+def bare(node: fx.Node) -> fx.Node:
+    """A node without views of it."""
+    while predict.kind_of(node) in ("view", "expand", "permute") or (
+        node.op == "call_function" and rules.name_of(node) == "aten.alias.default"
+    ):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
+    """Take sizes of what an amplifier leads to from other tensors of that size."""
+    after = propagate.reached([amplifier]) | {amplifier}
+    asked = [n for n in graph.nodes if rules.name_of(n) == "aten.sym_size.int"
+             and n.args[0] in after]  # fmt: skip
+    if not asked:
+        return
+    others: dict[str, tuple[fx.Node, int]] = {}
+    for node in graph.nodes:
+        if node not in after and isinstance(node.meta.get("val"), torch.Tensor):
+            for dim, size in enumerate(rules.shape(node)):
+                others.setdefault(str(size), (node, dim))
+    for node in asked:
+        found = others.get(str(node.meta["val"]))
+        if found is not None:
+            node.args = found
+    rewrite.sort(graph)
+
+
+def _chunk_at(
+    graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node], changed: set[fx.Node],
+    num_chunks: int | None, memory_budget: int | None,
+) -> int:  # fmt: skip
+    _own_sizes(graph, amplifier)
+    if propagate.numel(amplifier) == 0:
+        raise Conflict("is empty", amplifier)
+    budget = memory_budget if memory_budget is not None else default_budget(amplifier)
+    size = propagate.nbytes(amplifier)
+    if num_chunks is None and size <= budget:
+        raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
+    span = propagate.propagate(graph, amplifier, num_chunks or max(2, -(-size // max(budget, 1))))
+    for reads in span.reads.values():
+        for arg, _ in reads:
+            if bare(arg) in changed:
+                raise Conflict("is changed in place by the function", arg)
+    ordered = passes.order(graph, span, tangents)
+    limits = rewrite.Limits(num_chunks, memory_budget, budget)
+    groups = propagate.hint(span.groups)
+    counts = []
+    for part in rewrite.rewrite(graph, span, ordered, limits):
+        if isinstance(part, Program):
+            counts.append(part.count(groups))
+        else:  # the loss keeps to the memory of so many chunks, and cuts as is fastest
+            counts.append(num_chunks or -(-size // budget))
+    return max(counts)
+
+
+def default_budget(amplifier: fx.Node) -> int:
+    """A quarter of the product, at least 32 MiB and at most 1 GiB, as the loss's planner has it."""
+    size = propagate.nbytes(amplifier)
+    return int(min(max(size // 4, 32 * MIB), GIB))

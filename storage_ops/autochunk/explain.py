@@ -1,0 +1,83 @@
+"""Why a function is chunked, or is not: `storage_ops.autochunk.explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from storage_ops.autochunk.backend import backend, checked, collected
+from storage_ops.ops.sizes import readable
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the auto-chunker makes of a function.
+
+    Attributes:
+        chunked: whether its logits exist in chunks only.
+        num_chunks: into how many chunks they are cut; 0 if not chunked.
+        reason: why not, with the node, its op and the line it comes from; empty if chunked.
+        peak_before: predicted bytes that forward and backward hold at most above their inputs.
+        peak_after: the same after chunking.
+    """
+
+    chunked: bool
+    num_chunks: int
+    reason: str
+    peak_before: int
+    peak_after: int
+
+    def __str__(self) -> str:
+        before = readable(self.peak_before)
+        if not self.chunked:
+            return f"not chunked: {self.reason}\n  predicted peak  {before}"
+        after = readable(self.peak_after)
+        return f"{self.num_chunks} chunks\n  predicted peak  {after}, was {before}"
+
+
+def explain(
+    f: Callable[..., Any],
+    *args: Any,
+    num_chunks: int | None = None,
+    memory_budget: int | float | str | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Compile and call a function once, and say what the auto-chunker does to it.
+
+    Args:
+        f: a function, module or method; with the gradients that its arguments require it is
+            compiled forward and backward.
+        *args, **kwargs: its arguments.
+        num_chunks: as in `chunk`.
+        memory_budget: as in `chunk`.
+
+    Returns:
+        The explanation of the graph with the largest predicted peak, if there are several.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or value.
+
+    Example:
+        >>> x, w = torch.randn(64, 8, requires_grad=True), torch.randn(500, 8)
+        >>> found = storage_ops.autochunk.explain(lambda x, w: x @ w.t(), x, w, num_chunks=4)
+        >>> found.chunked, found.reason
+        (False, 'mm = aten.mm.default: ...')
+    """
+    checked(num_chunks, memory_budget, True)
+    options: dict[str, Any] = {"num_chunks": num_chunks, "memory_budget": memory_budget}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return f(*args, **kwargs)
+
+    # With code of its own, for Dynamo would not compile the same code again.
+    fresh = FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
+    with collected() as reports:
+        torch.compile(fresh, backend=backend, options=options)(*args, **kwargs)
+    if not reports:
+        return Explanation(False, 0, "nothing was compiled", 0, 0)
+    r = max(reports, key=lambda report: (report.chunked, report.peak_before))
+    return Explanation(r.chunked, r.num_chunks, r.reason, r.peak_before, r.peak_after)

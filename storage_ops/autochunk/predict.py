@@ -1,0 +1,99 @@
+"""What a compiled graph holds at most above its inputs, predicted from its values' lifetimes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from storage_ops.autochunk.program import Program
+from storage_ops.autochunk.propagate import elements, hint, nbytes, values_of
+from storage_ops.autochunk.rules import RULES, name_of
+
+_FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
+_VIEWS = ("view", "expand", "permute", "getitem")
+
+
+def kind_of(node: fx.Node) -> str:
+    """The kind of a node's op; "opaque" if it has no rule."""
+    rule = RULES.get(name_of(node)) if node.op == "call_function" else None
+    return "opaque" if rule is None else rule.kind
+
+
+def peak(graph: fx.Graph) -> int:
+    """Predicted peak bytes above the inputs.
+
+    Element by element ops are fused into what reads them, as Inductor does, and exist only where a
+    product, a reduction or the graph's end reads them. A value made from one of its own size that
+    nothing else reads takes over its memory.
+    """
+    nodes = list(graph.nodes)
+    stored = {n for n in nodes if _is_stored(n)}
+    sources: dict[fx.Node, set[fx.Node]] = {}
+    last: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        read: set[fx.Node] = set()
+        for arg in node.all_input_nodes:
+            read |= {arg} if arg in stored else sources.get(arg, set())
+        sources[node] = read
+        if node in stored or node.op == "output":
+            for each in read:
+                last[each] = place
+    level = highest = 0
+    dying: dict[int, list[fx.Node]] = {}
+    for node, place in last.items():
+        dying.setdefault(place, []).append(node)
+    for place, node in enumerate(nodes):
+        if node in stored:
+            level += nbytes(node)
+            over = sum(
+                nbytes(n) for n in dying.get(place, ())[:1]
+                if kind_of(node) in _FUSED and nbytes(n) == nbytes(node)
+            )  # fmt: skip
+            highest = max(highest, level - over + _inside(node))
+        for gone in dying.get(place, ()):
+            level -= nbytes(gone) if node.op != "output" else 0
+    return highest
+
+
+def _is_stored(node: fx.Node) -> bool:
+    kind = kind_of(node)
+    if node.op != "call_function" or kind in _VIEWS:
+        return False
+    if kind in _FUSED:
+        return any(kind_of(u) in ("product", "opaque") for u in _readers(node))
+    return True
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """What reads a value, also through views of it."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if kind_of(user) in _VIEWS:
+                stack.append(user)
+            else:
+                found.add(user)
+    return found
+
+
+def _inside(node: fx.Node) -> int:
+    """What an op of ours holds while it runs, besides its results."""
+    if name_of(node) == "storage_ops._chunked_span.default":
+        program, groups = Program.decode(str(node.args[4])), hint(_value(node.args[3]))
+        wide = sum(
+            2 * elements(v) * v.element_size()
+            for spec, v in zip(program.outputs, values_of(node), strict=True)
+            if spec.rows is None and v.element_size() == 2
+        )
+        return -(-groups // program.count(groups)) * program.group_bytes + wide
+    if name_of(node) == "storage_ops.linear_cross_entropy.default":
+        from storage_ops.autochunk.match import scratch
+
+        return scratch(node)
+    return 0
+
+
+def _value(item: Any) -> Any:
+    return item.meta["val"] if isinstance(item, fx.Node) else item

@@ -1,0 +1,204 @@
+"""What is done to every chunk of tokens, as text: an op's argument, which compile caches keep."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+_FUNCTIONS = {"getitem": operator.getitem, "floordiv": operator.floordiv, "mul": operator.mul}
+_TYPES = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How an input is cut, or an output put together: dimensions lo to hi - 1 are rows."""
+
+    lo: int
+    hi: int
+    per: int  # elements of a group; -1 - i: the op's integer i
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of the chunks.
+
+    Attributes:
+        rows: where the chunk's rows go, or None: terms of a sum.
+        rank: dimensions of the result.
+        dtype: of the result, by name.
+        value: index among the body's values, or None.
+        factors: of a product made outside the body, straight into the result.
+    """
+
+    rows: Slice | None
+    rank: int
+    dtype: str
+    value: int | None
+    factors: tuple[Factor, Factor] | None = None
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A matrix of a product: a value of the body, or an input, perhaps transposed."""
+
+    source: str  # "value" or "input"
+    index: int
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """A span of the graph, for one chunk.
+
+    Attributes:
+        inputs: how each tensor is cut; None: every chunk reads all of it.
+        outputs: what becomes of the values.
+        num_chunks: how many there are; None: as many as keep to chunk_bytes.
+        chunk_bytes: for all that a chunk holds.
+        group_bytes: what a group needs of it.
+        dynamic: sizes differ from call to call.
+        body: nodes of the graph.
+    """
+
+    inputs: tuple[Slice | None, ...]
+    outputs: tuple[Output, ...]
+    num_chunks: int | None
+    chunk_bytes: int
+    group_bytes: int
+    dynamic: bool
+    body: list[Any]
+
+    def count(self, groups: int) -> int:
+        """How many chunks so many groups make."""
+        wanted = self.num_chunks
+        if wanted is None:
+            wanted = math.ceil(groups * self.group_bytes / max(self.chunk_bytes, 1))
+        return max(1, min(wanted, groups))
+
+    def bounds(self, groups: int) -> list[int]:
+        """Where chunks begin, and the end of the last: sizes differ by one group at most."""
+        count = self.count(groups)
+        return [i * groups // count for i in range(count + 1)]
+
+    def encode(self) -> str:
+        """As text."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields["inputs"] = [None if s is None else asdict(s) for s in self.inputs]
+        fields["outputs"] = [asdict(o) for o in self.outputs]
+        return json.dumps(fields, separators=(",", ":"))
+
+    @staticmethod
+    def decode(text: str) -> Program:
+        """From text."""
+        fields = json.loads(text)
+        fields["inputs"] = tuple(None if s is None else Slice(**s) for s in fields["inputs"])
+        fields["outputs"] = tuple(_output(o) for o in fields["outputs"])
+        return Program(**fields)
+
+
+def _output(fields: dict[str, Any]) -> Output:
+    rows, factors = fields["rows"], fields["factors"]
+    pair = None if factors is None else (Factor(**factors[0]), Factor(**factors[1]))
+    return Output(
+        None if rows is None else Slice(**rows),
+        fields["rank"],
+        fields["dtype"],
+        fields["value"],
+        pair,
+    )
+
+
+def encode_graph(graph: fx.Graph) -> list[Any]:
+    """The nodes of a graph of ATen and prims ops, and of getitem and //."""
+    numbers: dict[fx.Node, int] = {}
+    nodes: list[Any] = []
+    for node in graph.nodes:
+        numbers[node] = len(nodes)
+        if node.op == "placeholder":
+            nodes.append(["input"])
+            continue
+        args = _encode(list(node.args), numbers)
+        if node.op == "output":
+            nodes.append(["output", args])
+        elif node.op == "call_method":
+            nodes.append([f"method {node.target}", args, _encode(dict(node.kwargs), numbers)])
+        else:
+            nodes.append([_name(node.target), args, _encode(dict(node.kwargs), numbers)])
+    return nodes
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return str(target.__name__)
+
+
+def _encode(item: Any, numbers: dict[fx.Node, int]) -> Any:
+    if isinstance(item, fx.Node):
+        return {"node": numbers[item]}
+    if isinstance(item, (list, tuple)):
+        return [_encode(each, numbers) for each in item]
+    if isinstance(item, dict):
+        return {"dict": {key: _encode(each, numbers) for key, each in item.items()}}
+    if isinstance(item, torch.device):
+        return {"device": str(item)}
+    for name, kind in _TYPES.items():
+        if isinstance(item, kind):
+            return {name: str(item).removeprefix("torch.")}
+    if isinstance(item, float):
+        return {"float": item.hex()}  # exact, and inf and nan too
+    if item is None or isinstance(item, (bool, int, str)):
+        return item
+    raise TypeError(f"an argument of type {type(item).__name__} in a chunk")
+
+
+def _decode(item: Any, nodes: list[fx.Node]) -> Any:
+    if isinstance(item, list):
+        return [_decode(each, nodes) for each in item]
+    if not isinstance(item, dict):
+        return item
+    ((kind, value),) = item.items()
+    if kind == "node":
+        return nodes[value]
+    if kind == "dict":
+        return {key: _decode(each, nodes) for key, each in value.items()}
+    if kind == "device":
+        return torch.device(value)
+    if kind == "float":
+        return float.fromhex(value)
+    return getattr(torch, value)
+
+
+def decode_graph(body: list[Any]) -> fx.GraphModule:
+    """The graph again."""
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+    for kind, *rest in body:
+        if kind == "input":
+            nodes.append(graph.placeholder(f"x{len(nodes)}"))
+            continue
+        args = tuple(_decode(rest[0], nodes))
+        if kind == "output":
+            nodes.append(graph.output(*args))
+        elif kind.startswith("method "):
+            nodes.append(graph.call_method(kind.removeprefix("method "), args))
+        else:
+            nodes.append(graph.call_function(_target(kind), args, _decode(rest[1], nodes)))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _target(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    namespace, op, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), op), overload)

@@ -1,0 +1,347 @@
+"""Finds the product that amplifies its input, and what each value after it is to one chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from storage_ops.autochunk import rules
+from storage_ops.autochunk.log import log
+from storage_ops.autochunk.rules import Labelled, name_of, rule_of, shape, tensors
+from storage_ops.autochunk.state import (
+    Conflict,
+    Layout,
+    Partial,
+    Regroup,
+    Rows,
+    Size,
+    Spread,
+    Whole,
+    canonical,
+    equal,
+    reshape,
+    same,
+)
+
+LARGE = 4  # values of more than a quarter of the amplifier's elements exist in chunks only
+
+
+@dataclass
+class Span:
+    """The nodes that are evaluated once per chunk, and what they read and give.
+
+    Attributes:
+        amplifiers: the products whose results are never whole, and their rows.
+        tokens: how many there are.
+        step: tokens of a group, which a chunk does not cut.
+        layouts: of every node in the span.
+        reads: of every node in the span, its arguments and the layouts in which it reads them.
+        large: nodes that exist in chunks only.
+    """
+
+    amplifiers: dict[fx.Node, Rows]
+    tokens: Size
+    step: Size
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    reads: dict[fx.Node, list[tuple[fx.Node, Layout]]] = field(default_factory=dict)
+    large: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def groups(self) -> Size:
+        """How many groups there are."""
+        return self.tokens if same(self.step, 1) else self.tokens // self.step
+
+    def reads_inside(self, arg: fx.Node, layout: Layout) -> bool:
+        """Whether a node of the span takes this argument from the same chunk."""
+        found = self.layouts.get(arg)
+        return isinstance(found, Rows) and equal(found, layout)
+
+
+def hint(size: Size) -> int:
+    """A size as a number, that of the example if it is symbolic."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def values_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node stands for, as fakes."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def elements(value: torch.Tensor) -> int:
+    """Elements of a value; symbols count as their hints."""
+    sizes: list[int] = [hint(s) for s in value.shape]
+    return math.prod(sizes)
+
+
+def numel(node: fx.Node) -> int:
+    """Elements of all values of a node."""
+    return sum(elements(v) for v in values_of(node))
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of all values of a node."""
+    return sum(elements(v) * v.element_size() for v in values_of(node))
+
+
+def reached(
+    starts: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
+) -> set[fx.Node]:
+    """The users of nodes, their users and so on, past those that `through` lets pass."""
+    found: set[fx.Node] = set()
+    stack = list(starts)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found.add(user)
+                if through(user):
+                    stack.append(user)
+    return found
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a matrix product."""
+    return node.op == "call_function" and name_of(node) in rules.PRODUCTS
+
+
+def ends(node: fx.Node) -> bool:
+    """Whether what comes after a node is no part of a span that leads to it."""
+    return is_product(node) or name_of(node) == "storage_ops._chunked_span.default"
+
+
+def candidates(graph: fx.Graph, ignored: set[fx.Node]) -> list[fx.Node]:
+    """Products that are larger than their left factor, the largest first."""
+    found = []
+    for node in graph.nodes:
+        if is_product(node) and node not in ignored:
+            left = node.args[1 if "addmm" in name_of(node) else 0]
+            if numel(node) > numel(left):
+                found.append(node)
+    return sorted(found, key=numel, reverse=True)
+
+
+class _Found(Exception):
+    """Another product amplifies tokens too."""
+
+    def __init__(self, node: fx.Node, rows: Rows):
+        self.node, self.rows = node, rows
+
+
+class _Propagation:
+    """One attempt, for given amplifiers and step."""
+
+    def __init__(self, graph: fx.Graph, amplifiers: dict[fx.Node, Rows], step: Size, cut: bool):
+        first, rows = next(iter(amplifiers.items()))
+        self.tokens = math.prod(shape(first)[rows.lo : rows.hi])
+        self.span = Span(amplifiers, self.tokens, step)
+        self.graph, self.cut = graph, cut
+        self.limit = numel(first)
+
+    def run(self) -> Span:
+        span = self.span
+        after = reached(span.amplifiers, lambda n: not ends(n))
+        span.large.update(span.amplifiers)
+        span.large.update(n for n in after if self.is_large(n) and not ends(n))
+        wanted = set(span.large)
+        for node in reversed(self.graph.nodes):
+            if node in after and not ends(node) and any(
+                user in wanted and user in after for user in node.users
+            ):  # fmt: skip
+                wanted.add(node)
+        for node in span.large:
+            wanted.update(node.users)
+        for node in self.graph.nodes:  # of several results each is had by itself
+            if node in wanted and isinstance(node.meta.get("val"), (tuple, list)):
+                wanted.update(node.users)
+        waiting, done = [n for n in self.graph.nodes if n in wanted], -1
+        while done != len(span.layouts):  # once more where a value was found by who reads it
+            done = len(span.layouts)
+            for node in waiting:
+                self.visit(node)
+            waiting = [n for n in waiting if n not in span.layouts]
+        return span
+
+    def is_large(self, node: fx.Node) -> bool:
+        return numel(node) * LARGE > self.limit
+
+    def visit(self, node: fx.Node) -> None:
+        span = self.span
+        known = [a for a in node.all_input_nodes if isinstance(span.layouts.get(a), Rows)]
+        if node in span.amplifiers:
+            rows = span.amplifiers[node]
+            self.accept(node, canonical(Rows(rows.lo, rows.hi, span.step), shape(node)))
+        elif known:
+            must = node in span.large or any(a in span.large for a in known)
+            if node.op == "output":
+                self.refuse_output(node)
+            try:
+                self.accept(node, self.result(node, known))
+            except Regroup:
+                if must or not self.cut:
+                    raise
+                log.debug("%s: read between two passes", node)
+            except Conflict as conflict:
+                if must:
+                    raise Conflict(str(conflict), conflict.node or node) from None
+                log.debug("%s: read between two passes, for it %s", node, conflict)
+
+    def refuse_output(self, node: fx.Node) -> None:
+        for a in node.all_input_nodes:
+            if a in self.span.large:
+                raise Conflict("is returned, or kept for a backward that is not in the graph", a)
+
+    def accept(self, node: fx.Node, out: Layout) -> None:
+        """Take a node into the span, and what it reads if that is large."""
+        reads = self.needs(node, out)
+        for arg, layout in reads:
+            inside = self.span.layouts.get(arg)
+            if inside is not None and not equal(inside, layout) and arg in self.span.large:
+                raise Conflict(f"needs {arg} split in another way", node)
+        self.span.layouts[node] = out
+        self.span.reads[node] = reads
+        log.debug("%s = %s: %s", node, name_of(node), out)
+        for arg, layout in reads:
+            if (
+                arg not in self.span.layouts
+                and isinstance(layout, Rows)
+                and arg.op == "call_function"
+                and any(self.is_large(a) and a.op == "call_function" for a in (arg, *tensors(arg)))
+            ):
+                self.pull(arg, layout)
+
+    def pull(self, node: fx.Node, rows: Rows) -> None:
+        """Evaluate a large value in chunks though no amplifier leads to it."""
+        if is_product(node):
+            left = node.args[1 if "addmm" in name_of(node) else 0]
+            if numel(node) > numel(left):  # type: ignore[arg-type]
+                raise _Found(node, rows)
+            return
+        try:
+            self.accept(node, rows)
+        except Conflict as conflict:
+            log.debug("%s: read whole, for it %s", node, conflict)
+
+    def result(self, node: fx.Node, known: list[fx.Node]) -> Layout:
+        """What the layouts of arguments make of a node."""
+        rule, arg = rule_of(node), known[0]
+        rows = self.span.layouts[arg]
+        assert isinstance(rows, Rows)
+        if rule.labels is None:
+            return reshape(rows, shape(arg), shape(node))
+        labelled = rule.labels(node)
+        for labels in labelled.args[arg]:
+            found = labels[rows.lo : rows.hi]
+            if all(label is not None and label in labelled.out for label in found):
+                lo = labelled.out.index(found[0])
+                if labelled.out[lo : lo + len(found)] != found:
+                    raise Conflict("reorders tokens")
+                return canonical(Rows(lo, lo + len(found), rows.per), shape(node))
+            if all(label in labelled.sums for label in found):
+                return Partial(labelled.mean)
+        self.raise_mixing(labelled, arg, rows)
+        raise AssertionError
+
+    def raise_mixing(self, labelled: Labelled, arg: fx.Node, rows: Rows) -> None:
+        """Say why an op cannot be given a slice: it mixes tokens, perhaps only within groups."""
+        labels = labelled.args[arg][0]
+        kept = rows.lo
+        while kept < rows.hi and labels[kept] is not None and labels[kept] in labelled.out:
+            kept += 1
+        if kept > rows.lo:
+            mixed = math.prod(shape(arg)[kept : rows.hi])
+            shared = math.gcd(mixed, rows.per) if isinstance(mixed, int) else 1
+            raise Regroup(self.span.step * mixed // shared)
+        raise Conflict("mixes tokens")
+
+    def needs(self, node: fx.Node, out: Layout) -> list[tuple[fx.Node, Layout]]:
+        """In which layouts a node reads its arguments."""
+        rule = rule_of(node)
+        if rule.labels is None:
+            assert isinstance(out, Rows)
+            (arg,) = tensors(node)
+            return [(arg, reshape(out, shape(node), shape(arg)))]
+        labelled = rule.labels(node)
+        if isinstance(out, Rows):
+            found, per = labelled.out[out.lo : out.hi], out.per
+        else:
+            arg = next(a for a in labelled.args if isinstance(self.span.layouts.get(a), Rows))
+            rows = self.span.layouts[arg]
+            assert isinstance(rows, Rows)
+            labels = next(x for x in labelled.args[arg] if x[rows.lo] in labelled.sums)
+            found, per = labels[rows.lo : rows.hi], rows.per
+        reads: list[tuple[fx.Node, Layout]] = []
+        for arg, given in labelled.args.items():
+            for labels in given:
+                layout = self.read(node, arg, labels, found, per)
+                if any(a is arg and not equal(seen, layout) for a, seen in reads):
+                    raise Conflict(f"reads {arg} in two ways", node)
+                reads.append((arg, layout))
+        return reads
+
+    def read(
+        self, node: fx.Node, arg: fx.Node, labels: list[object], rows: list[object], per: Size
+    ) -> Layout:
+        """The layout of an argument that has some of the rows' labels."""
+        if any(label is None for label in rows):
+            raise Conflict("mixes tokens", node)
+        present = [label for label in rows if label in labels]
+        if not present:
+            return Whole()
+        lo = labels.index(present[0])
+        if present == rows and labels[lo : lo + len(rows)] == rows:
+            return canonical(Rows(lo, lo + len(rows), per), shape(arg))
+        if rule_of(node).labels is not rules.aligned:
+            raise Conflict(f"mixes tokens of {arg}", node)
+        # Of several row dimensions an argument of a broadcasting op may lack some.
+        out, own = shape(node), shape(arg)
+        own = [1] * (len(out) - len(own)) + own
+        first = int(rows[0])  # type: ignore[call-overload]
+        end = first + len(rows)
+        sizes = [*own[:first], *out[first:end], *own[end:]]
+        return Spread(canonical(Rows(first, end, per), sizes), tuple(sizes))
+
+
+def propagate(graph: fx.Graph, amplifier: fx.Node, chunks: int) -> Span:
+    """The span of an amplifier.
+
+    Raises:
+        Conflict: there is none, and why.
+    """
+    conflict: Conflict | None = None
+    axes = [1, 0] if "bmm" in name_of(amplifier) else [0]
+    for axis in axes:
+        try:
+            return _propagate_along(graph, {amplifier: Rows(axis, axis + 1)}, chunks)
+        except Conflict as error:
+            conflict = conflict or error
+    assert conflict is not None
+    raise conflict
+
+
+def _propagate_along(graph: fx.Graph, amplifiers: dict[fx.Node, Rows], chunks: int) -> Span:
+    step: Size = 1
+    cut = False
+    for _ in range(16):
+        attempt = _Propagation(graph, amplifiers, step, cut)
+        try:
+            return attempt.run()
+        except _Found as found:
+            if not same(
+                attempt.tokens, math.prod(shape(found.node)[found.rows.lo : found.rows.hi])
+            ):
+                raise Conflict("amplifies other tokens", found.node) from None
+            amplifiers = {**amplifiers, found.node: found.rows}
+        except Regroup as group:
+            # Few large groups make few chunks. Then what mixes tokens is read between two passes.
+            if not cut and hint(attempt.tokens) // hint(group.step) < chunks:
+                cut = True
+            elif same(step, group.step):
+                raise Conflict(str(group)) from None
+            else:
+                step = group.step
+    raise Conflict("needs chunks of ever larger groups", next(iter(amplifiers)))

@@ -1,0 +1,469 @@
+"""The table of rules: op -> which dimensions of its arguments and result belong together.
+
+A rule labels dimensions. A label that stands in an argument and in the result is a dimension along
+which the op works on each element alone: a slice of the argument gives that slice of the result. A
+label in `sums` is one the op sums over: slices give terms of the sum. A dimension without a label
+(None) must stay whole. `degree` is the law by which a factor of the arguments becomes a factor of
+the result: gradients are linear in the upstream gradient, which is taken for 1 until the end.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from storage_ops.autochunk.state import Conflict, same
+
+Labels: TypeAlias = list[Any]
+Degree: TypeAlias = int | None  # of homogeneity; None: the value is zero, which has every degree
+DegreeLaw: TypeAlias = Callable[[fx.Node, Callable[[Any], Degree]], Degree]
+
+
+@dataclass
+class Labelled:
+    """The labels of one call."""
+
+    out: Labels
+    args: Mapping[fx.Node, list[Labels]]  # an argument may be given more than once
+    sums: tuple[Any, ...] = ()
+    mean: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the table.
+
+    Attributes:
+        labels: the labels of a call; None for a view, whose rows `state.reshape` follows.
+        degree: how factors of the arguments pass to the result.
+        sizes: index of the argument that holds the result's sizes.
+        kind: for tests and messages.
+    """
+
+    kind: str
+    labels: Callable[[fx.Node], Labelled] | None
+    degree: DegreeLaw
+    sizes: int | None = None
+
+
+def shape(node: fx.Node) -> list[Any]:
+    """The sizes of a node's value."""
+    value = node.meta["val"]
+    return list((value[0] if isinstance(value, (tuple, list)) else value).shape)
+
+
+def is_tensor(item: Any) -> bool:
+    """Whether an argument is a node with a tensor, or several, as its value."""
+    if not isinstance(item, fx.Node):
+        return False
+    value = item.meta.get("val")
+    return hasattr(value, "shape") or (
+        isinstance(value, (tuple, list)) and bool(value) and hasattr(value[0], "shape")
+    )
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    """The arguments that are tensors, each once."""
+    return [a for a in node.all_input_nodes if is_tensor(a)]
+
+
+# Laws of degree.
+
+
+def common(degrees: Iterable[Degree]) -> Degree:
+    """The degree that all share. Terms of a sum must."""
+    found = {d for d in degrees if d is not None}
+    if len(found) > 1:
+        raise Conflict("adds what grows with the upstream gradient to what does not")
+    return found.pop() if found else None
+
+
+def linear(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """f(c x) = c f(x), in all tensors at once; numbers among the arguments are of degree 0."""
+    return common(degree(a) for a in tensors(node))
+
+
+def additive(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """c x + c y = c (x + y)."""
+    return common(degree(a) for a in node.args[:2])
+
+
+def fused(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """(c x) y + c z = c (x y + z)."""
+    return common((bilinear(node, degree), degree(node.args[2])))
+
+
+def selecting(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """where(m, c x, c y) = c where(m, x, y)."""
+    constant(degree(node.args[0]))
+    return common(degree(a) for a in node.args[1:3])
+
+
+def filling(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """masked_fill(c x, m, v) = c masked_fill(x, m, v) if v is 0."""
+    constant(degree(node.args[1]))
+    return common(degree(a) for a in (node.args[0], node.args[2]))
+
+
+def constant(degree: Degree) -> None:
+    """Raise for a degree other than 0."""
+    if degree:
+        raise Conflict("is not linear in the upstream gradient")
+
+
+def nonlinear(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """No law: no argument may carry a factor."""
+    for a in tensors(node):
+        constant(degree(a))
+    return 0
+
+
+def bilinear(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """(c x) y = x (c y) = c (x y)."""
+    left, right = (degree(a) for a in node.args[:2])
+    if left is None or right is None:
+        return None
+    if left + right > 1:
+        raise Conflict("is quadratic in the upstream gradient")
+    return left + right
+
+
+def dividing(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """(c x) / y = c (x / y)."""
+    constant(degree(node.args[1]))
+    return degree(node.args[0])
+
+
+def affine(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """c bias + (c x) y = c (bias + x y)."""
+    product = bilinear_of(degree(node.args[1]), degree(node.args[2]))
+    return common((degree(node.args[0]), product))
+
+
+def bilinear_of(left: Degree, right: Degree) -> Degree:
+    """The degree of a product."""
+    return None if left is None or right is None else left + right
+
+
+def gradient(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """A backward op: linear in its first argument, the gradient."""
+    for a in tensors(node):
+        if a is not node.args[0]:
+            constant(degree(a))
+    return degree(node.args[0])
+
+
+def indexing(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """Gathers linearly; the index has no factor."""
+    constant(degree(node.args[2]))
+    return degree(node.args[0])
+
+
+def padded(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """pad(c x, v) = c pad(x, v) if v is 0."""
+    return common((degree(node.args[0]), degree(argument(node, 2, "value", 0))))
+
+
+def scattering(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """scatter(c x, i, c y) = c scatter(x, i, y)."""
+    constant(degree(node.args[2]))
+    return common((degree(node.args[0]), degree(node.args[3])))
+
+
+# Labels.
+
+
+def aligned(node: fx.Node) -> Labelled:
+    """Every element by itself, with broadcasting: labels are counted from the last dimension."""
+    out = shape(node)
+    args: dict[fx.Node, list[Labels]] = {}
+    for a in tensors(node):
+        sizes = shape(a)
+        offset = len(out) - len(sizes)
+        args[a] = [[i + offset if same(s, out[i + offset]) else None for i, s in enumerate(sizes)]]
+    return Labelled(list(range(len(out))), args)
+
+
+def dims_of(dims: Any, rank: int) -> list[int]:
+    """Dimensions as given to a reduction: none, one or several, some negative."""
+    if dims is None or dims == []:
+        return list(range(rank))
+    given = [dims] if isinstance(dims, int) else dims
+    return [d % rank for d in given] if rank else []
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
+    """An argument by place or by name."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def _reduced(node: fx.Node, keep: bool, dims: list[int]) -> tuple[Labels, Labels]:
+    rank = len(shape(node.args[0]))  # type: ignore[arg-type]
+    labels: Labels = list(range(rank))
+    out = (
+        [None if d in dims else d for d in labels] if keep else [d for d in labels if d not in dims]
+    )
+    return labels, out
+
+
+def summing(node: fx.Node) -> Labelled:
+    """Sums over some dimensions; the mean is the sum over the count."""
+    x: Any = node.args[0]
+    dims = dims_of(argument(node, 1, "dim", None), len(shape(x)))
+    labels, out = _reduced(node, bool(argument(node, 2, "keepdim", False)), dims)
+    return Labelled(out, {x: [labels]}, tuple(dims), "mean" in str(node.target))
+
+
+def reducing(node: fx.Node) -> Labelled:
+    """Another reduction: whole along the dimensions it reduces."""
+    x: Any = node.args[0]
+    dims = dims_of(argument(node, 1, "dim", None), len(shape(x)))
+    labels, out = _reduced(node, bool(argument(node, 2, "keepdim", False)), dims)
+    return Labelled(out, {x: [[None if d in dims else d for d in labels]]})
+
+
+def along(place: int, name: str = "dim", default: Any = None) -> Callable[[fx.Node], Labelled]:
+    """Works along one dimension, which stays whole, and on the others element by element."""
+
+    def labels(node: fx.Node) -> Labelled:
+        rank = len(shape(node))
+        whole = dims_of(argument(node, place, name, default), rank)
+        row: Labels = [None if d in whole else d for d in range(rank)]
+        return Labelled(row, {a: [row] for a in tensors(node)})
+
+    return labels
+
+
+def sliced(node: fx.Node) -> Labelled:
+    """A range of one dimension, which stays whole unless the range is all of it."""
+    x: Any = node.args[0]
+    dim = dims_of(argument(node, 1, "dim", 0), len(shape(x)))[0]
+    row: Labels = list(range(len(shape(x))))
+    if not same(shape(x)[dim], shape(node)[dim]):
+        row[dim] = None
+    return Labelled(row, {x: [row]})
+
+
+def slice_scattered(node: fx.Node) -> Labelled:
+    """Writes a range of one dimension, which stays whole unless the range is all of it."""
+    x, source = tensors(node)[0], node.args[1]
+    row: Labels = list(range(len(shape(x))))
+    dim = dims_of(argument(node, 2, "dim", 0), len(row))[0]
+    if not same(shape(source)[dim], shape(x)[dim]):  # type: ignore[arg-type]
+        row[dim] = None
+    return Labelled(row, {a: [row] for a in tensors(node)})
+
+
+def padding(node: fx.Node) -> Labelled:
+    """Numbers around some dimensions, from the last on, which stay whole."""
+    x: Any = node.args[0]
+    pads: Any = node.args[1]
+    rank = len(shape(x))
+    row = [None if any(pads[2 * (rank - 1 - d) :][:2]) else d for d in range(rank)]
+    return Labelled(row, {x: [row]})
+
+
+def gathering(node: fx.Node) -> Labelled:
+    """out[i][j] = x[i][index[i][j]] along dim: other dimensions of equal size go together."""
+    x, dim, index = node.args[:3]
+    sizes, found = shape(x), shape(index)  # type: ignore[arg-type]
+    dim = dims_of(dim, len(sizes))[0]
+    out: Labels = list(range(len(found)))
+    whole = [None if d == dim or not same(sizes[d], found[d]) else d for d in out]
+    return Labelled(out, {x: [whole], index: [out]})  # type: ignore[dict-item]
+
+
+def scattered(node: fx.Node) -> Labelled:
+    """out[i][index[i][j]] = src[i][j] along dim: other dimensions of equal size go together."""
+    sizes = shape(node)
+    dim = dims_of(node.args[1], len(sizes))[0]
+    out: Labels = [None if d == dim else d for d in range(len(sizes))]
+    for a in (node.args[2], node.args[3]):
+        if is_tensor(a) and shape(a):  # type: ignore[arg-type]
+            found = shape(a)  # type: ignore[arg-type]
+            out = [d if d is not None and same(found[d], sizes[d]) else None for d in out]
+    args = {a: [out if shape(a) else []] for a in tensors(node)}
+    return Labelled(out, args)
+
+
+def permuting(node: fx.Node) -> Labelled:
+    """The result's dimension i is the argument's dimension dims[i]."""
+    x: Any = node.args[0]
+    rank = len(shape(x))
+    if "transpose" in str(node.target):
+        order = list(range(rank))
+        i, j = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        order[i], order[j] = j, i
+    elif str(node.target) == "aten.t.default":
+        order = list(reversed(range(rank)))
+    else:
+        order = [int(d) % rank for d in node.args[1]]  # type: ignore[arg-type,union-attr]
+    return Labelled(order, {x: [list(range(rank))]})
+
+
+def selected(node: fx.Node) -> Labelled:
+    """One index of a dimension, which is no more."""
+    x: Any = node.args[0]
+    rank = len(shape(x))
+    dim = int(node.args[1]) % rank  # type: ignore[arg-type]
+    row = [None if d == dim else d for d in range(rank)]
+    return Labelled([d for d in range(rank) if d != dim], {x: [row]})
+
+
+def select_scattered(node: fx.Node) -> Labelled:
+    """Writes one index of a dimension."""
+    x, source, dim = node.args[:3]
+    rank = len(shape(node))
+    whole = int(dim) % rank  # type: ignore[arg-type]
+    row: Labels = [None if d == whole else d for d in range(rank)]
+    smaller = [d for d in row if d is not None]
+    return Labelled(row, {x: [row], source: [smaller]})  # type: ignore[dict-item]
+
+
+def product(node: fx.Node) -> Labelled:
+    """Matrix products: (n, k) x (k, m), with a batch in front for bmm; sums over k."""
+    *bias, a, b = node.args[: 3 if "addmm" in str(node.target) else 2]
+    batch: Labels = ["b"] if "bmm" in str(node.target) else []
+    out: Labels = [*batch, "n", "m"]
+    args: dict[Any, list[Labels]] = {}
+    for t, labels in ((a, [*batch, "n", "k"]), (b, [*batch, "k", "m"])):
+        args.setdefault(t, []).append(labels)
+    sums: tuple[str, ...] = ("k",)
+    for t in bias:
+        sizes, found = shape(node), shape(t)  # type: ignore[arg-type]
+        offset = len(sizes) - len(found)
+        labels = [out[i + offset] if same(s, sizes[i + offset]) else None
+                  for i, s in enumerate(found)]  # fmt: skip
+        args.setdefault(t, []).append(labels)
+        sums = ()  # the bias would be added by every chunk
+    return Labelled(out, args, sums)
+
+
+def created(node: fx.Node) -> Labelled:
+    """The same number everywhere."""
+    return Labelled(list(range(len(shape(node)))), {})
+
+
+def item_of(node: fx.Node) -> Labelled:
+    """One of several results, which have the same dimensions."""
+    rank = len(shape(node))
+    labels: Labels = list(range(rank))
+    return Labelled(labels, {node.args[0]: [labels]})  # type: ignore[dict-item]
+
+
+def _table() -> dict[str, Rule]:
+    rules: dict[str, Rule] = {}
+
+    def add(
+        kind: str, names: str, labels: Any, degree: DegreeLaw, sizes: int | None = None
+    ) -> None:
+        for name in names.split():
+            rules[name] = Rule(kind, labels, degree, sizes)
+
+    add("elementwise", """
+        aten.neg.default aten.alias.default aten.detach.default aten.clone.default
+        prims.convert_element_type.default aten._to_copy.default aten.positive.default
+        aten.mul.Scalar aten.div.Scalar aten.lift_fresh_copy.default
+        """, aligned, linear)  # fmt: skip
+    add("elementwise", "aten.add.Tensor aten.sub.Tensor aten.rsub.Scalar", aligned, additive)
+    add("elementwise", "aten.mul.Tensor", aligned, bilinear)
+    add("elementwise", "aten.div.Tensor", aligned, dividing)
+    add("elementwise", "prims.fma.default", aligned, fused)
+    add("elementwise", "aten.where.self", aligned, selecting)
+    add("elementwise", "aten.masked_fill.Scalar aten.masked_fill.Tensor", aligned, filling)
+    add("elementwise", """
+        aten.tanh_backward.default aten.sigmoid_backward.default aten.threshold_backward.default
+        aten.gelu_backward.default aten.silu_backward.default
+        """, aligned, gradient)  # fmt: skip
+    add("elementwise", """
+        aten.exp.default aten.exp2.default aten.expm1.default aten.log.default aten.log1p.default
+        aten.log2.default aten.log10.default aten.tanh.default aten.sigmoid.default
+        aten.relu.default aten.gelu.default aten.silu.default aten.softplus.default
+        aten.erf.default aten.abs.default aten.sign.default aten.sqrt.default aten.rsqrt.default
+        aten.reciprocal.default aten.square.default aten.sin.default aten.cos.default
+        aten.floor.default aten.ceil.default aten.round.default aten.trunc.default
+        aten.isnan.default aten.isinf.default aten.logical_not.default
+        aten.bitwise_not.default aten.clamp.default aten.clamp_min.default aten.clamp_max.default
+        aten.pow.Tensor_Scalar aten.pow.Scalar aten.pow.Tensor_Tensor
+        aten.add.Scalar aten.sub.Scalar aten.eq.Scalar aten.ne.Scalar aten.lt.Scalar
+        aten.le.Scalar aten.gt.Scalar aten.ge.Scalar aten.eq.Tensor aten.ne.Tensor
+        aten.lt.Tensor aten.le.Tensor aten.gt.Tensor aten.ge.Tensor
+        aten.maximum.default aten.minimum.default aten.logical_and.default
+        aten.logical_or.default aten.logical_xor.default aten.bitwise_and.Tensor
+        aten.bitwise_or.Tensor aten.bitwise_xor.Tensor aten.logaddexp.default
+        aten.xlogy.Tensor aten.fmod.Scalar aten.remainder.Scalar
+        aten.zeros_like.default aten.ones_like.default aten.full_like.default
+        """, aligned, nonlinear)  # fmt: skip
+    add("expand", "aten.expand.default", aligned, linear, sizes=1)
+    add("view", """
+        aten.view.default aten.reshape.default aten._unsafe_view.default aten.unsqueeze.default
+        aten.squeeze.dim aten.squeeze.dims aten.squeeze.default
+        """, None, linear)  # fmt: skip
+    add("permute", "aten.permute.default aten.t.default aten.transpose.int", permuting, linear)
+    add("sum", "aten.sum.default aten.sum.dim_IntList aten.mean.default aten.mean.dim",
+        summing, linear)  # fmt: skip
+    add("reduce", "aten.amax.default aten.amin.default aten.logsumexp.default aten.any.dim",
+        reducing, nonlinear)  # fmt: skip
+    add("reduce", "aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim",
+        reducing, nonlinear)  # fmt: skip
+    add("softmax", "aten._softmax.default aten._log_softmax.default", along(1), nonlinear)
+    add("softmax", "aten._softmax_backward_data.default aten._log_softmax_backward_data.default",
+        along(2), gradient)  # fmt: skip
+    add("along", "aten.cumsum.default aten.flip.default", along(1), linear)
+    add("along", "aten.slice.Tensor", sliced, linear)
+    add("along", "aten.cat.default", along(1, default=0), linear)
+    add("pad", "aten.constant_pad_nd.default", padding, padded)
+    add("along", "aten.slice_scatter.default", slice_scattered, additive)
+    add("along", "aten.sort.default", along(1, default=-1), nonlinear)
+    add("along", "aten.topk.default", along(2, default=-1), nonlinear)
+    add("select", "aten.select.int", selected, linear)
+    add("select", "aten.select_scatter.default", select_scattered, additive)
+    add("gather", "aten.gather.default", gathering, indexing)
+    add("scatter", "aten.scatter.value aten.scatter.src aten.scatter_add.default",
+        scattered, scattering)  # fmt: skip
+    add("product", "aten.mm.default aten.bmm.default", product, bilinear)
+    add("product", "aten.addmm.default", product, affine)
+    add("create", "aten.full.default aten.zeros.default aten.ones.default", created, nonlinear,
+        sizes=0)  # fmt: skip
+    add("create", "aten.scalar_tensor.default", created, nonlinear)
+    add("getitem", "getitem", item_of, linear)
+    return rules
+
+
+RULES = _table()
+PRODUCTS = frozenset(name for name, rule in RULES.items() if rule.kind == "product")
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of a node's op in the table."""
+    return "getitem" if node.target is operator.getitem else str(node.target)
+
+
+def rule_of(node: fx.Node) -> Rule:
+    """The rule of a node; a Conflict names the op that has none."""
+    rule = RULES.get(name_of(node)) if node.op == "call_function" else None
+    if rule is None:
+        raise Conflict(f"no rule for {name_of(node)}", node)
+    if any(is_tensor(a) for a in node.kwargs.values()):
+        raise Conflict(f"no rule for {name_of(node)} with a tensor as keyword", node)
+    return rule
+
+
+def is_zero(node: Any) -> bool:
+    """Whether a value is zero for certain; zero times anything is itself."""
+    if isinstance(node, (int, float)):
+        return node == 0
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    name = name_of(node)
+    filled = {"aten.full.default": 1, "aten.scalar_tensor.default": 0, "aten.full_like.default": 1}
+    if name in filled:
+        value = node.args[filled[name]]
+        return isinstance(value, (int, float)) and value == 0
+    return name in ("aten.zeros.default", "aten.zeros_like.default")

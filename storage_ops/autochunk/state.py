@@ -1,0 +1,126 @@
+"""What a value is to one chunk of tokens: a slice of rows, a part of a sum, or all of it.
+
+The tokens are the rows of the product that amplifies its input. They come in groups of `step`
+tokens, and a chunk takes a range of groups. A group is one token unless an op mixes the tokens of a
+sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Size: TypeAlias = Any  # int, or torch.SymInt
+
+
+class Conflict(Exception):
+    """Why a graph, or one node of it, is not chunked."""
+
+    def __init__(self, reason: str, node: Any = None):
+        super().__init__(reason)
+        self.node = node
+
+
+class Regroup(Exception):
+    """Chunks have to end at multiples of more tokens than `step`."""
+
+    def __init__(self, step: Size):
+        super().__init__(f"chunks of whole groups of {step} tokens are needed")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The elements of dimensions lo to hi - 1, in row-major order, belong to groups in their order.
+
+    Attributes:
+        per: elements of a group.
+    """
+
+    lo: int
+    hi: int
+    per: Size = 1
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The same for every chunk."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each chunk has a term of a sum.
+
+    Attributes:
+        mean: the sum is divided by the number of elements summed, for it stands for a mean.
+    """
+
+    mean: bool = False
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Rows, once the value has been expanded to `sizes`."""
+
+    rows: Rows
+    sizes: tuple[Size, ...]
+
+
+Layout: TypeAlias = Rows | Whole | Partial | Spread
+
+
+def same(left: Size, right: Size) -> bool:
+    """Whether two sizes are equal for every value of their symbols."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(left == right))
+
+
+def divides(size: Size, other: Size) -> bool:
+    """Whether a size divides another for every value of their symbols."""
+    if isinstance(size, int) and isinstance(other, int):
+        return size > 0 and other % size == 0
+    return same(size, 1) or same(size, other)
+
+
+def equal(left: Layout | None, right: Layout | None) -> bool:
+    """Whether two layouts are the same."""
+    if isinstance(left, Rows) and isinstance(right, Rows):
+        return (left.lo, left.hi) == (right.lo, right.hi) and same(left.per, right.per)
+    if isinstance(left, Spread) or isinstance(right, Spread):
+        return False
+    return left == right
+
+
+def canonical(rows: Rows, shape: Sequence[Size]) -> Rows:
+    """The coarsest way to say the same: dimensions that a chunk never cuts are none of its rows."""
+    lo, hi, per = rows.lo, rows.hi, rows.per
+    while hi - lo > 1 and same(shape[lo], 1):
+        lo += 1
+    while hi - lo > 1 and divides(shape[hi - 1], per):
+        hi -= 1
+        per = _quotient(per, shape[hi])
+    return Rows(lo, hi, per)
+
+
+def reshape(rows: Rows, old: Sequence[Size], new: Sequence[Size]) -> Rows:
+    """Where the rows of a tensor are after a view."""
+    before = math.prod(old[: rows.lo])
+    for finest in range(rows.hi, len(old) + 1):
+        count = math.prod(old[rows.lo : finest])
+        per = rows.per * math.prod(old[rows.hi : finest])
+        for lo in range(len(new)):
+            if not same(math.prod(new[:lo]), before):
+                continue
+            for hi in range(lo + 1, len(new) + 1):
+                if same(math.prod(new[lo:hi]), count):
+                    return canonical(Rows(lo, hi, per), new)
+    raise Conflict(f"the view from {tuple(old)} to {tuple(new)} mixes tokens")
+
+
+def _quotient(size: Size, divisor: Size) -> Size:
+    return 1 if same(size, divisor) else size if same(divisor, 1) else size // divisor

@@ -1,0 +1,135 @@
+"""The backend, the pass on graphs, and explain."""
+
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import storage_ops
+from storage_ops.autochunk import backend as backends
+from storage_ops.autochunk import chunk, explain
+from storage_ops.autochunk.backend import backend
+
+N, D, V = 512, 16, 4096
+
+
+def data():
+    x = torch.randn(N, D, requires_grad=True)
+    w = (torch.randn(V, D) * 0.3).requires_grad_()
+    return x, w, torch.randint(V, (N,))
+
+
+def softmax_sum(x, w, t):
+    return torch.softmax(x @ w.t(), -1).square().sum()
+
+
+def cross_entropy(x, w, t):
+    return F.cross_entropy(F.linear(x, w), t)
+
+
+def peak_of(f, x, w, t):
+    for _ in range(2):
+        x.grad = w.grad = None
+        with storage_ops.memory.measure() as m:
+            f(x, w, t).backward()
+    return m.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("f", [softmax_sum, cross_entropy])
+def test_peak_memory(f):
+    torch._dynamo.reset()
+    x, w, t = data()
+    compiled = torch.compile(f, backend=backend, options={"num_chunks": 16, "strict": True})
+    logits, grads = N * V * 4, (N + V) * D * 4
+    peak = peak_of(compiled, x, w, t)
+    assert peak <= 1.1 * (2 * logits // 16 + grads)
+    predicted = explain(f, x, w, t, num_chunks=16)
+    assert predicted.chunked and predicted.num_chunks == 16
+    assert 0.7 * peak <= predicted.peak_after <= 1.3 * peak < predicted.peak_before
+    assert "chunks" in str(predicted)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(V, D)
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, tokens):
+        h = torch.relu(self.layer(self.embedding(tokens)))
+        logits = F.linear(h, self.embedding.weight)  # tied
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.slow
+def test_a_module_with_tied_weights_and_backward_outside():
+    torch._dynamo.reset()
+    model, tokens = Model(), torch.randint(V, (4, 32))
+    model(tokens).backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    options = {"num_chunks": 4, "strict": True}
+    torch.compile(model, backend=backend, options=options)(tokens).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], want)
+
+
+def step(x, w, t):
+    loss = cross_entropy(x, w, t)
+    return loss, *torch.autograd.grad(loss, (x, w))
+
+
+def test_a_graph_of_a_whole_step():
+    x, w, t = data()
+    gm = chunk(make_fx(step, tracing_mode="fake")(x, w, t), num_chunks=4, strict=True)
+    assert any("storage_ops" in str(n.target) for n in gm.graph.nodes)
+    torch.testing.assert_close(gm(x, w, t), step(x, w, t))
+
+
+def test_a_forward_alone_has_no_backward():
+    x, w, t = (a.detach() for a in data())
+    found = explain(cross_entropy, x, w, t, num_chunks=4)
+    assert not found.chunked and "no backward" in found.reason and "no backward" in str(found)
+
+
+def test_small_logits_stay_whole():
+    found = explain(cross_entropy, *data())
+    assert not found.chunked and "fits in the memory budget" in found.reason
+
+
+def test_a_memory_budget_decides_the_number_of_chunks():
+    found = explain(softmax_sum, *data(), memory_budget="2 MiB")
+    assert found.chunked and found.num_chunks >= N * V * 4 // (2 << 20)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_chunks": 0}, "num_chunks is 0"),
+        ({"num_chunks": "8"}, "num_chunks is '8'"),
+        ({"strict": 1}, "strict is 1"),
+        ({"memory_budget": -1}, "memory_budget is -1"),
+    ],
+)
+def test_wrong_options(options, message):
+    gm = make_fx(step, tracing_mode="fake")(*data())
+    with pytest.raises((TypeError, ValueError), match=message):
+        chunk(gm, **options)
+
+
+def test_the_id_of_the_pass_is_stable():
+    one, two = (backends._make_pass((8, None, True), 1, None) for _ in range(2))
+    other = backends._make_pass((4, None, True), 1, None)
+    assert one.uuid() == two.uuid() != other.uuid()
+
+
+def test_the_entry_point_names_the_backend():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    ((name, value),) = re.findall(r'torch_dynamo_backends\]\n(\w+) = "(.*)"', text)
+    point = EntryPoint(name, value, "torch_dynamo_backends")
+    assert name == "storage_ops" and point.load() is backend

@@ -1,0 +1,57 @@
+"""Every loss: the chunked gradients are those of the uncompiled function."""
+
+import pytest
+import torch
+
+from storage_ops.autochunk.backend import backend
+
+from .losses import LOSSES, arguments, interpreted, run
+
+STRICT = {"num_chunks": 4, "strict": True}
+
+
+def error(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_gradients(loss, dtype):
+    torch._dynamo.reset()
+    given = arguments(dtype)
+    exact = run(loss, *(a.double() if a.is_floating_point() else a for a in given))
+    plain = run(loss, *given)
+    check(run(interpreted(loss), *given), plain, exact, dtype)
+
+
+def check(chunked, plain, exact, dtype):
+    for got, eager, want in zip(chunked, plain, exact, strict=True):
+        assert got.dtype == eager.dtype and got.shape == eager.shape
+        floor = 1e-5 if dtype == torch.float32 else 1e-2
+        assert error(got, want) <= 1.5 * error(eager, want) + floor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cross_entropy", "z_loss_and_entropy", "dpo", "heads"])
+def test_gradients_with_inductor(name):
+    torch._dynamo.reset()
+    loss = next(f for f in LOSSES if f.__name__ == name)
+    given = arguments()
+    compiled = torch.compile(loss, backend=backend, options=STRICT, dynamic=False)
+    for got, want in zip(run(compiled, *given), run(loss, *given), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cross_entropy", "focal", "softcap_scaled"])
+def test_dynamic_sizes_compile_once(name):
+    torch._dynamo.reset()
+    loss = next(f for f in LOSSES if f.__name__ == name)
+    compiled = torch.compile(loss, backend=backend, options=STRICT, dynamic=True)
+    x, w, t = arguments()
+    run(compiled, x, w, t)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch, length in ((6, 7), (5, 11), (9, 13)):
+            x, t = torch.randn(batch, length, x.shape[2]), torch.randint(9, (batch, length))
+            for got, want in zip(run(compiled, x, w, t), run(loss, x, w, t), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
