@@ -49,6 +49,7 @@ format: $(VENV)/installed  ## apply ruff and clang-format
 bench: $(VENV)/built  ## measure; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.linear_cross_entropy
+	$(BIN)/python -m benchmarks.output_discard
 
 wheel: $(VENV)/installed  ## build an sdist, and a wheel from it, into dist/
 	$(BIN)/python -m build --no-isolation .

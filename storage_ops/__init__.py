@@ -27,12 +27,22 @@ else:
     _status = _library.load()
     _storage_kernels.register(_status)
 
-    from storage_ops import memory
+    from storage_ops import autochunk, graph, memory, policies
+    from storage_ops.checkpoint.chain import OutputDiscardChain
+    from storage_ops.checkpoint.config import ActivationCheckpointConfig
+    from storage_ops.checkpoint.execution import register_rng_tracker
+    from storage_ops.checkpoint.explain import explain_policy
     from storage_ops.checkpoint.output_discard import (
         OutputDiscard,
         OutputDiscardCheckpoint,
         output_discard,
     )
+    from storage_ops.checkpoint.report import checkpoint_report
+    from storage_ops.checkpoint.transform import (
+        apply_activation_checkpoint,
+        remove_activation_checkpoint,
+    )
+    from storage_ops.checkpoint.wrapper import CheckpointWrapper
     from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
     from storage_ops.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
     from storage_ops.ops.plan import plan
@@ -55,12 +65,20 @@ else:
 
 
 __all__ = [
+    "ActivationCheckpointConfig",
+    "CheckpointWrapper",
     "DiscardedTensorError",
     "LinearCrossEntropyLoss",
     "OutputDiscard",
+    "OutputDiscardChain",
     "OutputDiscardCheckpoint",
+    "apply_activation_checkpoint",
+    "autochunk",
     "check_discarded",
+    "checkpoint_report",
     "discard_storage",
+    "explain_policy",
+    "graph",
     "info",
     "is_discarded",
     "linear_cross_entropy",
@@ -68,6 +86,9 @@ __all__ = [
     "output_discard",
     "patch_causal_lm",
     "plan",
+    "policies",
+    "register_rng_tracker",
+    "remove_activation_checkpoint",
     "share_storage",
     "unpatch_causal_lm",
 ]

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from storage_ops._subclass import like, subclass
 from storage_ops.integrations.deferred_logits import DeferredLogits, Forward, Origin, autocast_dtype
 
 
@@ -54,14 +55,7 @@ def _rebuild(kind: Any, original: Any) -> Any:
 def _subclass(kind: Any, original: Any) -> Any:
     """A subclass of both that goes by the name of the original."""
     make = _head_forward if kind is _PatchedHead else _model_forward
-    body = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_original": original,
-        "forward": make(original.forward),
-    }
-    return type(original.__name__, (kind, original), body)
+    return subclass(kind, original, make(original.forward))
 
 
 def _patch(module: Any, kind: Any) -> None:
@@ -69,24 +63,8 @@ def _patch(module: Any, kind: Any) -> None:
     module.__class__ = _subclass(kind, original)
 
 
-def _like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: as functools.wraps, with a signature in the place of __wrapped__.
-
-    Trainer and generate() read the signature. accelerate follows __wrapped__ to remove its own
-    wrappers, and would remove ours.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        functools.update_wrapper(function, original)
-        del function.__wrapped__  # type: ignore[attr-defined]
-        function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
 def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @_like(original)
+    @like(original)
     def forward(self: Any, input: Tensor) -> Any:
         if self._deferred_in is None:
             return original(self, input)
@@ -100,7 +78,7 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     position = list(inspect.signature(original).parameters).index("labels") - 1  # without self
 
-    @_like(original)
+    @like(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[position] if len(args) > position else kwargs.get("labels")
         # Not patched any more: another wrapper has held on to this function.
