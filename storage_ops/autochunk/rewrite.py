@@ -17,7 +17,7 @@ from storage_ops.autochunk import match
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.passes import Passes
 from storage_ops.autochunk.program import Factor, Output, Program, Slice, encode_graph
-from storage_ops.autochunk.propagate import Span, hint, is_product, nbytes
+from storage_ops.autochunk.propagate import Span, hint, is_product, nbytes, values_of
 from storage_ops.autochunk.rules import is_tensor, name_of, rule_of, shape
 from storage_ops.autochunk.state import Conflict, Layout, Partial, Rows, Size, Spread, same
 
@@ -326,7 +326,7 @@ def rewrite(
     """Replace a span; the programs that its chunks follow, one per pass, or the loss that it is."""
     builder = Builder(graph, span)
     seed = 1.0
-    if any(n.meta["val"].dtype == torch.float16 for n in span.large if is_tensor(n)):
+    if any(v.dtype == torch.float16 for n in span.large for v in values_of(n)):
         # Gradients of a mean would vanish in fp16: those of the sum over tokens do not.
         seed = 2.0 ** math.floor(math.log2(max(hint(span.tokens), 1)))
     outside = _Outside(builder, passes, seed)
