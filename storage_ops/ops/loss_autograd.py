@@ -64,6 +64,7 @@ def problem_of(
         and not (spec.label_smoothing and spec.softcap),
         into=into is not None,
         gather=tokens.kept is not None,
+        left_out=0 if tokens.kept is None else len(x) - tokens.count,
         upcast=products.upcasts(x),
         cuda=x.is_cuda,
         threads=1 if spec.group else torch.get_num_threads(),  # every rank must plan alike

@@ -93,11 +93,12 @@ class Buffer:
     def __init__(self, like: Tensor, plan: Plan) -> None:
         self._flat = like.new_empty(plan.rows * planner.padded(plan.columns))
 
-    def tile(self, rows: slice, columns: slice) -> Tensor:
-        """Uninitialised logits of these tokens and classes."""
-        height, width = rows.stop - rows.start, columns.stop - columns.start
-        ld = planner.padded(width)
-        return self._flat[: height * ld].view(height, ld)[:, :width]
+    def form(self, x: Tensor, w: Tensor) -> Tensor:
+        """The logits of these tokens (rows, D) and classes (columns, D)."""
+        ld = planner.padded(len(w))
+        tile = self._flat[: len(x) * ld].view(len(x), ld)[:, : len(w)]
+        products.logits(x, w, tile)
+        return tile
 
 
 # Called with the rows and columns of a tile, what was multiplied, and their product.
@@ -110,8 +111,8 @@ def _each_tile(task: Task, plan: Plan, visit: Visit) -> None:
     for columns in _slices(len(task.weight), plan.columns):
         w = task.weight[columns]
         for rows in _slices(task.tokens.count, plan.rows):
-            x, tile = task.tokens.gather(rows), buffer.tile(rows, columns)
-            products.logits(x, w, tile)
+            x = task.tokens.gather(rows)
+            tile = buffer.form(x, w)
             visit(rows, columns, x, w, tile)
             del x, tile  # before the next rows are gathered
 
@@ -137,11 +138,41 @@ def sweep(
         else:
             _rows_kernel(task, tile, rows, columns, state, upstream, argmax, phases)
         if gradients is not None:
-            gradients.add(rows, columns, x, w, tile)
+            gradients.add(rows, columns, x, w, tile, columns.start > 0)
             if rows.stop == task.tokens.count:
                 gradients.end_slice(columns)
 
     _each_tile(task, plan, visit)
+
+
+def sweep_keeping(
+    task: Task,
+    plan: Plan,
+    state: Tensor,
+    upstream: Tensor,
+    argmax: Tensor | None,
+    gradients: Gradients,
+) -> None:
+    """Statistics and gradients of some rows after the other, with room for a part of the classes.
+
+    The logits of the last `plan.columns` classes are kept until their statistics are known. Those
+    of the others, as few as the plan could make them, are formed a second time.
+    """
+    buffer, vocab = Buffer(task.tokens.x, plan), len(task.weight)
+    kept = slice(vocab - plan.columns, vocab)
+    others = _slices(kept.start, -(-kept.start // (plan.num_slices - 1)))
+    for rows in _slices(task.tokens.count, plan.rows):
+        x = task.tokens.gather(rows)
+        for columns in (*others, kept):
+            tile = buffer.form(x, task.weight[columns])
+            _rows_kernel(task, tile, rows, columns, state, None, argmax, UPDATE)
+        _merge(task, state, argmax, rows)
+        for columns in (kept, *others):
+            w = task.weight[columns]
+            tile = tile if columns is kept else buffer.form(x, w)
+            _rows_kernel(task, tile, rows, columns, state, upstream, None, GRADIENT)
+            gradients.add(rows, columns, x, w, tile, columns is not kept)
+        del x, tile  # before the next rows are gathered
 
 
 def _merge(task: Task, state: Tensor, argmax: Tensor | None, rows: slice) -> None:
@@ -164,6 +195,7 @@ class Gradients:
         p, x, w = task.problem, task.tokens.x, task.weight
         wide = arithmetic(x.dtype)
         mixed, many = p.mixed, plan.num_slices > 1
+        by_slice = many and plan.strategy != planner.TOKEN_CHUNKED
         gathered = task.tokens.kept is not None
         self.input: Tensor | None = None
         self.weight: Tensor | None = None
@@ -183,15 +215,17 @@ class Gradients:
                 self.weight, self._direct = task.into, True
             elif not plan.num_chunks:
                 self.weight = torch.zeros_like(w, memory_format=torch.contiguous_format)
-            elif self._direct or many:
+            elif self._direct or by_slice:
                 self.weight = torch.empty_like(w, memory_format=torch.contiguous_format)
             if not self._direct:
-                self._slice_sum = w.new_empty(plan.columns, w.shape[1], dtype=wide)
+                height = plan.columns if by_slice else len(w)
+                self._slice_sum = w.new_empty(height, w.shape[1], dtype=wide)
 
-    def add(self, rows: slice, columns: slice, x: Tensor, w: Tensor, dz: Tensor) -> None:
-        """Add what the gradient of a tile of logits gives."""
+    def add(
+        self, rows: slice, columns: slice, x: Tensor, w: Tensor, dz: Tensor, again: bool
+    ) -> None:
+        """Add what the gradient of a tile of logits gives; `again`: not the first of these rows."""
         if self.input is not None:
-            again = columns.start > 0
             if self._task.tokens.kept is None:
                 products.input_gradient(dz, w, self.input[rows], again)
             else:
@@ -210,8 +244,9 @@ class Gradients:
                 products.weight_gradient(dz, x, self.weight[columns], again)
             else:
                 assert self._slice_sum is not None
+                first = columns.start if self.weight is None else 0
                 width = columns.stop - columns.start
-                products.weight_gradient(dz, x, self._slice_sum[:width], again)
+                products.weight_gradient(dz, x, self._slice_sum[first : first + width], again)
         if self.bias is not None:
             self.bias[columns] += dz.sum(0)  # dtype= would cast the whole tile first
 
@@ -254,7 +289,7 @@ def running_rescale(
             # A row of -inf only so far has a sum of zeros, whatever its factor.
             factor = (before - state[0, rows]).exp_().nan_to_num_(0.0, 0.0)
             total[place] = total[place].mul_(factor.unsqueeze(1).to(total.dtype))
-        gradients.add(rows, columns, x, w, tile)
+        gradients.add(rows, columns, x, w, tile, columns.start > 0)
 
     _each_tile(task, plan, visit)
     _finish_rescaled(task, state, upstream, total)
@@ -314,8 +349,11 @@ def loss_and_gradients(
         statistics(task, plan, state, argmax, entropy=False)
         return gradients_of(task, plan, state, upstream)
     sums = Gradients(task, plan)
-    phases = UPDATE | GRADIENT
-    sweep(task, plan, state, phases, upstream=upstream, argmax=argmax, gradients=sums)
+    if plan.num_slices > 1:
+        sweep_keeping(task, plan, state, upstream, argmax, sums)
+    else:
+        phases = UPDATE | GRADIENT
+        sweep(task, plan, state, phases, upstream=upstream, argmax=argmax, gradients=sums)
     return sums.finish()
 
 

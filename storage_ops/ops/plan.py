@@ -102,6 +102,7 @@ def problem_of(
         sums_fp32=not own,
         early=reduction != "none" and name != "float16",
         gather=max_valid is not None,
+        left_out=0 if max_valid is None else max(tokens - max_valid, 0),
         upcast=upcast,
         cuda=device != "cpu",
         threads=threads,
@@ -192,11 +193,11 @@ def plan(
 
     Example:
         >>> p = storage_ops.plan(8192, 4096, 128256, memory_budget="400MiB", device="h200")
-        vocab-sliced 4-GEMM: 1 x 7 tiles of 8192 x 18368 (tokens x classes)
+        token-chunked 3.84-GEMM: 1 x 7 tiles of 8192 x 20416 (tokens x classes)
           peak extra memory  ... MiB
-          matrix products    34.43 TFLOP in 4 products
+          matrix products    33.06 TFLOP in 3.84 products
           memory traffic     ... GB
-          predicted time     45... ms
+          predicted time     44... ms
           memory budget      400 MiB; the smallest possible is ... MiB
           rates              H200: 790 TFLOP/s, 4.3 TB/s
         >>> p.peak_bytes <= 400 << 20

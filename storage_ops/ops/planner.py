@@ -16,6 +16,7 @@ from storage_ops.ops.sizes import metric, readable
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
 ROWS = 16  # chunks of tokens are multiples of this
+KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms the rest twice
 PIECE = 256  # tokens whose rescaled sums are finished at a time
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
 
@@ -38,6 +39,7 @@ class Problem:
         rescale: a row's gradient is its probabilities times one number, less its target's part.
         into: the gradient of the weight is added to a given fp32 buffer, not returned.
         gather: rows of ignored tokens are left out; `tokens` counts the others.
+        left_out: how many rows are; the gradient of the input has them too.
         upcast: products of 16-bit arguments are formed in fp32, slice by slice.
         cuda: the arguments are on a GPU.
         threads: CPU threads.
@@ -55,6 +57,7 @@ class Problem:
     rescale: bool = True
     into: bool = False
     gather: bool = False
+    left_out: int = 0
     upcast: bool = False
     cuda: bool = False
     threads: int = 1
@@ -77,13 +80,15 @@ class Plan:
     """How linear cross-entropy will run, and what it will cost.
 
     Attributes:
-        strategy: "token-chunked": whole rows of logits, turned into their gradient at once.
+        strategy: "token-chunked": whole rows of logits, turned into their gradient at once. Where
+            `columns` is less than the vocabulary, that many are kept and the others formed twice.
             "vocab-sliced": one pass for the statistics of the rows, one more product to form the
             logits again for the gradient. "running-rescale": slices of the vocabulary with a frozen
             weight, in one pass; the sum is rescaled whenever a row's maximum grows.
         rows, columns: tokens and classes of the largest tile.
         num_chunks, num_slices: tiles along the tokens and along the vocabulary.
-        products: matrix products of size N x D x V, forward and backward together.
+        products: matrix products of size N x D x V, forward and backward together; not a whole
+            number where a part of the logits is formed twice.
         peak_bytes: scratch memory beyond inputs, outputs and returned gradients.
         flops: floating-point operations of the matrix products.
         bytes_moved: what the tiles read from and write to memory.
@@ -96,7 +101,7 @@ class Plan:
     columns: int
     num_chunks: int
     num_slices: int
-    products: int
+    products: float
     peak_bytes: int
     flops: int
     bytes_moved: int
@@ -109,7 +114,7 @@ class Plan:
         return f"{self.strategy} {self.rows} {self.columns}"
 
     def __str__(self) -> str:
-        products = f"{self.products} product{'s' if self.products > 1 else ''}"
+        products = f"{self.products:.3g} product{'s' if self.products > 1 else ''}"
         tiles = f"{self.num_chunks} x {self.num_slices} tiles of {self.rows} x {self.columns}"
         return (
             f"{self.mode}: {tiles} (tokens x classes)\n"
@@ -166,7 +171,7 @@ def _wide_sums(p: Problem, rows: int, columns: int) -> tuple[bool, bool]:
 def token_bytes(p: Problem) -> int:
     """Statistics, targets, losses and upstream gradients: a few numbers for each token."""
     numbers = 10 if p.early else 16
-    return p.tokens * (numbers * p.arithmetic + (32 if p.gather else 8)) + 512
+    return p.tokens * (numbers * p.arithmetic + (32 if p.gather else 8)) + 8 * p.left_out + 512
 
 
 def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
@@ -189,11 +194,12 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
     weight, weight_sum = p.vocab * p.hidden, 0
     returned_late = 0  # gradients that exist only once the tile is gone
     if p.grads[1] and p.mixed and chunks > 1 and not p.into:
-        weight_sum = columns * p.hidden * 4
-        returned_late = weight * item if slices == 1 else 0
+        whole = slices == 1 or strategy == TOKEN_CHUNKED
+        weight_sum = (p.vocab if whole else columns) * p.hidden * 4
+        returned_late = weight * item if whole else 0
     input_sum = 0
     if p.grads[0]:
-        tokens = p.tokens * p.hidden
+        tokens = (p.tokens + p.left_out) * p.hidden
         if p.mixed and (slices > 1 or strategy == RUNNING_RESCALE):
             input_sum, returned_late = tokens * 4, returned_late + tokens * item
     sums = weight_sum + input_sum
@@ -205,8 +211,8 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     chunks, slices = _parts(p.tokens, rows), _parts(p.vocab, columns)
     item, n, d, v = p.itemsize, p.tokens, p.hidden, p.vocab
     rate = r.flops(item, p.upcast)
-    # A slice that stays in the cache is read from memory once, however many chunks use it.
-    reads = chunks if columns * d * item > r.cache_bytes else 1
+    # A slice that stays in the cache is read from memory once, however many chunks use it in turn.
+    reads = chunks if columns * d * item > r.cache_bytes or strategy == TOKEN_CHUNKED else 1
     read_weight, tiles, logits = reads * v * d * item, chunks * slices, n * v * item
     sum_item = 4 if p.mixed and chunks > 1 else item
     each = 2 * n * d * v
@@ -215,10 +221,11 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     wide_weight, wide_input = (slow * wide for wide in _wide_sums(p, rows, columns))
     # Of every product and row kernel: operations, bytes of operands and results, bytes of sums.
     forward = (each, read_weight + slices * n * d * item + logits, 0)
-    once = strategy != VOCAB_SLICED and any(p.grads)
-    parts = [forward, (0, (2 if once else 1) * logits, 0)]
-    if strategy == VOCAB_SLICED and any(p.grads):
-        parts += [forward, (0, 2 * logits, 0)]
+    again = _formed_again(p, strategy, columns)
+    whole = any(p.grads) and not again
+    parts: list[tuple[float, float, int]] = [forward, (0, (2 if whole else 1) * logits, 0)]
+    if again:
+        parts += [(again * each, again * forward[1], 0), (0, 2 * logits, 0)]
     if p.grads[0]:
         sums = 2 * slices * n * d * (4 if p.mixed else item) if slices > 1 else n * d * item
         if strategy == RUNNING_RESCALE:
@@ -235,31 +242,39 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     else:
         seconds = flops / rate + moved / r.bandwidth
         seconds += each / rate * (p.grads[0] * wide_input + p.grads[1] * wide_weight)
-    return flops, moved, seconds + tiles * len(parts) * r.launch_seconds
+    return round(flops), round(moved), seconds + tiles * len(parts) * r.launch_seconds
 
 
-def _mode(p: Problem, strategy: str, products: int) -> str:
+def _formed_again(p: Problem, strategy: str, columns: int) -> float:
+    """The share of the logits that is formed a second time, for the gradient."""
+    if strategy == RUNNING_RESCALE or not any(p.grads):
+        return 0
+    return 1 if strategy == VOCAB_SLICED else 1 - columns / max(p.vocab, 1)
+
+
+def _mode(p: Problem, strategy: str, products: float) -> str:
     if not any(p.grads):
         return "no-grad 1-GEMM"
     frozen = (
         "" if p.grads[0] and p.grads[1] else "frozen-weight " if p.grads[0] else "frozen-input "
     )
-    return f"{frozen}{strategy} {products}-GEMM"
+    return f"{frozen}{strategy} {products:.3g}-GEMM"
 
 
 def make(p: Problem, strategy: str, rows: int, columns: int, rates: Rates = CPU) -> Plan:
     """The plan with tiles up to these, made equal."""
     columns, rows = max(1, min(columns, p.vocab)), max(1, min(rows, p.tokens))
+    if strategy == TOKEN_CHUNKED and not any(p.grads):
+        columns = max(1, p.vocab)  # nothing is formed again
     slices = _parts(p.vocab, columns)
     # Products of 16 rows at a time have no remainder: up to a tenth faster, measured on a CPU.
     equal = max(1, _parts(p.tokens, _parts(p.tokens, rows) or 1))
     rows = min(rows, -(-equal // ROWS) * ROWS)
     chunks = _parts(p.tokens, rows)
-    if slices > 1:
+    if slices > 1 and strategy != TOKEN_CHUNKED:
         columns = min(columns, padded(_parts(p.vocab, slices)))
         slices = _parts(p.vocab, columns)
-    products = 1 + p.grads[0] + p.grads[1]
-    products += strategy == VOCAB_SLICED and any(p.grads)
+    products = 1 + p.grads[0] + p.grads[1] + _formed_again(p, strategy, columns)
     flops, moved, seconds = _cost(p, strategy, rows, columns, rates)
     return Plan(
         strategy, rows, columns, chunks, slices, products,
@@ -319,9 +334,16 @@ def candidates(
             return peak_bytes(p, name, rows, columns) <= budget
 
         if name != RUNNING_RESCALE:
-            most = {_most(tokens, lambda rows: fits(rows, vocab))} if num_chunks is None else set()
-            tiles |= {(name, rows, vocab) for rows in heights | most}
+            most = _most(tokens, lambda rows: fits(rows, vocab)) if num_chunks is None else 0
+            tiles |= {(name, rows, vocab) for rows in heights | {most}}
         if name == TOKEN_CHUNKED:
+            # Fewer chunks than fit, but for a part of the logits: those are formed twice.
+            whole = _parts(tokens, most) if most else 0
+            fewer = {_parts(tokens, whole - k) for k in (1, 2) if k < whole}
+            for rows in heights | fewer if any(p.grads) else ():
+                columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
+                if columns * KEPT >= vocab:
+                    tiles.add((name, rows, columns))
             continue
         for rows in heights:
             columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import storage_ops as so
 from storage_ops.ops import loss_reference as reference
+from storage_ops.ops import planner
 
 from ..ranks import run_on_ranks
 
@@ -18,6 +19,7 @@ OPTIONS = [
     {"returns": ("nll", "lse", "entropy", "argmax")},
     {"reduction": "none", "weight": True},
     {"memory_budget": 9_000},
+    {"plan": planner.make(planner.Problem(18, HIDDEN, VOCAB // WORLD, 4), "token-chunked", 7, 10)},
 ]
 
 

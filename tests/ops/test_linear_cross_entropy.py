@@ -65,16 +65,19 @@ def test_loss_and_gradients_against_float64(dtype, reduction, bias, budget):
         assert error(ours, right) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("plan", ["token-chunked", "vocab-sliced"])
+@pytest.mark.parametrize("plan", ["token-chunked", "vocab-sliced", "partly kept"])
 @pytest.mark.parametrize("chunks", [1, 8, 64, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_gradients_are_no_worse_than_those_of_the_unchunked_loss(dtype, chunks, plan):
     x, w, target, _ = problem(512, 64, 1003, dtype, bias=False)
     x, w = x * 0.5, w * 0.5
-    rows, columns = (
-        (512 // chunks, 1003) if plan == "token-chunked" else (512, max(64, 1003 // chunks))
-    )
-    forced = planner.make(planner.Problem(512, 64, 1003, 2), plan, rows, columns)
+    strategy = planner.VOCAB_SLICED if plan == "vocab-sliced" else planner.TOKEN_CHUNKED
+    rows, columns = {
+        "token-chunked": (512 // chunks, 1003),
+        "vocab-sliced": (512, max(64, 1003 // chunks)),
+        "partly kept": (512 // chunks, 1003 * 2 // 5),
+    }[plan]
+    forced = planner.make(planner.Problem(512, 64, 1003, 2), strategy, rows, columns)
     # A large upstream gradient, as from a loss scaler: without one float16 loses it in the logits.
     options = {"upstream": torch.tensor(1024.0)}
     ours = run(so.linear_cross_entropy, x, w, target, None, plan=forced, **options)

@@ -26,7 +26,7 @@ OPTIONS = {
     "target": [lambda: torch.softmax(torch.randn(2, TOKENS, VOCAB).double(), -1)],
     "returns": [("nll", "lse", "entropy"), ("loss", "z_loss", "argmax", "correct")],
     "frozen": ["input", "linear_weight"],
-    "plan": ["token-chunked 5 70", "vocab-sliced 12 64", "vocab-sliced 5 64",
+    "plan": ["token-chunked 5 70", "token-chunked 5 30", "vocab-sliced 12 64", "vocab-sliced 5 64",
              "running-rescale 5 64"],
 }  # fmt: skip
 CHOICES = [(name, i) for name, values in OPTIONS.items() for i in range(len(values))]

@@ -19,6 +19,7 @@ PROBLEMS = st.builds(
     sums_fp32=st.booleans(),
     early=st.booleans(),
     gather=st.booleans(),
+    left_out=st.integers(0, 5000),
     threads=st.integers(1, 4),
 )
 
@@ -50,6 +51,9 @@ def test_choices():
     p = planner.Problem(2048, 768, 50257, 4, (True, True, False))
     assert planner.choose(p, 1 << 40).strategy == planner.TOKEN_CHUNKED
     assert planner.choose(p, 4 << 20).strategy == planner.VOCAB_SLICED
+    # Exactly a quarter has no room for the rows' state beside four chunks: a few classes twice.
+    quarter = planner.choose(p, 2048 * 50257)
+    assert (quarter.num_chunks, quarter.num_slices) == (4, 2) and 3 < quarter.products < 3.01
     frozen = dataclasses.replace(p, grads=(True, False, False))
     assert planner.choose(frozen, 4 << 20).strategy == planner.RUNNING_RESCALE
     assert planner.choose(frozen, 4 << 20).products == 2
@@ -112,7 +116,8 @@ def test_measured_peak_is_what_was_planned(dtype, own, share, grads, late, plans
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "kind", ["ignored", "bias", "probabilities", "strided", "outputs", "accumulate_into"]
+    "kind",
+    ["ignored", "mostly ignored", "bias", "probabilities", "strided", "outputs", "accumulate_into"],
 )
 def test_no_option_goes_beyond_the_budget(dtype, kind):
     tokens, hidden, vocab = 700, 96, 6001
@@ -121,6 +126,8 @@ def test_no_option_goes_beyond_the_budget(dtype, kind):
     options = {}
     if kind == "ignored":
         target[::2] = -100
+    elif kind == "mostly ignored":
+        target[torch.rand(tokens) < 0.95], budget = -100, 3_500_000
     elif kind == "bias":
         options["linear_bias"] = torch.randn(vocab).to(dtype).requires_grad_()
     elif kind == "probabilities":
