@@ -62,7 +62,7 @@ def apply(
     elif not report.chunked:
         message = f"storage_ops.autochunk: not chunked, {report.reason}"
         if strict:
-            raise ChunkError(message)
+            raise ChunkError(message) from report.error
         warnings.warn(message, stacklevel=2)
     return report
 

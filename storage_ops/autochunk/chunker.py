@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import fx
 
 from storage_ops.autochunk import passes, predict, propagate, rewrite, rules
 from storage_ops.autochunk.log import log
-from storage_ops.autochunk.program import Program
 from storage_ops.autochunk.runtime import in_body
 from storage_ops.autochunk.state import Conflict
 
@@ -29,6 +30,7 @@ class Report:
         chunked: whether a span of it is evaluated in chunks.
         num_chunks: into how many; 0 if it is not.
         reason: why it is not; empty if it is.
+        error: what was raised where nothing should be, and is the reason.
         peak_before: predicted bytes that are held at most above the inputs.
         peak_after: the same after chunking.
     """
@@ -36,6 +38,7 @@ class Report:
     chunked: bool = False
     num_chunks: int = 0
     reason: str = ""
+    error: Exception | None = None
     peak_before: int = 0
     peak_after: int = 0
 
@@ -51,19 +54,53 @@ def describe(conflict: Conflict) -> str:
     return f"{node.name} = {node.target}: {conflict}{where}"
 
 
+def internal(error: Exception) -> str:
+    """The reason that an unexpected error is: what to report, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return (
+        f"internal error of the auto-chunker, {type(error).__name__}: {error}{place}; the graph is "
+        "unchanged. Please report this with the output of STORAGE_OPS_LOGS=autochunk"
+    )
+
+
 def chunk_graph(
     graph: fx.Graph,
     num_chunks: int | None = None,
     memory_budget: int | None = None,
     visible: int | None = None,
 ) -> Report:
-    """Chunk a joint graph in place; `visible`: how many results its function has, if known."""
+    """Chunk a joint graph in place; `visible`: how many results its function has, if known.
+
+    Whatever goes wrong, the graph computes what it did before, and the report has the reason.
+    """
     if in_body():
         return Report(reason="it is a chunk itself")
+    report = Report()
+    try:
+        _chunk(graph, report, num_chunks, memory_budget, visible)
+    except Exception as error:
+        _fail(report, error)
+    if report.chunked:
+        report.reason = ""
+    return report
+
+
+def _fail(report: Report, error: Exception) -> None:
+    log.debug("internal error", exc_info=error)
+    report.error = report.error or error
+    report.reason = report.reason or internal(error)
+
+
+def _chunk(
+    graph: fx.Graph, total: Report, num_chunks: int | None, memory_budget: int | None,
+    visible: int | None,
+) -> None:  # fmt: skip
     graph.eliminate_dead_code()
     tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
     changed = changed_inputs(graph, visible)
-    total, largest = Report(peak_before=predict.peak(graph)), 0
+    total.peak_before = total.peak_after = predict.peak(graph)
+    largest = 0
     tried: set[fx.Node] = set()
     while True:
         found = propagate.candidates(graph, propagate.reached(tangents) | tried)
@@ -72,19 +109,45 @@ def chunk_graph(
         if not found or len(tried) == TRIES:
             break
         tried.add(found[0])
+        undo = Undo(graph)
         try:
             count = _chunk_at(graph, found[0], tangents, changed, num_chunks, memory_budget)
+            graph.lint()
         except Conflict as conflict:
+            undo()
             log.debug("%s: %s", found[0], describe(conflict))
             total.reason = total.reason or describe(conflict)
             continue
+        except Exception as error:
+            undo()
+            _fail(total, error)
+            continue
+        graph.eliminate_dead_code()
         total.chunked, total.num_chunks = True, max(count, total.num_chunks)
     if total.chunked:
-        total.reason = ""
-    elif not total.reason:
-        total.reason = "no matrix product is larger than its input"
-    total.peak_after = predict.peak(graph) if total.chunked else total.peak_before
-    return total
+        total.peak_after = predict.peak(graph)
+    total.reason = total.reason or "no matrix product is larger than its input"
+
+
+class Undo:
+    """What a graph is before it is rewritten; calling it brings that back, the same nodes."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.nodes = [(node, node.args, node.kwargs) for node in graph.nodes]
+
+    def __call__(self) -> None:
+        """Undo all changes of arguments and of the order, and drop nodes that are new."""
+        for node, args, kwargs in self.nodes:
+            node.args, node.kwargs = args, kwargs
+        known = {node for node, *_ in self.nodes}
+        unused = [n for n in self.graph.nodes if n not in known and not n.users]
+        while unused:
+            node = unused.pop()
+            read = node.all_input_nodes
+            self.graph.erase_node(node)
+            unused += [a for a in read if a not in known and not a.users]
+        rewrite.place([node for node, *_ in self.nodes])
 
 
 def changed_inputs(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
@@ -149,14 +212,7 @@ def _chunk_at(
                 raise Conflict("is changed in place by the function", arg)
     ordered = passes.order(graph, span, tangents)
     limits = rewrite.Limits(num_chunks, memory_budget, budget)
-    groups = propagate.hint(span.groups)
-    counts = []
-    for part in rewrite.rewrite(graph, span, ordered, limits):
-        if isinstance(part, Program):
-            counts.append(part.count(groups))
-        else:  # the loss keeps to the memory of so many chunks, and cuts as is fastest
-            counts.append(num_chunks or -(-size // budget))
-    return max(counts)
+    return max(rewrite.rewrite(graph, span, ordered, limits))
 
 
 def default_budget(amplifier: fx.Node) -> int:

@@ -1,13 +1,14 @@
 """Recognizes a span that is linear cross-entropy, which has an op of its own.
 
 What the span reads is told by its structure. Whether it computes the loss is told by its values:
-body is evaluated in float64 on a few random tokens and compared with the loss and its
-gradients.
+the body is evaluated in float64 on a few random tokens, an ignored one among them, and every result
+has to be a sum of the terms that the loss has, each times a number.
 """
 
 from __future__ import annotations
 
-import operator
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,26 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from storage_ops.autochunk import program
 from storage_ops.autochunk.passes import Passes
-from storage_ops.autochunk.program import Factor, Output
-from storage_ops.autochunk.propagate import Span, hint
-from storage_ops.autochunk.rules import is_zero, name_of, rule_of, shape
-from storage_ops.autochunk.state import Conflict, Layout, Partial, Rows, same
-from storage_ops.ops import planner
-from storage_ops.ops.products import has_fast_products
+from storage_ops.autochunk.propagate import Span, numel
+from storage_ops.autochunk.roles import (
+    Factor,
+    Roles,
+    Unlike,
+    is_dropped,
+    kind_of,
+    roles_of,
+    same_value,
+)
+from storage_ops.autochunk.rules import name_of, shape
+from storage_ops.autochunk.state import Partial, Rows, same
 
-_TOKENS, _HIDDEN = 3, 2  # of the comparison
+_TOKENS, _HIDDEN = 8, 2  # of the comparison
+_DRAWS = 4  # of the comparison, where there is one number for all tokens
+_SLICE = 64  # nodes that lead to upstream gradients, at most
+TERMS = ("target", "spread", "square")  # of the loss: C_t (lse - z_t), sum_j C_j (lse - z_j), lse^2
+VALUES = (*TERMS, "lse", "nll")  # of tokens
 
 
 @dataclass
@@ -31,178 +43,330 @@ class Match:
     """A span that is linear cross-entropy.
 
     Attributes:
-        input, weight, bias, target: nodes; weight is (V, D) if not transposed, else (D, V).
-        scale: the number that all gradients are multiplied by, as a node.
-        results: for every output what it is: "nll", "logp" (its negative), "input", "weight",
-            "weight.t" or "bias".
+        roles: its inputs.
+        factor: the upstream gradient that all gradients are multiplied by.
+        number: another factor of theirs.
+        label_smoothing, z_loss, softcap (0: none), logit_scale: options of the loss.
+        results: for every output "input", "weight", "weight.t", "bias", or, for a loss, the numbers
+            by which the terms are multiplied.
     """
 
-    input: fx.Node
-    weight: fx.Node
-    transposed: bool
-    bias: fx.Node | None
-    target: fx.Node
-    ignore_index: int
-    scale: fx.Node
+    roles: Roles
+    factor: Factor
+    number: float
+    label_smoothing: float
+    z_loss: float
     softcap: float
     logit_scale: float
-    results: list[str]
+    results: list[str | dict[str, float]]
 
 
-def match(span: Span, passes: Passes, one: Any, specs: list[Output]) -> Match | None:
+def match(span: Span, passes: Passes, one: Any, specs: list[program.Output]) -> Match | None:
     """The cross-entropy that the only pass of a span computes, or None if it is something else."""
     if len(passes.outputs) != 1 or len(span.amplifiers) != 1 or not same(span.step, 1):
         return None
     amplifier = next(iter(span.amplifiers))
-    *bias, left, right = amplifier.args
-    dtype = amplifier.meta["val"].dtype
+    dtype, vocabulary = amplifier.meta["val"].dtype, shape(amplifier)[-1]
+    # In float16 the op forms the logits twice, for gradients without their factor might overflow.
+    # The general rewrite picks a factor, and needs three products where the op needs four.
     if "bmm" in name_of(amplifier) or dtype == torch.float16 or passes.tangent is None:
         return None
-    if bias and len(shape(bias[0])) != 1:  # type: ignore[arg-type]
+    if one.ints or not isinstance(vocabulary, int):
         return None
-    base, flipped = _base(right)
-    targets: dict[tuple[fx.Node, int], None] = {}
-    scales: dict[fx.Node, None] = {}
-    roles: list[str] = []
-    for arg, *_ in one.inputs:
-        role = _role(arg, left, base, flipped, bias, targets, scales)
-        if role is None:
-            return None
-        roles.append(role)
-    if len(targets) != 1 or len(scales) != 1 or one.ints:
-        return None
-    ((target, ignore_index),) = targets
-    softcap, logit_scale = _transform(amplifier)
-    found = Match(
-        left, base, flipped, bias[0] if bias else None, target, ignore_index,  # type: ignore[arg-type]
-        next(iter(scales)), softcap, logit_scale, [],
-    )  # fmt: skip
-    for node in passes.outputs[0]:
-        layout = span.layouts[node]
-        if isinstance(layout, Rows) and not _masked(node, target, ignore_index) and (
-            shape(node)[-1:] != shape(left)[-1:] or "mm" not in name_of(node)  # type: ignore[arg-type]
-        ):  # fmt: skip
-            return None
-    results = _compare(found, span, passes.outputs[0], one, specs, roles)
-    if results is None:
-        return None
-    found.results = results
-    return found
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-
-def _base(node: Any) -> tuple[fx.Node, bool]:
-    """A matrix without its transpositions: as (V, D) when False is returned with it."""
-    flipped = True  # the product reads (D, V)
-    while isinstance(node, fx.Node) and node.op == "call_function" and (
-        rule_kind(node) == "permute" and len(shape(node)) == 2
-    ):  # fmt: skip
-        node, flipped = node.args[0], not flipped
-    return node, flipped
-
-
-def rule_kind(node: fx.Node) -> str:
-    """The kind of a node's rule, empty if it has none."""
     try:
-        return rule_of(node).kind
-    except Conflict:
-        return ""
-
-
-def _role(
-    arg: fx.Node, left: Any, base: fx.Node, transposed: bool, bias: Any,
-    targets: dict[tuple[fx.Node, int], None], scales: dict[fx.Node, None],
-) -> str | None:  # fmt: skip
-    """What an input of the span is to the loss."""
-    if arg is left:
-        return "input"
-    if bias and arg is bias[0]:
-        return "bias"
-    bare, flipped = _base(arg)
-    if bare is base:
-        return "weight.t" if flipped == transposed else "weight"
-    if not arg.meta["val"].is_floating_point():
-        target = _target(arg)
-        if target is not None:
-            targets[target] = None
-            return "target"
+        with unset_fake_temporarily(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            roles = roles_of(amplifier, one.inputs, passes.dependent.__contains__)
+            return _Comparison(span, passes.outputs[0], one, specs, roles, vocabulary).match()
+    except Unlike:
         return None
-    chosen = _choice(arg)
-    if chosen is not None and is_zero(chosen[3]) and _one(_bare(chosen[2])):
-        targets[chosen[:2]] = None
-        scales[_bare(chosen[2])] = None
-        return "upstream"
-    return None
 
 
-def _one(node: Any) -> bool:
-    return isinstance(node, fx.Node) and all(same(s, 1) for s in shape(node))
+class _Tokens:
+    """Random tokens, and what the terms of the loss and their gradients are for them."""
+
+    def __init__(self, roles: Roles, vocabulary: int, count: int, softcap: float, scale: float):
+        options: Any = {"dtype": torch.float64, "requires_grad": True}
+        x = torch.randn(count, _HIDDEN, **options)
+        w = torch.randn(vocabulary, _HIDDEN, **options)
+        b = torch.randn(vocabulary, **options)
+        t, a = torch.randint(vocabulary, (count,)), torch.ones(count).double()
+        if any(factor.weights for factor in roles.upstream.values()):
+            a += torch.rand(count)
+        self.kept = torch.ones(count, dtype=torch.bool)
+        if roles.ignore_index is not None and count > 1:
+            self.kept[1], t[1], a[1] = False, 0, 0
+        c = torch.ones(vocabulary).double()
+        if roles.classes is not None:
+            c = torch.rand(vocabulary).double() + 0.5
+        q = torch.softmax(torch.randn(vocabulary, count).double(), 0).t()
+        z = F.linear(x, w, None if roles.bias is None else b) * scale
+        z = torch.tanh(z / softcap) * softcap if softcap else z
+        lse = torch.logsumexp(z, 1)
+        below = lse[:, None] - z
+        nll = below.gather(1, t[:, None])[:, 0]
+        target = (below * c * q).sum(1) if roles.dense else nll * c[t]
+        terms = (target, (below * c).sum(1), lse.square())
+        self.values = {n: v.detach() for n, v in zip(VALUES, (*terms, lse, nll), strict=True)}
+        wanted = [x, w] if roles.bias is None else [x, w, b]
+        self.gradients = [
+            torch.autograd.grad((term * a).sum(), wanted, retain_graph=True) for term in terms
+        ]
+        self.given = {
+            "input": x, "weight": w, "weight.t": w.t(), "bias": b, "target": t, "classes": c,
+            "probabilities": q, "kept": self.kept, "ignored": ~self.kept, "upstream": a,
+            "class upstream": c,
+        }  # fmt: skip
 
 
-def _bare(node: Any) -> Any:
-    """A node without views of it."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and (
-        rule_kind(node) in ("view", "expand") or name_of(node) == "aten.alias.default"
+class _Comparison:
+    """A span beside the loss."""
+
+    def __init__(
+        self, span: Span, outputs: list[fx.Node], one: Any, specs: list[program.Output],
+        roles: Roles, vocabulary: int,
     ):  # fmt: skip
-        node = node.args[0]
-    return node
+        self.span, self.outputs, self.one, self.specs = span, outputs, one, specs
+        self.roles, self.vocabulary = roles, vocabulary
+        self.amplifier = next(iter(span.amplifiers))
+        self.softcap, self.scale = _transform(self.amplifier, roles.bias)
+        self.body = in_double(one.body)
+        self.draws: list[_Tokens] = []
+
+    def match(self) -> Match:
+        """What it is; raises Unlike if it is something else."""
+        first, *others = self.roles.upstream.values()
+        for factor in others:
+            if len(factor.weights) != len(first.weights) or not all(
+                any(same_value(w, v) for v in factor.weights) for w in first.weights
+            ):
+                raise Unlike("tokens have several weights")
+        kinds = [self.kind(node) for node in self.outputs]
+        terms = self.coefficients(kinds)
+        smoothed = terms["target"] + terms["spread"] * self.vocabulary
+        if abs(terms["target"]) < 1e-12 or smoothed == 0:
+            raise Unlike("has no target")
+        smoothing = _tidy(terms["spread"] * self.vocabulary / smoothed)
+        z_loss = _tidy(terms["square"] / smoothed)
+        if not 0 <= smoothing <= 1 or z_loss < 0:
+            raise Unlike("is no loss")
+        results: list[str | dict[str, float]] = []
+        for i, kind in enumerate(kinds):
+            if kind:
+                results.append(kind)
+                continue
+            rows = isinstance(self.span.layouts[self.outputs[i]], Rows)
+            read = [u for u in self.outputs[i].users if u not in self.span.layouts]
+            if rows and not is_dropped(self.outputs[i], read, self.roles, first.weights):
+                raise Unlike(f"{self.outputs[i]} is read where tokens are ignored")
+            results.append(self.as_results(self.values(i), smoothing, z_loss, rows))
+        return Match(
+            self.roles, first, smoothed, smoothing, z_loss, self.softcap, self.scale, results
+        )
+
+    def as_results(
+        self, numbers: dict[str, float], smoothing: float, z_loss: float, rows: bool
+    ) -> dict[str, float]:
+        """Terms of a loss as the op has them: "sum" is all of the loss, over the tokens."""
+        if rows and not self.roles.dense:
+            if "spread" in numbers and not smoothing > 0:
+                raise Unlike("the op has no such sum")
+            return numbers
+        terms = {n: numbers.pop(n, 0.0) for n in TERMS}
+        total = terms["target"] + terms["spread"] * self.vocabulary
+        want = {"target": 1 - smoothing, "spread": smoothing / self.vocabulary, "square": z_loss}
+        if numbers or not total or any(
+            abs(terms[n] / total - want[n]) > 1e-6 * max(abs(want[n]), 1e-6) for n in TERMS
+        ) or (rows and z_loss):  # fmt: skip
+            raise Unlike("is not the loss whose gradient follows")
+        return {"target" if rows else "sum": total}
+
+    def kind(self, node: fx.Node) -> str:
+        """Which gradient an output is by its shape; empty for a loss."""
+        sizes, summed = shape(node), isinstance(self.span.layouts[node], Partial)
+        like = {"weight": shape(self.roles.weight), "bias": [self.vocabulary]}
+        if self.roles.transposed:
+            like["weight"] = like["weight"][::-1]
+        like["weight.t"] = like["weight"][::-1]
+        if summed:
+            bare = [s for s in sizes if not same(s, 1)]
+            found = [name for name, size in like.items()
+                     if len(bare if name == "bias" else sizes) == len(size)
+                     and all(map(same, bare if name == "bias" else sizes, size))]  # fmt: skip
+            return found[0] if found else ""
+        product = kind_of(node) == "product"
+        return "input" if product and same(sizes[-1], like["weight"][1]) else ""
+
+    def coefficients(self, kinds: list[str]) -> dict[str, float]:
+        """The numbers by which the gradients of the terms are multiplied."""
+        places = list(self.roles.upstream)
+        ratios = _ratios(list(self.roles.upstream.values()))
+        total = dict.fromkeys(TERMS, 0.0)
+        tokens = self.draw(0, _TOKENS)
+        names = ["input", "weight", "bias"]
+        wanted = [i for i, kind in enumerate(kinds) if kind]
+        for place, ratio in zip(places, ratios, strict=True):
+            values = self.evaluate(tokens, place)
+            got, terms = [], [[] for _ in TERMS]  # type: ignore[var-annotated]
+            for i in wanted:
+                like = names.index(kinds[i].removesuffix(".t"))
+                value = values[i].t() if kinds[i] == "weight.t" else values[i]
+                got.append(value.flatten())
+                for term, gradients in zip(terms, tokens.gradients, strict=True):
+                    term.append(gradients[like].flatten())
+            found = fit(torch.cat(got), [torch.cat(term) for term in terms])
+            for name, number in zip(TERMS, found, strict=True):
+                total[name] += number * ratio
+        return total
+
+    def values(self, index: int) -> dict[str, float]:
+        """The numbers by which the terms are multiplied in a loss."""
+        summed = isinstance(self.span.layouts[self.outputs[index]], Partial)
+        names = [n for n in VALUES if n != "nll" or self.roles.classes is not None]
+        if self.roles.dense:
+            names.remove("nll") if "nll" in names else None
+        got, terms = [], [[] for _ in names]  # type: ignore[var-annotated]
+        for draw in range(2 * len(names) if summed else 1):
+            tokens = self.draw(draw, _TOKENS)
+            value = self.evaluate(tokens, None)[index].flatten()
+            kept = tokens.kept
+            got.append(value if summed else value[kept])
+            for term, name in zip(terms, names, strict=True):
+                each = tokens.values[name][kept]
+                term.append(each.sum()[None] if summed else each)
+        found = fit(torch.cat(got), [torch.cat(term) for term in terms])
+        return {n: c for n, c in zip(names, found, strict=True) if abs(c) > 1e-9}
+
+    def draw(self, index: int, count: int) -> _Tokens:
+        """Random tokens; the same for the same index."""
+        while len(self.draws) <= index:
+            self.draws.append(_Tokens(self.roles, self.vocabulary, count, self.softcap, self.scale))
+        return self.draws[index]
+
+    def evaluate(self, tokens: _Tokens, upstream: int | None) -> list[Tensor]:
+        """The outputs for some tokens, with an upstream gradient at one place and none elsewhere."""
+        tensors = []
+        for place, ((arg, layout, _), role) in enumerate(
+            zip(self.one.inputs, self.roles.names, strict=True)
+        ):
+            if place in self.roles.constants:
+                tensors.append(self.roles.constants[place])
+                continue
+            value = tokens.given[role].detach()
+            if role in ("input", "weight", "weight.t"):
+                tensors.append(value)
+                continue
+            if place in self.roles.upstream and place != upstream:
+                value = torch.zeros_like(value)
+            rank = len(shape(arg))
+            if role in ("classes", "class upstream", "bias"):
+                value = value.reshape([1] * (rank - 1) + [-1])
+            elif role == "probabilities":
+                pass
+            elif isinstance(layout, Rows):
+                at = layout.hi - 1
+                value = value.reshape([len(value) if d == at else 1 for d in range(rank)])
+            else:  # one number for all tokens
+                value = value[:1].reshape([1] * rank) * 0 + (place == upstream)
+            tensors.append(value)
+        try:
+            with torch.no_grad():
+                values = list(fx.Interpreter(self.body).run(*tensors))
+        except (RuntimeError, IndexError, TypeError) as error:
+            raise Unlike(str(error)) from None
+        return [_value(spec, values, tensors) for spec in self.specs]
 
 
-def _choice(node: Any) -> tuple[fx.Node, int, Any, Any] | None:
-    """(t, c, a, b) of a node that is a where t != c, else b."""
-    node = _bare(node)
-    if not isinstance(node, fx.Node) or name_of(node) != "aten.where.self":
-        return None
-    condition, yes, no = node.args
-    condition = _bare(condition)
-    name = name_of(condition)
-    if name == "aten.eq.Scalar":
-        yes, no = no, yes
-    elif name != "aten.ne.Scalar":
-        return None
-    return _bare(condition.args[0]), condition.args[1], yes, no
+def _tidy(number: float) -> float:
+    """A number without the rounding errors of a fit."""
+    return 0.0 if abs(number) < 1e-9 else number
 
 
-def _target(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The class indices and the ignored one, of an index that is 0 where it is ignored."""
-    chosen = _choice(node)
-    if chosen is None or _bare(chosen[2]) is not chosen[0] or not is_zero(chosen[3]):
-        return None
-    return chosen[:2]
+def fit(got: Tensor, terms: Sequence[Tensor]) -> list[float]:
+    """The numbers c with got = sum_i c_i terms_i; raises Unlike if there are none."""
+    basis = torch.stack(list(terms), 1)
+    size = basis.norm(dim=0).clamp(min=1e-300)
+    found = torch.linalg.lstsq(basis / size, got[:, None]).solution[:, 0] / size
+    error = (basis @ found - got).norm()
+    if not error <= 1e-9 * (got.norm() + 1e-30):
+        raise Unlike("has other values")
+    return [float(c) for c in found]
 
 
-def _masked(node: fx.Node, target: fx.Node, ignore_index: int) -> bool:
-    """Whether all that reads a value per token drops it where the token is ignored."""
+def _ratios(factors: list[Factor]) -> list[float]:
+    """Every upstream gradient over the first, which has to be a number."""
+    first = factors[0]
+    result = []
+    for factor in factors:
+        ratio = factor.number
+        if factor.scales != first.scales or factor.inverse != first.inverse:
+            ratio *= _constant(factor, first)
+        result.append(ratio)
+    return result
+
+
+def _constant(factor: Factor, first: Factor) -> float:
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        known: dict[fx.Node, Any] = {}
+        values = [
+            math.prod(float(_number(n, known)) for n in f.scales)
+            / math.prod(float(_number(n, known)) for n in f.inverse)
+            for f in (factor, first)
+        ]
+        found.append(values[0] / values[1] if values[1] else math.nan)
+    if not abs(found[0] - found[1]) <= 1e-6 * abs(found[1]):
+        raise Unlike("the ratio of two upstream gradients is not constant")
+    return found[0]
+
+
+def _number(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """The value of a node, for random inputs of the graph."""
     stack = [node]
     while stack:
-        current = stack.pop()
-        for user in current.users:
-            name = name_of(user)
-            if name == "aten.where.self":
-                chosen = _choice(user)
-                if chosen is None or chosen[:2] != (target, ignore_index):
-                    return False
-                if chosen[2] is not current or not is_zero(chosen[3]):
-                    return False
-            elif user.op == "call_function" and (
-                rule_kind(user) == "view"
-                or name in ("aten.neg.default", "aten.alias.default",
-                            "prims.convert_element_type.default")
-            ):  # fmt: skip
-                stack.append(user)
-            else:
-                return False
-    return True
+        top = stack[-1]
+        missing = [a for a in top.all_input_nodes if a not in known]
+        if top in known or not missing:
+            stack.pop()
+            known.setdefault(top, _evaluate(top, known) if top not in known else None)
+        else:
+            stack.extend(missing)
+        if len(known) + len(stack) > _SLICE:
+            raise Unlike("upstream gradients come from far")
+    return known[node]
 
 
-def _transform(amplifier: fx.Node) -> tuple[float, float]:
+def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    value = node.meta.get("val")
+    if node.op == "call_function" and kind_of(node) != "product":
+        args, given = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        kwargs = dict(given)
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    if node.op != "placeholder" or not isinstance(value, Tensor) or numel(node) > 1 << 24:
+        raise Unlike("upstream gradients come from far")
+    sizes = [int(s) if isinstance(s, int) else int(s.node.hint) for s in value.shape]
+    if value.dtype.is_floating_point:
+        return torch.rand(sizes).to(value.dtype) + 0.5
+    drawn = torch.randint(2, sizes)
+    return drawn.bool() if value.dtype == torch.bool else torch.where(drawn == 0, -100, drawn)
+
+
+def _transform(amplifier: fx.Node, bias: fx.Node | None) -> tuple[float, float]:
     """Soft-cap (0: none) and scale of the logits, as far as the chain after the product tells."""
     node, scale, cap = amplifier, 1.0, 0.0
     while True:
         steps = [u for u in node.users if u.op == "call_function"]
-        after = next((u for u in steps if _number(u, node) is not None), None)
-        if after is None:
+        links = [u for u in steps if _link(u, node, bias) is not None]
+        if not links:
             return cap, scale
-        number = _number(after, node)
+        # What the backward reads of tanh is an alias of its result, and no link.
+        after = min(links, key=lambda u: "alias" in name_of(u))
+        number = _link(after, node, bias)
         assert number is not None
         if name_of(after) == "aten.tanh.default":
             if cap:
@@ -215,12 +379,14 @@ def _transform(amplifier: fx.Node) -> tuple[float, float]:
         node = after
 
 
-def _number(user: fx.Node, node: fx.Node) -> float | None:
+def _link(user: fx.Node, node: fx.Node, bias: fx.Node | None) -> float | None:
     """What a link of the chain multiplies by; None if it is no link."""
     name = name_of(user)
-    if rule_kind(user) == "view" or name in (
+    if kind_of(user) == "view" or name in (
         "aten.alias.default", "prims.convert_element_type.default", "aten.tanh.default"
     ):  # fmt: skip
+        return 1.0
+    if name == "aten.add.Tensor" and bias in user.args:
         return 1.0
     if name.startswith(("aten.mul.", "aten.div.")) and user.args[0] is node:
         other = user.args[1]
@@ -229,61 +395,8 @@ def _number(user: fx.Node, node: fx.Node) -> float | None:
     return None
 
 
-def _compare(
-    found: Match, span: Span, outputs: list[fx.Node], one: Any, specs: list[Output],
-    roles: list[str],
-) -> list[str] | None:  # fmt: skip
-    """What every output is, by its values on random tokens; None if one is something else."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    amplifier = next(iter(span.amplifiers))
-    vocabulary = shape(amplifier)[-1]
-    if not isinstance(vocabulary, int):
-        return None
-    with unset_fake_temporarily(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        options: Any = {"dtype": torch.float64, "requires_grad": True}
-        x, w = torch.randn(_TOKENS, _HIDDEN, **options), torch.randn(vocabulary, _HIDDEN, **options)
-        b = torch.randn(vocabulary, **options)
-        t, u = torch.randint(vocabulary, (_TOKENS,)), torch.rand(_TOKENS, dtype=torch.float64)
-        z = F.linear(x, w, None if found.bias is None else b) * found.logit_scale
-        if found.softcap:
-            z = torch.tanh(z / found.softcap) * found.softcap
-        nll = F.cross_entropy(z, t, reduction="none")
-        wanted = [x, w] if found.bias is None else [x, w, b]
-        grads = torch.autograd.grad((nll * u).sum(), wanted)
-        known = {"input": grads[0], "weight": grads[1], "weight.t": grads[1].t(),
-                 "bias": grads[-1], "nll": nll.detach(), "logp": -nll.detach()}  # fmt: skip
-        given = {"input": x, "weight": w, "weight.t": w.t(), "bias": b, "target": t, "upstream": u}
-        tensors = [
-            _shaped(given[role].detach(), arg, layout, role)
-            for (arg, layout, _), role in zip(one.inputs, roles, strict=True)
-        ]
-        try:
-            with torch.no_grad():
-                values = list(fx.Interpreter(_in_double(one.body)).run(*tensors))
-        except (RuntimeError, IndexError, TypeError):
-            return None
-        results = []
-        for node, spec in zip(outputs, specs, strict=True):
-            value = _value(spec, values, tensors)
-            kind = _kind(value, known, isinstance(span.layouts[node], Partial))
-            if kind is None:
-                return None
-            results.append(kind)
-    return results if len(set(results) & {"nll", "logp"}) == 1 else None
-
-
-def _shaped(value: Tensor, arg: fx.Node, layout: Layout, role: str) -> Tensor:
-    """A value in the shape that an input has for a chunk."""
-    if role in ("target", "upstream"):
-        assert isinstance(layout, Rows)
-        return value.reshape([_TOKENS if d == layout.hi - 1 else 1 for d in range(len(shape(arg)))])
-    return value
-
-
-def _value(spec: Output, values: list[Tensor], tensors: list[Tensor]) -> Tensor:
-    def factor(f: Factor) -> Tensor:
+def _value(spec: program.Output, values: list[Tensor], tensors: list[Tensor]) -> Tensor:
+    def factor(f: program.Factor) -> Tensor:
         found = (values if f.source == "value" else tensors)[f.index]
         return found.t() if f.transposed else found
 
@@ -293,24 +406,13 @@ def _value(spec: Output, values: list[Tensor], tensors: list[Tensor]) -> Tensor:
     return factor(spec.factors[0]) @ factor(spec.factors[1])
 
 
-def _kind(value: Tensor, known: dict[str, Tensor], summed: bool) -> str | None:
-    for name in ("weight", "weight.t", "bias") if summed else ("input", "nll", "logp"):
-        like = known[name]
-        if value.numel() == like.numel() and [s for s in value.shape if s != 1] == [
-            s for s in like.shape if s != 1
-        ] and torch.allclose(value.reshape(like.shape), like, rtol=1e-9, atol=1e-12):  # fmt: skip
-            return name
-    return None
-
-
-def _in_double(body: fx.Graph) -> fx.GraphModule:
-    """The body with all its floating-point numbers in float64."""
+def in_double(body: fx.Graph) -> fx.GraphModule:
+    """The body with all its floating-point numbers in float64, on the CPU."""
     narrow = (torch.float32, torch.bfloat16, torch.float16)
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in body.nodes:
-        env[node] = copy.node_copy(node, env.__getitem__)
-        new = env[node]
+        new = env[node] = copy.node_copy(node, env.__getitem__)
         new.args = tuple(torch.float64 if a in narrow else a for a in new.args) if any(
             isinstance(a, torch.dtype) for a in new.args
         ) else new.args  # fmt: skip
@@ -319,84 +421,3 @@ def _in_double(body: fx.Graph) -> fx.GraphModule:
         if "device" in new.kwargs:
             new.kwargs = {**new.kwargs, "device": torch.device("cpu")}
     return fx.GraphModule(torch.nn.Module(), copy)
-
-
-def _problem(x: Tensor, vocabulary: int, grads: list[bool]) -> planner.Problem:
-    """What the op's plan depends on."""
-    return planner.Problem(
-        hint(x.shape[0]), hint(x.shape[1]), vocabulary, x.element_size(),
-        (grads[0], grads[1], grads[2]),
-        upcast=not has_fast_products(x.dtype, x.device.type),
-        cuda=x.device.type == "cuda",
-        gather=True,
-        threads=torch.get_num_threads(),
-    )  # fmt: skip
-
-
-def grads_of(found: Match) -> list[bool]:
-    """Whether input, weight and bias have gradients."""
-    weight = any(r.startswith("weight") for r in found.results)
-    return ["input" in found.results, weight, "bias" in found.results]
-
-
-def budget_of(span: Span, found: Match, num_chunks: int | None, budget: int | None) -> int | None:
-    """The op's memory_budget: given, that of so many chunks, or its own default."""
-    if num_chunks is None and budget is None:
-        return None
-    vocabulary = hint(shape(next(iter(span.amplifiers)))[-1])
-    p = _problem(found.input.meta["val"], vocabulary, grads_of(found))
-    wanted = budget
-    if num_chunks is not None:
-        # What a chunk of tokens takes, with the few numbers per token that come on top.
-        share = -(-p.tokens // num_chunks) * planner.padded(vocabulary) * p.itemsize
-        wanted = share + share // 50 + planner.token_bytes(p)
-    return max(wanted or 0, planner.smallest_budget(p))
-
-
-def scratch(node: fx.Node) -> int:
-    """What a call of the op holds besides its arguments and results, as planned."""
-    x, weight, budget, grads = (node.args[i] for i in (0, 1, 16, 20))
-    p = _problem(x.meta["val"], hint(shape(weight)[0]), grads)  # type: ignore
-    return planner.choose(p, budget).peak_bytes  # type: ignore[arg-type]
-
-
-def emit(
-    builder: Any, found: Match, outputs: list[fx.Node], budget: int | None
-) -> list[tuple[fx.Node, fx.Node]]:
-    """The op in place of the span: every output and what replaces it."""
-    aten, call = torch.ops.aten, builder.call
-    tokens = [builder.size(shape(found.input)[0])]
-    weight = found.weight
-    if found.transposed:
-        weight = call(aten.permute.default, weight, [1, 0])
-    target = call(aten.reshape.default, found.target, tokens)
-    mask = grads_of(found)
-    op = call(
-        torch.ops.storage_ops.linear_cross_entropy.default, found.input, weight, target, found.bias,
-        None, None, None, "sum", found.ignore_index, 0.0, 0.0, found.softcap, found.logit_scale,
-        False, None, None, budget, "", "", True, mask, [True, False, False, False],
-    )  # fmt: skip
-    # Where every token is ignored a mean's scale is not finite, but the gradients are zeros.
-    scale = call(aten.reshape.default, found.scale, [])
-    valid = call(aten.any.default, call(aten.ne.Scalar, target, found.ignore_index))
-    scale = call(aten.where.self, valid, scale, call(
-        aten.full.default, [], 0, dtype=scale.meta["val"].dtype, device=scale.meta["val"].device
-    ))  # fmt: skip
-    places = {"nll": 1, "logp": 1, "input": 6, "weight": 7, "weight.t": 7, "bias": 8}
-    replaced = []
-    for node, result in zip(outputs, found.results, strict=True):
-        value = node.meta["val"]
-        new = call(operator.getitem, op, places[result])
-        if result == "logp":
-            new = call(aten.neg.default, new)
-        if places[result] > 1:
-            new = call(aten.mul.Tensor, new, scale)
-        if result == "weight.t":
-            new = call(aten.permute.default, new, [1, 0])
-        if new.meta["val"].dtype != value.dtype:
-            new = call(torch.ops.prims.convert_element_type.default, new, value.dtype)
-        if len(shape(new)) != len(shape(node)):
-            sizes = [builder.size(s) for s in shape(node)]
-            new = call(aten.reshape.default, new, sizes)
-        replaced.append((node, new))
-    return replaced

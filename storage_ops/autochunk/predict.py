@@ -89,7 +89,7 @@ def _inside(node: fx.Node) -> int:
         )
         return -(-groups // program.count(groups)) * program.group_bytes + wide
     if name_of(node) == "storage_ops.linear_cross_entropy.default":
-        from storage_ops.autochunk.match import scratch
+        from storage_ops.autochunk.loss_op import scratch
 
         return scratch(node)
     return 0

@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 import storage_ops.autochunk.runtime  # noqa: F401  registers the op
-from storage_ops.autochunk import match
+from storage_ops.autochunk import loss_op
 from storage_ops.autochunk.log import log
+from storage_ops.autochunk.match import match
 from storage_ops.autochunk.passes import Passes
 from storage_ops.autochunk.program import Factor, Output, Program, Slice, encode_graph
 from storage_ops.autochunk.propagate import Span, hint, is_product, nbytes, values_of
@@ -320,10 +321,8 @@ class _Outside:
         return self.copies.get(node, node)
 
 
-def rewrite(
-    graph: fx.Graph, span: Span, passes: Passes, limits: Limits
-) -> list[Program | match.Match]:
-    """Replace a span; the programs that its chunks follow, one per pass, or the loss that it is."""
+def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list[int]:
+    """Replace a span by one op per pass over the tokens; in how many chunks each of them works."""
     builder = Builder(graph, span)
     seed = 1.0
     if any(v.dtype == torch.float16 for n in span.large for v in values_of(n)):
@@ -331,17 +330,17 @@ def rewrite(
         seed = 2.0 ** math.floor(math.log2(max(hint(span.tokens), 1)))
     outside = _Outside(builder, passes, seed)
     nodes = [n for n in graph.nodes if n in span.layouts]
-    result: list[Program | match.Match] = []
+    result: list[int] = []
     for outputs in passes.outputs:
         one = _Pass(span, builder, outside)
         specs, placed = one.run(nodes, outputs)
-        found = match.match(span, passes, one, specs)
+        found = match(span, passes, one, specs)
         if found is not None:
             log.debug("it is linear cross-entropy: %s", found)
-            budget = match.budget_of(span, found, limits.num_chunks, limits.memory_budget)
-            for node, new in match.emit(builder, found, outputs, budget):
+            budget, plan = loss_op.plan_of(span, found, limits.num_chunks, limits.memory_budget)
+            for node, new in loss_op.emit(builder, found, outputs, budget):
                 node.replace_all_uses_with(new)
-            result.append(found)
+            result.append(plan.num_chunks * plan.num_slices)
             continue
         program = Program(
             tuple(one.slice(layout) for _, layout, _ in one.inputs),
@@ -361,9 +360,8 @@ def rewrite(
             _replace(
                 builder, span, passes, outside, node, builder.call(operator.getitem, call, index)
             )
-        result.append(program)
+        result.append(program.count(hint(span.groups)))
     sort(graph)
-    graph.eliminate_dead_code()
     return result
 
 
@@ -401,10 +399,9 @@ def _replace(
 
 def sort(graph: fx.Graph) -> None:
     """Put every node after its arguments, and otherwise keep the order."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    order = {node: i for i, node in enumerate(graph.nodes)}
     waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
-    ready = [(i, node) for node, i in place.items() if not waiting[node]]
-    ready = [(i, n) for i, n in ready]
+    ready = [(i, node) for node, i in order.items() if not waiting[node]]
     heapq.heapify(ready)
     nodes: list[fx.Node] = []
     while ready:
@@ -413,7 +410,12 @@ def sort(graph: fx.Graph) -> None:
         for user in node.users:
             waiting[user] -= 1
             if not waiting[user]:
-                heapq.heappush(ready, (place[user], user))
+                heapq.heappush(ready, (order[user], user))
+    place(nodes)
+
+
+def place(nodes: list[fx.Node]) -> None:
+    """Put nodes in this order."""
     last = nodes[0]
     for node in nodes[1:]:
         last.append(node)
