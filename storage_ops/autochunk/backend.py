@@ -92,7 +92,7 @@ def chunk(
 
     Raises:
         ChunkError: with strict, the reason why the graph cannot be chunked.
-        TypeError, ValueError: an option of the wrong type or value.
+        TypeError, ValueError: an option of the wrong type or value; a graph without values.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -109,35 +109,42 @@ def chunk(
     """
     options = checked(num_chunks, memory_budget, strict)
     if isinstance(joint_gm, fx.GraphModule):
-        _decompose(joint_gm)
+        _with_values(joint_gm)
     apply(joint_gm.graph if isinstance(joint_gm, fx.GraphModule) else joint_gm, *options)
     if isinstance(joint_gm, fx.GraphModule):
         joint_gm.recompile()
     return joint_gm
 
 
-def _decompose(gm: fx.GraphModule) -> None:
-    """Write losses that have no rule as the ops they consist of, as Inductor does."""
-    from torch._decomp import get_decompositions
-    from torch.fx.experimental.proxy_tensor import make_fx
+def _with_values(gm: fx.GraphModule) -> None:
+    """Give every node a value of one fake mode, where the trace has left none or several.
 
-    aten = torch.ops.aten
-    losses = [aten.nll_loss_forward, aten.nll_loss_backward, aten.binary_cross_entropy]
-    if not any(getattr(n.target, "overloadpacket", None) in losses for n in gm.graph.nodes):
+    Raises:
+        ValueError: the graph was traced without values.
+    """
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    missing = [n for n in inputs if "val" not in n.meta]
+    if missing:
+        raise ValueError(
+            f"joint_gm has no value for its input {missing[0]}; expected node.meta['val'], as "
+            "make_fx leaves it"
+        )
+    values = [n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    modes = {id(getattr(v, "fake_mode", None)) for v in values}
+    if len(modes) < 2 and all(hasattr(v, "fake_mode") for v in values):
         return
-    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    mode = next(v.fake_mode for v in inputs if hasattr(v, "fake_mode"))
-    names = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
-    with mode, torch.fx.traceback.preserve_node_meta():
-        table: Any = get_decompositions(losses)
-        traced = make_fx(fx.Interpreter(gm).run, table)(*inputs)
-    for node, name in zip(traced.graph.nodes, names, strict=False):
-        node.target = name  # "tangents" among them tell what a joint graph's inputs are
-    for node in traced.graph.nodes:
-        if node.op == "get_attr" and not hasattr(gm, node.target):
-            setattr(gm, node.target, getattr(traced, node.target))
-    traced.graph._codegen = gm.graph._codegen
-    gm.graph = traced.graph
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fresh = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+            if isinstance(v, torch.Tensor) else v
+            for v in (n.meta["val"] for n in inputs)
+        ]  # fmt: skip
+    with unset_fake_temporarily():
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fresh)
 
 
 def _source_hash() -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk import passes, predict, propagate, rewrite, rules
+from storage_ops.autochunk.decompose import decompose
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.runtime import in_body
 from storage_ops.autochunk.state import Conflict
@@ -205,6 +206,9 @@ def _chunk_at(
     size = propagate.nbytes(amplifier)
     if num_chunks is None and size <= budget:
         raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
+    after = propagate.reached([amplifier], lambda n: not propagate.ends(n))
+    for node in decompose(graph, after):
+        node.args, node.kwargs = (), {}  # nothing leads to it any more; it goes with the dead code
     span = propagate.propagate(graph, amplifier, num_chunks or max(2, -(-size // max(budget, 1))))
     for reads in span.reads.values():
         for arg, _ in reads:

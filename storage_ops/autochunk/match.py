@@ -246,7 +246,7 @@ class _Comparison:
         return self.draws[index]
 
     def evaluate(self, tokens: _Tokens, upstream: int | None) -> list[Tensor]:
-        """The outputs for some tokens, with an upstream gradient at one place and none elsewhere."""
+        """The outputs for some tokens, with one upstream gradient and zeros for the others."""
         tensors = []
         for place, ((arg, layout, _), role) in enumerate(
             zip(self.one.inputs, self.roles.names, strict=True)

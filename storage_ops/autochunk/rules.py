@@ -168,6 +168,20 @@ def padded(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
     return common((degree(node.args[0]), degree(argument(node, 2, "value", 0))))
 
 
+def taking(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """(c x)[i] = c x[i]."""
+    for index in node.args[1]:  # type: ignore[union-attr]
+        constant(degree(index))
+    return degree(node.args[0])
+
+
+def putting(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+    """put(c x, i, c y) = c put(x, i, y)."""
+    for index in node.args[1]:  # type: ignore[union-attr]
+        constant(degree(index))
+    return common((degree(node.args[0]), degree(node.args[2])))
+
+
 def scattering(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
     """scatter(c x, i, c y) = c scatter(x, i, y)."""
     constant(degree(node.args[2]))
@@ -316,6 +330,46 @@ def selected(node: fx.Node) -> Labelled:
     return Labelled([d for d in range(rank) if d != dim], {x: [row]})
 
 
+def repeating(node: fx.Node) -> Labelled:
+    """Copies side by side along some dimensions, which stay whole."""
+    x: Any = node.args[0]
+    out, sizes = shape(node), shape(x)
+    offset = len(out) - len(sizes)
+    row = [i + offset if same(s, out[i + offset]) else None for i, s in enumerate(sizes)]
+    return Labelled([None] * offset + row, {x: [row]})
+
+
+def _dimension(node: fx.Node, x: Any) -> int:
+    """The only dimension that is indexed, by a vector."""
+    given: Any = node.args[1]
+    dims = [d for d, index in enumerate(given) if index is not None]
+    if len(dims) != 1 or len(shape(given[dims[0]])) != 1:
+        raise Conflict("indexes several dimensions")
+    if not given[dims[0]].meta["val"].dtype.is_signed:
+        raise Conflict("is indexed by a mask")
+    return dims[0]
+
+
+def indexed(node: fx.Node) -> Labelled:
+    """Some indices of a dimension, which stays whole."""
+    x: Any = node.args[0]
+    dim = _dimension(node, x)
+    row: Labels = [None if d == dim else d for d in range(len(shape(x)))]
+    return Labelled(row, {x: [row], node.args[1][dim]: [[None]]})  # type: ignore[index,dict-item]
+
+
+def index_put(node: fx.Node) -> Labelled:
+    """Writes or adds to some indices of a dimension, which stays whole."""
+    x, indices, values = node.args[:3]
+    dim = _dimension(node, x)
+    row: Labels = [None if d == dim else d for d in range(len(shape(node)))]
+    sizes = shape(values)  # type: ignore[arg-type]
+    offset = len(row) - len(sizes)
+    own = [row[i + offset] if same(s, shape(node)[i + offset]) else None
+           for i, s in enumerate(sizes)]  # fmt: skip
+    return Labelled(row, {x: [row], indices[dim]: [[None]], values: [own]})  # type: ignore
+
+
 def select_scattered(node: fx.Node) -> Labelled:
     """Writes one index of a dimension."""
     x, source, dim = node.args[:3]
@@ -388,7 +442,13 @@ def _table() -> dict[str, Rule]:
         aten.erf.default aten.abs.default aten.sign.default aten.sqrt.default aten.rsqrt.default
         aten.reciprocal.default aten.square.default aten.sin.default aten.cos.default
         aten.floor.default aten.ceil.default aten.round.default aten.trunc.default
-        aten.isnan.default aten.isinf.default aten.logical_not.default
+        aten.isnan.default aten.isinf.default aten.logical_not.default aten.signbit.default
+        aten.tan.default aten.asin.default aten.acos.default aten.atan.default aten.sinh.default
+        aten.cosh.default aten.asinh.default aten.acosh.default aten.atanh.default aten.sgn.default
+        aten.erfc.default aten.erfinv.default aten.lgamma.default aten.digamma.default
+        aten.atan2.default aten.hypot.default aten.copysign.Tensor aten.addcmul.default
+        aten.addcdiv.default aten.elu.default aten.leaky_relu.default aten.fmod.Tensor
+        aten.remainder.Tensor
         aten.bitwise_not.default aten.clamp.default aten.clamp_min.default aten.clamp_max.default
         aten.pow.Tensor_Scalar aten.pow.Scalar aten.pow.Tensor_Tensor
         aten.add.Scalar aten.sub.Scalar aten.eq.Scalar aten.ne.Scalar aten.lt.Scalar
@@ -410,12 +470,21 @@ def _table() -> dict[str, Rule]:
         summing, linear)  # fmt: skip
     add("reduce", "aten.amax.default aten.amin.default aten.logsumexp.default aten.any.dim",
         reducing, nonlinear)  # fmt: skip
-    add("reduce", "aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim",
-        reducing, nonlinear)  # fmt: skip
+    add("reduce", """
+        aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim aten.median.dim
+        aten.var.correction aten.var_mean.correction aten.prod.dim_int aten.all.dim
+        """, reducing, nonlinear)  # fmt: skip
     add("softmax", "aten._softmax.default aten._log_softmax.default", along(1), nonlinear)
     add("softmax", "aten._softmax_backward_data.default aten._log_softmax_backward_data.default",
         along(2), gradient)  # fmt: skip
-    add("along", "aten.cumsum.default aten.flip.default", along(1), linear)
+    add("along", "aten.cumsum.default aten.flip.default prims.rev.default", along(1), linear)
+    add("along", """
+        aten.cumprod.default aten.cummax.default aten.cummin.default aten.logcumsumexp.default
+        """, along(1), nonlinear)  # fmt: skip
+    add("along", "aten.split.Tensor aten.split_with_sizes.default", along(2, default=0), linear)
+    add("repeat", "aten.repeat.default", repeating, linear)
+    add("index", "aten.index.Tensor", indexed, taking)
+    add("index", "aten.index_put.default", index_put, putting)
     add("along", "aten.slice.Tensor", sliced, linear)
     add("along", "aten.cat.default", along(1, default=0), linear)
     add("pad", "aten.constant_pad_nd.default", padding, padded)

@@ -1,0 +1,136 @@
+"""Writes ops that have no rule as ops that have one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from storage_ops.autochunk.rules import RULES, is_tensor, name_of, shape
+from storage_ops.autochunk.state import same
+
+_ATEN = torch.ops.aten
+
+
+def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Replace nodes without a rule where torch knows a decomposition; the nodes replaced.
+
+    Inductor has done most of that before it calls the pass; graphs of `make_fx` have not.
+    """
+    chosen = set(nodes)
+    replaced: set[fx.Node] = set()
+    for node in [n for n in graph.nodes if n in chosen]:
+        if node.op != "call_function" or not _values(node):
+            continue
+        with graph.inserting_before(node):
+            if _rows_indexed(graph, node):
+                replaced.add(node)
+                continue
+            if name_of(node) not in RULES and _has_decomposition(node.target):
+                replaced.update(_inline(graph, node))
+    return replaced
+
+
+def _values(node: fx.Node) -> bool:
+    return all("val" in a.meta for a in (node, *node.all_input_nodes))
+
+
+def _table() -> dict[Any, Any]:
+    from torch._decomp import core_aten_decompositions
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {**core_aten_decompositions(), **select_decomp_table()}
+
+
+def _has_decomposition(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    # Others would draw other random numbers than the graph does.
+    return torch.Tag.nondeterministic_seeded not in target.tags and target in _table()
+
+
+def _inline(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    target: Any = node.target
+    table, values = _table(), []
+    tensors = [a for a in node.all_input_nodes if is_tensor(a)]
+
+    def run(*given: Any) -> Any:
+        env = dict(zip(tensors, given, strict=True))
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda a: env[a] if a in env else a.meta["val"]
+        )
+        return target(*args, **kwargs)
+
+    if any(isinstance(a.meta["val"], torch.SymInt) for a in node.all_input_nodes):
+        return []
+    values = [a.meta["val"] for a in tensors]
+    with values[0].fake_mode:
+        small = make_fx(run, decomposition_table=table)(*values)
+    if any(n.op not in ("placeholder", "call_function", "output") for n in small.graph.nodes):
+        return []
+    env = dict(zip((n for n in small.graph.nodes if n.op == "placeholder"), tensors, strict=True))
+    result: Any = None
+    for each in small.graph.nodes:
+        if each.op == "call_function":
+            env[each] = graph.node_copy(each, env.__getitem__)
+            env[each].meta["stack_trace"] = node.meta.get("stack_trace")
+        elif each.op == "output":
+            result = fx.map_arg(each.args[0], env.__getitem__)
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+        return [node]
+    users = [u for u in node.users if u.target is operator.getitem]
+    for user in users:
+        user.replace_all_uses_with(result[user.args[1]])
+    return [node, *users]
+
+
+def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
+    """x[arange(N), t] is a gather along the columns, and its gradient a scatter."""
+    name = name_of(node)
+    if name not in ("aten.index.Tensor", "aten.index_put.default"):
+        return False
+    args: Any = node.args
+    x, index = args[0], args[1]
+    if len(shape(x)) != 2 or len(index) != 2 or not all(is_tensor(i) for i in index):
+        return False
+    rows, columns = index
+    if len(shape(rows)) != 1 or len(shape(columns)) != 1 or not _is_range(rows, shape(x)[0]):
+        return False
+    if columns.meta["val"].dtype != torch.int64:
+        return False
+
+    def call(target: Any, *given: Any) -> fx.Node:
+        made = graph.call_function(target, given)
+        with x.meta["val"].fake_mode:
+            made.meta["val"] = target(*fx.map_arg(given, lambda a: a.meta["val"]))
+        made.meta["stack_trace"] = node.meta.get("stack_trace")
+        return made
+
+    column = call(_ATEN.unsqueeze.default, columns, 1)
+    if name == "aten.index.Tensor":
+        made = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
+    else:
+        values = args[2]
+        if shape(values) != shape(columns) or not (len(args) > 3 and args[3]):
+            return False
+        value = call(_ATEN.unsqueeze.default, values, 1)
+        made = call(_ATEN.scatter_add.default, x, 1, column, value)
+    node.replace_all_uses_with(made)
+    return True
+
+
+def _is_range(node: fx.Node, size: Any) -> bool:
+    """Whether a node is 0, 1, ..., size - 1."""
+    if name_of(node) == "prims.iota.default":
+        counted = ((node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1))
+    elif name_of(node) in ("aten.arange.default", "aten.arange.start"):
+        counted = bool(len(node.args) == 1 or node.args[0] == 0)
+    else:
+        return False
+    return bool(counted and same(shape(node)[0], size))

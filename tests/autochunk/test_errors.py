@@ -1,0 +1,86 @@
+"""What is unexpected inside of the pass: the graph stays as it is, and a report is asked for."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from storage_ops.autochunk import ChunkError, chunk, chunker, explain, passes, predict, rewrite
+
+N, D, V = 64, 8, 500
+STAGES = [
+    (predict, "peak"), (chunker, "decompose"), (chunker.propagate, "propagate"), (passes, "order"),
+    (rewrite, "match"), (rewrite, "group_bytes"), (rewrite, "encode_graph"), (rewrite, "_replace"),
+    (rewrite, "sort"),
+]  # fmt: skip
+
+
+def softmax_step(x, w):
+    p = torch.softmax(F.linear(x, w), -1)
+    loss = p.square().sum()
+    return loss, *torch.autograd.grad(loss, (x, w))
+
+
+def traced():
+    x, w = torch.randn(N, D).requires_grad_(), (torch.randn(V, D) * 0.3).requires_grad_()
+    return make_fx(softmax_step, tracing_mode="fake")(x, w), (x, w)
+
+
+def broken(*args, **kwargs):
+    raise KeyError("something is missing")
+
+
+@pytest.mark.parametrize("module, name", STAGES, ids=lambda x: x if isinstance(x, str) else "")
+def test_the_graph_is_left_as_it_was(module, name, monkeypatch):
+    gm, given = traced()
+    gm.graph.eliminate_dead_code()
+    text, want = str(gm.graph), gm(*given)
+    monkeypatch.setattr(module, name, broken)
+    with pytest.warns(
+        UserWarning, match="internal error .* KeyError.*something.* report"
+    ) as caught:
+        chunk(gm, num_chunks=4)
+    assert "test_errors.py" in str(caught[0].message)  # where it was raised
+    gm.graph.lint()
+    assert str(gm.graph) == text
+    for got, expected in zip(gm(*given), want, strict=True):
+        assert torch.equal(got, expected)
+    monkeypatch.undo()
+    torch.testing.assert_close(chunk(gm, num_chunks=4, strict=True)(*given), want)
+
+
+def test_strict_raises(monkeypatch):
+    gm, _ = traced()
+    monkeypatch.setattr(rewrite, "encode_graph", broken)
+    with pytest.raises(ChunkError, match="internal error") as caught:
+        chunk(gm, num_chunks=4, strict=True)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.slow
+def test_a_compiled_function_runs_unchunked(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(passes, "order", broken)
+    w = torch.randn(V, D, requires_grad=True)
+
+    def loss(x):
+        return torch.softmax(x @ w.t(), -1).square().sum()
+
+    x = torch.randn(N, D)
+    with pytest.warns(UserWarning, match="internal error"):
+        got = torch.compile(loss, backend="storage_ops", options={"num_chunks": 4})(x)
+    torch.testing.assert_close(got, loss(x))
+    assert "internal error" in explain(loss, x, num_chunks=4).reason
+
+
+def test_a_graph_without_values():
+    gm = torch.fx.symbolic_trace(lambda x, w: x @ w)
+    with pytest.raises(ValueError, match="no value for its input x"):
+        chunk(gm)
+
+
+def test_a_graph_of_real_tensors():
+    _, given = traced()
+    gm = chunk(make_fx(softmax_step)(*given), num_chunks=4, strict=True)
+    assert any("_chunked_span" in str(n.target) for n in gm.graph.nodes)
+    torch.testing.assert_close(gm(*given), softmax_step(*given))
