@@ -3,11 +3,17 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 import storage_ops
 from storage_ops.ops.storage_kernels import storage_path
 
 NATIVE_PATH = storage_ops.info()["storage_path"]
+# CI draws the same examples at every run; elsewhere they are new ones each time.
+settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
+
 # The native path when there is one, and every Python path that this torch can run.
 PATHS = [
     *(["binding"] if NATIVE_PATH == "binding" else []),
