@@ -207,7 +207,9 @@ def _chunk_at(
     if num_chunks is None and size <= budget:
         raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
     after = propagate.reached([amplifier], lambda n: not propagate.ends(n))
-    for node in decompose(graph, after):
+    limit = propagate.numel(amplifier)
+    large = {n for n in graph.nodes if propagate.numel(n) * propagate.LARGE > limit}
+    for node in decompose(graph, after | large):
         node.args, node.kwargs = (), {}  # nothing leads to it any more; it goes with the dead code
     span = propagate.propagate(graph, amplifier, num_chunks or max(2, -(-size // max(budget, 1))))
     for reads in span.reads.values():

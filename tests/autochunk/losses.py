@@ -142,13 +142,19 @@ def run(f, x, w, t):
     return loss.detach(), x.grad, w.grad
 
 
-def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None):
-    """Compiled as the backend does it, but run op by op: a test takes a second."""
+def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=None):
+    """Compiled as the backend does it, but run op by op: a test takes a second.
+
+    Appends to `reports` what became of each graph, and to `ops` the names of ops that it got.
+    """
 
     def partition(joint, inputs, **options):
         report = backend.apply(joint.graph, num_chunks, None, strict)
         if reports is not None:
             reports.append(report)
+        if ops is not None:
+            names = [str(n.target) for n in joint.graph.nodes]
+            ops.extend(name for name in names if "storage_ops" in name)
         joint.recompile()
         return min_cut_rematerialization_partition(joint, inputs, **options)
 

@@ -1,0 +1,189 @@
+"""Every form of linear cross-entropy becomes its op; what only looks like it does not."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from .losses import (
+    B,
+    T,
+    V,
+    arguments,
+    biased,
+    cross_entropy,
+    cross_entropy_sum,
+    flat,
+    interpreted,
+    log_probs,
+    run,
+    softcap_scaled,
+)  # fmt: skip
+
+OP, GENERAL = "storage_ops.linear_cross_entropy.default", "storage_ops._chunked_span.default"
+CLASSES = torch.linspace(0.5, 2, V)
+TOKENS = torch.linspace(0, 1, B * T).roll(3)  # one of them is zero
+Q = torch.softmax(torch.linspace(-2, 2, B * T * V).sin().view(B * T, V), -1)
+
+
+def z(x, w):
+    return flat(x, w).float()
+
+
+def smoothed(x, w, t):
+    return F.cross_entropy(z(x, w), t.flatten(), label_smoothing=0.1)
+
+
+def smoothed_sum(x, w, t):
+    return F.cross_entropy(z(x, w), t.flatten(), label_smoothing=0.1, reduction="sum") * 3 / 7
+
+
+def class_weights(x, w, t):
+    return F.cross_entropy(z(x, w), t.flatten(), weight=CLASSES)
+
+
+def class_weights_smoothed(x, w, t):
+    return F.cross_entropy(z(x, w), t.flatten(), weight=CLASSES, label_smoothing=0.2)
+
+
+def token_weights(x, w, t):
+    nll = F.cross_entropy(z(x, w), t.flatten(), reduction="none")
+    return (nll * TOKENS).sum() / TOKENS.sum()
+
+
+def token_weights_smoothed(x, w, t):
+    nll = F.cross_entropy(z(x, w), t.flatten(), reduction="none", label_smoothing=0.1)
+    return (nll * TOKENS).mean()
+
+
+def token_mask(x, w, t):
+    mask = (t.flatten() > V // 2).float()
+    nll = F.cross_entropy(z(x, w), t.flatten(), reduction="none")
+    return (nll * mask).sum() / mask.sum()
+
+
+def probabilities(x, w, t):
+    return F.cross_entropy(z(x, w), Q)
+
+
+def probabilities_smoothed_weighted(x, w, t):
+    return F.cross_entropy(z(x, w), Q, weight=CLASSES, label_smoothing=0.1, reduction="sum")
+
+
+def probabilities_token_weights(x, w, t):
+    return (F.cross_entropy(z(x, w), Q, reduction="none") * TOKENS).sum()
+
+
+def z_loss(x, w, t):
+    logits, kept = z(x, w), t.flatten() != -100
+    squares = torch.logsumexp(logits, -1).square() * kept
+    return F.cross_entropy(logits, t.flatten()) + 1e-2 * squares.sum() / kept.sum()
+
+
+def z_loss_of_all(x, w, t):
+    logits = z(x, w)
+    log_p = torch.log_softmax(logits, -1).gather(1, t.clamp(min=0).view(-1, 1))
+    return -log_p.mean() + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+
+
+def log_likelihood(x, w, t):
+    return -log_probs(x, w, t).mean()
+
+
+def policy_gradient(x, w, t):
+    return -(log_probs(x, w, t) * TOKENS.view(B, T)).sum()
+
+
+def by_indices(x, w, t):
+    log_p = torch.log_softmax(z(x, w), -1)
+    return -log_p[torch.arange(B * T), t.clamp(min=0).flatten()].mean()
+
+
+def everything(x, w, t):
+    logits = F.linear(x, w, w[:, 0]).flatten(0, 1).float() * 1.5
+    logits = 5 * torch.tanh(logits / 5)
+    nll = F.cross_entropy(logits, t.flatten(), CLASSES, reduction="none", label_smoothing=0.1)
+    return (nll * TOKENS).sum() / 10
+
+
+FORMS = [
+    cross_entropy, cross_entropy_sum, biased, softcap_scaled, smoothed, smoothed_sum, class_weights,
+    class_weights_smoothed, token_weights, token_weights_smoothed, token_mask, probabilities,
+    probabilities_smoothed_weighted, probabilities_token_weights, z_loss, z_loss_of_all,
+    log_likelihood, policy_gradient, by_indices, everything,
+]  # fmt: skip
+IN_BF16 = [smoothed, class_weights, token_weights, probabilities, z_loss]
+
+
+def z_loss_without_mask(x, w, t):
+    logits = z(x, w)
+    return F.cross_entropy(logits, t.flatten()) + torch.logsumexp(logits, -1).square().mean()
+
+
+def shown_without_weights(x, w, t):
+    nll = F.cross_entropy(z(x, w), t.flatten(), reduction="none")
+    return (nll * TOKENS).sum() + nll.detach().sum()
+
+
+def another_target(x, w, t):
+    log_p, t = torch.log_softmax(z(x, w), -1), t.clamp(min=0).view(-1, 1)
+    return -(log_p.gather(1, t) + log_p.gather(1, t.flip(0))).mean()
+
+
+def brier(x, w, t):
+    p = torch.softmax(z(x, w), -1)
+    return (p * p).sum(-1).mean() - 2 * p.gather(1, t.clamp(min=0).view(-1, 1)).mean()
+
+
+def smoothing_without_weights(x, w, t):
+    log_p = torch.log_softmax(z(x, w), -1)
+    nll = F.nll_loss(log_p, t.flatten(), reduction="none")
+    return (nll * TOKENS).sum() - 1e-3 * log_p.sum()
+
+
+OTHERS = [
+    z_loss_without_mask, shown_without_weights, another_target, brier, smoothing_without_weights,
+]  # fmt: skip
+
+
+def check(loss, dtype, op):
+    torch._dynamo.reset()
+    given, ops = arguments(dtype), []
+    exact = run(loss, *(a.double() if a.is_floating_point() else a for a in given))
+    plain = run(loss, *given)
+    got = run(interpreted(loss, ops=ops), *given)
+    assert op in ops and len(set(ops)) == 1
+    floor = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, eager, want in zip(got, plain, exact, strict=True):
+        size = want.double().norm()
+        assert ours.dtype == eager.dtype and ours.shape == eager.shape
+        error, allowed = (ours.double() - want).norm(), 1.5 * (eager.double() - want).norm()
+        assert error <= allowed + floor * size
+
+
+@pytest.mark.parametrize("loss", FORMS, ids=lambda f: f.__name__)
+def test_becomes_the_op(loss):
+    check(loss, torch.float32, OP)
+
+
+@pytest.mark.parametrize("loss", IN_BF16, ids=lambda f: f.__name__)
+def test_becomes_the_op_in_bf16(loss):
+    check(loss, torch.bfloat16, OP)
+
+
+@pytest.mark.parametrize("loss", OTHERS, ids=lambda f: f.__name__)
+def test_stays_general(loss):
+    check(loss, torch.float32, GENERAL)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, class_weights], ids=lambda f: f.__name__)
+def test_float16_keeps_its_range(loss):
+    check(loss, torch.float16, GENERAL)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, smoothed, class_weights, z_loss])
+def test_all_tokens_ignored(loss):
+    torch._dynamo.reset()
+    x, w, t = arguments()
+    t = torch.full_like(t, -100)
+    grads = torch.autograd.grad(interpreted(loss)(x, w, t), (x, w))
+    assert not any(g.any() for g in grads)
