@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -134,3 +135,14 @@ def storage_of(node: fx.Node) -> int | None:
     if not isinstance(value, Tensor):
         return None
     return next((key for key, _ in storages(value)), None)
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that shares its tensors."""
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, {})
+    graph.output(output)
+    graph.set_codegen(copy.deepcopy(gm.graph._codegen))
+    copied = fx.GraphModule(gm, graph, type(gm).__name__)
+    copied.meta = dict(gm.meta)
+    return copied

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from storage_ops.graph import rng
 from storage_ops.graph.functionalize import FILLS, functionalize, reinplace
 from storage_ops.graph.nodes import (
     compute_value,
+    copy_of,
     fake_modes,
     has_tensor,
     is_effectful,
@@ -28,7 +28,7 @@ from storage_ops.graph.regions import KEY, Mark, mark_of
 from storage_ops.graph.repair import repair
 from storage_ops.graph.verify import verify_equal
 
-_BEFORE = "storage_ops_before"
+BEFORE = "storage_ops_before"
 _SAVED = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 
 
@@ -68,16 +68,16 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
         >>> gm = storage_ops.graph.remat(gm, verify=True)
     """
     forget_tags()
-    if _BEFORE not in gm.meta:
+    if BEFORE not in gm.meta:
         gm = recompute(gm, foreign=not any(KEY in node.meta for node in gm.graph.nodes))
     if verify:
-        verify_equal(gm.meta[_BEFORE], gm)
+        verify_equal(gm.meta[BEFORE], gm)
     return gm
 
 
 def recompute(before: fx.GraphModule, foreign: bool) -> fx.GraphModule:
     """The work of `remat`; `foreign` graphs carry no marks, only what torch leaves in them."""
-    gm = _copy(before)
+    gm = copy_of(before)
     mode = _one_mode(gm)
     if foreign:
         repair(gm, mode)
@@ -94,7 +94,7 @@ def recompute(before: fx.GraphModule, foreign: bool) -> fx.GraphModule:
         node.meta.pop(KEY, None)
     gm.graph.lint()
     gm.recompile()
-    gm.meta[_BEFORE] = before
+    gm.meta[BEFORE] = before
     return gm
 
 
@@ -265,16 +265,6 @@ def _acts(node: fx.Node) -> bool:
         or rng.updates_statistics(node)
         or node.is_impure()
     )
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    output = graph.graph_copy(gm.graph, {})
-    graph.output(output)
-    graph.set_codegen(copy.deepcopy(gm.graph._codegen))
-    copied = fx.GraphModule(gm, graph, type(gm).__name__)
-    copied.meta = dict(gm.meta)
-    return copied
 
 
 def _one_mode(gm: fx.GraphModule) -> FakeTensorMode:

@@ -6,14 +6,16 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from storage_ops.graph.nodes import argument
 
 aten = torch.ops.aten
+_SEED_AND_OFFSET = 16  # bytes of the state of a GPU's generator
 
 
 def is_random(node: fx.Node) -> bool:
@@ -83,8 +85,9 @@ def replay(graph: fx.Graph, node: fx.Node, copies: list[fx.Node], mode: FakeTens
         both = graph.call_function(run_and_save_rng_state, (op, *node.args), dict(node.kwargs))
         state = graph.call_function(operator.getitem, (both, 0))
         result = graph.call_function(operator.getitem, (both, 1))
+    device = device_of(node)
     with mode:
-        size = torch.get_rng_state().numel()
+        size = torch.get_rng_state().numel() if device.type == "cpu" else _SEED_AND_OFFSET
         state.meta["val"] = torch.empty(size, dtype=torch.uint8, device="cpu")
     both.meta = {**node.meta, "val": (state.meta["val"], node.meta["val"])}
     result.meta = dict(node.meta)
@@ -93,3 +96,25 @@ def replay(graph: fx.Graph, node: fx.Node, copies: list[fx.Node], mode: FakeTens
         copy.args = (state, op, *copy.args)
         copy.target = run_with_rng_state
     graph.erase_node(node)
+
+
+def device_of(node: fx.Node) -> torch.device:
+    """Where a random op draws: the device of its result, the last of its tensors."""
+    tensors = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return tensors[-1].device if tensors else torch.device("cpu")
+
+
+def gpu_of_replays(graph: fx.Graph) -> torch.device | None:
+    """The GPU whose generator's state a graph saves; it must be the current one when it runs.
+
+    Raises:
+        RuntimeError: there are several.
+    """
+    saving = [node for node in graph.nodes if node.target is run_and_save_rng_state]
+    devices = {device_of(node) for node in saving} - {torch.device("cpu")}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"remat: random ops on {sorted(map(str, devices))} are to be run again; expected those "
+            "of one GPU, for torch saves the state of the current GPU only"
+        )
+    return next(iter(devices), None)

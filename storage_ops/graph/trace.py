@@ -17,10 +17,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from storage_ops.graph import cleanup, regions, torch_checkpoint
 from storage_ops.graph.arguments import Arguments, Layout
+from storage_ops.graph.capture import check_capture
 from storage_ops.graph.lift import Gradients, Lift, is_traced
 from storage_ops.graph.optimizers import Optimizers
 from storage_ops.graph.packing import Build, Packer
 from storage_ops.graph.remat import forget_tags, recompute
+from storage_ops.graph.rng import gpu_of_replays
 from storage_ops.graph.schedule import Schedule, schedule
 from storage_ops.graph.slots import Closure, Slot, closure_of
 
@@ -88,6 +90,7 @@ class TracedStep:
         self._inputs = [slot for slot, keep in zip(lift.inputs, kept, strict=True) if keep]
         self._layouts = [Layout.of(slot.read()) for slot in self._inputs]
         self.gm: fx.GraphModule = recompute(gm, foreign=False)
+        self._gpu = gpu_of_replays(self.gm.graph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the arguments must be as in the trace but for the values of tensors."""
@@ -103,7 +106,10 @@ class TracedStep:
         for slot, layout, t in zip(self._inputs, self._layouts, lifted, strict=True):
             layout.check(slot.name, t)
         previous = self._before(leaves)
-        with torch.no_grad():
+        gpu = contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
+        if self._gpu is not None and torch.cuda.is_current_stream_capturing():
+            check_capture(self.gm.graph)
+        with torch.no_grad(), gpu:
             outputs = self.gm(*plain, *lifted)
         for gradient, before in previous:
             if gradient.build is None:

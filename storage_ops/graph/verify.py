@@ -25,9 +25,10 @@ def verify_equal(first: fx.GraphModule, second: fx.GraphModule) -> None:
     ]
     with torch.random.fork_rng():
         ours, theirs = _run(first, inputs), _run(second, inputs)
-    names = [f"output {i}" for i in range(len(ours) - len(inputs) - 1)]
+    states = len(_random_states())
+    names = [f"output {i}" for i in range(len(ours) - len(inputs) - states)]
     names += [f"input {i} after the run" for i in range(len(inputs))]
-    names += ["the state of the random-number generator"]
+    names += ["the state of the random-number generator"] * states
     for name, one, other in zip(names, ours, theirs, strict=True):
         if isinstance(one, Tensor) and not torch.equal(one.nan_to_num(), other.nan_to_num()):
             difference = (one.double() - other.double()).abs().max().item()
@@ -42,7 +43,13 @@ def _run(gm: fx.GraphModule, inputs: list[Any]) -> list[Any]:
     torch.manual_seed(0)
     with torch.no_grad():
         outputs = tree_leaves(gm(*given))
-    return [*outputs, *given, torch.get_rng_state()]
+    return [*outputs, *given, *_random_states()]
+
+
+def _random_states() -> list[Tensor]:
+    """The state of the CPU's generator, and of those of the GPUs in use."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *gpus]
 
 
 def _random(value: Any, generator: torch.Generator) -> Any:
