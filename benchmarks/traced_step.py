@@ -1,0 +1,141 @@
+"""What tracing a training step costs, and what the traced step takes against eager and make_fx.
+
+A GPT with dropout 0.1 whose blocks run plainly, under torch.utils.checkpoint without and with a
+policy that saves matrix products, or with the output of the up-projection discarded. Traced is the
+step of GPT-2 small at several depths, in CPU seconds, split into recording and the rewrite that
+recomputes (`remat`). Peaks, of activations and gradients, and times are measured on a CPU at a
+reduced size; a time is the median of ratios to eager's CPU time in one process. The graph that
+torch's make_fx records of the same step is run for its peak; its dropout is wrong in a recompute.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import storage_ops
+from benchmarks._harness import finish, interleave, parser
+from storage_ops.demo.model import GPT, PRESETS, Block, Config
+from storage_ops.graph.remat import recompute
+
+MB = 1 << 20
+WAYS = ("plain", "checkpoint", "matmuls saved", "output discarded")
+SMALL = Config(layers=4, width=256, heads=4, context=256, batch=4, vocab=2048)
+PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")]
+Step = Callable[[Tensor, Tensor], Any]
+
+
+class Layer(nn.Module):
+    """A block and a dropout, checkpointed in one of the ways."""
+
+    def __init__(self, block: Block, way: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(block, nn.Dropout(0.1))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) to the same."""
+        y: Tensor
+        if self.way in ("plain", "output discarded"):
+            y = self.body(x)
+        elif self.way == "checkpoint":
+            y = checkpoint(self.body, x, use_reentrant=False)
+        else:
+            contexts = partial(create_selective_checkpoint_contexts, PRODUCTS)
+            y = checkpoint(self.body, x, use_reentrant=False, context_fn=contexts)
+        return y
+
+
+def make(config: Config, way: str) -> tuple[Step, tuple[Tensor, Tensor]]:
+    """Loss and gradients of a model as a function, and a batch."""
+    model = GPT(config, save_memory=way == "output discarded")
+    model.save_memory = False  # the same loss in every way
+    model.blocks = nn.ModuleList(Layer(block, way) for block in model.blocks)  # type: ignore[arg-type]
+    parameters = list(model.parameters())
+
+    def step(tokens: Tensor, targets: Tensor) -> Any:
+        loss = model(tokens, targets)
+        return loss.detach(), torch.autograd.grad(loss, parameters)
+
+    tokens, targets = torch.randint(config.vocab, (2, config.batch, config.context))
+    return step, (tokens, targets)
+
+
+def cost(layers: int) -> tuple[float, float]:
+    """CPU seconds of recording GPT-2 small at a depth, and of the rewrite that recomputes."""
+    small = PRESETS["gpt2-small"]
+    config = Config(layers, small.width, small.heads, small.context, batch=1, vocab=50257)
+    step, data = make(config, "checkpoint")
+    start = time.process_time()
+    traced = storage_ops.graph.trace_step(step, *data)
+    both = time.process_time() - start
+    before = traced.gm.meta["storage_ops_before"]
+    start = time.process_time()
+    recompute(before, foreign=False)
+    rewrite = time.process_time() - start
+    return both - rewrite, rewrite
+
+
+def peak(run: Step, data: tuple[Tensor, Tensor]) -> int:
+    """Bytes of a second call above the parameters."""
+    with torch.set_grad_enabled(not isinstance(run, torch.fx.GraphModule)):
+        run(*data)
+        with storage_ops.memory.measure() as measured:
+            run(*data)
+    return measured.peak_bytes
+
+
+def compare(way: str, repeats: int) -> dict[str, Any]:
+    """One way's peaks, and the time of a traced step over that of eager."""
+    step, data = make(SMALL, way)
+    traced = storage_ops.graph.trace_step(step, *data)
+    eager, ours = peak(step, data), peak(traced, data)
+    theirs: float | str = ""
+    if way != "output discarded":
+        try:
+            theirs = round(peak(make_fx(step)(*data), data) / MB, 1)
+        except RuntimeError as error:  # with a policy torch refuses dropout, which works in place
+            theirs = type(error).__name__
+    seconds = interleave({"eager": partial(step, *data), "traced": partial(traced, *data)}, repeats)
+    pairs = zip(seconds["traced"], seconds["eager"], strict=True)
+    return {
+        "eager MB": round(eager / MB, 1),
+        "traced MB": round(ours / MB, 1),
+        "traced / eager": round(ours / eager, 3),
+        "predicted MB": round(traced.peak.peak_bytes / MB, 1),
+        "make_fx MB": theirs,
+        "time / eager": round(statistics.median(a / b for (_, a), (_, b) in pairs), 3),
+    }
+
+
+def main() -> None:
+    """Measure, write and print."""
+    options = parser(__doc__)
+    options.add_argument("--layers", nargs="*", type=int, default=[3, 6, 12, 24])
+    arguments = options.parse_args()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = [{"case": w, **compare(w, arguments.repeats)} for w in WAYS]
+    cost(1)  # what is imported and cached at the first time
+    columns = dict.fromkeys([*rows[0], "trace s", "remat s"], "")
+    for layers in arguments.layers:
+        tries = [cost(layers) for _ in range(3)]
+        trace, rewrite = (
+            round(statistics.median(column), 2) for column in zip(*tries, strict=True)
+        )
+        case = f"GPT-2 small, {layers} layers"
+        rows.append({"case": case, "trace s": trace, "remat s": rewrite})
+    torch.set_num_threads(threads)
+    finish("traced_step", [{**columns, **row} for row in rows], arguments)
+
+
+if __name__ == "__main__":
+    main()
