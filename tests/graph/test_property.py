@@ -1,10 +1,10 @@
 """Random small models, policies and dropouts: eager, traced and compiled gradients."""
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -90,80 +90,51 @@ blocks = st.lists(
 
 
 def build(plan, seed):
+    """A model and its loss."""
     torch.manual_seed(seed)
-    body = [
+    model = nn.ModuleList(
         nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), *(OPS[op](i) for i, op in enumerate(ops)))
         for ops, _, _ in plan
-    ]
-    model = nn.ModuleList(body)
+    )
 
-    def step(x):
+    def loss_of(x):
         for block, (_, region, saved) in zip(model, plan, strict=True):
             x = x + checkpointed(block, x, region, saved)
-        loss = F.dropout(x, 0.1).square().sum()
+        return F.dropout(x, 0.1).square().sum()
+
+    return model, loss_of
+
+
+def run(plan, seed, how):
+    """Loss, gradients and the state of the generator after one step."""
+    model, loss_of = build(plan, seed)
+    if how == "compiled":
+        loss_of = torch.compile(loss_of, backend="aot_eager")
+
+    def step(x):
+        loss = loss_of(x)
         loss.backward()
         return loss.detach()
 
-    return model, step
-
-
-def run(plan, seed, change):
-    model, step = build(plan, seed)
     x = torch.randn(2, 3, WIDTH, dtype=torch.double)
-    step = change(step, x)
+    if how == "traced":
+        step = graph.trace_step(step, x)
+        graph.remat(step.gm, verify=True)
     torch.manual_seed(seed + 1)
     loss = step(x)
     return loss, [p.grad for p in model.parameters()], torch.get_rng_state()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=blocks, seed=st.integers(0, 2**31))
-def test_eager_and_traced_agree_bit_for_bit(plan, seed):
-    def traced(step, x):
-        traced = graph.trace_step(step, x)
-        graph.remat(traced.gm, verify=True)
-        return traced
-
+def test_eager_traced_and_compiled_agree(plan, seed):
     # Eager selective checkpointing refuses in-place ops on what it saves; the numbers are the same.
     plain = [(ops, "full" if r == "selective" else r, saved) for ops, r, saved in plan]
-    eager = run(plain, seed, lambda step, x: step)
-    torch.testing.assert_close(run(plan, seed, traced), eager, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.slow
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plan=blocks, seed=st.integers(0, 2**31))
-def test_compiled_agrees_where_it_draws_no_numbers(plan, seed):
-    """Compiled dropout draws other numbers, and in-place ops are not compiled under a policy."""
-    quiet = [
-        (
-            [op for op in ops if "dropout" not in op and op not in ("attention", "relu_")],
-            region,
-            saved,
-        )
-        for ops, region, saved in plan
-        if region not in ("output_discard", "nested")
-    ]
-    quiet = quiet or [(["gelu"], "full", set())]
-    results = []
-    for compiled in (False, True):
-        model, _ = build(quiet, seed)
-
-        def forward(x, model=model):
-            for block, (_, region, saved) in zip(model, quiet, strict=True):
-                x = x + checkpointed(block, x, region, saved)
-            return x.square().sum()
-
-        if compiled:
-            forward = torch.compile(forward, backend="aot_eager")
-
-        def step(x, forward=forward):
-            loss = forward(x)
-            loss.backward()
-            return loss.detach()
-
-        x = torch.randn(2, 3, WIDTH, dtype=torch.double)
-        step = step if compiled else graph.trace_step(step, x)
-        results.append((step(x), [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(results[0], results[1])
+    eager = run(plain, seed, "eager")
+    torch.testing.assert_close(run(plan, seed, "traced"), eager, rtol=0, atol=0, equal_nan=True)
+    torch._dynamo.reset()
+    with inductor_config.patch(fallback_random=True):  # compiled ops draw eager's numbers
+        compiled = run(plan, seed, "compiled")
+    torch.testing.assert_close(compiled[:2], eager[:2], equal_nan=True)
+    assert torch.equal(compiled[2], eager[2])
     torch._dynamo.reset()
