@@ -15,7 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from storage_ops.graph import cleanup, regions, torch_checkpoint
+from storage_ops.graph import cleanup, data_parallel, regions, torch_checkpoint
 from storage_ops.graph.arguments import Arguments, Layout
 from storage_ops.graph.capture import check_capture
 from storage_ops.graph.lift import Gradients, Lift, is_traced
@@ -52,7 +52,6 @@ class TracedStep:
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         functools.update_wrapper(self, fn, updated=())
         closure = closure_of(fn)
-        _refuse_data_parallel(closure)
         self._training = [(name, m, m.training) for name, m in closure.modules]
         self._optimizers = Optimizers()
         from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy: half a second
@@ -80,7 +79,13 @@ class TracedStep:
                 symbolic = (
                     enable_python_dispatcher if self._arguments.dynamic else contextlib.nullcontext
                 )
-                with fake_mode, torch_checkpoint.marked(), _eager_submodules(), symbolic():
+                with (
+                    fake_mode,
+                    data_parallel.traced(closure, fake_mode),
+                    torch_checkpoint.marked(),
+                    _eager_submodules(),
+                    symbolic(),
+                ):
                     gm = make_fx(flat)(*self._arguments.stand_ins)
             finally:
                 gradients.restore()
@@ -195,7 +200,8 @@ def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
         A callable with the signature and the results of `fn`. Its tensors carry no autograd graph.
 
     Raises:
-        ValueError: an argument has a grad_fn; a module is data-parallel (FSDP, DDP).
+        ValueError: an argument has a grad_fn; a module is data-parallel in a way that cannot be
+            recorded, such as FSDP.
         RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
             in an object; a region modifies in place what comes from outside it. In each case
             nothing has changed.
@@ -211,21 +217,6 @@ def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
         (True, torch.Size([8, 8]))
     """
     return TracedStep(fn, args, kwargs)
-
-
-def _refuse_data_parallel(closure: Closure) -> None:
-    """Raise for modules whose hooks keep tensors of the step in buffers of their own."""
-    for name, module in closure.modules:
-        for kind in type(module).__mro__:
-            if kind.__name__ in (
-                "FSDPModule",
-                "FullyShardedDataParallel",
-                "DistributedDataParallel",
-            ):
-                raise ValueError(
-                    f"trace_step: {name} is a {kind.__name__}, which communicates in hooks that a "
-                    "graph cannot hold; expected modules whose parameters are tensors or DTensors"
-                )
 
 
 @contextlib.contextmanager
