@@ -1,14 +1,18 @@
-"""Interleaved timing, and results as JSON with what they were measured on."""
+"""Interleaved timing, peak memory, and results as JSON with what they were measured on."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import gc
+import importlib.metadata
 import json
+import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +22,164 @@ from rich.table import Table
 
 import storage_ops
 
+ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+REPORT = Path("bench-report")  # where results go that are not kept
+MIB = 1 << 20
+Case = Callable[[], object]
+Runs = list[tuple[float, float]]  # wall seconds, and seconds on the clock that is compared
+WARM_RUNS = {"cpu": 1, "cuda": 3}
+PEER_PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "quack-kernels", "megatron-core",
+                 "ai2-olmo-core", "transformers")  # fmt: skip
+
+
+class Result:
+    """The result file of a running benchmark; at any moment it holds all rows so far."""
+
+    def __init__(self, stem: str, path: Path, device: str, note: str | None) -> None:
+        self.path = path
+        self.head = {"stem": stem, **provenance(device)} | ({"note": note} if note else {})
+        self.skipped: dict[str, str] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.groups = self.groups_done = 0
+        self._written = 0.0
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, **running: Any) -> None:
+        """Replace the file, one row a line; `running` is there until the benchmark ends."""
+        head = {**self.head, **running, "skipped": self.skipped}
+        rows = ",\n  ".join(json.dumps(row) for row in self.rows)
+        text = f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
+        beside = self.path.with_suffix(".part")
+        beside.write_text(text)
+        os.replace(beside, self.path)
+        self._written = time.monotonic()
+
+    def tick(self, at: str, share: float) -> None:
+        """Note where the benchmark is; `share` of the current group is done."""
+        if time.monotonic() - self._written > 0.3:
+            done = (self.groups_done + share) / max(self.groups, self.groups_done + 1)
+            self.write(running=at, done=round(done, 4))
+
+
+_result: Result | None = None
+
+
+def expect(groups: int) -> None:
+    """Say how many calls of `interleave` will follow, for the progress bar."""
+    if _result is not None:
+        _result.groups = groups
+
+
+def skip(name: str, why: str) -> None:
+    """Say that a case or a peer is left out, and why."""
+    print(f"skipped: {name}: {why}", flush=True)
+    if _result is not None:
+        _result.skipped[name] = why
 
 
 def interleave(
-    cases: dict[str, Callable[[], object]], repeats: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Run every case once per round, in turn and back; (wall, process CPU) seconds of each run.
+    cases: dict[str, Case], repeats: int, device: str = "cpu", label: str = ""
+) -> dict[str, Runs]:
+    """Run every case once per round, in turn and back, after warm-up.
 
-    Ratios of medians taken within one process hold on a shared machine where single times do not.
+    A case that raises while it warms up is named and removed from `cases`; `label` says what the
+    cases have in common.
+
+    Returns:
+        The runs of each case: wall seconds, and seconds of process CPU time, or on a GPU of device
+        time between two events. Ratios of medians of these, taken within one process, hold on a
+        shared machine where single times do not.
     """
-    for run in cases.values():
-        run()
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    prefix = f"{label}: " if label else ""
+    for name in list(cases):
+        _tick(f"{prefix}{name}, warm-up", 0.0)
+        try:
+            for _ in range(WARM_RUNS[device]):
+                cases[name]()
+            _synchronize(device)
+        except Exception as error:
+            del cases[name]
+            lines = str(error).strip().splitlines() or [""]
+            skip(f"{prefix}{name}", f"{type(error).__name__}: {lines[0][:200]}")
+            _release(device)
+    seconds: dict[str, Runs] = {name: [] for name in cases}
     for round_ in range(repeats):
         names = list(cases) if round_ % 2 == 0 else list(reversed(cases))
-        for name in names:
-            wall, cpu = time.perf_counter(), time.process_time()
-            cases[name]()
-            seconds[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+        for k, name in enumerate(names):
+            _tick(f"{prefix}{name}", (round_ + k / len(names)) / repeats)
+            seconds[name].append(_timed(cases[name], device))
+    if _result is not None:
+        _result.groups_done += 1
     return seconds
 
 
-def ratios(
-    seconds: dict[str, list[tuple[float, float]]], base: str
-) -> dict[str, tuple[float, float, float]]:
-    """CPU time of each case over that of `base` in the same round: median, least, most."""
+def _tick(at: str, share: float) -> None:
+    if _result is not None:
+        _result.tick(at, share)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _release(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _timed(run: Case, device: str) -> tuple[float, float]:
+    if device == "cpu":
+        wall, cpu = time.perf_counter(), time.process_time()
+        run()
+        return time.perf_counter() - wall, time.process_time() - cpu
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    wall = time.perf_counter()
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return time.perf_counter() - wall, begin.elapsed_time(end) / 1e3
+
+
+def ratios(seconds: dict[str, Runs], base: str) -> dict[str, tuple[float, float, float]]:
+    """Median time of each case over that of `base`; least and most of the ratios of one round."""
+    below = [clock for _, clock in seconds[base]]
     result = {}
     for name, runs in seconds.items():
-        each = [cpu / other for (_, cpu), (_, other) in zip(runs, seconds[base], strict=True)]
-        result[name] = (statistics.median(each), min(each), max(each))
+        above = [clock for _, clock in runs]
+        each = [a / b for a, b in zip(above, below, strict=True)]
+        median = statistics.median(above) / statistics.median(below)
+        result[name] = (median, min(each), max(each))
     return result
 
 
-def hardware() -> str:
-    """The processor's name as a folder name."""
-    if torch.cuda.is_available():
+def milliseconds(runs: Runs) -> float:
+    """Median on the clock that is compared."""
+    return round(1e3 * statistics.median(clock for _, clock in runs), 3)
+
+
+def peak(run: Case, device: str = "cpu") -> float:
+    """Peak MiB of a run above what was allocated before it."""
+    _release(device)
+    if device == "cpu":
+        with storage_ops.memory.measure() as m:
+            run()
+        return round(m.peak_bytes / MIB, 1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / MIB, 1)
+
+
+def hardware(device: str | None = None) -> str:
+    """The processor's name as a folder name; of a GPU if there is one and no device is given."""
+    if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_name().lower().replace(" ", "-")
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -63,34 +189,80 @@ def hardware() -> str:
     return f"{'-'.join(model.lower().split())}-{torch.get_num_threads()}-threads"
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, hardware and commit."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+def provenance(device: str | None = None) -> dict[str, Any]:
+    """Versions, hardware, commit and day."""
+    commit = os.environ.get("STORAGE_OPS_COMMIT")  # where the source travelled without its history
+    if commit is None:
+        command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        commit = done.stdout.strip()
     facts = storage_ops.info()
     keys = ("storage_ops", "torch", "python", "gpu", "storage_path", "row_kernel")
-    return {"commit": commit, "hardware": hardware(), **{key: facts[key] for key in keys}}
+    day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {
+        "commit": commit,
+        "day": day,
+        "hardware": hardware(device),
+        **{key: facts[key] for key in keys},
+        "packages": _versions(),
+    }
 
 
-def finish(stem: str, rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """Write the rows as JSON and print them as a table."""
-    path = arguments.json or RESULTS / hardware() / f"{stem}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
-    table = Table(title=f"{stem} on {hardware()}")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "case" else "right")
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PEER_PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def finish(stem: str, rows: Iterable[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Write the rows as JSON, each as soon as it is there, and print them as a table."""
+    global _result
+    device = arguments.device
+    kept = RESULTS / hardware(device) if not arguments.quick else REPORT
+    _result = Result(stem, arguments.json or kept / f"{stem}.json", device, arguments.note)
+    result = _result
+    result.write(running="start", done=0.0)
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+        result.rows.append(row)
+        result.write(running=stem, done=result.groups_done / max(result.groups, 1))
+    result.write()
+    _result = None
     console = Console()
-    console.print(table)
-    console.print(f"written to {path}")
+    console.print(table(result.rows, f"{stem} on {hardware(device)}"))
+    console.print(f"written to {result.path}")
+
+
+def columns(rows: list[dict[str, Any]]) -> list[str]:
+    """What a table of these rows shows: all keys, but for curves."""
+    found = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in found if not any(isinstance(row.get(key), list) for row in rows)]
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    """The rows for a terminal."""
+    result = Table(title=title)
+    names = columns(rows)
+    for name in names:
+        result.add_column(name, justify="left" if name in ("shape", "case") else "right")
+    for row in rows:
+        result.add_row(*(str(row.get(name, "")) for name in names))
+    return result
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
-    result = argparse.ArgumentParser(description=description)
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     result.add_argument("--json", type=Path, help="where the results go")
     result.add_argument("--repeats", type=int, default=5, help="rounds of interleaved runs")
+    result.add_argument("--quick", action="store_true",
+                        help="small shapes, few rounds: a look, not a result to keep")  # fmt: skip
+    result.add_argument("--device", choices=["cpu", "cuda"],
+                        default="cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
+    result.add_argument("--note", help="what to know of these results; kept with them")
     return result

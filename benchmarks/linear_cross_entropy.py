@@ -2,35 +2,51 @@
 
 The floor is the three products of the unchunked loss at the same shape and dtype. "own products"
 are those of the plan that ours follows, without its row kernel. All run interleaved in one process;
-times are process CPU times; peaks are those of allocations above inputs, gradients included.
+times are process CPU times, on a GPU those between events; peaks are those of allocations above
+inputs, gradients included. Shapes S1 to S3 are for a CPU, R1 to R9 for a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import config as inductor_config
-from torch.nn import functional as F
 
 import storage_ops
-from benchmarks._harness import finish, interleave, parser, ratios
+from benchmarks._harness import (
+    Case, expect, finish, interleave, milliseconds, parser, peak, ratios, skip,
+)  # fmt: skip
+from benchmarks._loss_peers import Loss, Task, peers
 from storage_ops.ops import loss_tiles, planner
 from storage_ops.ops.loss_autograd import problem_of
 from storage_ops.ops.loss_rows import Spec, tokens_of
 
-MIB = 1 << 20
+# Tokens, width, classes.
 SHAPES = {"S1": (2048, 768, 50257), "S2": (1024, 2048, 32000), "S3": (512, 1024, 128256)}
+GPU_SHAPES = {
+    "R1": (4096, 4096, 128256),
+    "R2": (8192, 4096, 128256),
+    "R7": (32768, 768, 50257),
+    "R6": (16384, 2048, 32000),
+    "R8": (4096, 4096, 32000),
+    "R5": (8192, 2304, 256000),
+    "R3": (8192, 4096, 151936),
+    "R4": (16384, 2048, 248320),
+    "R9, 1024": (1024, 4096, 128256),
+    "R9, 512": (512, 4096, 128256),
+    "R9, 128": (128, 4096, 128256),
+}
+QUICK_SHAPES = {"quick": (512, 512, 32000)}
+SOFTCAPS = {"R5": 30.0}
 SHARES = (2, 4, 8, 16, 64)
 FLOOR = "floor (three products)"
 SLOW = 1.25  # --all-plans leaves out what is predicted to take so many times the chosen plan's time
-Case = Callable[[], object]
+VARIANTS = ("mean", "none", "half ignored")
 
 
 @contextlib.contextmanager
@@ -51,33 +67,46 @@ class Bench:
     x: Tensor
     w: Tensor
     target: Tensor
+    task: Task
     cases: dict[str, Case] = field(default_factory=dict)
     own: dict[str, str] = field(default_factory=dict)  # case -> the case of its products alone
     plans: dict[str, planner.Plan] = field(default_factory=dict)
 
-    def step(self, loss: Callable[..., Tensor], **options: Any) -> Case:
+    @property
+    def valid(self) -> int | None:
+        """How many tokens count, where some do not."""
+        valid = int((self.target >= 0).sum())
+        return valid if valid < len(self.target) else None
+
+    def ours(self, **options: Any) -> Loss:
+        """The loss of this package."""
+        given = {"softcap": self.task.softcap, "reduction": self.task.reduction, **options}
+        given["max_valid"] = self.valid
+        return lambda x, w, t: storage_ops.linear_cross_entropy(x, w, t, **given)
+
+    def step(self, loss: Loss) -> Case:
         """Forward and backward from gradients of None."""
 
         def run() -> object:
             self.x.grad = self.w.grad = None
-            result = loss(self.x, self.w, self.target, **options)
+            result = loss(self.x, self.w, self.target)
             if result.requires_grad:
-                result.backward()
+                result.sum().backward()
             return self.x.grad, self.w.grad
 
         return run
 
     def problem(self, options: dict[str, Any]) -> planner.Problem:
         """What the planner sees."""
-        spec = Spec("mean", -100, 0.0, 0.0, 0.0, 1.0, False, None,
-                    options.get("accumulate_dtype"), None, "", "")  # fmt: skip
+        spec = Spec(self.task.reduction, -100, 0.0, 0.0, self.task.softcap or 0.0, 1.0, False,
+                    self.valid, options.get("accumulate_dtype"), None, "", "")  # fmt: skip
         tokens = tokens_of(self.x, self.target, None, None, spec)
         needs = (self.x.requires_grad, self.w.requires_grad, False)
         return problem_of(tokens, self.w, spec, needs, True)
 
     def add_ours(self, name: str, **options: Any) -> None:
         """Ours, and its products alone."""
-        run = self.step(storage_ops.linear_cross_entropy, **options)
+        run = self.step(self.ours(**options))
 
         def bare() -> object:
             with products_only():
@@ -88,31 +117,6 @@ class Bench:
         self.plans[name] = chosen or planner.choose(self.problem(options), budget)
         self.cases[name], self.cases[f"{name}: own products"] = run, bare
         self.own[name] = f"{name}: own products"
-
-
-def eager(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-    """The loss as everybody writes it."""
-    return F.cross_entropy(F.linear(x, w), target)
-
-
-def add_peers(bench: Bench) -> None:
-    """Eager, compiled, Inductor's chunker, and torch's own chunked loss at its best settings."""
-    bench.cases["eager"] = bench.step(eager)
-    bench.cases["torch.compile"] = bench.step(torch.compile(eager, dynamic=False))
-    if hasattr(inductor_config, "auto_chunker"):
-        # Its default threshold skips heads that amplify their input less than 8 times.
-        settings = {"enable": True, "amplify_ratio_threshold": 0, "num_chunk": 8}
-        options = {f"auto_chunker.{key}": value for key, value in settings.items()}
-        chunked = torch.compile(eager, dynamic=False, options=options)
-        bench.cases["Inductor auto_chunker, 8 chunks"] = bench.step(chunked)
-    native = getattr(F, "linear_cross_entropy", None)
-    if native is None or "options" not in inspect.signature(native).parameters:
-        print("F.linear_cross_entropy: not in this torch, skipped")
-        return
-    chunk = min(512, len(bench.x) // 2)
-    best = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, acc_dtype=bench.x.dtype)
-    name = f"F.linear_cross_entropy, chunks of {chunk}, acc_dtype its own"
-    bench.cases[name] = bench.step(native, options=best)
 
 
 def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
@@ -130,7 +134,7 @@ def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
             try:
                 bench.add_ours(name, memory_budget=budget, **options)
             except ValueError as error:
-                print(f"{name}: {error}")
+                skip(f"{bench.task.label}: {name}", str(error))
                 continue
             if all_plans:
                 limit = SLOW * bench.plans[name].seconds
@@ -138,21 +142,22 @@ def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
                 others = {c.key: c for c in fitting if c.seconds <= limit}
                 others.pop(bench.plans[name].key)
                 for key, plan in others.items():
-                    run = bench.step(storage_ops.linear_cross_entropy, plan=plan, **options)
+                    run = bench.step(bench.ours(plan=plan, **options))
                     bench.cases[f"{name}: {key}"] = run
 
 
 def frozen_cases(bench: Bench) -> dict[str, tuple[Case, Case]]:
     """Name -> (ours, the products it cannot do without)."""
     x, w = bench.x.detach(), bench.w.detach()
-    g = torch.randn(len(x), len(w)).to(x.dtype)
+    g = torch.randn(len(x), len(w), device=x.device, dtype=x.dtype)
     a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
 
     def floor(*right: Callable[[], Tensor]) -> Case:
         return lambda: (x @ w.t(), *(make() for make in right))
 
     def ours(left: Tensor, right: Tensor) -> Case:
-        return Bench(left, right, bench.target).step(storage_ops.linear_cross_entropy)
+        part = Bench(left, right, bench.target, bench.task)
+        return part.step(part.ours())
 
     return {
         "no-grad": (ours(x, w), floor()),
@@ -161,73 +166,90 @@ def frozen_cases(bench: Bench) -> dict[str, tuple[Case, Case]]:
     }
 
 
-def peak(run: Case) -> float:
-    """Peak MiB of a run above its inputs."""
-    with storage_ops.memory.measure() as m:
-        run()
-    return round(m.peak_bytes / MIB, 1)
-
-
 def row(shape: str, case: str, times: tuple[float, float, float], **more: Any) -> dict[str, Any]:
     """One line of the result."""
     median, least, most = times
     return {"shape": shape, "case": case, "time / floor": round(median, 3),
-            "least - most": f"{least:.2f} - {most:.2f}", "time / own products": "",
+            "least - most": f"{least:.2f} - {most:.2f}", "ms": "", "time / own products": "",
             "peak (MiB)": "", "plan": ""} | more  # fmt: skip
 
 
-def measure(label: str, bench: Bench, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows of one shape and dtype."""
+def measure(bench: Bench, variant: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All rows of one shape, dtype and variant."""
+    task, device = bench.task, arguments.device
     x, w = bench.x.detach(), bench.w.detach()
-    g = torch.randn(len(x), len(w)).to(x.dtype)
+    g = torch.randn(len(x), len(w), device=device, dtype=x.dtype)
     bench.cases[FLOOR] = lambda: (x @ w.t(), g @ w, g.t() @ x)
     if not arguments.all_plans:
-        add_peers(bench)
+        for name, loss in peers(task):
+            bench.cases[name] = bench.step(loss)
     add_budgets(bench, arguments.shares, arguments.all_plans)
-    seconds = interleave(bench.cases, arguments.repeats)
+    seconds = interleave(bench.cases, arguments.repeats, device, task.label)
     over_floor = ratios(seconds, FLOOR)
-    rows = []
     for case, run in bench.cases.items():
         if case in bench.own.values():
             continue
         bench.x.grad = bench.w.grad = None
-        more: dict[str, Any] = {"peak (MiB)": peak(run)}
-        if case in bench.own:
+        more: dict[str, Any] = {"ms": milliseconds(seconds[case]), "peak (MiB)": peak(run, device)}
+        if bench.own.get(case) in seconds:
             more["time / own products"] = round(ratios(seconds, bench.own[case])[case][0], 3)
             plan = bench.plans[case]
             more["plan"] = f"{plan.strategy} {plan.num_chunks} x {plan.num_slices}"
-        rows.append(row(label, case, over_floor[case], **more))
+        yield row(task.label, case, over_floor[case], **more)
     bench.x.grad = bench.w.grad = None
-    if not arguments.all_plans:
+    if not arguments.all_plans and variant == "mean":
         for case, (ours, floor) in frozen_cases(bench).items():
-            times = ratios(interleave({"ours": ours, "floor": floor}, arguments.repeats), "floor")
-            rows.append(row(label, f"storage_ops, {case}, its own floor", times["ours"]))
-    return rows
+            both = {"ours": ours, "floor": floor}
+            times = ratios(interleave(both, arguments.repeats, device, task.label), "floor")
+            yield row(task.label, f"storage_ops, {case}, its own floor", times["ours"])
+
+
+def make(shape: str, dtype: torch.dtype, variant: str, device: str) -> Bench:
+    """Random arguments."""
+    tokens, hidden, vocab = (SHAPES | GPU_SHAPES | QUICK_SHAPES)[shape]
+    x = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
+    w = (torch.randn(vocab, hidden, device=device) * hidden**-0.5).to(dtype).requires_grad_()
+    target = torch.randint(vocab, (tokens,), device=device)
+    if variant == "half ignored":
+        target[torch.randperm(tokens, device=device)[: tokens // 2]] = -100
+    label = f"{shape} {str(dtype).removeprefix('torch.')}"
+    label += "" if variant == "mean" else f", {variant}"
+    reduction = "none" if variant == "none" else "mean"
+    return Bench(x, w, target, Task(label, tokens, vocab, dtype, device, SOFTCAPS.get(shape),
+                                    reduction))  # fmt: skip
+
+
+def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Shape by shape."""
+    plans = [(shape, dtype, variant) for dtype in arguments.dtypes for shape in arguments.shapes
+             for variant in arguments.variants]  # fmt: skip
+    expect(len(plans) * (1 if arguments.all_plans else 4))
+    for shape, dtype, variant in plans:
+        torch._dynamo.reset()
+        bench = make(shape, getattr(torch, dtype), variant, arguments.device)
+        yield from measure(bench, variant, arguments)
 
 
 def main() -> None:
     """Measure, write and print."""
     options = parser(__doc__)
-    options.add_argument("--shapes", nargs="+", default=["S1"], choices=list(SHAPES))
-    options.add_argument("--dtypes", nargs="+", default=["float32"],
-                         choices=["float32", "bfloat16"])  # fmt: skip
-    options.add_argument("--shares", nargs="+", type=int, default=list(SHARES),
+    options.add_argument("--shapes", nargs="+", choices=[*SHAPES, *GPU_SHAPES, *QUICK_SHAPES])
+    options.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
+    options.add_argument("--variants", nargs="+", default=["mean"], choices=VARIANTS)
+    options.add_argument("--shares", nargs="+", type=int,
                          help="budgets: the logits' bytes divided by these")  # fmt: skip
     options.add_argument(
         "--all-plans", action="store_true", help="time every plan that fits and might be fastest"
     )
     arguments = options.parse_args()
-    rows = []
-    for dtype in arguments.dtypes:
-        for name in arguments.shapes:
-            tokens, hidden, vocab = SHAPES[name]
-            kind = getattr(torch, dtype)
-            x = torch.randn(tokens, hidden).to(kind).requires_grad_()
-            w = (torch.randn(vocab, hidden) * hidden**-0.5).to(kind).requires_grad_()
-            bench = Bench(x, w, torch.randint(vocab, (tokens,)))
-            rows += measure(f"{name} {dtype}", bench, arguments)
+    on_gpu, quick = arguments.device == "cuda", arguments.quick
+    shapes = ["R8"] if on_gpu and quick else GPU_SHAPES if on_gpu else SHAPES
+    arguments.shapes = arguments.shapes or list(QUICK_SHAPES if quick and not on_gpu else shapes)
+    full = ["bfloat16"] if on_gpu else ["float32", "bfloat16"]
+    arguments.dtypes = arguments.dtypes or (full[:1] if quick else full)
+    arguments.shares = arguments.shares or list((4, 64) if quick else SHARES)
     stem = "linear_cross_entropy_plans" if arguments.all_plans else "linear_cross_entropy"
-    finish(stem, rows, arguments)
+    finish(stem, all_rows(arguments), arguments)
 
 
 if __name__ == "__main__":
