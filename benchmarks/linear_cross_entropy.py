@@ -19,7 +19,15 @@ from torch import Tensor
 
 import storage_ops
 from benchmarks._harness import (
-    Case, expect, finish, interleave, milliseconds, parser, peak, ratios, skip,
+    Case,
+    expect,
+    finish,
+    interleave,
+    milliseconds,
+    parser,
+    peak,
+    ratios,
+    skip,
 )  # fmt: skip
 from benchmarks._loss_peers import Loss, Task, peers
 from storage_ops.ops import loss_tiles, planner

@@ -4,16 +4,17 @@ Ways: plain autograd; the producer under torch.utils.checkpoint; its output disc
 back without a copy; the same by a copy, as where no native library is. Peaks at the published size
 are simulated by storage_ops.memory.estimate, parameters and input included, beside what OLMo-core
 publishes of its own. The other peaks and the times are measured: on a CPU at a reduced size,
-parameters and input not included. Times are medians of ratios within one process, on a CPU those
-of the CPU time of one thread, which holds on a shared machine.
+parameters and input not included. Times are ratios of medians within one process, on a CPU those
+of the CPU time of one thread, which holds on a shared machine. "host us" is what one region with
+tiny tensors adds to forward and backward.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import storage_ops
 from benchmarks._blocks import BLOCKS, PUBLISHED_MB, WAYS, Block, stack, step
-from benchmarks._harness import finish, interleave, parser
+from benchmarks._harness import MIB, expect, finish, interleave, parser, peak, ratios
 from storage_ops.ops.storage_kernels import storage_path
 
-MB = 1 << 20
 PLAIN, CHECKPOINT, DISCARD = WAYS
 COPY = "discard, copy"
 PUBLISHED_SIZE = {"d_model": 2048, "d_ff": 8192, "batch": 2, "tokens": 2048}
@@ -54,13 +54,13 @@ def make(
 
 
 def simulated(name: str, layers: int, dtype: torch.dtype) -> dict[str, float]:
-    """Peak MB of every way at the published size, on a GPU that need not be there."""
+    """Peak MiB of every way at the published size, on a GPU that need not be there."""
     peaks = {}
     for way in (*WAYS, COPY):
         with path_of(way):
             blocks, x = make(name, layers, PUBLISHED_SIZE, dtype, "meta")
             estimate = storage_ops.memory.estimate(step, blocks, x, run_of(way))
-            peaks[way] = round(estimate.peak_bytes / MB, 1)
+            peaks[way] = round(estimate.peak_bytes / MIB, 1)
     return peaks
 
 
@@ -69,36 +69,29 @@ def clean_step(blocks: nn.ModuleList, x: Tensor, run: Callable[[Block, Tensor], 
     x.grad = None
     blocks.zero_grad()
     step(blocks, x, run)
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
 
 
 def measured(
     name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Peak MB above parameters and input, and times, of every way; run interleaved."""
+    """Peak MiB above parameters and input, and times, of every way; run interleaved."""
     blocks, x = make(name, layers, size, dtype, device)
+    label = f"{name} x{layers}"
+    cases = {way: partial(clean_step, blocks, x, run_of(way)) for way in WAYS}
+    seconds = interleave(dict(cases), repeats, device, label)
     result: dict[str, dict[str, Any]] = {}
     for way in (*WAYS, COPY):
         with path_of(way):
-            clean_step(blocks, x, run_of(way))
+            if way == COPY:
+                cases = {PLAIN: cases[PLAIN], CHECKPOINT: cases[CHECKPOINT], COPY: cases[DISCARD]}
+                seconds = interleave(dict(cases), repeats, device, label)
             x.grad = None
             blocks.zero_grad()
-            with storage_ops.memory.measure(device) as m:
-                step(blocks, x, run_of(way))
-        result[way] = {"measured MB": round(m.peak_bytes / MB, 1)}
-    cases = {way: partial(clean_step, blocks, x, run_of(way)) for way in WAYS}
-    seconds = interleave(cases, repeats)
-    with storage_path("copy"):
-        cases = {PLAIN: cases[PLAIN], CHECKPOINT: cases[CHECKPOINT], COPY: cases[DISCARD]}
-        copies = interleave(cases, repeats)
-    clock = 0 if device == "cuda" else 1  # wall, or process CPU time where others are at work
-    for way, row in result.items():
-        runs = copies if way == COPY else seconds
-        for base in (PLAIN, CHECKPOINT):
-            each = [a[clock] / b[clock] for a, b in zip(runs[way], runs[base], strict=True)]
-            row[f"time / {base}"] = round(statistics.median(each), 3)
-        row["least-most"] = f"{min(each):.2f}-{max(each):.2f}"  # over the checkpoint
+            row: dict[str, Any] = {f"time / {PLAIN}": round(ratios(seconds, PLAIN)[way][0], 3)}
+            median, least, most = ratios(seconds, CHECKPOINT)[way]
+            row |= {f"time / {CHECKPOINT}": round(median, 3)}
+            row |= {"least - most": f"{least:.2f} - {most:.2f}"}
+            result[way] = {**row, "peak (MiB)": peak(cases[way], device)}
     return result
 
 
@@ -126,7 +119,8 @@ def host_overhead() -> dict[str, float]:
         for _ in range(CALLS_OF_A_REGION):
             forward(x).sum().backward()
 
-    runs = interleave({k: partial(many, f) for k, f in forwards.items()}, ROUNDS_OF_A_REGION)
+    cases = {name: partial(many, forward) for name, forward in forwards.items()}
+    runs = interleave(dict(cases), ROUNDS_OF_A_REGION, label="tiny region")
     micros = {k: [cpu / CALLS_OF_A_REGION * 1e6 for _, cpu in v] for k, v in runs.items()}
     base = micros.pop(PLAIN)
     return {
@@ -135,43 +129,44 @@ def host_overhead() -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Simulate, measure, write and print."""
-    options = parser(__doc__)
-    options.add_argument("--only", nargs="*", choices=BLOCKS, default=list(BLOCKS))
-    options.add_argument("--layers", nargs="*", type=int, default=[1, 8])
-    options.add_argument("--dtype", default="float32", help="of what is measured")
-    arguments = options.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Block by block, then the cost of a region without work."""
+    device, repeats = arguments.device, arguments.repeats
     size = PUBLISHED_SIZE if device == "cuda" else CPU_SIZE
     dtype = getattr(torch, arguments.dtype)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rows = []
+    expect(2 * len(arguments.only) * len(arguments.layers) + 1)
     for name in arguments.only:
         for layers in arguments.layers:
-            started = time.perf_counter()
             fp32, bf16 = (simulated(name, layers, t) for t in (torch.float32, torch.bfloat16))
-            real = measured(name, layers, size, dtype, device, arguments.repeats)
+            real = measured(name, layers, size, dtype, device, repeats)
             published = PUBLISHED_MB[name] if layers == 8 and name in PUBLISHED_MB else ("",) * 4
             for way, theirs in zip(fp32, published, strict=True):
-                rows.append(
-                    {
-                        "case": f"{name} x{layers}, {way}",
-                        "published MB": theirs,
-                        "MB": fp32[way],
-                        "bf16 MB": bf16[way],
-                        **real[way],
-                        "host us": "",
-                    }
-                )
-            print(f"{name} x {layers}: {time.perf_counter() - started:.0f} s", flush=True)
+                yield {
+                    "shape": f"{name} x{layers}",
+                    "case": way,
+                    **real[way],
+                    "GPU, fp32 (MiB)": fp32[way],
+                    "GPU, fp32, published (MiB)": theirs,
+                    "GPU, bf16 (MiB)": bf16[way],
+                }
     for way, micros in host_overhead().items():
-        rows.append(
-            {**dict.fromkeys(rows[0], ""), "case": f"tiny region, {way}", "host us": micros}
-        )
+        yield {"shape": "tiny region", "case": way, "host us": micros}
     torch.set_num_threads(threads)
-    finish("output_discard", rows, arguments)
+
+
+def main() -> None:
+    """Simulate, measure, write and print."""
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="*", choices=BLOCKS)
+    options.add_argument("--layers", nargs="*", type=int)
+    options.add_argument("--dtype", default="float32", help="of what is measured")
+    arguments = options.parse_args()
+    quick = arguments.quick
+    arguments.only = arguments.only or (["swiglu", "rms_norm"] if quick else list(BLOCKS))
+    arguments.layers = arguments.layers or ([8] if quick else [1, 8])
+    finish("output_discard", all_rows(arguments), arguments)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
@@ -20,13 +22,10 @@ def microseconds(statement: str, **names: object) -> float:
     return timer.blocked_autorange(min_run_time=0.3).median * 1e6
 
 
-def main() -> None:
-    """Measure, write and print."""
-    arguments = parser(__doc__).parse_args()
+def all_rows() -> Iterator[dict[str, Any]]:
+    """Path by path."""
     native = storage_ops.info()["storage_path"]
-    paths = [native, *(path for path in ("alias", "copy") if path != native)]
-    rows = []
-    for path in paths:
+    for path in (native, *(path for path in ("alias", "copy") if path != native)):
         override = contextlib.nullcontext() if path == native else storage_path(path)
         with override:
             for size, count in SIZES.items():
@@ -34,15 +33,17 @@ def main() -> None:
                 share = "storage_ops.share_storage(dst, src)"
                 both = f"storage_ops.discard_storage(dst); {share}"
                 raw = "torch.ops.storage_ops.share_storage.default(dst, src)"
-                rows.append(
-                    {
-                        "case": f"{path}, {size}",
-                        "share_storage (us)": round(microseconds(share, dst=dst, src=src), 2),
-                        "raw op (us)": round(microseconds(raw, dst=dst, src=src), 2),
-                        "discard + share (us)": round(microseconds(both, dst=dst, src=src), 2),
-                    }
-                )
-    finish("storage", rows, arguments)
+                yield {
+                    "case": f"{path}, {size}",
+                    "share_storage (us)": round(microseconds(share, dst=dst, src=src), 2),
+                    "raw op (us)": round(microseconds(raw, dst=dst, src=src), 2),
+                    "discard + share (us)": round(microseconds(both, dst=dst, src=src), 2),
+                }
+
+
+def main() -> None:
+    """Measure, write and print."""
+    finish("storage", all_rows(), parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":
