@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -231,7 +232,7 @@ def finish(stem: str, rows: Iterable[dict[str, Any]], arguments: argparse.Namesp
         result.write(running=stem, done=result.groups_done / max(result.groups, 1))
     result.write()
     _result = None
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table(result.rows, f"{stem} on {hardware(device)}"))
     console.print(f"written to {result.path}")
 

@@ -1,0 +1,145 @@
+"""Pictures of benchmark results.
+
+Their background is opaque and nearly white, so that they read the same on a light and a dark page.
+Colours are Okabe and Ito's, told apart without colour vision, and every peer has its own marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from benchmarks._report import Result, Row, is_ours, points, shapes, time_of
+
+Point = tuple[str, float, float]
+PAPER, INK, OURS = "#fbfaf7", "#222222", "#009e73"
+COLORS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+FLOOR = "_"  # a line across the panel, not a point
+MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
+
+
+def draw(out: Path, result: Result) -> list[Path]:
+    """Draw what there is to draw of a result into a folder."""
+    panels = {shape: rows for shape, rows in shapes(result).items() if _has_both(rows)}
+    drawn = []
+    if panels:
+        drawn.append(_save(_tradeoffs(panels), out / f"{result['stem']}.png"))
+    curves = [row for row in result["rows"] if row.get("timeline")]
+    if curves:
+        drawn.append(_save(_timelines(curves), out / f"{result['stem']}-memory.png"))
+    return drawn
+
+
+def _has_both(rows: list[Row]) -> bool:
+    """Whether there is something to compare: ours, and something else."""
+    return len({is_ours(case) for case, _, _ in points(rows)}) == 2
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    # No version of matplotlib inside, so that the same results give the same file.
+    figure.savefig(path, facecolor=PAPER, metadata={"Software": None})
+    return path
+
+
+def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
+    """Time against peak memory, a panel per shape."""
+    wide = 1 if len(panels) == 1 else 2 if len(panels) <= 8 else 3
+    tall = -(-len(panels) // wide)
+    found = {shape: points(rows) for shape, rows in panels.items()}
+    peers = dict.fromkeys(
+        case for each in found.values() for case, _, _ in each if not is_ours(case)
+    )
+    floors = [case for case in peers if case.startswith("floor")]
+    styles = dict.fromkeys(floors, (INK, FLOOR))
+    styles |= {case: (COLORS[k % len(COLORS)], MARKERS[k % len(MARKERS)])
+               for k, case in enumerate(c for c in peers if c not in floors)}  # fmt: skip
+    width, height = (7.5, 4.6) if wide == 1 else (5.4 * wide, 3.7 * tall + 0.9)
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    grid = figure.subplots(tall, wide, squeeze=False)
+    for axes, (shape, rows) in zip(grid.flat, panels.items(), strict=False):
+        _panel(axes, found[shape], styles)
+        axes.set_title(shape, fontsize="medium", color=INK)
+        axes.set_ylabel(next(filter(None, map(time_of, rows)), ""))
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    handles = [Line2D([], [], color=OURS, marker="o", label="storage_ops")]
+    handles += [Line2D([], [], color=color, marker="" if marker == FLOOR else marker,
+                       ls="--" if marker == FLOOR else "", label=case)
+                for case, (color, marker) in styles.items()]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 if wide == 1 else 3,
+                  fontsize="small", frameon=False, labelcolor=INK)  # fmt: skip
+    return figure
+
+
+def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -> None:
+    """One shape."""
+    _dress(axes)
+    for case, mib, time in found:
+        if case in styles:
+            color, marker = styles[case]
+            if marker == FLOOR:
+                axes.axhline(time, color=color, lw=1.2, ls="--")
+                continue
+            axes.plot([mib], [time], marker=marker, color=color, ms=8, mec=INK, mew=0.5, ls="")
+    ours = sorted((p for p in found if is_ours(p[0])), key=lambda p: (p[1], p[2]))
+    front = list(_front(ours))
+    axes.plot([p[1] for p in front], [p[2] for p in front], color=OURS, lw=1.6, zorder=1)
+    axes.plot([p[1] for p in ours], [p[2] for p in ours], "o", color=OURS, ms=6, mec=INK, mew=0.5)
+    for case, mib, time in ours if len(ours) < 8 else front:
+        label = case.replace("storage_ops, ", "").replace(" budget", "")
+        axes.annotate(label, (mib, time), (0, -5), textcoords="offset points", va="top",
+                      ha="center", fontsize="x-small", color=OURS)  # fmt: skip
+    sizes = [mib for _, mib, _ in found]
+    if max(sizes) > 3 * min(sizes):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.12, y=0.18)
+    axes.set_xlabel("peak memory (MiB)")
+
+
+def _front(ours: list[Point]) -> Iterator[Point]:
+    """Those of points sorted by memory that no smaller one beats in time."""
+    best = float("inf")
+    for point in ours:
+        if point[2] < best:
+            best = point[2]
+            yield point
+
+
+def _timelines(curves: list[Row]) -> Figure:
+    """Memory over one step, a curve per row."""
+    figure = Figure(figsize=(8, 4), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    _dress(axes)
+    for row, color in zip(curves, ("#d55e00", OURS, *COLORS), strict=False):
+        seconds, mib = zip(*row["timeline"], strict=True)
+        share: Any = [100 * s / (seconds[-1] or 1) for s in seconds]
+        label = f"{row['case']}: peak {max(mib):.0f} MiB"
+        axes.step(share, mib, where="post", color=color, lw=1.4, label=label)
+        axes.fill_between(share, mib, step="post", color=color, alpha=0.12, lw=0)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("share of the step (%)")
+    axes.set_ylabel("MiB above parameters and optimizer state")
+    axes.legend(loc="upper right", fontsize="small", framealpha=0.8, labelcolor=INK)
+    return figure
+
+
+def _dress(axes: Axes) -> None:
+    axes.set_facecolor(PAPER)
+    axes.grid(color="#dddddd", lw=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, labelsize="small")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

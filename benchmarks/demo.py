@@ -1,0 +1,80 @@
+"""The demo's training: the same GPT in plain PyTorch and with storage_ops, from the same seed.
+
+Losses are those of the same batches; memory is that of one step, above parameters and optimizer
+state, and "timeline" is its curve: seconds and MiB after every change. Times are of whole steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks._harness import MIB, expect, finish, interleave, milliseconds, parser, ratios
+from storage_ops.demo import corpus
+from storage_ops.demo.model import PRESETS
+from storage_ops.demo.train import train
+from storage_ops.memory import Measurement
+
+POINTS = 400  # of a curve that is kept
+
+
+def curve(m: Measurement) -> list[list[float]]:
+    """Seconds and MiB, of each stretch of the timeline its highest point and its last."""
+    samples = m.timeline
+    length = -(-len(samples) // (POINTS // 2))
+    kept = []
+    for start in range(0, len(samples), length):
+        stretch = samples[start : start + length]
+        kept += sorted({max(stretch, key=lambda s: s.nbytes), stretch[-1]}, key=lambda s: s.seconds)
+    return [[round(s.seconds, 5), round(s.nbytes / MIB, 2)] for s in kept]
+
+
+def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train, then time single steps in turn."""
+    expect(1)
+    config = PRESETS[arguments.preset]
+    data, tokenizer = corpus.encode(corpus.standard_library_text(), config.vocab)
+    config = dataclasses.replace(config, vocab=tokenizer.get_vocab_size())
+    device = torch.device(arguments.device)
+    plain, ours = train(config, data, device, arguments.steps, 0, lambda run: None)
+    apart = max(abs(a - b) for a, b in itertools.zip_longest(plain.losses, ours.losses))
+    finals = {run.label: run.losses[-1] for run in (plain, ours)}
+    window = config.context + 1
+    batch = data[: config.batch * window].view(config.batch, window).to(device)
+    tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    cases = {run.label: partial(run.step, tokens, targets) for run in (plain, ours)}
+    seconds = interleave(cases, arguments.repeats, arguments.device, "step")
+    times = ratios(seconds, plain.label)
+    for run in (plain, ours):
+        median, least, most = times[run.label]
+        yield {
+            "shape": f"demo, {arguments.preset}, {arguments.steps} steps",
+            "case": run.label,
+            "time / plain": round(median, 3),
+            "least - most": f"{least:.2f} - {most:.2f}",
+            "ms": milliseconds(seconds[run.label]),
+            "peak (MiB)": round(run.memory.peak_bytes / MIB, 1),
+            "final loss": round(finals[run.label], 4),
+            "losses apart by": float(f"{0.0 if run is plain else apart:.2g}"),
+            "timeline": curve(run.memory),
+        }
+
+
+def main() -> None:
+    """Measure, write and print."""
+    options = parser(__doc__)
+    options.add_argument("--preset", default="tiny", choices=PRESETS)
+    options.add_argument("--steps", type=int)
+    arguments = options.parse_args()
+    arguments.steps = arguments.steps or (6 if arguments.quick else 32)
+    finish("demo", all_rows(arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""`python -m storage_ops bench`: the benchmarks of the source tree, and a report on them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import storage_ops
+
+MISSING = """\
+There are no benchmarks here: they belong to the source tree and are not installed with the package
+in {package}.
+Unpack the source archive of version {version}, or clone the repository; in that folder run
+  make build && .venv/bin/python -m storage_ops bench"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("parts", nargs="*", metavar="part", help="benchmarks (default: all)")
+    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: minutes")
+    parser.add_argument("--out", type=Path, default=Path("bench-report"), help="folder for results")
+
+
+def source_tree() -> Path | None:
+    """The folder that holds the benchmarks: that of the package, else the current one."""
+    for folder in (Path(storage_ops.__file__).parents[1], Path.cwd()):
+        if (folder / "benchmarks" / "_runner.py").is_file():
+            return folder
+    return None
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run benchmarks; return the exit code."""
+    tree = source_tree()
+    if tree is None:
+        package = Path(storage_ops.__file__).parent
+        version = storage_ops._library.build_info().get("version", "the one you have")
+        console.print(MISSING.format(package=package, version=version), markup=False)
+        return 2
+    sys.path.insert(0, str(tree))
+    runner: Any = importlib.import_module("benchmarks._runner")
+    known: list[str] = runner.parts()
+    unknown = [part for part in args.parts if part not in known]
+    if unknown:
+        console.print(f"[red]part is {unknown[0]}; expected one of {', '.join(known)}[/]")
+        return 2
+    return int(runner.run(args.parts or known, args.quick, args.out, console))
