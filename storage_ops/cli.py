@@ -1,4 +1,4 @@
-"""`python -m storage_ops {info,demo,plan}`."""
+"""`python -m storage_ops {info,demo,plan,bench}`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import storage_ops
-from storage_ops import _library, plan_command
+from storage_ops import _library, bench_command, plan_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = commands.add_parser("plan", help="how linear cross-entropy will use a memory budget")
     plan_command.add_arguments(plan)
     plan.set_defaults(run=plan_command.run)
+    bench = commands.add_parser("bench", help="measure every part against its peers, and report")
+    bench_command.add_arguments(bench)
+    bench.set_defaults(run=bench_command.run)
     args = parser.parse_args(argv)
     return int(args.run(args, Console()))
 
