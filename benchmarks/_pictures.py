@@ -132,7 +132,7 @@ def _timelines(curves: list[Row]) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("share of the step (%)")
     axes.set_ylabel("MiB above parameters and optimizer state")
-    axes.legend(loc="upper right", fontsize="small", framealpha=0.8, labelcolor=INK)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, labelcolor=INK)
     return figure
 
 

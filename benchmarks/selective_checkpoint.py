@@ -129,7 +129,7 @@ def stacks(sizes: dict[str, int], device: str, dtype: torch.dtype, mode: str) ->
         "storage_ops, products saved": ours(ops_to_save=PRODUCTS),
     }
     if mode == "compiled":
-        return found
+        return found  # what discards an activation becomes a checkpoint of it there
     discard = storage_ops.output_discard
     found["storage_ops, activation discarded"] = stack(
         discard=lambda producer, consumer, x: discard(producer, consumer)(x)
@@ -147,8 +147,10 @@ def step_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def cases_of(mode: str, sizes: dict[str, int], device: str, dtype: torch.dtype) -> dict[str, Case]:
-    """All steps of one mode, and the eager one without checkpoints that they are measured by."""
+def cases_of(
+    mode: str, sizes: dict[str, int], device: str, dtype: torch.dtype
+) -> tuple[dict[str, Case], dict[str, Stack]]:
+    """All steps of one mode and their models; first the eager one that they are measured by."""
     x = torch.randn(sizes["batch"], sizes["tokens"], sizes["width"], device=device, dtype=dtype)
 
     def case(model: Stack, step: Callable[[Tensor], Tensor]) -> Case:
@@ -159,10 +161,13 @@ def cases_of(mode: str, sizes: dict[str, int], device: str, dtype: torch.dtype) 
         return run
 
     cases: dict[str, Case] = {}
+    models = stacks(sizes, device, dtype, mode)
     if mode != "eager":
-        base = stacks(sizes, device, dtype, "compiled")[PLAIN]
+        base = models[f"{PLAIN}, eager"] = stacks(sizes, device, dtype, "compiled")[PLAIN]
         cases[f"{PLAIN}, eager"] = case(base, partial(step_of, base))
-    for name, model in stacks(sizes, device, dtype, mode).items():
+    for name, model in models.items():
+        if name in cases:
+            continue
         step: Callable[[Tensor], Tensor] = partial(step_of, model)
         if mode == "compiled":
             torch._dynamo.reset()
@@ -176,7 +181,7 @@ def cases_of(mode: str, sizes: dict[str, int], device: str, dtype: torch.dtype) 
         cases[name] = case(model, step)
         if mode == "compiled":
             cases[name]()  # compiled now, for the caches are emptied before the next
-    return cases
+    return cases, models
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -186,12 +191,13 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     expect(len(arguments.modes))
     for mode in arguments.modes:
-        cases = cases_of(mode, sizes, device, dtype)
+        cases, models = cases_of(mode, sizes, device, dtype)
         base = PLAIN if mode == "eager" else f"{PLAIN}, eager"
         seconds = interleave(cases, arguments.repeats, device, mode)
         times = ratios(seconds, base)
         for name, run in cases.items():
             median, least, most = times[name]
+            models[name].zero_grad()
             yield {
                 "shape": mode,
                 "case": name,
