@@ -48,11 +48,9 @@ class Result:
 
     def write(self, **running: Any) -> None:
         """Replace the file, one row a line; `running` is there until the benchmark ends."""
-        head = {**self.head, **running, "skipped": self.skipped}
-        rows = ",\n  ".join(json.dumps(row) for row in self.rows)
-        text = f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
         beside = self.path.with_suffix(".part")
-        beside.write_text(text)
+        whole = {**self.head, **running, "skipped": self.skipped, "rows": self.rows}
+        beside.write_text(text_of(whole))
         os.replace(beside, self.path)
         self._written = time.monotonic()
 
@@ -61,6 +59,13 @@ class Result:
         if time.monotonic() - self._written > 0.3:
             done = (self.groups_done + share) / max(self.groups, self.groups_done + 1)
             self.write(running=at, done=round(done, 4))
+
+
+def text_of(result: dict[str, Any]) -> str:
+    """A result as JSON, one row a line."""
+    rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
+    head = {key: value for key, value in result.items() if key != "rows"}
+    return f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 _result: Result | None = None

@@ -1,0 +1,240 @@
+"""The kept results, and what the README says of them.
+
+`python -m benchmarks._results [FILE...]` takes result files into benchmarks/results/<hardware>/,
+reports on every hardware there, and rewrites the README between the markers of each section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import _report
+from benchmarks._harness import RESULTS, ROOT, text_of
+from benchmarks._report import PEAK, Result, Row, cells, shapes
+from benchmarks.linear_cross_entropy import GPU_SHAPES, SHAPES
+from storage_ops.ops import plan, planner
+from storage_ops.ops.rates import DEVICES
+from storage_ops.ops.sizes import readable
+
+README = ROOT / "README.md"
+SECTION = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def merged(old: Result | None, new: Result) -> Result:
+    """`new` in place of what `old` has of the same shapes; the rest of `old` stays."""
+    if old is None:
+        return new
+    again = {row.get("shape", "") for row in new["rows"]}
+    rows = [row for row in old["rows"] if row.get("shape", "") not in again]
+    if not rows:
+        return new
+    commits = dict.fromkeys([*old["commit"].split(", "), new["commit"]])
+    kept = {"commit": ", ".join(commits), "rows": rows + new["rows"]}
+    skipped = {**old.get("skipped", {}), **new.get("skipped", {})}
+    return {**old, **new, **kept, "skipped": skipped}
+
+
+def take(files: Iterable[Path]) -> Iterator[Path]:
+    """Bring results into the folder of their hardware; yield where they are."""
+    for file in files:
+        new = json.loads(file.read_text())
+        new = {key: value for key, value in new.items() if key not in ("running", "done")}
+        path = RESULTS / new["hardware"] / f"{new['stem']}.json"
+        old = json.loads(path.read_text()) if path.is_file() else None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text_of(merged(old, new)))
+        yield path
+
+
+def kept() -> dict[str, list[Result]]:
+    """Hardware -> its results, CPUs first."""
+    found: dict[str, list[Result]] = {}
+    for path in sorted(RESULTS.glob("*/*.json")):
+        result = {"stem": path.stem, **json.loads(path.read_text())}
+        found.setdefault(path.parent.name, []).append(result)
+    return dict(sorted(found.items(), key=lambda item: item[1][0]["gpu"] is not None))
+
+
+def results_of(stem: str) -> Iterator[Result]:
+    """One per hardware."""
+    for results in kept().values():
+        yield from (result for result in results if result["stem"] == stem)
+
+
+def source(result: Result) -> str:
+    """Where the numbers of a table come from."""
+    where = f"benchmarks/results/{result['hardware']}"
+    note = f" ({result['note']})" if result.get("note") else ""
+    on = f"On {result['hardware']}, torch {result['torch']}{note}"
+    return f"{on}; [all figures]({where}/report.md):\n\n"
+
+
+def at(rows: list[Row], case: str) -> Row | None:
+    """The row of a case."""
+    return next((row for row in rows if row["case"] == case), None)
+
+
+def point(row: Row | None) -> str:
+    """Time and memory in one cell."""
+    if row is None:
+        return ""
+    column = _report.time_of(row)
+    return f"{row[column]:.2f}, {row[PEAK]:.0f} MiB" if column else ""
+
+
+def table(titles: list[str], lines: list[list[str]]) -> str:
+    """A table without the columns that nothing stands in."""
+    used = [k for k in range(len(titles)) if k == 0 or any(line[k] for line in lines)]
+    head = cells(titles[k] for k in used) + cells("---" for _ in used)
+    return head + "".join(cells(line[k] or "-" for k in used) for line in lines)
+
+
+def demo() -> str:
+    """The two trainings side by side."""
+    text = ""
+    for result in results_of("demo"):
+        plain, ours = result["rows"]
+        saved = 100 * (1 - ours[PEAK] / plain[PEAK])
+        apart, ratio = ours["losses apart by"], ours["time / plain"]
+        lines = [
+            ["final loss", plain["final loss"], ours["final loss"], f"{apart:.1e} at most"],
+            ["peak memory of a step", f"{plain[PEAK]:.0f} MiB", f"{ours[PEAK]:.0f} MiB",
+             f"{saved:.0f} % saved"],
+            ["time of a step", f"{plain['ms']:.0f} ms", f"{ours['ms']:.0f} ms",
+             f"x {ratio:.2f} ({ours['least - most']})"],
+        ]  # fmt: skip
+        text += source(result) + table(["", "plain PyTorch", "storage_ops", "difference"], lines)
+    return text
+
+
+def output_discard() -> str:
+    """Simulated peaks at the published size."""
+    text = ""
+    for result in results_of("output_discard"):
+        lines = []
+        for shape, rows in shapes(result).items():
+            plain, theirs, ours = (at(rows, way) for way in ("plain", "checkpoint", "discard"))
+            if plain is None or theirs is None or ours is None or not shape.endswith("x8"):
+                continue
+            if published := ours["GPU, fp32, published (MiB)"]:
+                peaks = [row["GPU, fp32 (MiB)"] for row in (plain, theirs)]
+                block = shape.removesuffix(" x8")
+                lines.append([f"`{block}`", *peaks, published, ours["GPU, fp32 (MiB)"]])
+        titles = ["", "plain", "torch.utils.checkpoint", "OLMo-core's, published", "ours"]
+        text = source(result) + table(titles, lines)  # simulated: the same on any hardware
+    return text
+
+
+def linear_cross_entropy() -> str:
+    """Time over the products, and memory, of peers and ours."""
+    ours = {"ours, default": "default budget", "ours, 1/4 of the logits": "1/4", "1/64": "1/64"}
+    peers = (
+        "eager",
+        "torch.compile",
+        "F.linear_cross_entropy at its best",
+        "Liger",
+        "CCE",
+        "quack",
+    )
+    columns = {peer: peer for peer in peers}
+    columns |= {title: f"storage_ops, {case}" for title, case in ours.items()}
+    text = ""
+    for result in results_of("linear_cross_entropy"):
+        lines = []
+        for shape, rows in shapes(result).items():
+            name, _, dtype = shape.rpartition(" ")
+            sizes = (SHAPES | GPU_SHAPES).get(name)
+            if sizes:
+                label = f"{' x '.join(map(str, sizes))}, {SHORT[dtype]}"
+                lines.append([label, *(point(at(rows, case)) for case in columns.values())])
+        text += source(result) + table(["tokens x D x classes", *columns], lines) + "\n"
+    return text.removesuffix("\n")
+
+
+def by_shape(stem: str) -> str:
+    """Every case of a benchmark, a column per shape."""
+    text = ""
+    for result in results_of(stem):
+        found = shapes(result)
+        cases = dict.fromkeys(row["case"] for row in result["rows"])
+        lines = [[case, *(point(at(rows, case)) for rows in found.values())] for case in cases]
+        text += source(result) + table(["", *found], lines) + "\n"
+    return text.removesuffix("\n")
+
+
+def planned() -> str:
+    """What the example of the planner prints."""
+    p = plan.problem_of(8192, 4096, 128256, "bf16", ("input", "weight"), "mean", None, None, "h200")
+    rates = DEVICES["h200"]
+    least = planner.smallest_budget(p)
+    most = planner.peak_bytes(p, planner.allowed(p)[0], p.tokens, p.vocab)
+    budgets = {"smallest possible": least, "400 MiB": 400 << 20, "all logits at once": most}
+    lines = []
+    for name, budget in budgets.items():
+        chosen = planner.choose(p, budget, rates)
+        tiles = f"{chosen.strategy}, {chosen.num_chunks} x {chosen.num_slices} tiles"
+        lines.append([name, tiles, readable(chosen.peak_bytes), f"{chosen.seconds * 1e3:.1f} ms"])
+    return table(["budget", "plan", "peak", "predicted for an H200"], lines)
+
+
+def pictures() -> str:
+    """One of each kind, of the first hardware that has it."""
+    text = ""
+    for name in ("linear_cross_entropy.png", "demo-memory.png"):
+        found = [hardware for hardware in kept() if (RESULTS / hardware / name).is_file()]
+        if found:
+            path = f"benchmarks/results/{found[0]}/{name}"
+            text += f"![{name.partition('.')[0]}]({path})\n\n"
+    return text.removesuffix("\n")
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "demo": demo,
+    "output_discard": output_discard,
+    "linear_cross_entropy": linear_cross_entropy,
+    "selective_checkpoint": lambda: by_shape("selective_checkpoint"),
+    "autochunk": lambda: by_shape("autochunk"),
+    "plan": planned,
+    "pictures": pictures,
+}
+
+
+def readme(text: str) -> str:
+    """The README with every section as the kept results have it.
+
+    Raises:
+        ValueError: a marker names no section.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[2]
+        if name not in SECTIONS:
+            raise ValueError(f"section is {name!r}; expected one of {', '.join(SECTIONS)}")
+        return f"{found[1]}{SECTIONS[name]()}{found[3]}"
+
+    return SECTION.sub(fill, text)
+
+
+def main() -> None:
+    """Take results in, report on all, rewrite the README."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("files", nargs="*", type=Path, help="new results")
+    console: Any = Console()
+    for path in take(options.parse_args().files):
+        console.print(f"taken into {os.path.relpath(path)}")
+    for hardware, results in kept().items():
+        _report.write(RESULTS / hardware, results, console)
+    README.write_text(readme(README.read_text()))
+
+
+if __name__ == "__main__":
+    main()
