@@ -6,6 +6,7 @@ with a `timeline` is a curve of memory over time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ Row = dict[str, Any]
 PEAK = "peak (MiB)"
 OURS = "storage_ops"
 HEAD = ("stem", "commit", "day", "hardware", "torch", "storage_ops", "python")
+
+
+def load(paths: Iterable[Path]) -> list[Result]:
+    """The results in files, each of one result or a list of them."""
+    found: list[Result] = []
+    for path in paths:
+        content = json.loads(path.read_text())
+        found += content if isinstance(content, list) else [content]
+    return found
 
 
 def head(result: Result) -> Row:

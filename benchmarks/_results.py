@@ -45,8 +45,7 @@ def merged(old: Result | None, new: Result) -> Result:
 
 def take(files: Iterable[Path]) -> Iterator[Path]:
     """Bring results into the folder of their hardware; yield where they are."""
-    for file in files:
-        new = json.loads(file.read_text())
+    for new in _report.load(files):
         new = {key: value for key, value in new.items() if key not in ("running", "done")}
         path = RESULTS / new["hardware"] / f"{new['stem']}.json"
         old = json.loads(path.read_text()) if path.is_file() else None
