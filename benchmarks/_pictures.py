@@ -37,8 +37,10 @@ def draw(out: Path, result: Result) -> list[Path]:
 
 
 def _has_both(rows: list[Row]) -> bool:
-    """Whether there is something to compare: ours, and something else."""
-    return len({is_ours(case) for case, _, _ in points(rows)}) == 2
+    """Whether there is something to compare: ours and something else, of different memory."""
+    found = points(rows)
+    sizes = [mib for _, mib, _ in found]
+    return len({is_ours(case) for case, _, _ in found}) == 2 and max(sizes) > 1.1 * min(sizes)
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -93,8 +95,8 @@ def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -
     axes.plot([p[1] for p in ours], [p[2] for p in ours], "o", color=OURS, ms=6, mec=INK, mew=0.5)
     for case, mib, time in ours if len(ours) < 8 else front:
         label = case.replace("storage_ops, ", "").replace(" budget", "")
-        axes.annotate(label, (mib, time), (0, -5), textcoords="offset points", va="top",
-                      ha="center", fontsize="x-small", color=OURS)  # fmt: skip
+        axes.annotate(label, (mib, time), (6, 3), textcoords="offset points",
+                      fontsize="x-small", color=OURS)  # fmt: skip
     sizes = [mib for _, mib, _ in found]
     if max(sizes) > 3 * min(sizes):
         axes.set_xscale("log", base=2)

@@ -25,7 +25,7 @@ python=${PYTHON:-python3}
 wheels="" minutes=30 out="$here/bench-report/gpu" only="" dry=""
 while [ $# -gt 0 ]; do
   case $1 in
-    --wheels) wheels=$(realpath "$2") || exit 2; shift 2 ;;
+    --wheels) wheels=$(realpath -m "$2"); shift 2 ;;
     --minutes) minutes=$2; shift 2 ;;
     --out) out=$(realpath -m "$2"); shift 2 ;;
     --stages) only=" $2 "; shift 2 ;;

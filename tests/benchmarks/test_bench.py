@@ -1,0 +1,115 @@
+"""`python -m storage_ops bench`, and the script for a machine with a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _runner
+from storage_ops import bench_command, cli
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_part_is_known_and_says_what_it_is():
+    parts = _runner.parts()
+    assert {"linear_cross_entropy", "output_discard", "selective_checkpoint", "autochunk"} < {
+        *parts
+    }
+    for part in parts:
+        assert (ROOT / "benchmarks" / f"{part}.py").read_text().startswith('"""')
+
+
+def test_an_unknown_part_is_named(capsys):
+    assert cli.main(["bench", "loss"]) == 2
+    assert "part is loss; expected one of autochunk" in " ".join(capsys.readouterr().out.split())
+
+
+def test_without_a_source_tree_it_says_where_to_get_one(capsys, monkeypatch):
+    monkeypatch.setattr(bench_command, "source_tree", lambda: None)
+    assert cli.main(["bench"]) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "belong to the source tree" in printed and "make build" in printed
+
+
+def test_the_source_tree_is_that_of_the_package_or_the_current_folder(tmp_path, monkeypatch):
+    assert bench_command.source_tree() == ROOT
+    monkeypatch.setattr(bench_command.storage_ops, "__file__", str(tmp_path / "site/so/x.py"))
+    monkeypatch.chdir(tmp_path)
+    assert bench_command.source_tree() is None
+    monkeypatch.chdir(ROOT)
+    assert bench_command.source_tree() == ROOT
+
+
+def test_a_quick_run_and_a_part_that_fails(tmp_path, capsys):
+    code = _runner.run(["storage", "no_such_part"], True, tmp_path, _runner.Console(width=200))
+    printed = capsys.readouterr().out
+    assert code == 1 and "no_such_part failed" in printed and "No module named" in printed
+    result = json.loads((tmp_path / "storage.json").read_text())
+    assert result["rows"] and "running" not in result
+    assert "## storage" in (tmp_path / "report.md").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(lines) == len(result["rows"])
+    assert all(line["stem"] == "storage" and line["torch"] and line["commit"] for line in lines)
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """A python that lacks a package and whose storage benchmark fails and demo is at once done."""
+    script = tmp_path / "python"
+    script.write_text(f"""#!/bin/sh
+case "$*" in
+  *"import hypothesis"*) exit 1 ;;
+  *benchmarks.storage*) echo "it broke"; exit 7 ;;
+  *benchmarks.demo*) echo '{{"stem": "demo", "rows": []}}' > "$4" ;;
+  *) exec {sys.executable} "$@" ;;
+esac
+""")
+    script.chmod(0o755)
+    return script
+
+
+def test_gpu_script_goes_on_after_a_failure(tmp_path, interpreter):
+    wheels, out = tmp_path / "wheels", tmp_path / "out"
+    wheels.mkdir()
+    (wheels / "broken-1.0-py3-none-any.whl").write_text("no wheel")
+    stages = "packages racecheck storage demo"
+    options = {"--minutes": "2", "--wheels": wheels, "--out": out, "--stages": stages}
+    command = [
+        ROOT / "benchmarks/gpu_run.sh",
+        "--dry-run",
+        *(x for o in options.items() for x in o),
+    ]
+    environment = {**os.environ, "PYTHON": str(interpreter), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    summary = {
+        row["stage"]: row["outcome"] for row in json.loads((out / "summary.json").read_text())
+    }
+    assert summary == {
+        "packages": "FAILED, exit code 1",
+        "racecheck": "skipped, a tool is missing",
+        "storage": "FAILED, exit code 7",
+        "demo": "ok",
+    }
+    assert done.returncode == 2 and done.stdout.splitlines()[-1].startswith("demo")
+    assert [result["stem"] for result in json.loads((out / "results.json").read_text())] == ["demo"]
+    log = (out / "log.txt").read_text()
+    assert "missing: hypothesis" in log and "not installed:" in log and "it broke" in log
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        (["--minutes", "soon"], "--minutes is soon; expected a whole number"),
+        (["--wheels", "/no/such/folder"], "--wheels is /no/such/folder; expected a folder"),
+        (["--unknown"], "--dry-run"),
+    ],
+)
+def test_gpu_script_complains(options, complaint):
+    done = subprocess.run(
+        [ROOT / "benchmarks" / "gpu_run.sh", *options], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and complaint in done.stdout

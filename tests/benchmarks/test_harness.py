@@ -1,0 +1,90 @@
+import json
+import time
+
+import pytest
+import torch
+
+from benchmarks import _harness
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    return _harness.parser("").parse_args(["--json", str(tmp_path / "a.json"), "--device", "cpu"])
+
+
+def test_cases_run_in_turn_and_back():
+    order = []
+    cases = {name: lambda name=name: order.append(name) for name in "abc"}
+    seconds = _harness.interleave(cases, 3)
+    assert "".join(order) == "abc" + "abc" + "cba" + "abc"
+    assert {name: len(runs) for name, runs in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_process_time_is_compared_not_waiting():
+    def work():
+        until = time.process_time() + 0.05
+        while time.process_time() < until:
+            pass
+
+    seconds = _harness.interleave({"work": work, "wait": lambda: time.sleep(0.1)}, 1)
+    (work_wall, worked), (wait_wall, waited) = seconds["work"][0], seconds["wait"][0]
+    assert work_wall >= worked >= 0.05 and wait_wall >= 0.1 > 2 * waited
+
+
+def test_ratio_of_medians_and_spread_of_rounds():
+    seconds = {"base": [(9, 1.0), (9, 2.0), (9, 4.0)], "case": [(9, 3.0), (9, 1.0), (9, 5.0)]}
+    ratios = _harness.ratios(seconds, "base")
+    assert ratios == {"base": (1.0, 1.0, 1.0), "case": (1.5, 0.5, 3.0)}
+    assert _harness.milliseconds(seconds["case"]) == 3000.0
+
+
+def test_a_case_that_raises_is_named_and_left_out(capsys, arguments):
+    def broken():
+        raise RuntimeError("no kernel\nand more")
+
+    def rows():
+        cases = {"good": lambda: None, "broken": broken}
+        assert list(_harness.interleave(cases, 2, label="small")) == list(cases) == ["good"]
+        yield {"case": "good"}
+
+    _harness.finish("a", rows(), arguments)
+    assert json.loads(arguments.json.read_text())["skipped"] == {
+        "small: broken": "RuntimeError: no kernel"
+    }
+    assert "skipped: small: broken" in capsys.readouterr().out
+
+
+def test_the_result_is_whole_at_any_moment(arguments, capsys):
+    def read():
+        return json.loads(arguments.json.read_text())
+
+    def rows():
+        _harness.expect(2)
+        assert read()["rows"] == [] and read()["done"] == 0
+        _harness.interleave({"x": lambda: None}, 1)
+        yield {"shape": "s", "case": "one", "curve": [[0, 1]]}
+        assert read()["rows"] == [{"shape": "s", "case": "one", "curve": [[0, 1]]}]
+        assert read()["done"] == 0.5 and "running" in read()
+        yield {"shape": "s", "case": "two", "more": 2}
+
+    _harness.finish("a", rows(), arguments)
+    final = read()
+    assert [row["case"] for row in final["rows"]] == ["one", "two"]
+    assert "running" not in final and "done" not in final
+    facts = ("stem", "commit", "day", "hardware", "torch", "storage_ops", "python", "packages")
+    assert all(fact in final for fact in facts) and final["torch"] == torch.__version__
+    assert arguments.json.read_text().count("\n  {") == 2  # a row a line
+    assert "curve" not in capsys.readouterr().out
+
+
+def test_peak_is_above_what_was_there():
+    held = torch.empty(1 << 20)
+    mib = _harness.peak(lambda: (held + 1) + (held + 2))
+    assert mib == 12.0
+
+
+def test_quick_results_do_not_replace_kept_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = _harness.parser("").parse_args(["--quick", "--device", "cpu"])
+    _harness.finish("a", [{"case": "one"}], options)
+    assert (tmp_path / "bench-report" / "a.json").is_file()

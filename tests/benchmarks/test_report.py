@@ -1,0 +1,95 @@
+import json
+
+import pytest
+from matplotlib import image
+from rich.console import Console
+
+from benchmarks import _digest, _pictures, _report
+
+HEAD = {
+    "stem": "loss", "commit": "abc", "day": "2026-01-02", "hardware": "some-cpu-2-threads",
+    "torch": "2.13", "storage_ops": "0.1", "python": "3.11", "storage_path": "binding",
+    "row_kernel": "C++", "packages": {"triton": "3.6"}, "skipped": {"Liger": "needs an NVIDIA GPU"},
+}  # fmt: skip
+
+
+def row(shape, case, time, mib, **more):
+    return {"shape": shape, "case": case, "time / floor": time, "peak (MiB)": mib, **more}
+
+
+@pytest.fixture
+def result():
+    rows = [
+        row("S1", "floor (products)", 1.0, 50.0),
+        row("S1", "eager", 1.2, 400.0),
+        row("S1", "torch.compile", 1.0, 200.0),
+        row("S1", "storage_ops, default budget", 0.9, 100.0, plan="token-chunked"),
+        row("S1", "storage_ops, 1/64", 1.5, 50.0, plan="vocab-sliced"),
+        row("S2", "eager", 1.1, 10.0),
+        row("S2", "storage_ops", 1.0, 8.0),
+        row("S2", "storage_ops, frozen", 1.0, ""),
+    ]
+    return {**HEAD, "rows": rows}
+
+
+def test_report_of_one_result(result, tmp_path):
+    _report.write(tmp_path, [result], Console())
+    text = (tmp_path / "report.md").read_text()
+    assert "| storage_ops, default budget | 0.9 | 100.0 | token-chunked |" in text
+    assert "at abc, 2026-01-02" in text and "- Liger: needs an NVIDIA GPU" in text
+    assert "(loss.png)" in text and "### S2" in text
+    assert "did not reach its end" not in text
+    (tmp_path / "loss.png").stat()
+
+
+def test_ratios_to_the_best_peers(result):
+    text = _report.ratio_line(_report.shapes(result)["S1"])
+    assert (
+        "Fastest peer: torch.compile; our fastest (storage_ops, default budget) takes 0.90" in text
+    )
+    assert "0.50 of its memory" in text
+    assert "our smallest (storage_ops, 1/64) takes 0.25 of its memory and 1.50 of its time" in text
+    assert _report.ratio_line([row("S1", "eager", 1.0, 2.0)]) == ""
+
+
+def test_a_benchmark_that_was_cut_short_says_so(result):
+    text = _report.section({**result, "running": "S2: eager", "done": 0.5}, [])
+    assert "did not reach its end" in text and "S2: eager" in text
+
+
+def test_empty_columns_and_curves_are_left_out():
+    rows = [{"case": "a", "ms": 1, "none": "", "timeline": [[0, 1]]}, {"case": "b", "other": 2}]
+    assert _report.markdown_table(rows).splitlines() == [
+        "| case | ms | other |", "| --- | ---: | ---: |", "| a | 1 |  |", "| b |  | 2 |",
+    ]  # fmt: skip
+
+
+def test_pictures_are_opaque_and_light(result, tmp_path):
+    result["rows"][5]["timeline"] = [[0.0, 1.0], [0.5, 9.0], [1.0, 2.0]]
+    drawn = _pictures.draw(tmp_path, result)
+    assert [path.name for path in drawn] == ["loss.png", "loss-memory.png"]
+    for path in drawn:
+        pixels = image.imread(path)
+        assert pixels.shape[0] > 300 and pixels.shape[1] > 600
+        assert pixels.shape[2] == 3 or pixels[..., 3].min() == 1
+        corner = pixels[2, 2, :3]
+        assert corner.min() > 0.95 and pixels[..., :3].min() < 0.3
+
+
+def test_the_same_result_gives_the_same_picture(result, tmp_path):
+    (tmp_path / "again").mkdir()
+    first = _pictures.draw(tmp_path, result)[0].read_bytes()
+    assert first == _pictures.draw(tmp_path / "again", result)[0].read_bytes()
+
+
+def test_the_front_of_ours_holds_what_nothing_beats():
+    ours = [("a", 1.0, 3.0), ("b", 2.0, 4.0), ("c", 3.0, 2.0), ("d", 4.0, 2.0)]
+    assert [case for case, _, _ in _pictures._front(ours)] == ["a", "c"]
+
+
+def test_digest_of_a_list_of_results(result, tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps([result, {**result, "stem": "other"}]))
+    text = "\n".join(_digest.lines([path]))
+    assert "loss, S1:" in text and "other, S2:" in text
+    assert "fastest  of ours  x 0.900" in text and "smallest of peers x 1.000" in text

@@ -1,0 +1,58 @@
+import json
+
+import pytest
+
+from benchmarks import _results
+from benchmarks._harness import text_of
+
+
+def test_readme_is_what_make_results_writes():
+    text = _results.README.read_text()
+    assert _results.readme(text) == text, "run `make results`"
+    for name in _results.SECTIONS:
+        assert f"<!-- results: {name} -->" in text
+
+
+@pytest.mark.parametrize("hardware", _results.kept())
+def test_kept_results_say_what_they_are(hardware):
+    for result in _results.kept()[hardware]:
+        assert result["hardware"] == hardware and result["commit"] and result["rows"]
+        assert "running" not in result
+        report = (_results.RESULTS / hardware / "report.md").read_text()
+        assert f"## {result['stem']}\n" in report and result["commit"] in report
+
+
+def test_sections_between_markers_are_replaced_and_nothing_else():
+    text = "1\n<!-- results: plan -->\nold\n<!-- end -->\n2\n"
+    new = _results.readme(text)
+    assert new.startswith("1\n<!-- results: plan -->\n| budget |") and new.endswith(
+        "<!-- end -->\n2\n"
+    )
+    assert "400 MiB" in new and "old" not in new and _results.readme(new) == new
+    with pytest.raises(ValueError, match="section is 'plans'; expected one of demo"):
+        _results.readme("<!-- results: plans -->\n<!-- end -->\n")
+
+
+def result(commit, *rows):
+    found = [{"shape": shape, "case": "a", "ms": ms} for shape, ms in rows]
+    return {"stem": "x", "hardware": "h", "commit": commit, "skipped": {}, "rows": found}
+
+
+def test_new_shapes_replace_old_ones():
+    both = _results.merged(result("one", ("A", 1), ("B", 2)), result("two", ("B", 3), ("C", 4)))
+    assert [(row["shape"], row["ms"]) for row in both["rows"]] == [("A", 1), ("B", 3), ("C", 4)]
+    assert both["commit"] == "one, two"
+    whole = result("three", ("A", 1), ("B", 1), ("C", 1))
+    assert _results.merged(both, whole) == whole
+
+
+def test_results_are_taken_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(_results, "RESULTS", tmp_path / "kept")
+    files = tmp_path / "all.json", tmp_path / "one.json"
+    cut = {**result("two", ("B", 3)), "running": "B", "done": 0.5}
+    files[0].write_text(json.dumps([result("one", ("A", 1)), cut]))
+    files[1].write_text(text_of(result("three", ("A", 5))))
+    assert [path.name for path in _results.take(files)] == ["x.json"] * 3
+    found = json.loads((tmp_path / "kept" / "h" / "x.json").read_text())
+    assert [(row["shape"], row["ms"]) for row in found["rows"]] == [("B", 3), ("A", 5)]
+    assert found["commit"] == "one, two, three" and "running" not in found
