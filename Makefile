@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := setup.py pyproject.toml $(wildcard csrc/* cuda/*)
 
-.PHONY: demo test sanitize build lint format bench wheel clean
+.PHONY: demo test sanitize build lint format bench results wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built  ## train a small GPT with and without storage_ops
@@ -46,10 +46,11 @@ format: $(VENV)/installed  ## apply ruff and clang-format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/* cuda/*
 
-bench: $(VENV)/built  ## measure; results go to benchmarks/results
-	$(BIN)/python -m benchmarks.storage
-	$(BIN)/python -m benchmarks.linear_cross_entropy
-	$(BIN)/python -m benchmarks.output_discard
+bench: $(VENV)/built  ## measure everything, for hours, into bench-report/
+	$(BIN)/python -m storage_ops bench
+
+results: $(VENV)/built  ## take FROM=files into benchmarks/results; reports and README from all there
+	$(BIN)/python -m benchmarks._results $(FROM)
 
 wheel: $(VENV)/installed  ## build an sdist, and a wheel from it, into dist/
 	$(BIN)/python -m build --no-isolation .
