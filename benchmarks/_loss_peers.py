@@ -99,8 +99,8 @@ def _gpu_package(task: Task, module: str) -> Any:
         raise Missing("needs an NVIDIA GPU")
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        raise Missing(f"not installed ({error})") from error
+    except Exception as error:  # a package without what it needs can fail in any way
+        raise Missing(f"does not import ({type(error).__name__}: {error})") from error
 
 
 def _liger(task: Task, **more: Any) -> Loss:

@@ -175,6 +175,7 @@ stage packages 120 bash -c packages
 stage build $((share / 4 < 300 ? 300 : share / 4)) bash -c build
 stage tests $((share / 6)) "$python" -m pytest -p no:cacheprovider -m cuda --durations=5 tests
 loss R1 240
+measure row_kernel 60 row_kernel
 for tool in memcheck racecheck initcheck; do
   stage "$tool" $((share / 15 < 60 ? 60 : share / 15)) bash -c "sanitize $tool"
 done

@@ -22,14 +22,14 @@ def microseconds(statement: str, **names: object) -> float:
     return timer.blocked_autorange(min_run_time=0.3).median * 1e6
 
 
-def all_rows() -> Iterator[dict[str, Any]]:
+def all_rows(device: str) -> Iterator[dict[str, Any]]:
     """Path by path."""
     native = storage_ops.info()["storage_path"]
     for path in (native, *(path for path in ("alias", "copy") if path != native)):
         override = contextlib.nullcontext() if path == native else storage_path(path)
         with override:
             for size, count in SIZES.items():
-                dst, src = torch.empty(count), torch.empty(count)
+                dst, src = (torch.empty(count, device=device) for _ in range(2))
                 share = "storage_ops.share_storage(dst, src)"
                 both = f"storage_ops.discard_storage(dst); {share}"
                 raw = "torch.ops.storage_ops.share_storage.default(dst, src)"
@@ -43,7 +43,8 @@ def all_rows() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Measure, write and print."""
-    finish("storage", all_rows(), parser(__doc__).parse_args())
+    arguments = parser(__doc__).parse_args()
+    finish("storage", all_rows(arguments.device), arguments)
 
 
 if __name__ == "__main__":

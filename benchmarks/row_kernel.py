@@ -1,0 +1,80 @@
+"""The row kernel of linear cross-entropy alone: time over a copy of the same bytes.
+
+It turns logits into their gradient in place: one read and one write of every logit, as a copy has.
+"GB/s" counts those bytes. A copy is the ceiling where memory is what limits, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks._harness import expect, finish, interleave, milliseconds, parser, ratios
+from storage_ops.ops import planner
+from storage_ops.ops.loss_rows import GRADIENT, UPDATE
+
+SHAPES = {
+    "cpu": {"512 x 50257": (512, 50257), "128 x 128256": (128, 128256)},
+    "cuda": {
+        "4096 x 128256": (4096, 128256),
+        "4096 x 50257": (4096, 50257),
+        "4096 x 32000": (4096, 32000),
+        "1024 x 256000": (1024, 256000),
+    },
+}
+
+
+def kernel(logits: torch.Tensor) -> Any:
+    """A call of the kernel on these logits."""
+    rows, columns = logits.shape
+    device = logits.device
+    target = torch.randint(columns, (rows,), device=device)
+    upstream = torch.ones(1, 1, device=device)
+    state, argmax = torch.zeros(6, rows, device=device), torch.zeros_like(target)
+    return partial(
+        torch.ops.storage_ops._cross_entropy_rows, logits, target, None, None, upstream, state,
+        argmax, 0, columns, -100, 0.0, 1.0, 0.0, UPDATE | GRADIENT,
+    )  # fmt: skip
+
+
+def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Shape by shape, each in float32 and bfloat16."""
+    device = arguments.device
+    shapes = SHAPES[device]
+    chosen = list(shapes)[:1] if arguments.quick else list(shapes)
+    expect(2 * len(chosen))
+    for shape in chosen:
+        for dtype in (torch.float32, torch.bfloat16):
+            rows, columns = shapes[shape]
+            # Rows start where a vector may, as in the buffer of the loss.
+            buffer = torch.randn(rows, planner.padded(columns), device=device).to(dtype)
+            logits, copy = buffer[:, :columns], torch.empty_like(buffer)
+            cases = {"copy": partial(copy.copy_, buffer), "row kernel": kernel(logits)}
+            label = f"{shape} {str(dtype).removeprefix('torch.')}"
+            seconds = interleave(cases, arguments.repeats, device, label)
+            times = ratios(seconds, "copy")
+            for case in cases:
+                median, least, most = times[case]
+                ms = milliseconds(seconds[case])
+                yield {
+                    "shape": label,
+                    "case": case,
+                    "time / copy": round(median, 3),
+                    "least - most": f"{least:.2f} - {most:.2f}",
+                    "ms": ms,
+                    "GB/s": round(2 * logits.nbytes / ms / 1e6, 1),
+                }
+
+
+def main() -> None:
+    """Measure, write and print."""
+    arguments = parser(__doc__).parse_args()
+    finish("row_kernel", all_rows(arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()
