@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import storage_ops
+from benchmarks._report import columns
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -240,12 +241,6 @@ def finish(stem: str, rows: Iterable[dict[str, Any]], arguments: argparse.Namesp
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table(result.rows, f"{stem} on {hardware(device)}"))
     console.print(f"written to {result.path}")
-
-
-def columns(rows: list[dict[str, Any]]) -> list[str]:
-    """What a table of these rows shows: all keys, but for curves."""
-    found = dict.fromkeys(key for row in rows for key in row)
-    return [key for key in found if not any(isinstance(row.get(key), list) for row in rows)]
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:

@@ -13,8 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks._harness import columns
-
 Result = dict[str, Any]
 Row = dict[str, Any]
 PEAK = "peak (MiB)"
@@ -62,6 +60,12 @@ def points(rows: list[Row]) -> list[tuple[str, float, float]]:
         if column and isinstance(row.get(PEAK), float) and isinstance(row[column], float):
             found.append((row["case"], row[PEAK], row[column]))
     return found
+
+
+def columns(rows: list[dict[str, Any]]) -> list[str]:
+    """What a table of these rows shows: all keys, but for curves."""
+    found = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in found if not any(isinstance(row.get(key), list) for row in rows)]
 
 
 def cells(values: Iterable[Any]) -> str:
