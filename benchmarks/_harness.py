@@ -23,6 +23,7 @@ from rich.table import Table
 
 import storage_ops
 from benchmarks._report import columns
+from storage_ops.memory import Measurement
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -30,6 +31,7 @@ REPORT = Path("bench-report")  # where results go that are not kept
 MIB = 1 << 20
 Case = Callable[[], object]
 Runs = list[tuple[float, float]]  # wall seconds, and seconds on the clock that is compared
+POINTS = 400  # of a curve of memory that is kept
 WARM_RUNS = {"cpu": 1, "cuda": 3}
 PEER_PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "quack-kernels", "megatron-core",
                  "ai2-olmo-core", "transformers")  # fmt: skip
@@ -182,6 +184,17 @@ def peak(run: Case, device: str = "cpu") -> float:
     run()
     torch.cuda.synchronize()
     return round((torch.cuda.max_memory_allocated() - before) / MIB, 1)
+
+
+def curve(m: Measurement) -> list[list[float]]:
+    """Seconds and MiB: of each stretch of the timeline its highest point and its last."""
+    samples = m.timeline
+    length = -(-len(samples) // (POINTS // 2))
+    kept = []
+    for start in range(0, len(samples), length):
+        stretch = samples[start : start + length]
+        kept += sorted({max(stretch, key=lambda s: s.nbytes), stretch[-1]}, key=lambda s: s.seconds)
+    return [[round(s.seconds, 5), round(s.nbytes / MIB, 2)] for s in kept]
 
 
 def hardware(device: str | None = None) -> str:

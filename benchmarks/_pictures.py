@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from benchmarks._report import Result, Row, is_ours, points, shapes, time_of
+from benchmarks._report import PEAK, Result, Row, curve_of, is_ours, points, shapes, time_of
 
 Point = tuple[str, float, float]
 PAPER, INK, OURS = "#fbfaf7", "#222222", "#009e73"
@@ -30,7 +30,10 @@ def draw(out: Path, result: Result) -> list[Path]:
     drawn = []
     if panels:
         drawn.append(_save(_tradeoffs(panels), out / f"{result['stem']}.png"))
-    curves = [row for row in result["rows"] if row.get("timeline")]
+    curves = [row for row in result["rows"] if curve_of(row)]
+    if len(curves) > 2:  # before and after, of all cases that there are
+        ours = [row for row in curves if is_ours(row["case"])]
+        curves = [curves[0], min(ours, key=lambda row: row[PEAK])]
     if curves:
         drawn.append(_save(_timelines(curves), out / f"{result['stem']}-memory.png"))
     return drawn
@@ -125,7 +128,7 @@ def _timelines(curves: list[Row]) -> Figure:
     axes = figure.subplots()
     _dress(axes)
     for row, color in zip(curves, ("#d55e00", OURS, *COLORS), strict=False):
-        seconds, mib = zip(*row["timeline"], strict=True)
+        seconds, mib = zip(*curve_of(row), strict=True)
         share: Any = [100 * s / (seconds[-1] or 1) for s in seconds]
         label = f"{row['case']}: peak {max(mib):.0f} MiB"
         axes.step(share, mib, where="post", color=color, lw=1.4, label=label)
@@ -133,7 +136,7 @@ def _timelines(curves: list[Row]) -> Figure:
     axes.set_xlim(0, 100)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("share of the step (%)")
-    axes.set_ylabel("MiB above parameters and optimizer state")
+    axes.set_ylabel("MiB above parameters and optimizer")
     figure.legend(loc="outside upper center", ncols=2, frameon=False, labelcolor=INK)
     return figure
 

@@ -1,7 +1,7 @@
 """Benchmark results as Markdown and pictures.
 
-A row with a `shape`, a `time / ...` and a `peak (MiB)` is a point in the picture of its shape; one
-with a `timeline` is a curve of memory over time.
+A row with a `shape`, a `time / ...` and a `peak (MiB)` is a point in the picture of its shape; a
+list in a row is a curve of memory over time, [seconds, MiB] each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from rich.console import Console
 Result = dict[str, Any]
 Row = dict[str, Any]
 PEAK = "peak (MiB)"
-OURS = "storage_ops"
+# Cases are ours by how they begin, or by a part that a training job has, as in "compile+all".
+OURS = ("storage_ops", "discard")
+OUR_FEATURES = {
+    "all", "linear_cross_entropy", "output_discard", "selective_checkpoint", "autochunk",
+}  # fmt: skip
 HEAD = ("stem", "commit", "day", "hardware", "torch", "storage_ops", "python")
 
 
@@ -36,7 +40,7 @@ def head(result: Result) -> Row:
 
 def is_ours(case: str) -> bool:
     """Whether a case is ours, not a peer or a floor."""
-    return case.startswith((OURS, "discard"))
+    return case.startswith(OURS) or not OUR_FEATURES.isdisjoint(case.split("+"))
 
 
 def shapes(result: Result) -> dict[str, list[Row]]:
@@ -50,6 +54,11 @@ def shapes(result: Result) -> dict[str, list[Row]]:
 def time_of(row: Row) -> str | None:
     """The column that compares times; the first of several."""
     return next((key for key in row if key.startswith("time / ")), None)
+
+
+def curve_of(row: Row) -> list[list[float]]:
+    """The curve in a row; empty if there is none."""
+    return next((value for value in row.values() if isinstance(value, list)), [])
 
 
 def points(rows: list[Row]) -> list[tuple[str, float, float]]:

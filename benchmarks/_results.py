@@ -159,6 +159,17 @@ def linear_cross_entropy() -> str:
     return text.removesuffix("\n")
 
 
+def train_gpt() -> str:
+    """What each part of the package buys in a training job."""
+    text = ""
+    for result in results_of("train_gpt"):
+        for shape, rows in shapes(result).items():
+            shown = ("case", PEAK, "peak / plain", "time / plain", "tokens / s", "loss apart")
+            some = [{key: row[key] for key in shown if key in row} for row in rows]
+            text += f"{shape}. " + source(result) + _report.markdown_table(some) + "\n"
+    return text.removesuffix("\n")
+
+
 def by_shape(stem: str) -> str:
     """Every case of a benchmark, a column per shape."""
     text = ""
@@ -202,6 +213,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "linear_cross_entropy": linear_cross_entropy,
     "selective_checkpoint": lambda: by_shape("selective_checkpoint"),
     "autochunk": lambda: by_shape("autochunk"),
+    "train_gpt": train_gpt,
     "plan": planned,
     "pictures": pictures,
 }

@@ -15,24 +15,19 @@ from typing import Any
 
 import torch
 
-from benchmarks._harness import MIB, expect, finish, interleave, milliseconds, parser, ratios
+from benchmarks._harness import (
+    MIB,
+    curve,
+    expect,
+    finish,
+    interleave,
+    milliseconds,
+    parser,
+    ratios,
+)  # fmt: skip
 from storage_ops.demo import corpus
 from storage_ops.demo.model import PRESETS
 from storage_ops.demo.train import train
-from storage_ops.memory import Measurement
-
-POINTS = 400  # of a curve that is kept
-
-
-def curve(m: Measurement) -> list[list[float]]:
-    """Seconds and MiB, of each stretch of the timeline its highest point and its last."""
-    samples = m.timeline
-    length = -(-len(samples) // (POINTS // 2))
-    kept = []
-    for start in range(0, len(samples), length):
-        stretch = samples[start : start + length]
-        kept += sorted({max(stretch, key=lambda s: s.nbytes), stretch[-1]}, key=lambda s: s.seconds)
-    return [[round(s.seconds, 5), round(s.nbytes / MIB, 2)] for s in kept]
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

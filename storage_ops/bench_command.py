@@ -13,9 +13,9 @@ from rich.console import Console
 import storage_ops
 
 MISSING = """\
-There are no benchmarks here: they belong to the source tree and are not installed with the package
-in {package}.
-Unpack the source archive of version {version}, or clone the repository; in that folder run
+There are no benchmarks here: they belong to the source tree and are not installed with the package,
+which is in {package}.
+Unpack the source archive of version {version}, or clone the repository, and run there:
   make build && .venv/bin/python -m storage_ops bench"""
 
 
@@ -40,7 +40,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if tree is None:
         package = Path(storage_ops.__file__).parent
         version = storage_ops._library.build_info().get("version", "the one you have")
-        console.print(MISSING.format(package=package, version=version), markup=False)
+        console.print(
+            MISSING.format(package=package, version=version), markup=False, soft_wrap=True
+        )
         return 2
     sys.path.insert(0, str(tree))
     runner: Any = importlib.import_module("benchmarks._runner")

@@ -76,6 +76,22 @@ def test_pictures_are_opaque_and_light(result, tmp_path):
         assert corner.min() > 0.95 and pixels[..., :3].min() < 0.3
 
 
+def test_of_many_curves_two_are_drawn(result, monkeypatch):
+    rows = [row("S", case, 1.0, mib, memory=[[0, mib], [1, 0]]) for case, mib in
+            (("plain", 9.0), ("compile", 8.0), ("all", 3.0), ("compile+all", 2.0))]  # fmt: skip
+    seen = []
+    monkeypatch.setattr(_pictures, "_timelines", seen.extend)
+    monkeypatch.setattr(_pictures, "_save", lambda figure, path: path)
+    _pictures.draw(_pictures.Path(), {**result, "rows": rows})
+    assert [r["case"] for r in seen] == ["plain", "compile+all"]
+
+
+def test_what_is_ours():
+    ours = ("storage_ops, 1/4", "discard, copy", "all", "compile+all", "compile+autochunk")
+    assert all(map(_report.is_ours, ours))
+    assert not any(map(_report.is_ours, ("plain", "liger", "auto_chunker", "torch.compile")))
+
+
 def test_the_same_result_gives_the_same_picture(result, tmp_path):
     (tmp_path / "again").mkdir()
     first = _pictures.draw(tmp_path, result)[0].read_bytes()
