@@ -8,7 +8,7 @@ of allocations above inputs, gradients included. `--model` measures steps of a G
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
-import storage_ops
-from benchmarks._harness import finish, interleave, parser, ratios
-from benchmarks.linear_cross_entropy import MIB, SHAPES
+from benchmarks._harness import Case, expect, finish, interleave, parser, peak, ratios
+from benchmarks.linear_cross_entropy import GPU_SHAPES, QUICK_SHAPES, SHAPES
 from storage_ops.autochunk.backend import backend
 
 FLOOR = "floor (chunked products)"
+ALL_SHAPES = SHAPES | GPU_SHAPES | QUICK_SHAPES
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -78,36 +78,26 @@ def chunked_products(x: Tensor, w: Tensor, count: int) -> object:
     return grad_x, total
 
 
-def peak(run: Callable[[], object]) -> float:
-    """Peak MiB of a run above its inputs."""
-    with storage_ops.memory.measure() as m:
-        run()
-    return round(m.peak_bytes / MIB, 1)
-
-
 def rows_of(
-    label: str, cases: dict[str, Callable[[], object]], base: str, repeats: int, clear: Any
-) -> list[dict[str, Any]]:
+    label: str, cases: dict[str, Case], base: str, arguments: Any, clear: Any
+) -> Iterator[dict[str, Any]]:
     """One row per case."""
-    times = ratios(interleave(cases, repeats), base)
-    rows = []
+    times = ratios(interleave(cases, arguments.repeats, arguments.device, label), base)
     for name, run in cases.items():
         clear()
         median, least, most = times[name]
         result = {"shape": label, "case": name, "time / base": round(median, 3)}
-        rows.append(
-            {**result, "least - most": f"{least:.2f} - {most:.2f}", "peak (MiB)": peak(run)}
-        )
-    return rows
+        result["least - most"] = f"{least:.2f} - {most:.2f}"
+        yield {**result, "peak (MiB)": peak(run, arguments.device)}
 
 
-def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> list[dict[str, Any]]:
+def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> Iterator[dict[str, Any]]:
     """All rows of one shape, dtype and loss."""
-    tokens, hidden, vocab = SHAPES[shape]
-    kind = getattr(torch, dtype)
-    x = torch.randn(tokens, hidden).to(kind).requires_grad_()
-    w = (torch.randn(vocab, hidden) * hidden**-0.5).to(kind).requires_grad_()
-    t = torch.randint(vocab, (tokens,))
+    tokens, hidden, vocab = ALL_SHAPES[shape]
+    kind, device = getattr(torch, dtype), arguments.device
+    x = torch.randn(tokens, hidden, device=device).to(kind).requires_grad_()
+    w = (torch.randn(vocab, hidden, device=device) * hidden**-0.5).to(kind).requires_grad_()
+    t = torch.randint(vocab, (tokens,), device=device)
 
     def step(f: Loss) -> Callable[[], object]:
         def run() -> object:
@@ -126,7 +116,7 @@ def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> list[dict[st
         torch._dynamo.reset()
         cases[label] = step(compiler(LOSSES[name]))
         cases[label]()
-    return rows_of(f"{shape} {dtype} {name}", cases, FLOOR, arguments.repeats, clear)
+    return rows_of(f"{shape} {dtype} {name}", cases, FLOOR, arguments, clear)
 
 
 class GPT2(nn.Module):
@@ -144,17 +134,17 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Loss of predicting every token from those before it."""
         length = tokens.shape[1] - 1
-        h = self.tokens(tokens[:, :-1]) + self.places(torch.arange(length))
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        h = self.tokens(tokens[:, :-1]) + self.places(torch.arange(length, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         h = self.norm(self.blocks(h, mask=mask, is_causal=True))
         logits = F.linear(h, self.tokens.weight)
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def model_rows(arguments: Any) -> list[dict[str, Any]]:
+def model_rows(arguments: Any) -> Iterator[dict[str, Any]]:
     """Steps of GPT-2 small at several numbers of chunks."""
-    model = GPT2()
-    tokens = torch.randint(50257, (arguments.batch, 257))
+    model = GPT2().to(arguments.device)
+    tokens = torch.randint(50257, (arguments.batch, 257), device=arguments.device)
 
     def clear() -> None:
         model.zero_grad()
@@ -172,29 +162,37 @@ def model_rows(arguments: Any) -> list[dict[str, Any]]:
         cases[label] = step(compiler(model))
         cases[label]()
     label = f"GPT-2 small, {arguments.batch} x 256 tokens"
-    return rows_of(label, cases, "torch.compile", arguments.repeats, clear)
+    return rows_of(label, cases, "torch.compile", arguments, clear)
+
+
+def all_rows(arguments: Any) -> Iterator[dict[str, Any]]:
+    """Losses at every shape, or steps of a model."""
+    if arguments.model:
+        expect(1)
+        yield from model_rows(arguments)
+        return
+    expect(len(arguments.dtypes) * len(arguments.shapes) * len(arguments.losses))
+    for dtype in arguments.dtypes:
+        for shape in arguments.shapes:
+            for name in arguments.losses:
+                yield from loss_rows(shape, dtype, name, arguments)
 
 
 def main() -> None:
     """Measure, write and print."""
     options = parser(__doc__)
-    options.add_argument("--shapes", nargs="+", default=["S1"], choices=list(SHAPES))
-    options.add_argument("--dtypes", nargs="+", default=["float32"],
-                         choices=["float32", "bfloat16"])  # fmt: skip
-    options.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
+    options.add_argument("--shapes", nargs="+", choices=list(ALL_SHAPES))
+    options.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
+    options.add_argument("--losses", nargs="+", choices=list(LOSSES))
     options.add_argument("--chunks", nargs="+", type=int, default=[8])
     options.add_argument("--model", action="store_true", help="steps of GPT-2 small")
     options.add_argument("--batch", type=int, default=4, help="sequences of the model's step")
     arguments = options.parse_args()
-    rows = []
-    if arguments.model:
-        rows = model_rows(arguments)
-    else:
-        for dtype in arguments.dtypes:
-            for shape in arguments.shapes:
-                for name in arguments.losses:
-                    rows += loss_rows(shape, dtype, name, arguments)
-    finish("autochunk_model" if arguments.model else "autochunk", rows, arguments)
+    on_gpu, quick = arguments.device == "cuda", arguments.quick
+    arguments.shapes = arguments.shapes or ["R8" if on_gpu else "quick" if quick else "S1"]
+    arguments.dtypes = arguments.dtypes or ["bfloat16" if on_gpu else "float32"]
+    arguments.losses = arguments.losses or list(LOSSES)[: 2 if quick else None]
+    finish("autochunk_model" if arguments.model else "autochunk", all_rows(arguments), arguments)
 
 
 if __name__ == "__main__":
