@@ -128,7 +128,7 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
 def _is_range(node: fx.Node, size: Any) -> bool:
     """Whether a node is 0, 1, ..., size - 1."""
     if name_of(node) == "prims.iota.default":
-        counted = ((node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1))
+        counted = (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
     elif name_of(node) in ("aten.arange.default", "aten.arange.start"):
         counted = bool(len(node.args) == 1 or node.args[0] == 0)
     else:
