@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,7 +42,11 @@ def policy_of(cfg: ActivationCheckpointConfig, model: nn.Module) -> Policy | Non
 def _parts(
     ops: Sequence[Any] | None, patterns: Sequence[str] | None, model: nn.Module, field: str
 ) -> list[Policy]:
-    parts = [save(*ops)] if ops else []
+    parts: list[Policy] = []
+    if ops:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the config has warned of ops that policies seldom see
+            parts.append(save(*ops))
     if patterns:
         parts.append(save_mm_shapes(_shapes(patterns, model, field)))
     return parts

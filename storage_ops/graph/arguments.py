@@ -136,9 +136,12 @@ class Arguments:
                 )
         shape_env = self._fake_mode.shape_env
         if shape_env is not None and not shape_env.evaluate_guards_for_args(self.stand_ins, plain):
+            sizes = [tuple(t.shape) for t in plain]
+            guards = [str(guard.expr) for guard in shape_env.guards]
             raise ValueError(
-                "traced step: the sizes of the dynamic dimensions break what the trace assumed: "
-                f"{[str(guard.expr) for guard in shape_env.guards]}; trace the function again"
+                f"traced step: the arguments have the sizes {sizes}; expected every dynamic "
+                f"dimension to be 2 or more{' and ' if guards else ''}{' and '.join(guards)}, as "
+                "when traced: trace the function again"
             )
         return leaves, plain
 

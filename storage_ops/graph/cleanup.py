@@ -56,6 +56,8 @@ def _share_gradients(graph: fx.Graph, output: fx.Node) -> None:
         source, clone = node.args[0], node.meta["val"]
         assert isinstance(source, fx.Node)
         value = source.meta["val"]
+        if value.layout != torch.strided:  # a sparse gradient has no storage to share
+            continue
         (key, nbytes), *_ = storages(value)
         whole = nbytes == next(storages(clone))[1]
         same = value.stride() == clone.stride()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,8 @@ from storage_ops.graph.slots import Closure, Slot, gradient_slot, plain_parts
 
 # A tensor literal in the traced code is a constant of the graph, not something it closes over.
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+# They hide from a trace that the op in them may work in place.
+_REPLAYS = (run_and_save_rng_state, run_with_rng_state)
 _GRAD: Any = Tensor.grad
 
 
@@ -37,6 +40,8 @@ class Lift(TorchDispatchMode):
         leaves: leaves that require grad and were used.
         backward_ran: whether a backward pass was recorded.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, fake_mode: FakeTensorMode, closure: Closure) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,6 +63,11 @@ class Lift(TorchDispatchMode):
         if func.namespace == "profiler":  # the labels that optimizers put on their methods
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
+        if func in _REPLAYS:
+            raise RuntimeError(
+                f"trace_step: fn runs a graph that repeats random numbers by {func.name()}; "
+                "expected the function that the graph was made of"
+            )
         flat, spec = tree_flatten((args, kwargs or {}))
         self._note_leaves(flat)
         self.backward_ran = self.backward_ran or torch._C._current_graph_task_id() != -1

@@ -56,6 +56,7 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
         A new graph, with the inputs and outputs of `gm`.
 
     Raises:
+        TypeError: `gm` is no GraphModule.
         RuntimeError: a region modifies in place what was made outside it, or reads what is modified
             later; the graphs differ.
 
@@ -67,6 +68,8 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
         >>> gm = make_fx(loss)(torch.randn(3, requires_grad=True))
         >>> gm = storage_ops.graph.remat(gm, verify=True)
     """
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(f"remat: gm is a {type(gm).__name__}; expected a torch.fx.GraphModule")
     forget_tags()
     if BEFORE not in gm.meta:
         gm = recompute(gm, foreign=not any(KEY in node.meta for node in gm.graph.nodes))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +51,17 @@ class TracedStep:
             closes over; its outputs are those of the function, then new gradients and buffers.
     """
 
+    __wrapped__: Callable[..., Any]  # the function
+
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        if not callable(fn):
+            raise TypeError(f"trace_step: fn is {fn!r}, a {type(fn).__name__}; expected a function")
         functools.update_wrapper(self, fn, updated=())
         closure = closure_of(fn)
         self._training = [(name, m, m.training) for name, m in closure.modules]
         self._optimizers = Optimizers()
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy: half a second
+        # This imports sympy, which takes half a second.
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
         fake_mode = FakeTensorMode(shape_env=ShapeEnv())
         lift = Lift(fake_mode, closure)
@@ -87,6 +94,12 @@ class TracedStep:
                     symbolic(),
                 ):
                     gm = make_fx(flat)(*self._arguments.stand_ins)
+            except GuardOnDataDependentSymNode as error:
+                raise RuntimeError(
+                    "trace_step: the value of a tensor decides what fn does"
+                    f"{_place_of(error)}; expected code that runs in the same way for all values, "
+                    "such as torch.where, or the decision outside of fn"
+                ) from error
             finally:
                 gradients.restore()
                 lift.restore()
@@ -99,6 +112,8 @@ class TracedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the arguments must be as in the trace but for the values of tensors."""
+        if get_proxy_mode() is not None:  # part of another trace, which makes one graph of both
+            return self.__wrapped__(*args, **kwargs)
         leaves, plain = self._arguments.flatten(args, kwargs)
         for name, module, training in self._training:
             if module.training != training:
@@ -217,6 +232,19 @@ def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
         (True, torch.Size([8, 8]))
     """
     return TracedStep(fn, args, kwargs)
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of an error's traceback that belongs neither to torch nor to us."""
+    frames = traceback.extract_tb(error.__traceback__)
+    packages = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    roots = tuple(f"{package}{os.sep}" for package in packages)
+    lines = [f for f in frames if not f.filename.startswith(roots) and f.filename[:1] != "<"]
+    if not lines:
+        return ""
+    called = next((f for f in frames[frames.index(lines[-1]) + 1 :] if f.filename[:1] != "<"), None)
+    inside = f", in its call of {called.name}" if called is not None else ""
+    return f" at {lines[-1].filename}:{lines[-1].lineno}{inside}"
 
 
 @contextlib.contextmanager

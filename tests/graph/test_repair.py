@@ -124,6 +124,8 @@ def test_a_graph_without_checkpoints_is_returned_with_one_warning():
     gm = make_fx(lambda x: (x.sin(),))(torch.randn(3))
     with pytest.warns(UserWarning, match=r"nothing in this graph.*trace_step"):
         after = graph.remat(gm)
+    with pytest.raises(TypeError, match=r"gm is a Linear; expected a torch\.fx\.GraphModule"):
+        graph.remat(nn.Linear(2, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert graph.remat(after, verify=True) is after

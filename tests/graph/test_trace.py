@@ -242,6 +242,8 @@ def test_dynamic_dimensions():
     for t in (tokens, targets):
         torch._dynamo.mark_dynamic(t, 0)
     traced = graph.trace_step(gpt_step(model), tokens, targets)
+    with pytest.raises(ValueError, match=r"have the sizes \[\(1, 8\).*dimension to be 2 or more"):
+        traced(*batch(size=1))
     for size in (4, 7, 3):
         tokens, targets = batch(size=size)
         model.zero_grad()
@@ -335,6 +337,39 @@ def test_compiled_and_custom_functions_inside():
     assert torch.equal(graph.trace_step(step, x)(x)[0], step(x)[0])
 
 
+def test_sparse_gradients():
+    def make():
+        table = nn.Embedding(6, 3, sparse=True)
+        opt = torch.optim.SGD(table.parameters(), lr=0.1)
+
+        def step(tokens):
+            opt.zero_grad()
+            table(tokens).square().sum().backward()
+            opt.step()
+
+        return list(table.parameters()), step
+
+    assert_same(run_twice(make, torch.tensor([[1, 4], [1, 5]])))
+
+
+def test_a_traced_step_inside_another():
+    w = nn.Parameter(torch.randn(3, 3))
+
+    def inner(x):
+        y = checkpoint(lambda x: F.dropout(x @ w, 0.5).exp(), x, use_reentrant=False)
+        return torch.autograd.grad(y.sum(), w)[0]
+
+    x = torch.randn(4, 3)
+    traced = graph.trace_step(inner, x)
+    with pytest.raises(RuntimeError, match=r"repeats random numbers by run_and_save_rng_state"):
+        graph.trace_step(lambda x: traced.gm(x, w)[0], x)
+    outer = graph.trace_step(lambda x: traced(x) * 2, x)
+    torch.manual_seed(0)
+    expected = inner(x) * 2, torch.get_rng_state()
+    torch.manual_seed(0)
+    assert torch.equal(outer(x), expected[0]) and torch.equal(torch.get_rng_state(), expected[1])
+
+
 def test_changes_that_the_graph_cannot_follow_are_errors():
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -388,8 +423,10 @@ def test_what_cannot_be_traced_is_an_error_and_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match=r"keeps a tensor of the step in kept\[0\]"):
         graph.trace_step(keeps, x)
     assert kept == []
-    with pytest.raises(Exception, match="data-dependent"):
+    with pytest.raises(RuntimeError, match=r"a tensor decides .* at .*test_trace\.py:\d+, in its"):
         graph.trace_step(decides, x)
+    with pytest.raises(TypeError, match="fn is 3, a int; expected a function"):
+        graph.trace_step(3)
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(ValueError, match=r"args\[0\] has a grad_fn"):
         graph.trace_step(lambda x: x.sum(), x.requires_grad_() * 2)
