@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk import passes, predict, propagate, rewrite, rules
-from storage_ops.autochunk.decompose import decompose
+from storage_ops.autochunk.decompose import decompose, detach, starts
 from storage_ops.autochunk.log import log
+from storage_ops.autochunk.mutation import Mutations, bare, new_values
 from storage_ops.autochunk.runtime import in_body
 from storage_ops.autochunk.state import Conflict
 
@@ -99,12 +100,12 @@ def _chunk(
 ) -> None:  # fmt: skip
     graph.eliminate_dead_code()
     tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
-    changed = changed_inputs(graph, visible)
+    changed = new_values(graph, visible)
     total.peak_before = total.peak_after = predict.peak(graph)
     largest = 0
     tried: set[fx.Node] = set()
     while True:
-        found = propagate.candidates(graph, propagate.reached(tangents) | tried)
+        found = propagate.candidates(graph, propagate.reached(tangents or starts(graph)) | tried)
         largest = max([largest, *map(propagate.numel, found[:1])])
         found = [n for n in found if propagate.numel(n) * propagate.LARGE > largest]
         if not found or len(tried) == TRIES:
@@ -151,31 +152,6 @@ class Undo:
         rewrite.place([node for node, *_ in self.nodes])
 
 
-def changed_inputs(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
-    """Inputs that the graph or the code around it writes to, and what is written."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            found.update(node.all_input_nodes)
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
-    outputs = list(next(n for n in graph.nodes if n.op == "output").args[0])
-    if visible is not None and inputs:
-        # Before what the function returns come the new values of the inputs that it changes.
-        new = len(outputs) - len(inputs) - visible
-        found.update(n for n in outputs[: max(new, 0)] if isinstance(n, fx.Node))
-    return found
-
-
-def bare(node: fx.Node) -> fx.Node:
-    """A node without views of it."""
-    while predict.kind_of(node) in ("view", "expand", "permute") or (
-        node.op == "call_function" and rules.name_of(node) == "aten.alias.default"
-    ):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     """Take sizes of what an amplifier leads to from other tensors of that size."""
     after = propagate.reached([amplifier]) | {amplifier}
@@ -199,6 +175,7 @@ def _chunk_at(
     graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node], changed: set[fx.Node],
     num_chunks: int | None, memory_budget: int | None,
 ) -> int:  # fmt: skip
+    mutations = Mutations(graph)
     _own_sizes(graph, amplifier)
     if propagate.numel(amplifier) == 0:
         raise Conflict("is empty", amplifier)
@@ -211,14 +188,19 @@ def _chunk_at(
     large = {n for n in graph.nodes if propagate.numel(n) * propagate.LARGE > limit}
     for node in decompose(graph, after | large):
         node.args, node.kwargs = (), {}  # nothing leads to it any more; it goes with the dead code
+    tangents = tangents or [detach(graph, start) for start in starts(graph)]
     span = propagate.propagate(graph, amplifier, num_chunks or max(2, -(-size // max(budget, 1))))
-    for reads in span.reads.values():
-        for arg, _ in reads:
-            if bare(arg) in changed:
-                raise Conflict("is changed in place by the function", arg)
+    read = {arg for reads in span.reads.values() for arg, _ in reads}
+    for arg in read:
+        if bare(arg) in changed:
+            raise Conflict("is changed in place by the function", arg)
+    mutations.check_reads(read, span.layouts)
     ordered = passes.order(graph, span, tangents)
-    limits = rewrite.Limits(num_chunks, memory_budget, budget)
-    return max(rewrite.rewrite(graph, span, ordered, limits))
+    counts = rewrite.rewrite(
+        graph, span, ordered, rewrite.Limits(num_chunks, memory_budget, budget)
+    )
+    mutations.check_order(graph)
+    return max(counts)
 
 
 def default_budget(amplifier: fx.Node) -> int:

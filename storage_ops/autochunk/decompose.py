@@ -34,6 +34,25 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return replaced
 
 
+def starts(graph: fx.Graph) -> list[fx.Node]:
+    """Where the backward passes of a graph of a whole step start: at ones like a loss."""
+    return [
+        n for n in graph.nodes
+        if name_of(n) == "aten.ones_like.default" and "val" in n.meta and not shape(n)
+    ]  # fmt: skip
+
+
+def detach(graph: fx.Graph, start: fx.Node) -> fx.Node:
+    """A one in the place of ones like a loss, which would have to wait for the loss."""
+    value = start.meta["val"]
+    options = {"dtype": value.dtype, "device": value.device}
+    with graph.inserting_before(start):
+        one = graph.call_function(_ATEN.full.default, ([], 1.0), options)
+    one.meta["val"] = value
+    start.replace_all_uses_with(one)
+    return one
+
+
 def _values(node: fx.Node) -> bool:
     return all("val" in a.meta for a in (node, *node.all_input_nodes))
 

@@ -398,12 +398,20 @@ def _replace(
 
 
 def sort(graph: fx.Graph) -> None:
-    """Put every node after its arguments, and otherwise keep the order."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    """Put every node after its arguments, and otherwise keep the order.
+
+    What was added at the end comes right after its arguments, before what may change them in place.
+    """
+    nodes: list[fx.Node] = list(graph.nodes)
+    order: dict[fx.Node, tuple[int, int]] = {}
+    end = next(i for i, node in enumerate(nodes) if node.op == "output")
+    for i, node in enumerate(nodes):
+        last = max((order[a][0] for a in node.all_input_nodes if a in order), default=0)
+        order[node] = (i if i <= end else last, i)
     waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
     ready = [(i, node) for node, i in order.items() if not waiting[node]]
     heapq.heapify(ready)
-    nodes: list[fx.Node] = []
+    nodes = []
     while ready:
         _, node = heapq.heappop(ready)
         nodes.append(node)

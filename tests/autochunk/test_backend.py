@@ -1,5 +1,8 @@
 """The backend, the pass on graphs, and explain."""
 
+import copy
+import importlib
+import logging
 import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -11,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import storage_ops
+from storage_ops.autochunk import ChunkError, chunk, explain, log
 from storage_ops.autochunk import backend as backends
-from storage_ops.autochunk import chunk, explain
 from storage_ops.autochunk.backend import backend
 
 N, D, V = 512, 16, 4096
@@ -61,9 +64,12 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(V, D)
         self.layer = nn.Linear(D, D)
 
-    def forward(self, tokens):
+    def forward(self, tokens, focal=False):
         h = torch.relu(self.layer(self.embedding(tokens)))
         logits = F.linear(h, self.embedding.weight)  # tied
+        if focal:
+            p = torch.log_softmax(logits[:, :-1], -1).gather(2, tokens[:, 1:, None])
+            return -((1 - p.exp()) ** 2 * p).mean()
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -89,6 +95,70 @@ def test_a_graph_of_a_whole_step():
     gm = chunk(make_fx(step, tracing_mode="fake")(x, w, t), num_chunks=4, strict=True)
     assert any("storage_ops" in str(n.target) for n in gm.graph.nodes)
     torch.testing.assert_close(gm(x, w, t), step(x, w, t))
+
+
+@pytest.mark.parametrize("focal", [False, True])
+def test_a_traced_step(focal):
+    model, tokens = Model(), torch.randint(V, (4, 33))
+    twin = copy.deepcopy(model)
+
+    def step_of(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def train(tokens):
+            loss = model(tokens, focal)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        train(tokens)  # makes the optimizer's state
+        return train
+
+    step, eager = storage_ops.graph.trace_step(step_of(model), tokens), step_of(twin)
+    before = step.peak.peak_bytes
+    chunk(step.gm, num_chunks=4, strict=True)
+    assert step.peak.peak_bytes < before / 4
+    (span,) = (n for n in step.gm.graph.nodes if "storage_ops" in str(n.target))
+    assert len(span.args[0]) <= 6  # one pass: the backward waits for no loss
+    for _ in range(3):
+        torch.testing.assert_close(step(tokens), eager(tokens), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+
+
+def test_what_is_changed_in_between_is_not_chunked():
+    def changed(x, w, t):
+        loss = softmax_sum(x, w, t)
+        grads = torch.autograd.grad(loss, (x, w), retain_graph=True)
+        w.detach().mul_(0.5)
+        return loss, *grads, (grads[0].sum() + w.sum()).detach()
+
+    x, w, t = data()
+    gm = make_fx(changed, tracing_mode="fake")(x, w.clone().detach().requires_grad_(), t)
+    chunk(gm, num_chunks=4, strict=True)
+    got, want = gm(x, w.detach().clone(), t), changed(x, w.detach().clone().requires_grad_(), t)
+    torch.testing.assert_close(got, want)
+
+    gm = make_fx(step, tracing_mode="fake")(x, w, t)
+    mm, weight = (next(n for n in gm.graph.nodes if n.name == name) for name in ("mm", "w_1"))
+    with gm.graph.inserting_after(mm):
+        gm.graph.call_function(torch.ops.aten.mul_.Tensor, (weight, 0.5)).meta["val"] = w
+    with pytest.raises(ChunkError, match="mul_Tensor = .*changes in place what is read"):
+        chunk(gm, num_chunks=4, strict=True)
+
+
+def test_logs(monkeypatch, capsys):
+    gm = make_fx(step, tracing_mode="fake")(*data())
+    monkeypatch.setenv("STORAGE_OPS_LOGS", "autochunk")
+    try:
+        importlib.reload(log)
+        chunk(gm, num_chunks=4, strict=True)
+    finally:
+        log.log.handlers.clear()
+        log.log.setLevel(logging.NOTSET)
+    text = capsys.readouterr().err
+    assert "mm = aten.mm.default: Rows(lo=0, hi=1, per=1)" in text
+    assert "it is linear cross-entropy" in text
 
 
 def test_a_forward_alone_has_no_backward():

@@ -1,0 +1,88 @@
+"""Values that are changed in place: the rewrite must not move what reads them past the change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+from storage_ops.autochunk import predict, rules
+from storage_ops.autochunk.state import Conflict
+
+
+def bare(node: fx.Node) -> fx.Node:
+    """A node without views of it."""
+    while predict.kind_of(node) in ("view", "expand", "permute") or (
+        node.op == "call_function" and rules.name_of(node) == "aten.alias.default"
+    ):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
+    """What the code around a joint graph writes to inputs that the function changes.
+
+    Before the `visible` results of the function come the new values of those inputs.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
+    outputs = list(next(n for n in graph.nodes if n.op == "output").args[0])
+    if visible is None or not inputs:
+        return set()
+    new = max(len(outputs) - len(inputs) - visible, 0)
+    return {n for n in outputs[:new] if isinstance(n, fx.Node)}
+
+
+class Mutations:
+    """The in-place changes within a graph, and where they stand before it is rewritten."""
+
+    def __init__(self, graph: fx.Graph):
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        self.changes = {node: written for node in self.place if (written := _written(node))}
+
+    def check_reads(self, read: Iterable[fx.Node], span: Iterable[fx.Node]) -> None:
+        """Raise Conflict if something that a span reads is changed before its last node."""
+        if not self.changes:
+            return
+        end, bases = max(self.place.get(n, 0) for n in span), {bare(n) for n in read}
+        for node, written in self.changes.items():
+            if self.place[node] < end and written & bases:
+                raise Conflict("changes in place what is read in chunks", node)
+
+    def check_order(self, graph: fx.Graph) -> None:
+        """Raise Conflict if a reader has come to the other side of a change."""
+        if not self.changes:
+            return
+        now = {node: i for i, node in enumerate(graph.nodes)}
+        alive = _alive(graph)
+        for change, written in self.changes.items():
+            for node in alive:
+                if node is change or not any(bare(a) in written for a in node.all_input_nodes):
+                    continue
+                before = self.place.get(node, -1) < self.place[change]  # the new ones came before
+                if before != (now[node] < now[change]):
+                    raise Conflict(f"would be read on the other side of {change}", node)
+
+
+def _written(node: fx.Node) -> set[fx.Node]:
+    """What an op writes to, without views of it."""
+    schema: Any = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return set()
+    found: list[fx.Node] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, found.append)
+    return {bare(n) for n in found}
+
+
+def _alive(graph: fx.Graph) -> set[fx.Node]:
+    stack = [n for n in graph.nodes if n.op == "output" or n.is_impure()]
+    found = set(stack)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
