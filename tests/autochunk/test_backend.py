@@ -143,7 +143,7 @@ def test_what_is_changed_in_between_is_not_chunked():
     mm, weight = (next(n for n in gm.graph.nodes if n.name == name) for name in ("mm", "w_1"))
     with gm.graph.inserting_after(mm):
         gm.graph.call_function(torch.ops.aten.mul_.Tensor, (weight, 0.5)).meta["val"] = w
-    with pytest.raises(ChunkError, match="mul_Tensor = .*changes in place what is read"):
+    with pytest.raises(ChunkError, match="changes in place what is read"):
         chunk(gm, num_chunks=4, strict=True)
 
 
