@@ -173,11 +173,11 @@ def milliseconds(runs: Runs) -> float:
 
 def peak(run: Case, device: str = "cpu") -> float:
     """Peak MiB of a run above what was allocated before it."""
-    _release(device)
     if device == "cpu":
         with storage_ops.memory.measure() as m:
             run()
         return round(m.peak_bytes / MIB, 1)
+    _release(device)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -131,6 +131,7 @@ build() {
 print("%d.%d" % torch.cuda.get_device_capability())') || return 1
     export TORCH_CUDA_ARCH_LIST
   fi
+  mkdir -p storage_ops/lib
   "$python" setup.py -q egg_info build_ext --inplace || return 1
   cat build/native-*/libstorage_ops_cu*.o.log 2>/dev/null |
     grep -E "registers|spill" | sort | uniq -c

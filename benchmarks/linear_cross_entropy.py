@@ -3,7 +3,8 @@
 The floor is the three products of the unchunked loss at the same shape and dtype. "own products"
 are those of the plan that ours follows, without its row kernel. All run interleaved in one process;
 times are process CPU times, on a GPU those between events; peaks are those of allocations above
-inputs, gradients included. Shapes S1 to S3 are for a CPU, R1 to R9 for a GPU.
+inputs, gradients included; "loss" is the mean that each computes. Shapes S1 to S3 are for a CPU, R1
+to R9 for a GPU.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Bench:
     cases: dict[str, Case] = field(default_factory=dict)
     own: dict[str, str] = field(default_factory=dict)  # case -> the case of its products alone
     plans: dict[str, planner.Plan] = field(default_factory=dict)
+    loss: Tensor | None = None  # of the latest step
 
     @property
     def valid(self) -> int | None:
@@ -98,6 +100,7 @@ class Bench:
         def run() -> object:
             self.x.grad = self.w.grad = None
             result = loss(self.x, self.w, self.target)
+            self.loss = result.detach()
             if result.requires_grad:
                 result.sum().backward()
             return self.x.grad, self.w.grad
@@ -179,7 +182,7 @@ def row(shape: str, case: str, times: tuple[float, float, float], **more: Any) -
     median, least, most = times
     return {"shape": shape, "case": case, "time / floor": round(median, 3),
             "least - most": f"{least:.2f} - {most:.2f}", "ms": "", "time / own products": "",
-            "peak (MiB)": "", "plan": ""} | more  # fmt: skip
+            "peak (MiB)": "", "loss": "", "plan": ""} | more  # fmt: skip
 
 
 def measure(bench: Bench, variant: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -198,7 +201,11 @@ def measure(bench: Bench, variant: str, arguments: argparse.Namespace) -> Iterat
         if case in bench.own.values():
             continue
         bench.x.grad = bench.w.grad = None
+        bench.loss = None
         more: dict[str, Any] = {"ms": milliseconds(seconds[case]), "peak (MiB)": peak(run, device)}
+        if bench.loss is not None:
+            summed = (bench.valid or len(bench.target)) if variant == "none" else 1
+            more["loss"] = round(float(bench.loss.double().sum()) / summed, 5)
         if bench.own.get(case) in seconds:
             more["time / own products"] = round(ratios(seconds, bench.own[case])[case][0], 3)
             plan = bench.plans[case]
