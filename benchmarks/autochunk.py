@@ -191,7 +191,7 @@ def main() -> None:
     on_gpu, quick = arguments.device == "cuda", arguments.quick
     arguments.shapes = arguments.shapes or ["R8" if on_gpu else "quick" if quick else "S1"]
     arguments.dtypes = arguments.dtypes or ["bfloat16" if on_gpu else "float32"]
-    arguments.losses = arguments.losses or list(LOSSES)[: 2 if quick else None]
+    arguments.losses = arguments.losses or (["focal"] if quick else list(LOSSES))
     finish("autochunk_model" if arguments.model else "autochunk", all_rows(arguments), arguments)
 
 
