@@ -197,13 +197,13 @@ def planned() -> str:
 
 
 def pictures() -> str:
-    """One of each kind, of the first hardware that has it."""
+    """Time against memory, and memory over time, of the first hardware that has them."""
     text = ""
-    for name in ("linear_cross_entropy.png", "demo-memory.png"):
-        found = [hardware for hardware in kept() if (RESULTS / hardware / name).is_file()]
-        if found:
-            path = f"benchmarks/results/{found[0]}/{name}"
-            text += f"![{name.partition('.')[0]}]({path})\n\n"
+    for names in (("linear_cross_entropy.png",), ("train_gpt-memory.png", "demo-memory.png")):
+        found = [RESULTS / hardware / name for name in names for hardware in kept()]
+        path = next((path for path in found if path.is_file()), None)
+        if path is not None:
+            text += f"![{path.stem}]({path.relative_to(ROOT)})\n\n"
     return text.removesuffix("\n")
 
 
