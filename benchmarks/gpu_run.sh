@@ -161,7 +161,7 @@ measure() { # name, seconds, benchmark, arguments...
   local name=$1 limit=$2 part=$3
   shift 3
   [ -f "benchmarks/$part.py" ] || return 0
-  [ -n "$dry" ] && set -- --quick --repeats 1
+  if [ -n "$dry" ]; then set -- "$@" --quick --repeats 1; else set -- --repeats 9 "$@"; fi
   stage "$name" "$limit" "$python" -m "benchmarks.$part" --json "$work/json/$name.json" \
     --device "$([ -n "$dry" ] && echo cpu || echo cuda)" "$@"
 }
