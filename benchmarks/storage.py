@@ -10,7 +10,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 import storage_ops
-from benchmarks._harness import finish, parser
+from benchmarks._harness import finish, parser, skip
 from storage_ops.ops.storage_kernels import storage_path
 
 SIZES = {"32 B": 8, "4 MiB": 1 << 20}
@@ -24,8 +24,12 @@ def microseconds(statement: str, **names: object) -> float:
 
 def all_rows(device: str) -> Iterator[dict[str, Any]]:
     """Path by path."""
-    native = storage_ops.info()["storage_path"]
-    for path in (native, *(path for path in ("alias", "copy") if path != native)):
+    facts = storage_ops.info()
+    native = facts["storage_path"]
+    for path in dict.fromkeys((native, "alias", "copy")):
+        if path == "alias" and not any("alias" in name for name in facts["loaded"]):
+            skip(path, "its library is not loaded")
+            continue
         override = contextlib.nullcontext() if path == native else storage_path(path)
         with override:
             for size, count in SIZES.items():
