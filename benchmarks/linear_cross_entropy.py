@@ -34,6 +34,7 @@ from benchmarks._loss_peers import Loss, Task, peers
 from storage_ops.ops import loss_tiles, planner
 from storage_ops.ops.loss_autograd import problem_of
 from storage_ops.ops.loss_rows import Spec, tokens_of
+from storage_ops.ops.products import rates_of
 
 # Tokens, width, classes.
 SHAPES = {"S1": (2048, 768, 50257), "S2": (1024, 2048, 32000), "S3": (512, 1024, 128256)}
@@ -125,7 +126,8 @@ class Bench:
 
         chosen = options.get("plan")
         budget = options.get("memory_budget")
-        self.plans[name] = chosen or planner.choose(self.problem(options), budget)
+        rates = rates_of(self.x.device)
+        self.plans[name] = chosen or planner.choose(self.problem(options), budget, rates)
         self.cases[name], self.cases[f"{name}: own products"] = run, bare
         self.own[name] = f"{name}: own products"
 
@@ -149,7 +151,9 @@ def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
                 continue
             if all_plans:
                 limit = SLOW * bench.plans[name].seconds
-                fitting = planner.candidates(bench.problem(options), budget)
+                fitting = planner.candidates(
+                    bench.problem(options), budget, rates_of(bench.x.device)
+                )
                 others = {c.key: c for c in fitting if c.seconds <= limit}
                 others.pop(bench.plans[name].key)
                 for key, plan in others.items():
