@@ -40,9 +40,11 @@ PEER_PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "quack-kernels",
 class Result:
     """The result file of a running benchmark; at any moment it holds all rows so far."""
 
-    def __init__(self, stem: str, path: Path, device: str, note: str | None) -> None:
+    def __init__(self, stem: str, path: Path, arguments: argparse.Namespace) -> None:
         self.path = path
-        self.head = {"stem": stem, **provenance(device)} | ({"note": note} if note else {})
+        self.head = {"stem": stem, **provenance(arguments.device)}
+        self.head |= {"note": arguments.note} if arguments.note else {}
+        self.head |= {"quick": True} if arguments.quick else {}
         self.skipped: dict[str, str] = {}
         self.rows: list[dict[str, Any]] = []
         self.groups = self.groups_done = 0
@@ -243,7 +245,7 @@ def finish(stem: str, rows: Iterable[dict[str, Any]], arguments: argparse.Namesp
     global _result
     device = arguments.device
     kept = RESULTS / hardware(device) if not arguments.quick else REPORT
-    _result = Result(stem, arguments.json or kept / f"{stem}.json", device, arguments.note)
+    _result = Result(stem, arguments.json or kept / f"{stem}.json", arguments)
     result = _result
     result.write(running="start", done=0.0)
     for row in rows:

@@ -44,8 +44,17 @@ def merged(old: Result | None, new: Result) -> Result:
 
 
 def take(files: Iterable[Path]) -> Iterator[Path]:
-    """Bring results into the folder of their hardware; yield where they are."""
+    """Bring results into the folder of their hardware; yield where they are.
+
+    Raises:
+        ValueError: a result is of a quick run, or does not say what it is.
+    """
     for new in _report.load(files):
+        if new.get("quick") or not {"stem", "hardware", "commit"} <= new.keys():
+            raise ValueError(
+                f"result of {new.get('stem')} at {new.get('commit')} on {new.get('hardware')} is "
+                f"{'quick' if new.get('quick') else 'incomplete'}; expected one worth keeping"
+            )
         new = {key: value for key, value in new.items() if key not in ("running", "done")}
         path = RESULTS / new["hardware"] / f"{new['stem']}.json"
         old = json.loads(path.read_text()) if path.is_file() else None

@@ -29,7 +29,6 @@ class Outcome:
 
     part: str
     code: int
-    seconds: float
     result: dict[str, Any] | None
 
 
@@ -90,7 +89,6 @@ def _run_one(part: str, quick: bool, out: Path, show: Any) -> Outcome:
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"benchmarks.{part}", "--json", str(path)]
     command += ["--quick"] if quick else []
-    started = time.monotonic()
     with (out / f"{part}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -100,4 +98,4 @@ def _run_one(part: str, quick: bool, out: Path, show: Any) -> Outcome:
                 show(now.get("done", 0.0), now.get("running", "starting"))
         finally:
             process.kill()
-    return Outcome(part, process.returncode, time.monotonic() - started, read(path))
+    return Outcome(part, process.returncode, read(path))

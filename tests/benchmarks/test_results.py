@@ -56,3 +56,13 @@ def test_results_are_taken_in(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "kept" / "h" / "x.json").read_text())
     assert [(row["shape"], row["ms"]) for row in found["rows"]] == [("B", 3), ("A", 5)]
     assert found["commit"] == "one, two, three" and "running" not in found
+
+
+@pytest.mark.parametrize("change", [{"quick": True}, {"stem": None}])
+def test_what_is_not_worth_keeping_is_refused(tmp_path, monkeypatch, change):
+    monkeypatch.setattr(_results, "RESULTS", tmp_path / "kept")
+    whole = {**result("one", ("A", 1)), **change}
+    (tmp_path / "a.json").write_text(json.dumps({k: v for k, v in whole.items() if v}))
+    with pytest.raises(ValueError, match="expected one worth keeping"):
+        list(_results.take([tmp_path / "a.json"]))
+    assert not (tmp_path / "kept").exists()
