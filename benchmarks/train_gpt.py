@@ -1,0 +1,196 @@
+"""Train GPT-2-like and Llama-like models, with parts of storage_ops on or off: what buys what.
+
+A case is a set of features joined by +, such as "compile+linear_cross_entropy"; "plain" has none
+and "all" has the three parts that work in eager mode. The cases train side by side from the same
+seed, on the same batches of real text, a step of each in turn. Reported for each: peak memory of
+forward and backward above parameters, optimizer and gradients; tokens per second; time of a step
+over plain's, by the CPU time of the process or the device time of the GPU; and how far its losses
+are from plain's, at most.
+
+    python -m benchmarks.train_gpt --size gpt2-6 --cases plain all
+    python -m benchmarks.train_gpt --size llama-mini --cases all --steps 500 --folder run --resume
+
+The second is a training job: its log (JSON lines) and its checkpoint are in the folder, and after
+an interruption the same command continues exactly where the last checkpoint was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks._gpt import FEATURES, SIZES, features_of, missing
+from benchmarks._harness import MIB, RESULTS, finish, hardware, parser, ratios, skip
+from benchmarks._training import Job, Settings
+from storage_ops.demo import corpus
+from storage_ops.memory.measure import Measurement
+
+PLAIN = "plain"
+EAGER = [
+    PLAIN, "linear_cross_entropy", "output_discard", "selective_checkpoint", "all", "checkpoint",
+]  # fmt: skip
+COMPILED = [
+    "compile", "compile+linear_cross_entropy", "compile+all", "autochunk", "auto_chunker",
+    "traced+all",
+]  # fmt: skip
+PEERS = ["liger", "liger+checkpoint"]
+POINTS = 400  # of a curve of memory over time
+
+
+def tokens_of(text: Path | None, vocab: int, most: int | None = None) -> Tensor:
+    """The tokens of a text, by a byte-pair encoding of at most `vocab` that is trained on it."""
+    read = text.read_text(errors="replace") if text else corpus.standard_library_text()
+    return corpus.encode(read[:most], vocab)[0]
+
+
+def curve(memory: Measurement) -> list[list[float]]:
+    """Seconds and MiB over one forward and backward: the highest level of each piece of time."""
+    samples = memory.timeline
+    if not samples:
+        return []
+    length = samples[-1].seconds / POINTS or 1.0
+    highest: dict[int, float] = {}
+    for sample in samples:
+        piece = int(sample.seconds / length)
+        highest[piece] = max(highest.get(piece, 0.0), sample.nbytes / MIB)
+    return [[round(piece * length, 4), round(level, 1)] for piece, level in highest.items()]
+
+
+def rows_of(jobs: list[Job], shape: str) -> Iterator[dict[str, Any]]:
+    """What each case took and gave."""
+    base = jobs[0]
+    times = ratios({job.case: job.seconds[1:] or job.seconds for job in jobs}, base.case)
+    memories: dict[str, Measurement] = {}
+    for job in jobs:
+        memories[job.case] = job.memory()
+        median, least, most = times[job.case]
+        config, settings = job.settings.config, job.settings
+        wall = statistics.median(wall for wall, _ in job.seconds[1:] or job.seconds)
+        apart = max(abs(a - b) for a, b in zip(job.losses, base.losses, strict=True))
+        peak, other = (memories[j.case].peak_bytes for j in (job, base))
+        yield {
+            "shape": shape, "case": job.case, "peak (MiB)": round(peak / MIB, 1),
+            f"peak / {base.case}": round(peak / other, 3),
+            f"time / {base.case}": round(median, 3), "least - most": f"{least:.2f} - {most:.2f}",
+            "tokens / s": round(config.batch * config.context * settings.accumulate / wall),
+            "steps": len(job.losses), "last loss": round(job.losses[-1], 4),
+            "loss apart": float(f"{apart:.1e}"), "memory": curve(memories[job.case]),
+        }  # fmt: skip
+
+
+def jobs_of(arguments: argparse.Namespace, settings: Settings, data: Tensor) -> list[Job]:
+    """The jobs that can run here; the others are named."""
+    device, jobs = torch.device(arguments.device), []
+    for case in arguments.cases:
+        why = missing(features_of(case), device)
+        if why is not None:
+            skip(case, why)
+            continue
+        job = Job(case, settings, data, device, arguments.folder)
+        if arguments.resume and job.resume():
+            print(f"{case}: continues after step {len(job.losses)}", flush=True)
+        jobs.append(job)
+    return jobs
+
+
+def trained(arguments: argparse.Namespace, jobs: list[Job]) -> Iterator[Job]:
+    """Train all jobs a step in turn; the ones whose every step worked."""
+    failed: set[str] = set()
+    for step in range(arguments.steps):
+        for job in jobs if step % 2 == 0 else reversed(jobs):
+            if len(job.losses) > step or job.case in failed:
+                continue
+            try:
+                record = job.step()
+            except Exception as error:
+                if len(jobs) == 1:
+                    raise
+                failed.add(job.case)
+                skip(job.case, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+                continue
+            print(
+                f"step {record['step']:4}  loss {record['loss']:.5f}  "
+                f"{record['tokens_per_second']:8.0f} tokens/s  {job.case}",
+                flush=True,
+            )
+            if job.folder is not None and record["step"] % arguments.save_every == 0:
+                job.save()
+    yield from (job for job in jobs if job.case not in failed)
+
+
+def all_rows(arguments: argparse.Namespace, kept: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows that are kept from before, and those of this run."""
+    config = SIZES[arguments.size]
+    if arguments.batch:
+        config = dataclasses.replace(config, batch=arguments.batch)
+    settings = Settings(
+        config, arguments.steps, arguments.accumulate, arguments.dtype, arguments.seed
+    )
+    shape = f"{arguments.size}, {config.batch} x {config.context} tokens, {settings.dtype}"
+    if settings.accumulate > 1:
+        shape += f", {settings.accumulate} batches a step"
+    yield from (r for r in kept if r["shape"] != shape or r["case"] not in arguments.cases)
+    data = tokens_of(arguments.text, config.vocab, 1_000_000 if arguments.quick else None)
+    jobs = list(trained(arguments, jobs_of(arguments, settings, data)))
+    if jobs:
+        yield from rows_of(jobs, shape)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, measure, write and print."""
+    options = parser(__doc__)
+    options.add_argument("--size", choices=list(SIZES), help="the model (default: gpt2-6)")
+    options.add_argument("--cases", "--features", nargs="+", metavar="CASE",
+                         help="plain, all, or features joined by +: "
+                              + ", ".join(FEATURES))  # fmt: skip
+    options.add_argument("--steps", type=int, help="of the optimizer (default: --repeats and one)")
+    options.add_argument("--accumulate", type=int, default=1, help="batches per step")
+    options.add_argument("--batch", type=int, help="sequences in a batch, if not those of the size")
+    options.add_argument("--dtype", choices=["float32", "bfloat16"],
+                         help="bfloat16: autocast (default on a GPU)")  # fmt: skip
+    options.add_argument("--text", type=Path, help="a text file (default: Python's library)")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--folder", type=Path, help="where logs and checkpoints go")
+    options.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    options.add_argument("--resume", action="store_true", help="continue from the checkpoints")
+    options.add_argument("--keep", action="store_true", help="keep other rows of the result file")
+    arguments = options.parse_args(argv)
+    arguments.size = arguments.size or ("gpt2-tiny" if arguments.quick else "gpt2-6")
+    arguments.steps = arguments.steps or (3 if arguments.quick else arguments.repeats) + 1
+    gpu = arguments.device == "cuda"
+    arguments.dtype = arguments.dtype or ("bfloat16" if gpu else "float32")
+    arguments.cases = (
+        arguments.cases or EAGER + COMPILED[: 2 if arguments.quick else None] + PEERS * gpu
+    )
+    _check(options, arguments)
+    path = arguments.json or RESULTS / hardware(arguments.device) / "train_gpt.json"
+    kept = json.loads(path.read_text())["rows"] if arguments.keep and path.exists() else []
+    finish("train_gpt", all_rows(arguments, kept), arguments)
+
+
+def _check(options: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    try:
+        for case in arguments.cases:
+            features_of(case)
+    except ValueError as error:
+        options.error(str(error))
+    for name in ("steps", "accumulate", "save_every"):
+        if getattr(arguments, name) < 1:
+            flag = name.replace("_", "-")
+            options.error(f"--{flag} is {getattr(arguments, name)}; expected at least 1")
+    if arguments.text is not None and not arguments.text.is_file():
+        options.error(f"--text is {arguments.text}; expected a file")
+    if arguments.resume and arguments.folder is None:
+        options.error("--resume needs --folder, where the checkpoints are")
+
+
+if __name__ == "__main__":
+    main()
