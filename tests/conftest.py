@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
-        if "cuda" in item.keywords:
+        if item.get_closest_marker("cuda"):
             item.add_marker(skip)
 
 

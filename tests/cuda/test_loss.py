@@ -1,0 +1,212 @@
+"""Linear cross-entropy on a GPU, against float64."""
+
+import itertools
+
+import pytest
+import torch
+
+import storage_ops as so
+
+from ..ops.test_linear_cross_entropy import REDUCTIONS, error, exact, problem, run, smallest_budget
+from ..ops.test_loss_options import CHOICES, arguments, outputs
+from .devices import DTYPES, busy, each_device, moved, side_stream
+
+# As on the CPU (tests/ops), with float32 sums in another order.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+def compare(device, given, **options):
+    """Loss and gradients on the device against float64 on the CPU."""
+    right, right_grads = exact(*given, **options)
+    loss, grads = run(so.linear_cross_entropy, *moved(given, device), **moved(options, device))
+    dtype = given[0].dtype
+    assert loss.device.type == device and error(loss.cpu(), right) < TOLERANCE[dtype]
+    for ours, expected in zip(grads, right_grads, strict=True):
+        assert ours.dtype == dtype and error(ours.cpu(), expected) < TOLERANCE[dtype]
+
+
+@each_device
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_reduction_and_budget(device, dtype, reduction, bias):
+    given = problem(dtype=dtype, bias=bias)
+    least = smallest_budget(*moved(given, device), reduction=reduction)
+    # An upstream gradient as from a loss scaler: without one float16 loses small gradients.
+    shape = len(given[2]) if reduction == "none" else ()
+    upstream = torch.rand(shape).double() * 64 + 64
+    for budget in (None, least, 10 * least):
+        right, right_grads = exact(*given, upstream=upstream, reduction=reduction)
+        there = moved((*given, upstream), device)
+        loss, grads = run(so.linear_cross_entropy, *there, reduction=reduction,
+                          memory_budget=budget)  # fmt: skip
+        assert error(loss.cpu(), right) < TOLERANCE[dtype]
+        for ours, expected in zip(grads, right_grads, strict=True):
+            assert ours.dtype == dtype and error(ours.cpu(), expected) < TOLERANCE[dtype]
+
+
+@each_device
+@pytest.mark.parametrize("tokens, hidden, vocab", [(512, 256, 5003), (1, 8, 2), (33, 64, 50257)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_larger_and_odd_shapes(device, dtype, tokens, hidden, vocab):
+    x, w, target, _ = problem(tokens, hidden, vocab, dtype, bias=False, ignored=0.0)
+    compare(device, (x * hidden**-0.5, w, target, None))
+
+
+def check_options(device, choices, dtype=torch.float64, tolerance=1e-10):
+    """A call with some options against the same on the CPU, which tests/ops hold to be right."""
+    made, leaves = arguments(choices, dtype)
+    there = moved(made, device)
+    ours, right = (outputs(so.linear_cross_entropy(**kwargs)) for kwargs in (there, made))
+    grads = []
+    for results, kwargs in ((ours, there), (right, made)):
+        total = sum(
+            (r.double() * torch.linspace(1, 2, r.numel(), device=r.device).view(r.shape)).sum()
+            for r in results if r.requires_grad
+        )  # fmt: skip
+        inputs = [kwargs[name] for name in leaves]
+        grads.append(torch.autograd.grad(total, inputs) if isinstance(total, torch.Tensor) else [])
+    for a, b in zip((*ours, *grads[0]), (*right, *grads[1]), strict=True):
+        assert a.device.type == device
+        if b.is_floating_point():
+            torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(a.cpu(), b)
+
+
+@each_device
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: f"{choice[0]}{choice[1]}")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_option_alone(device, choice, dtype):
+    check_options(device, [choice], dtype, 1e-10 if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.cuda
+def test_every_pair_of_options():
+    for pair in itertools.combinations(CHOICES, 2):
+        if pair[0][0] != pair[1][0]:
+            check_options("cuda", pair)
+
+
+@each_device
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_a_target_out_of_range_spoils_its_own_token_alone(device, reduction, share):
+    x, w, target, b = problem(ignored=0.2, vocab=1003)
+    given = moved((x, w, target, b), device)
+    budget = int(max(smallest_budget(*given, reduction=reduction), share * len(x) * 1003 * 4))
+    bad = [2, 17, 36]
+    for wrong in (-1, 1003, 2**40, -(2**62)):
+        broken = target.clone()
+        broken[bad] = wrong
+        options = {"reduction": reduction, "memory_budget": budget}
+        there = moved((x, w, broken, b), device)
+        if device == "cpu":  # whose kernels can raise
+            with pytest.raises(RuntimeError, match="target"):
+                run(so.linear_cross_entropy, *there, **options)
+            continue
+        loss, (dx, *_) = run(so.linear_cross_entropy, *there, **options)
+        good = [i for i in range(len(x)) if i not in bad]
+        if reduction == "none":
+            assert loss[bad].isnan().all() and loss[good].isfinite().all()
+        else:
+            assert loss.isnan()
+        assert dx[bad].isnan().all()
+        if reduction != "mean":
+            right = target.clone()
+            right[bad] = -100
+            _, expected = exact(x, w, right, b, reduction=reduction)
+            torch.testing.assert_close(dx[good].cpu().double(), expected[0][good], rtol=1e-4,
+                                       atol=1e-6)  # fmt: skip
+    compare(device, (x, w, target, b))  # the device is as good as before
+
+
+@each_device
+def test_ignored_tokens_alone_give_nan_and_zero_gradients(device):
+    x, w, target, b = problem()
+    target.fill_(-100)
+    loss, grads = run(so.linear_cross_entropy, *moved((x, w, target, b), device))
+    assert loss.isnan() and all((g == 0).all() for g in grads)
+    compare(device, (x, w, target, b), reduction="sum")
+    given = moved((x[:0], w, target[:0], b), device)
+    loss, grads = run(so.linear_cross_entropy, *given, reduction="sum")
+    assert loss == 0 and [g.shape for g in grads] == [(0, 24), w.shape, b.shape]
+
+
+@each_device
+@pytest.mark.parametrize("max_valid", [20, 64])
+def test_max_valid_leaves_ignored_tokens_out(device, max_valid):
+    x, w, target, b = problem(64, ignored=0.0)
+    target[torch.randperm(64)[:44]] = -100
+    for reduction in REDUCTIONS:
+        given = moved((x, w, target, b), device)
+        loss, grads = run(so.linear_cross_entropy, *given, reduction=reduction, max_valid=max_valid)
+        right, right_grads = exact(x, w, target, b, reduction=reduction)
+        assert error(loss.cpu(), right) < 1e-5
+        assert all(error(a.cpu(), e) < 1e-5 for a, e in zip(grads, right_grads, strict=True))
+
+
+@pytest.mark.cuda
+def test_more_valid_tokens_than_promised_make_the_loss_nan():
+    given = moved(problem(64, ignored=0.0), "cuda")
+    assert run(so.linear_cross_entropy, *given, max_valid=63)[0].isnan()
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_runs_the_product_in_16_bits(device, dtype):
+    x, w, target, b = moved(problem(64, 32, 517), device)
+    with torch.autocast(device, dtype):
+        loss, grads = run(so.linear_cross_entropy, x, w, target, b, reduction="sum")
+    low = (x.to(dtype).cpu(), w.to(dtype).cpu(), target.cpu(), b.to(dtype).cpu())
+    right, right_grads = exact(*low, reduction="sum")
+    assert loss.dtype == torch.float32 and error(loss.cpu(), right) < TOLERANCE[dtype]
+    for ours, expected in zip(grads, right_grads, strict=True):
+        assert ours.dtype == torch.float32 and error(ours.cpu(), expected) < TOLERANCE[dtype]
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_accumulate_into_a_main_gradient(device, dtype):
+    x, w, target, _ = problem(dtype=dtype, bias=False)
+    right = exact(x, w, target, None, reduction="sum")[1][1]
+    start = torch.randn(w.shape)
+    main = start.clone().to(device)
+    leaves = [t.to(device).requires_grad_() for t in (x, w)]
+    for _ in range(2):
+        so.linear_cross_entropy(
+            *leaves, target.to(device), reduction="sum", accumulate_into=main
+        ).backward()
+    assert leaves[1].grad is None
+    assert error(main.cpu().double() - start, 2 * right) < TOLERANCE[dtype]
+
+
+@each_device
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_two_runs_give_the_same_bits(device, reduction):
+    given = moved(problem(256, 64, 3001, torch.bfloat16), device)
+    once, again = (run(so.linear_cross_entropy, *given, reduction=reduction) for _ in range(2))
+    assert torch.equal(once[0], again[0])
+    assert all(torch.equal(a, b) for a, b in zip(once[1], again[1], strict=True))
+
+
+@each_device
+def test_a_side_stream(device):
+    given = problem(256, 64, 3001)
+    with side_stream(device):
+        busy(device)  # launches on another stream would read the arguments before they are there
+        compare(device, given)
+
+
+@each_device
+def test_functional_gradients_and_vmap(device):
+    x, w, target, _ = moved(problem(ignored=0.0, bias=False), device)
+
+    def loss(x, w):
+        return so.linear_cross_entropy(x, w, target)
+
+    grads = torch.func.grad(loss, argnums=(0, 1))(x, w)
+    right = exact(x.cpu(), w.cpu(), target.cpu(), None)[1]
+    assert all(error(a.cpu(), e) < 1e-5 for a, e in zip(grads, right, strict=True))
+    batched = torch.vmap(loss, (0, None))(torch.stack((x, 2 * x)), w)
+    torch.testing.assert_close(batched, torch.stack((loss(x, w), loss(2 * x, w))))
