@@ -26,6 +26,7 @@ PYBIND11_MODULE(_build_info, m) {
   m.attr("cuda_archs") = STORAGE_OPS_CUDA_ARCHS;
   m.attr("torch_target") = STORAGE_OPS_TORCH_TARGET;
   m.attr("torch_built_with") = STORAGE_OPS_TORCH_BUILT_WITH;
+  m.attr("bindings") = STORAGE_OPS_BINDINGS;
   m.def("cpu_capability", &cpu_capability,
         "The widest vector instructions of this processor that the CPU kernels can use.");
 }

@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parent / "lib"
 OLDEST_TORCH = (2, 10)
 ALIAS_TORCH = (2, 12)  # first torch with UntypedStorage._swap_data_ptr_
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
+DISABLED = "STORAGE_OPS_DISABLE_NATIVE=1"
 STORAGE_PATHS = ("binding", "alias", "copy")
 
 
@@ -99,7 +100,7 @@ def load() -> Status:
     result = Status()
     files = [path.name for path in FOLDER.glob("*.so")]
     if os.environ.get("STORAGE_OPS_DISABLE_NATIVE") == "1":
-        result.skipped = dict.fromkeys(files, "STORAGE_OPS_DISABLE_NATIVE=1")
+        result.skipped = dict.fromkeys(files, DISABLED)
         return result
     plan = select(torch.__version__, torch.version.cuda, files)
     result.skipped, result.missing = dict(plan.skipped), dict(plan.missing)
@@ -125,5 +126,5 @@ def build_info() -> dict[str, str]:
         twin = FOLDER / "build_info.json"
         return dict(json.loads(twin.read_text())) if twin.exists() else {}
     keys = ("version", "compiler", "cuda", "cuda_archs", "torch_target", "torch_built_with")
-    facts = {key: str(getattr(compiled, key)) for key in keys}
+    facts = {key: str(getattr(compiled, key)) for key in (*keys, "bindings")}
     return {**facts, "cpu_capability": compiled.cpu_capability()}

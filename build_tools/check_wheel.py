@@ -1,0 +1,112 @@
+"""Check wheels: `python -m build_tools.check_wheel dist/*.whl` says what is wrong.
+
+Looked at are the tag, the size, the requirements, the contents, and what every library asks of the
+machine: the stable ones only functions that torch's stable ABI has in 2.10, all of them only
+versions of glibc and libstdc++ that the platform tag promises. Exits with 1 for a bad wheel.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from email.parser import Parser
+from pathlib import Path
+
+from build_tools.old_glibc import POLICY, allowed
+
+MOST_BYTES = 20_000_000
+TORCH_SYMBOL = re.compile(r"(aoti_torch|torch)_\w+")
+# Functions of torch's C ABI that its libraries have at the oldest torch they are for.
+ABI = Path(__file__).parent / "torch_abi"
+STABLE = {"libstorage_ops_cpu": "2.10", "libstorage_ops_cu": "2.10", "libstorage_ops_alias": "2.12"}
+
+
+def imports(library: Path) -> list[tuple[str, str, str]]:
+    """What a library imports: kind ("U", or "w" and "v" if optional), name, version or ''."""
+    command = ["nm", "-D", "--undefined-only", "--with-symbol-versions", str(library)]
+    listed = subprocess.check_output(command, text=True)
+    found = re.findall(r"^\s+([UwvV]) ([^\s@]+)(?:@+(\S+))?", listed, re.MULTILINE)
+    return [(kind, name, version) for kind, name, version in found]
+
+
+def abi_of(library: Path) -> set[str] | None:
+    """The functions of torch that a stable library may import; None for one that is not stable."""
+    for prefix, minor in STABLE.items():
+        if re.fullmatch(rf"{prefix}\d*", library.stem):
+            return set((ABI / f"{minor}.txt").read_text().split())
+    return None
+
+
+def wrong_imports(library: Path) -> Iterator[str]:
+    """Imports of a stable library that are neither of torch's stable ABI nor of the C runtime."""
+    functions = abi_of(library)
+    for kind, name, version in imports(library) if functions is not None else ():
+        if TORCH_SYMBOL.fullmatch(name):
+            if name not in functions:
+                yield f"{library.name} imports {name}, which the oldest torch for it lacks"
+        elif not re.match(r"(GLIBC|GLIBCXX|CXXABI|GCC|GOMP|OMP)_", version) and kind == "U":
+            yield f"{library.name} imports {name}, which is not of the stable ABI"
+
+
+def wrong_versions(library: Path) -> Iterator[str]:
+    """Imports of a library that are newer than the platform tag allows."""
+    for _, name, version in imports(library):
+        family, _, number = version.partition("_")
+        if family in allowed() and number not in allowed()[family]:
+            yield f"{library.name} imports {name}@{version}, too new for {POLICY}"
+
+
+def wrong_contents(
+    wheel: Path, names: list[str], metadata: str, info: dict[str, str]
+) -> Iterator[str]:
+    """Files and requirements that a wheel lacks or has too many of."""
+    headers = Parser().parsestr(metadata)
+    if "+" in headers["Version"]:
+        yield f"the version {headers['Version']} has a local tag"
+    pins = [r for r in headers.get_all("Requires-Dist", []) if re.match(r"torch\W", r)]
+    if pins != ["torch>=2.10"]:
+        yield f"requires {pins}; expected torch>=2.10 and nothing closer"
+    if (size := wheel.stat().st_size) > MOST_BYTES:
+        yield f"has {size} bytes; expected at most {MOST_BYTES}"
+    if POLICY not in wheel.name:
+        yield f"has no {POLICY} tag"
+    libraries = ["cpu", "alias"] + [f"cu{v.partition('.')[0]}" for v in info["cuda"].split()]
+    libraries += [f"binding_{minor.replace('.', '_')}" for minor in info["bindings"].split()]
+    expected = {f"storage_ops/lib/libstorage_ops_{name}.so" for name in libraries}
+    expected |= {"storage_ops/py.typed", "storage_ops/lib/build_info.json"}
+    tag = re.search(r"-cp(\d+)-", wheel.name)[1]
+    expected.add(f"storage_ops/_build_info.cpython-{tag}-x86_64-linux-gnu.so")
+    present = {n for n in names if n.endswith(".so")} | (expected & set(names))
+    yield from (f"lacks {name}" for name in sorted(expected - present))
+    yield from (f"has {name}, which belongs to no build" for name in sorted(present - expected))
+    yield from (f"has {n}" for n in names if not re.match(r"storage_ops[-/]", n))
+
+
+def check(wheel: Path) -> list[str]:
+    """All that is wrong with a wheel."""
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        info = json.loads(archive.read("storage_ops/lib/build_info.json"))
+        found = list(wrong_contents(wheel, names, archive.read(metadata).decode(), info))
+        for name in names:
+            if name.endswith(".so"):
+                library = Path(archive.extract(name, folder))
+                found += [*wrong_imports(library), *wrong_versions(library)]
+    return found
+
+
+def report(wheel: Path) -> bool:
+    """Print what is wrong with a wheel; whether it is good."""
+    problems = check(wheel)
+    size = f"{wheel.stat().st_size / 1e6:.1f} MB"
+    print(f"{wheel.name}: {size}", *(problems or ["good"]), sep="\n  ")
+    return not problems
+
+
+if __name__ == "__main__":
+    reports = [report(Path(name)) for name in sys.argv[1:]]
+    sys.exit(not all(reports))

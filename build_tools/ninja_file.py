@@ -1,0 +1,90 @@
+"""The ninja file of the native libraries: every flag of every compiler is here.
+
+Paths in it are relative to the source tree or mapped away, so that two builds in two places give
+the same bytes.
+"""
+
+import os
+
+from build_tools.toolchain import TARGET, python_includes, torch_headers
+
+STABLE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+ALIAS_TARGET = (2, 12)  # from here on torch can swap storages in Python
+ALIAS_STABLE = "-DTORCH_TARGET_VERSION=0x020c000000000000"
+ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+HOST = "-std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra"  # torch 2.15 headers need C++20
+OPTIMISE = "-O3 -fno-math-errno -fno-trapping-math -fopenmp-simd"
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
+DEVICE = "-O3 -std=c++17 --expt-relaxed-constexpr -lineinfo -cudart=static -Xptxas=-v"
+DEVICE_HOST = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"
+DEPFILE = "  depfile = $out.d\n  deps = gcc"
+assert STABLE.endswith("{:02x}{:02x}000000000000".format(*TARGET))
+
+
+def on(variable: str) -> bool:
+    return os.environ.get(variable) == "1"
+
+
+def archs() -> str:
+    return os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHS
+
+
+def gencode(listed: str) -> list[str]:
+    flags = []
+    for arch in listed.replace(";", " ").split():
+        number = arch.removesuffix("+PTX").replace(".", "")
+        for code in ("sm", "compute") if arch.endswith("+PTX") else ("sm",):
+            flags.append(f"-gencode=arch=compute_{number},code={code}_{number}")
+    return flags
+
+
+def rules(cxx: str) -> list[str]:
+    sanitize, debug, werror = map(on, ("STORAGE_OPS_SANITIZE", "DEBUG", "STORAGE_OPS_WERROR"))
+    host = [HOST, "-O0 -g" if debug else OPTIMISE, "-Werror" if werror else ""]
+    host += [f"{SANITIZERS} -g -O1"] if sanitize else []
+    device = [DEVICE, *gencode(archs()), "-Werror=all-warnings" if werror else ""]
+    device += [DEVICE_HOST, f"--threads={os.environ.get('NVCC_THREADS', '2')}"]
+    common = "-I../../csrc $flags -c $in -o $out"
+    link = SANITIZERS if sanitize else "" if debug else "-Xlinker -s"
+    return [
+        "rule cxx",  # error messages name files of the source tree
+        f"  command = {cxx} -MMD -MF $out.d -ffile-prefix-map=../../= {' '.join(host)} {common}",
+        DEPFILE,
+        "rule nvcc",  # the log keeps what ptxas says of registers and spills
+        f"  command = $nvcc -MD -MF $out.d {' '.join(device)} {common} "
+        "> $out.log 2>&1 || (cat $out.log; exit 1)",
+        DEPFILE,
+        "rule link",  # the stubs define nothing: a linker that drops what is not needed keeps them
+        f"  command = $linker -shared {link} $in -o $out {os.environ.get('LDFLAGS', '')} "
+        "-L. -Xlinker --no-as-needed $libs",
+        # Stands in for a library of torch, so that headers are all that a build needs of torch.
+        "rule stub",
+        f"  command = {cxx} -shared -Wl,-soname,$out -x c++ /dev/null -o $out",
+        *(f"build lib{name}.so: stub" for name in ("torch_cpu", "torch_cuda", "c10")),
+    ]
+
+
+def includes(ext) -> list[str]:
+    if not ext.torch:
+        return [f"-isystem {path}" for path in python_includes()]
+    include = torch_headers(ext.torch)
+    mapping = f"-ffile-prefix-map={include}=torch"
+    flags = [f"-isystem {include} -isystem {include}/torch/csrc/api/include"]
+    return [*flags, f"-Xcompiler={mapping}" if ext.nvcc else mapping]
+
+
+def write(build, extensions, cxx: str, info: dict[str, str]) -> None:
+    """Write `build`/build.ninja; every extension becomes `build`/STEM.so."""
+    facts = [f"'-DSTORAGE_OPS_{key.upper()}=\"{value}\"'" for key, value in info.items()]
+    lines = rules(cxx)
+    for ext in extensions:
+        macros = ext.macros if ext.torch else facts
+        lines += [
+            f"build {ext.stem}.o: {'nvcc' if ext.nvcc else 'cxx'} ../../{ext.sources[0]}",
+            f"  flags = {' '.join([*macros, *includes(ext)])}",
+            f"  nvcc = {ext.nvcc}",
+            f"build {ext.stem}.so: link {ext.stem}.o | libtorch_cpu.so libtorch_cuda.so libc10.so",
+            f"  libs = {' '.join(f'-l{lib}' for lib in ext.torch_libs)}",
+            f"  linker = {f'{ext.nvcc} -cudart=static' if ext.nvcc else cxx}",
+        ]
+    (build / "build.ninja").write_text("\n".join(lines) + "\n")

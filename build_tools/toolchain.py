@@ -1,0 +1,111 @@
+"""Compilers, CUDA toolkits and torch headers that a build can use. Needs Python alone."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = (2, 10)  # the oldest torch whose stable ABI the kernel libraries use
+Minor = tuple[int, ...]
+
+
+def stop(missing: str) -> NoReturn:
+    sys.exit(f"storage_ops cannot build its native libraries: {missing}")
+
+
+def minor_of(version: str) -> Minor:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def installed_torch() -> Minor:
+    """The minor of the torch that is installed, () without one."""
+    try:
+        return minor_of(importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def binding_torches() -> list[str]:
+    """The minors to build a storage binding for: those listed, or the torch at hand if any."""
+    listed = re.split(r"[\s,;]+", os.environ.get("STORAGE_OPS_BINDING_TORCHES", ""))
+    listed = [entry for entry in listed if entry]
+    for entry in listed:
+        if not re.fullmatch(r"\d+\.\d+", entry) or minor_of(entry) < TARGET:
+            stop(
+                f"STORAGE_OPS_BINDING_TORCHES has {entry!r}; expected minors from 2.10, such as "
+                "'2.10 2.11'."
+            )
+    at_hand = [".".join(map(str, installed_torch()))] if installed_torch() >= TARGET else []
+    return sorted(listed or at_hand, key=minor_of)
+
+
+def headers_folder() -> Path:
+    return Path(os.environ.get("STORAGE_OPS_TORCH_HEADERS", ROOT / "build/torch-headers"))
+
+
+def torch_headers(minor: str) -> Path:
+    """The include folder of a torch: the installed one's, or what torch_headers unpacked."""
+    if installed_torch() == minor_of(minor):
+        include = Path(importlib.util.find_spec("torch").origin).parent / "include"
+    else:
+        include = headers_folder() / minor / "include"
+    version = include / "torch/headeronly/version.h"
+    if not version.exists():
+        stop(
+            f"the headers of torch {minor} are not in {include}; run `python -m "
+            f"build_tools.torch_headers {minor}`."
+        )
+    found = dict(re.findall(r"define TORCH_VERSION_(MAJOR|MINOR) (\d+)", version.read_text()))
+    if f"{found['MAJOR']}.{found['MINOR']}" != minor:
+        stop(f"{version} is of torch {found['MAJOR']}.{found['MINOR']}; expected {minor}.")
+    return include
+
+
+def python_includes() -> list[str]:
+    try:
+        import pybind11
+    except ImportError:
+        stop("pybind11 is not installed; run `pip install pybind11`.")
+    return [sysconfig.get_paths()["include"], pybind11.get_include()]
+
+
+def nvccs() -> dict[str, str]:
+    """CUDA major -> nvcc. CUDA_HOME may name several toolkits, separated as in PATH."""
+    if os.environ.get("FORCE_CUDA") == "0":
+        return {}
+    homes = [home for home in os.environ.get("CUDA_HOME", "").split(os.pathsep) if home]
+    wanted = [f"{home}/bin/nvcc" for home in homes] or ["nvcc"]
+    found = [tool for tool in map(shutil.which, wanted) if tool]
+    found = found or [tool for tool in [shutil.which("/usr/local/cuda/bin/nvcc")] if tool]
+    if not found and os.environ.get("FORCE_CUDA") == "1":
+        stop("FORCE_CUDA=1 but nvcc was not found on PATH, in CUDA_HOME or in /usr/local/cuda.")
+    return {cuda_version(tool).partition(".")[0]: tool for tool in reversed(found)}
+
+
+def version_of(tool: str, pattern: str) -> str:
+    return re.search(pattern, subprocess.check_output([tool, "--version"], text=True))[1]
+
+
+def cuda_version(nvcc: str) -> str:
+    return version_of(nvcc, r"release ([\d.]+)")
+
+
+def compiler() -> str:
+    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    return found or stop("no C++ compiler was found; install g++ or set CXX.")
+
+
+def ninja() -> str:
+    beside_python = shutil.which("ninja", path=str(Path(sys.executable).parent))
+    return (
+        beside_python
+        or shutil.which("ninja")
+        or stop("ninja is not installed; run `pip install ninja`.")
+    )

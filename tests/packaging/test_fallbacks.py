@@ -1,0 +1,115 @@
+"""With any library missing the package imports and works by the next path, which `info` names."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import storage_ops
+
+PACKAGE = Path(storage_ops.__file__).parent
+MINOR = "_".join(torch.__version__.split(".")[:2])
+CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
+BINDING = f"libstorage_ops_binding_{MINOR}.so"
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+WORK = """
+import json, torch, storage_ops as so
+x, w = torch.randn(33, 8, dtype=torch.double, requires_grad=True), torch.randn(17, 8).double()
+target = torch.randint(17, (33,))
+loss = so.linear_cross_entropy(x, w, target)
+torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x @ w.T, target))
+a, b = torch.ones(64), torch.randn(64)
+view = a[3:]
+so.discard_storage(a)
+assert so.is_discarded(view)
+so.share_storage(a, b)
+assert torch.equal(view, b[3:])
+y = so.output_discard(torch.sin, torch.cos)(x)
+assert torch.equal(torch.autograd.grad(y.sum(), x)[0], -torch.sin(x.sin()) * x.cos())
+print(json.dumps(so.info()))
+"""
+HIDE_SWAP = """
+class Hidden:
+    def __get__(self, instance, owner):
+        raise AttributeError("hidden")
+import torch
+torch.UntypedStorage._swap_data_ptr_ = Hidden()
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A copy of the package away from the tree."""
+    folder = tmp_path_factory.mktemp("installed")
+    shutil.copytree(PACKAGE, folder / "storage_ops", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def python(folder, *arguments, **variables):
+    env = {**os.environ, "PYTHONPATH": str(folder), **variables}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    "gone, code, path, row_kernel",
+    [
+        ([], "", "binding", "C++"),
+        ([CPU], "", "binding", "plain torch"),
+        ([BINDING], "", "alias" if CAN_SWAP else "copy", "C++"),
+        ([BINDING], HIDE_SWAP if CAN_SWAP else "", "copy", "C++"),
+        ([ALIAS], "", "binding", "C++"),
+        ([CPU, BINDING, ALIAS], "", "copy", "plain torch"),
+        (["build_info.json"], "", "binding", "C++"),
+    ],
+)
+def test_the_next_path_takes_over(installed, gone, code, path, row_kernel):
+    lib = installed / "storage_ops/lib"
+    kept = {name: (lib / name).read_bytes() for name in gone if (lib / name).exists()}
+    try:
+        for name in kept:
+            (lib / name).unlink()
+        result = python(installed, "-c", code + WORK)
+        command = None if code else python(installed, "-m", "storage_ops", "info", "--json")
+    finally:
+        for name, content in kept.items():
+            (lib / name).write_bytes(content)
+    assert result.returncode == 0, result.stderr
+    info = json.loads(result.stdout)
+    assert info["storage_path"] == path and info["row_kernel"].startswith(row_kernel)
+    assert info["zero_copy"] == (path != "copy")
+    whole = CPU not in gone and path != "copy"
+    assert (info["problems"] == []) == whole
+    if command:  # the command says what the function says
+        assert json.loads(command.stdout) == info and command.returncode == (0 if whole else 1)
+
+
+def test_switched_off_is_no_problem(installed):
+    result = python(installed, "-c", WORK, STORAGE_OPS_DISABLE_NATIVE="1")
+    info = json.loads(result.stdout)
+    assert info["storage_path"] == "copy" and info["problems"] == [] and not info["zero_copy"]
+
+
+HEAVY = {"matplotlib", "transformers", "tokenizers", "yaml", "numpy.testing", "torch._inductor",
+         "torch._functorch.aot_autograd", "torch.distributed.tensor", "rich"}  # fmt: skip
+
+
+def test_import_brings_nothing_heavy(installed):
+    """Beyond torch: this package and a little of the standard library."""
+    code = "import sys, torch; before = set(sys.modules); import storage_ops\n"
+    code += "print(*(set(sys.modules) - before))"
+    result = python(installed, "-c", code)
+    new = set(result.stdout.split())
+    ours = {name for name in new if name.split(".")[0] == "storage_ops"}
+    assert "storage_ops.ops.linear_cross_entropy" in ours
+    assert not {name for name in new if name in HEAVY or name.split(".")[0] in HEAVY}
+    foreign = {name.split(".")[0] for name in new - ours}
+    assert foreign - set(sys.stdlib_module_names) <= {"torch"}
+    assert len(new - ours) <= 40, sorted(new - ours)
