@@ -1,8 +1,10 @@
-"""What this installation is and what works in it."""
+"""What this installation is, what works in it, and what should work but does not."""
 
 from __future__ import annotations
 
 import platform
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,25 +13,85 @@ from storage_ops import _library
 
 
 def info(status: _library.Status) -> dict[str, Any]:
-    """Collect versions, libraries and the paths in use."""
+    """Collect versions, libraries, the paths in use, and the problems among them."""
     ops = torch.ops.storage_ops
-    probe = torch.ones(1)
+    probe, other = torch.ones(1), torch.zeros(1)
+    address = other.data_ptr()
     ops.discard_storage(probe)
+    guard = bool(ops._arm_guard(probe, "probe"))
+    ops.share_storage(probe, other)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    native = has_kernel("storage_ops::_cross_entropy_rows", "CPU")
+    on_cpu, on_cuda = (has_kernel("storage_ops::_cross_entropy_rows", k) for k in ("CPU", "CUDA"))
+    gpu = torch.cuda.is_available()
     build = _library.build_info()
-    return {
+    facts: dict[str, Any] = {
         "storage_ops": build.get("version", "pure Python"),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "gpu_arch": "{}.{}".format(*torch.cuda.get_device_capability()) if gpu else None,
         "storage_path": status.storage_path,
-        "guard": bool(ops._arm_guard(probe, "probe")),
-        "row_kernel": f"C++, {build.get('cpu_capability', 'generic')}" if native else "plain torch",
+        "zero_copy": probe.data_ptr() == address,
+        "guard": guard,
+        "row_kernel": f"C++, {build.get('cpu_capability', 'generic')}" if on_cpu else "plain torch",
+        "row_kernel_cuda": f"CUDA {build.get('cuda', '')}" if on_cuda else "plain torch",
         "loaded": list(status.loaded),
         "skipped": dict(status.skipped),
         "missing": dict(status.missing),
         "build": build,
     }
+    return {**facts, "problems": problems(facts)}
+
+
+def problems(facts: Mapping[str, Any]) -> list[str]:
+    """What should work on this machine and does not, one sentence each.
+
+    Args:
+        facts: what `info` returns. A package without native libraries, or with them switched off,
+            is slower but whole: that is no problem.
+    """
+    version, skipped = facts["torch"], facts["skipped"]
+    if any("older than" in reason for reason in skipped.values()):
+        return [f"torch {version} is older than 2.10, the oldest supported: update torch."]
+    found = [f"{name}: {why}." for name, why in skipped.items() if why.startswith("loading failed")]
+    if not facts["build"].get("compiler") or _library.DISABLED in skipped.values():
+        return found
+    if _library.CPU in facts["missing"]:
+        found.append(f"{_library.CPU} is missing: reinstall storage_ops.")
+    if facts["storage_path"] == "copy":
+        found.append(
+            f"sharing a storage copies: there is no storage binding for torch {version} here, and "
+            "the alias library cannot take over. Update storage_ops, or build it from source."
+        )
+    elif not facts["zero_copy"]:
+        found.append(f"sharing a storage copied on the path {facts['storage_path']!r}: a defect.")
+    if facts["gpu"]:
+        major = str(facts["torch_cuda"]).partition(".")[0]
+        if facts["row_kernel_cuda"] == "plain torch":
+            found.append(f"{facts['gpu']} is present, but no kernels for CUDA {major} are loaded.")
+        elif not runs_on(facts["gpu_arch"], facts["build"].get("cuda_archs", "")):
+            archs = facts["build"].get("cuda_archs")
+            found.append(
+                f"{facts['gpu']} is sm {facts['gpu_arch']}, the kernels were built for {archs}: "
+                "build from source with TORCH_CUDA_ARCH_LIST."
+            )
+    return found
+
+
+def runs_on(arch: str, built_for: str) -> bool:
+    """Whether kernels run on a GPU: binaries within a major, PTX on everything later.
+
+    Example:
+        >>> runs_on("8.7", "8.0;9.0"), runs_on("12.1", "8.0;9.0"), runs_on("12.1", "8.0;9.0+PTX")
+        (True, False, True)
+    """
+    device = tuple(int(part) for part in arch.split("."))
+    for entry in built_for.replace(";", " ").split():
+        parts = re.fullmatch(r"([\d.]+)([a-z]?)(\+PTX)?", entry)
+        number, suffix, ptx = parts.groups() if parts else ("0", "", "")
+        built = tuple(int(part) for part in number.split("."))
+        if built == device or (not suffix and built < device and (ptx or built[0] == device[0])):
+            return True
+    return False

@@ -1,0 +1,84 @@
+"""What `python -m storage_ops info` calls a problem, without a GPU and for any torch."""
+
+import json
+
+import pytest
+
+import storage_ops
+from storage_ops import _info, cli
+
+CPU, CU13 = "libstorage_ops_cpu.so", "libstorage_ops_cu13.so"
+
+
+def facts(**changes):
+    """A healthy installation on an H100, changed."""
+    healthy = {
+        "torch": "2.13.0+cu130", "torch_cuda": "13.0", "gpu": "NVIDIA H100", "gpu_arch": "9.0",
+        "storage_path": "binding", "zero_copy": True, "row_kernel": "C++, AVX2",
+        "row_kernel_cuda": "CUDA 13.0", "skipped": {}, "missing": {},
+        "build": {"compiler": "g++ 12", "cuda_archs": "8.0;9.0;12.0+PTX"},
+    }  # fmt: skip
+    return {**healthy, **changes}
+
+
+def test_a_healthy_installation_has_no_problems():
+    assert _info.problems(facts()) == []
+    assert _info.problems(facts(gpu=None, gpu_arch=None, row_kernel_cuda="plain torch")) == []
+    assert _info.problems(facts(skipped={"x_2_10.so": "built for torch 2.10, this is 2.13"})) == []
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"torch": "2.9.1", "skipped": {CPU: "torch 2.9.1 is older than 2.10"}}, "update torch"),
+        ({"skipped": {CU13: "loading failed: libx.so: no such file"}}, "loading failed: libx.so"),
+        ({"missing": {CPU: "no such file"}, "row_kernel": "plain torch"}, f"{CPU} is missing"),
+        ({"storage_path": "copy", "zero_copy": False}, "no storage binding for torch 2.13.0"),
+        ({"zero_copy": False}, "copied on the path 'binding'"),
+        ({"row_kernel_cuda": "plain torch"}, "no kernels for CUDA 13 are loaded"),
+        ({"gpu_arch": "7.5"}, "is sm 7.5, the kernels were built for 8.0;9.0;12.0+PTX"),
+        ({"gpu_arch": "10.0"}, "is sm 10.0"),
+    ],
+)
+def test_a_problem_is_named(changes, problem):
+    (found,) = _info.problems(facts(**changes))
+    assert problem in found
+
+
+def test_what_was_chosen_is_no_problem():
+    copying = {"storage_path": "copy", "zero_copy": False, "row_kernel": "plain torch"}
+    disabled = {CPU: "STORAGE_OPS_DISABLE_NATIVE=1"}
+    assert _info.problems(facts(**copying, skipped=disabled)) == []
+    assert _info.problems(facts(**copying, missing={CPU: "no such file"}, build={})) == []
+
+
+@pytest.mark.parametrize(
+    "arch, archs, runs",
+    [
+        ("8.0", "8.0", True), ("8.9", "8.0;9.0", True), ("8.0", "8.6", False),
+        ("9.0", "8.0", False), ("9.0", "8.0+PTX", True), ("12.1", "8.0 12.0", True),
+        ("9.0", "9.0a", True), ("9.1", "9.0a", False), ("10.0", "Ampere", False),
+    ],
+)  # fmt: skip
+def test_which_gpus_the_kernels_run_on(arch, archs, runs):
+    assert _info.runs_on(arch, archs) == runs
+
+
+def test_the_command_fails_and_says_why(capsys, monkeypatch):
+    broken = {**storage_ops.info(), "problems": ["the frobnicator is missing."]}
+    monkeypatch.setattr(storage_ops, "info", lambda: broken)
+    assert cli.main(["info"]) == 1 and cli.main(["info", "--json"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("the frobnicator is missing.") == 2
+    assert json.loads(printed[printed.index("\n{") :])["problems"] == broken["problems"]
+
+
+def test_one_screen(capsys, monkeypatch):
+    minors = {f"libstorage_ops_binding_2_{n}.so": f"built for torch 2.{n}, this is 2.13.0"
+              for n in (10, 11, 12, 14, 15)}  # fmt: skip
+    facts = {**storage_ops.info(), "skipped": minors}
+    monkeypatch.setattr(storage_ops, "info", lambda: facts)
+    cli.main(["info"])
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) <= 40
+    assert "bindings for torch 2.10, 2.11, 2.12, 2.14, 2.15" in " ".join(printed.split())
