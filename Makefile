@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := setup.py pyproject.toml $(wildcard csrc/* cuda/*)
+NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/* cuda/*)
 
-.PHONY: demo test sanitize build lint format bench results wheel clean
+.PHONY: demo test sanitize build lint format bench results wheel test-wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built  ## train a small GPT with and without storage_ops
@@ -52,8 +52,14 @@ bench: $(VENV)/built  ## measure everything, for hours, into bench-report/
 results: $(VENV)/built  ## take FROM=files into benchmarks/results; reports and README from all there
 	$(BIN)/python -m benchmarks._results $(FROM)
 
-wheel: $(VENV)/installed  ## build an sdist, and a wheel from it, into dist/
-	$(BIN)/python -m build --no-isolation .
+wheel: $(VENV)/installed  ## an sdist, and from it a wheel for every CPython here, into dist/
+	$(BIN)/python -m build_tools.wheel all
+
+TORCHES ?=
+test-wheel: $(VENV)/installed  ## test the wheels of `make wheel` under every torch; TORCHES="2.10 2.15" for some
+	$(BIN)/python -m build_tools.check_wheel dist/*.whl
+	$(BIN)/python -m build_tools.measure_build
+	$(BIN)/python -m build_tools.test_wheel --fallbacks $(TORCHES)
 
 clean:  ## remove everything that was built
 	rm -rf $(VENV) build dist *.egg-info storage_ops/lib storage_ops/_build_info*.so
