@@ -1,6 +1,6 @@
-"""DistributedDataParallel under trace: its communication becomes part of the graph.
+"""Data-parallel modules under trace: their communication becomes part of the graph.
 
-Outside a trace it lives in hooks that copy gradients to buffers of the module's own. Here gradients
+That of DistributedDataParallel lives in hooks that copy gradients to buffers of its own. Here they
 are averaged by functional collectives, one per parameter: begun when the gradient is complete, and
 waited for when the backward pass ends.
 """
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from storage_ops.graph import fully_sharded
 from storage_ops.graph.lift import is_traced
 from storage_ops.graph.slots import Closure
 
-_REFUSED = ("FSDPModule", "FullyShardedDataParallel", "DataParallel")
+_REFUSED = ("FullyShardedDataParallel", "DataParallel")
 
 
 @contextlib.contextmanager
@@ -36,9 +37,10 @@ def traced(closure: Closure, fake_mode: FakeTensorMode) -> Iterator[None]:
             for kind in kinds.intersection(_REFUSED):
                 raise ValueError(
                     f"trace_step: {name} is a {kind}, which communicates in hooks that a graph "
-                    "cannot hold; expected DistributedDataParallel, or modules whose parameters "
-                    "are tensors or DTensors"
+                    "cannot hold; expected DistributedDataParallel or fully_shard"
                 )
+            if fully_sharded.is_sharded(module):
+                stack.enter_context(fully_sharded.recorded(name, module))
             if "DistributedDataParallel" in kinds:
                 _check(name, module)
                 stack.enter_context(_Replicas(module, fake_mode).recorded())

@@ -118,6 +118,11 @@ class Recorder:
             if opened in self._open:
                 self._set_open(self._open[: self._open.index(opened)])
 
+    @property
+    def inside(self) -> bool:
+        """Whether a region is open."""
+        return bool(self._open)
+
     def _set_open(self, regions: list[_Open]) -> None:
         self._open = regions
         self._starts.append(_next_number())
@@ -194,6 +199,17 @@ def tracing() -> bool:
         False
     """
     return get_proxy_mode() is not None
+
+
+def inside() -> bool:
+    """Whether what is recorded now belongs to a checkpointed region.
+
+    Example:
+        >>> storage_ops.graph.regions.inside()
+        False
+    """
+    mode = get_proxy_mode()
+    return mode is not None and Recorder.of(mode.tracer).inside
 
 
 @contextlib.contextmanager

@@ -237,14 +237,14 @@ def _is_saved(node: fx.Node) -> bool:
         return _is_saved(source)
     if not has_tensor(node):  # sizes and numbers take no memory
         return True
-    decision = mark_of(node).path[0].decision
+    decision, *inner = (level.decision for level in mark_of(node).path)
     if decision == CheckpointPolicy.MUST_RECOMPUTE:
         return False
     if decision in _SAVED or rng.has_own_generator(node):
         return True
     if any(written(node)) and FILLS not in node.meta:
         return True
-    if not is_effectful(node):
+    if not is_effectful(node) or CheckpointPolicy.MUST_RECOMPUTE in inner:
         return False
     # Waiting for a communication that is repeated is part of it.
     waited = [n for n in node.all_input_nodes if is_effectful(n) and mark_of(n).path]

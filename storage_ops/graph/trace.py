@@ -17,7 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from storage_ops.graph import cleanup, data_parallel, regions, torch_checkpoint
+from storage_ops.graph import cleanup, data_parallel, fully_sharded, regions, torch_checkpoint
 from storage_ops.graph.arguments import Arguments, Layout
 from storage_ops.graph.capture import check_capture
 from storage_ops.graph.lift import Gradients, Lift, is_traced
@@ -59,6 +59,7 @@ class TracedStep:
         functools.update_wrapper(self, fn, updated=())
         closure = closure_of(fn)
         self._training = [(name, m, m.training) for name, m in closure.modules]
+        self._sharded: list[Any] = [m for _, m in closure.modules if fully_sharded.is_sharded(m)]
         self._optimizers = Optimizers()
         # This imports sympy, which takes half a second.
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -122,6 +123,8 @@ class TracedStep:
                     "when traced"
                 )
         self._optimizers.check()
+        for sharded in self._sharded:
+            sharded.reshard()  # after a forward outside of the step
         lifted = [slot.read() for slot in self._inputs]
         for slot, layout, t in zip(self._inputs, self._layouts, lifted, strict=True):
             layout.check(slot.name, t)
@@ -216,7 +219,7 @@ def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
 
     Raises:
         ValueError: an argument has a grad_fn; a module is data-parallel in a way that cannot be
-            recorded, such as FSDP.
+            recorded, such as with a communication hook.
         RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
             in an object; a region modifies in place what comes from outside it. In each case
             nothing has changed.

@@ -1,0 +1,141 @@
+"""FSDP2 under trace: its parameters are gathered, and gradients scattered, by ops of the graph.
+
+Outside a trace hooks do both, on buffers and streams of their own. Here every parameter is gathered
+before the forward of its module, as a region that is recomputed: backward gathers it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from storage_ops.graph import regions
+
+Parameters = list[tuple[dict[str, Any], str, Any]]  # where each is held, its name there, and it
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 has been applied to this very module."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+@contextlib.contextmanager
+def recorded(name: str, module: Any) -> Iterator[None]:
+    """Replace the hooks of one module in a with block.
+
+    Raises:
+        ValueError: FSDP does more for it than to gather and scatter.
+    """
+    module.reshard()
+    _check(name, module)
+    state = module._get_fsdp_state()
+    parameters = list(_parameters(module))
+    kept = [(hooks, dict(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    for hooks, _ in kept:
+        for key in [k for k, hook in hooks.items() if _belongs_to_fsdp(hook)]:
+            del hooks[key]
+    handles = (
+        module.register_forward_pre_hook(
+            partial(_gather, parameters, state._mp_policy), prepend=True, with_kwargs=True
+        ),
+        module.register_forward_hook(
+            partial(_put_back, parameters, state._mp_policy), always_call=True
+        ),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for hooks, before in kept:
+            hooks.clear()
+            hooks.update(before)
+
+
+def _check(name: str, module: Any) -> None:
+    state = module._get_fsdp_state()
+    # Torch before 2.13 has one group at most.
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group is None:
+            continue
+        unusual = {
+            "gradients that it does not reduce": not group.reduce_grads
+            or not group.all_reduce_grads,
+            "a divisor of its own": group.gradient_divide_factor is not None,
+            "parameters on the CPU": any(p.offload_to_cpu for p in group.fsdp_params),
+            "parameters that are sharded otherwise too": any(
+                p.is_dtensor for p in group.fsdp_params
+            ),
+            "a hook for its all-reduce": getattr(group, "_all_reduce_hook", None) is not None,
+        }
+        for what, has in unusual.items():
+            if has:
+                raise ValueError(
+                    f"trace_step: {name} is an FSDPModule with {what}; expected one that averages "
+                    "the gradients of plain parameters"
+                )
+
+
+def _belongs_to_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The parameters that the hooks of this module gather, and not those of one inside it."""
+    for key, value in module._parameters.items():
+        if value is not None:
+            yield module._parameters, key, value
+    for child in module.children():
+        if not is_sharded(child):
+            yield from _parameters(child)
+
+
+def _gather(parameters: Parameters, precision: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    whole: dict[int, Tensor] = {}  # a parameter may stand in several places
+    # An activation checkpoint around it gathers again too, once for its recompute and the backward.
+    with regions.region(_recompute, discards=not regions.inside()):
+        for _, _, parameter in parameters:
+            if id(parameter) not in whole:
+                whole[id(parameter)] = _whole(parameter, precision)
+    for held, key, parameter in parameters:
+        held[key] = whole[id(parameter)]
+    if precision.cast_forward_inputs and precision.param_dtype is not None:
+        args, kwargs = _cast((args, kwargs), precision.param_dtype)
+    return args, kwargs
+
+
+def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _put_back(parameters: Parameters, precision: Any, module: Any, args: Any, output: Any) -> Any:
+    for held, key, parameter in parameters:
+        held[key] = parameter
+    return output if precision.output_dtype is None else _cast(output, precision.output_dtype)
+
+
+def _whole(parameter: Any, precision: Any) -> Tensor:
+    """A parameter as each rank sees it; its gradient is the mean over the ranks, in shards."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    if precision.param_dtype is not None:
+        parameter = parameter.to(precision.param_dtype)
+    everywhere = [Replicate()] * parameter.device_mesh.ndim
+    options = {} if precision.reduce_dtype is None else {"backward_dtype": precision.reduce_dtype}
+    gathered = parameter.redistribute(placements=everywhere, **options)
+    whole: Tensor = gathered.to_local(grad_placements=[Partial()] * len(everywhere))
+    ranks = parameter.device_mesh.size()
+    if whole.requires_grad:
+        whole.register_hook(lambda grad: grad / ranks)
+    return whole
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
