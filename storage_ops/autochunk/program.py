@@ -68,6 +68,8 @@ class Program:
         group_bytes: what a group needs of it.
         dynamic: sizes differ from call to call.
         body: nodes of the graph.
+        formed: inputs (bias,) left and right whose product is the body's first argument, or None.
+        over: which of the body's values it writes over that product, or None.
     """
 
     inputs: tuple[Slice | None, ...]
@@ -77,6 +79,8 @@ class Program:
     group_bytes: int
     dynamic: bool
     body: list[Any]
+    formed: tuple[int, ...] | None = None
+    over: int | None = None
 
     def count(self, groups: int) -> int:
         """How many chunks so many groups make."""
@@ -103,6 +107,7 @@ class Program:
         fields = json.loads(text)
         fields["inputs"] = tuple(None if s is None else Slice(**s) for s in fields["inputs"])
         fields["outputs"] = tuple(_output(o) for o in fields["outputs"])
+        fields["formed"] = None if fields["formed"] is None else tuple(fields["formed"])
         return Program(**fields)
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 import storage_ops.autochunk.runtime  # noqa: F401  registers the op
 from storage_ops.autochunk import loss_op
+from storage_ops.autochunk.buffer import share
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.match import match
 from storage_ops.autochunk.passes import Passes
@@ -342,14 +343,17 @@ def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list
                 node.replace_all_uses_with(new)
             result.append(plan.num_chunks * plan.num_slices)
             continue
+        formed, over = share(span, one)
         program = Program(
             tuple(one.slice(layout) for _, layout, _ in one.inputs),
             tuple(specs),
             limits.num_chunks,
             limits.chunk_bytes,
-            group_bytes(span, placed, one.values),
+            group_bytes(span, placed, one.values, over),
             not isinstance(span.tokens, int),
             encode_graph(one.body),
+            formed,
+            over,
         )
         sizes = [builder.size(s) for n in outputs for s in shape(n)]
         call = builder.call(
@@ -365,10 +369,10 @@ def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list
     return result
 
 
-def group_bytes(span: Span, nodes: list[fx.Node], values: list[fx.Node]) -> int:
+def group_bytes(span: Span, nodes: list[fx.Node], values: list[fx.Node], over: int | None) -> int:
     """What a group takes of a chunk: the products and the values that leave the compiled body."""
     kept = {n for n in nodes if n in span.large and is_product(n)}
-    kept |= {n for n in values if n in span.large}
+    kept |= {n for i, n in enumerate(values) if n in span.large and i != over}
     total = sum(nbytes(n) for n in kept)
     return -(-total // max(hint(span.groups), 1))
 

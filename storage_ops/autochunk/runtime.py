@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.library import register_fake
 
 from storage_ops import _schemas
-from storage_ops.autochunk.program import Factor, Output, Program, Slice, decode_graph
+from storage_ops.autochunk.assemble import Input, Product, Result
+from storage_ops.autochunk.program import Factor, Program, decode_graph
 
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_PIECE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
+BLOCK = {"cpu": 2 << 20, "cuda": 64 << 20}  # bytes of a product that the body works on at a time
+LEAST = 32 << 10
 
 
 _in_body: ContextVar[bool] = ContextVar("in_body", default=False)
@@ -34,8 +35,10 @@ class Body:
         self.program = Program.decode(text)
         self._compiled: dict[bool, Callable[..., Any]] = {}
 
-    def __call__(self, tensors: list[Tensor], ints: Sequence[int], dynamic: bool) -> list[Tensor]:
-        """The values of one chunk."""
+    def __call__(
+        self, product: Tensor | None, tensors: list[Tensor], ints: Sequence[int], dynamic: bool
+    ) -> list[Tensor]:
+        """The values of one chunk. `product`: the first argument, where the body takes one."""
         run = self._compiled.get(dynamic)
         if run is None:
             graph = decode_graph(self.program.body)
@@ -44,9 +47,12 @@ class Body:
             for tensor, cut in zip(tensors, self.program.inputs, strict=True):
                 if cut is not None:
                     torch._dynamo.maybe_mark_dynamic(tensor, cut.hi - 1)
+            if product is not None:
+                torch._dynamo.maybe_mark_dynamic(product, 0)
         mark = _in_body.set(True)
         try:
-            return list(run(*tensors, *ints))
+            first = () if product is None else (product,)
+            return list(run(*first, *tensors, *ints))
         finally:
             _in_body.reset(mark)
 
@@ -55,91 +61,6 @@ class Body:
 def body_of(text: str) -> Body:
     """The body of a program, one per text."""
     return Body(text)
-
-
-class _Input:
-    """A tensor that every chunk reads a slice of, without a copy where strides allow it."""
-
-    def __init__(self, tensor: Tensor, cut: Slice | None, per: int):
-        self.cut, self.per = cut, per
-        self.tensor = tensor if cut is None else tensor.flatten(cut.lo, cut.hi - 1)
-
-    def __call__(self, begin: int, end: int) -> Tensor:
-        """The slice for the groups from begin to end."""
-        if self.cut is None:
-            return self.tensor
-        part = self.tensor.narrow(self.cut.lo, begin * self.per, (end - begin) * self.per)
-        for _ in range(self.cut.hi - self.cut.lo - 1):
-            part = part.unsqueeze(self.cut.lo)
-        return part
-
-
-class _Result:
-    """One output while it comes together."""
-
-    def __init__(self, spec: Output, shape: list[int], per: int, device: torch.device):
-        self.spec, self.per = spec, per
-        dtype = getattr(torch, spec.dtype)
-        self.dtype = dtype
-        self.total: Tensor | None = None
-        self.out: Tensor | None = None
-        self.shape, self.device = shape, device
-        if spec.rows is not None:
-            self.out = torch.empty(shape, dtype=dtype, device=device)
-            self.flat = self.out.flatten(spec.rows.lo, spec.rows.hi - 1)
-
-    def _slot(self, begin: int, end: int) -> Tensor:
-        assert self.spec.rows is not None
-        return self.flat.narrow(self.spec.rows.lo, begin * self.per, (end - begin) * self.per)
-
-    def put(self, value: Tensor, begin: int, end: int) -> None:
-        """Take a chunk's value."""
-        if self.out is not None:
-            slot = self._slot(begin, end)
-            slot.copy_(value.reshape(slot.shape))
-        elif self.total is None:
-            self.total = value.to(_WIDE.get(self.dtype, self.dtype), copy=True)
-        else:
-            self.total += value
-
-    def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
-        """Take a product of a chunk, formed in place."""
-        if self.out is not None:
-            torch.mm(left, right, out=self._slot(begin, end))
-            return
-        first = self.total is None
-        if first:
-            wide = _WIDE.get(self.dtype, self.dtype)
-            self.total = torch.empty(self.shape, dtype=wide, device=self.device)
-        accumulate(self.total, left, right, first)  # type: ignore[arg-type]
-
-    def finish(self) -> Tensor:
-        """The result."""
-        if self.out is not None:
-            return self.out
-        assert self.total is not None
-        return self.total.to(self.dtype)
-
-
-def accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Add a product to a sum that may be wider; its first term replaces it."""
-    if total.dtype == left.dtype:
-        if first:
-            torch.mm(left, right, out=total)
-        else:
-            torch.addmm(total, left, right, out=total)
-        return
-    for begin in range(0, len(total), _PIECE):
-        rows = slice(begin, begin + _PIECE)
-        if left.is_cuda:
-            part = torch.ops.aten.mm.dtype(left[rows], right, total.dtype)
-        else:
-            part = torch.mm(left[rows], right)
-        if first:
-            total[rows] = part
-        else:
-            total[rows] += part
-        del part  # or two of them are alive at a time
 
 
 def _number(reference: int, ints: Sequence[int]) -> int:
@@ -155,49 +76,109 @@ def shapes_of(program: Program, sizes: Sequence[Any]) -> list[list[Any]]:
     return shapes
 
 
+def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
+    """Where blocks of a chunk of so many groups begin, and the end of the last.
+
+    A block stays in a processor's cache while the body works on it, and what the body stores on the
+    way is no larger. Blocks are equal if that takes at most twice as many of them.
+    """
+    total = size * group_bytes
+    most = min(BLOCK.get(device.type, BLOCK["cuda"]), max(total // 16, LEAST))
+    least = max(1, min(size, -(-total // most)))
+    count = next((n for n in range(least, 2 * least + 1) if size % n == 0), least)
+    return [i * size // count for i in range(count + 1)]
+
+
 def chunked_span(
     inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[int], groups: int, program: str
 ) -> list[Tensor]:
     """Evaluate a program on all chunks of the tokens, one after another."""
     body = body_of(program)
     p = body.program
-    ends = p.bounds(groups)
-    dynamic = len({end - begin for begin, end in itertools.pairwise(ends)}) > 1
-    cuts = [_Input(t, c, 1 if c is None else _number(c.per, ints))
-            for t, c in zip(inputs, p.inputs, strict=True)]  # fmt: skip
     device = next(t.device for t in inputs)
-    results = [
-        _Result(spec, shape, 1 if spec.rows is None else _number(spec.rows.per, ints), device)
-        for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True)
-    ]
-    # Below autograd whoever calls: compiled chunks are guarded by what dispatch would see.
+    # Compiled chunks are guarded by the dispatch keys in force, which differ between a forward, a
+    # backward and a plain call: without these guards each would compile anew. torch's own compiled
+    # functions run in the same way, under the same two names in 2.10, 2.13 and 2.15; there is no
+    # public one. torch.inference_mode would do too, but its tensors cannot be saved for a backward.
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     below = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys)
     with below[0], below[1], torch.no_grad(), torch.autocast(device.type, enabled=False):
-        for begin, end in itertools.pairwise(ends):
-            _run_chunk(body, cuts, ints, results, begin, end, dynamic or p.dynamic)
+        cuts = [Input(t, c, 1 if c is None else _number(c.per, ints))
+                for t, c in zip(inputs, p.inputs, strict=True)]  # fmt: skip
+        results = [
+            Result(spec, shape, 1 if spec.rows is None else _number(spec.rows.per, ints), device)
+            for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True)
+        ]
+        _Run(body, cuts, ints, results)(p.bounds(groups))
     return [result.finish() for result in results]
 
 
-def _run_chunk(
-    body: Body, cuts: list[_Input], ints: Sequence[int], results: list[_Result],
-    begin: int, end: int, dynamic: bool,
-) -> None:  # fmt: skip
-    """One chunk. Its values die on return, before the next chunk makes its own."""
-    tensors = [cut(begin, end) for cut in cuts]
-    values = body(tensors, ints, dynamic)
+class _Run:
+    """All chunks, one after another."""
 
-    def factor(f: Factor) -> Tensor:
-        found = (values if f.source == "value" else tensors)[f.index]
-        return found.t() if f.transposed else found
+    def __init__(
+        self, body: Body, cuts: list[Input], ints: Sequence[int], results: list[Result]
+    ) -> None:
+        self.body, self.cuts, self.ints, self.results = body, cuts, ints, results
+        p = body.program
+        used = [f for spec in p.outputs for f in spec.factors or ()]
+        self.in_blocks = p.formed is not None and all(
+            f.source == "input" or f.index == p.over for f in used
+        )
+        self.dynamic = p.dynamic
 
-    for result in results:
-        spec = result.spec
-        if spec.factors is not None:
-            result.multiply(factor(spec.factors[0]), factor(spec.factors[1]), begin, end)
-        else:
-            assert spec.value is not None
-            result.put(values[spec.value], begin, end)
+    def __call__(self, ends: list[int]) -> None:
+        """Work through the groups between these places."""
+        product = Product(self.body.program)
+        chunks = list(itertools.pairwise(ends))
+        width = product.group_bytes([cut(*chunks[0]) for cut in self.cuts], *chunks[0])
+        device = self.cuts[0].tensor.device
+        places = [
+            blocks(end - begin, width, device) if self.in_blocks else [0, end - begin]
+            for begin, end in chunks
+        ]
+        sizes = {j - i for each in places for i, j in itertools.pairwise(each)}
+        self.dynamic = self.dynamic or len(sizes) > 1
+        largest = max(end - begin for begin, end in chunks)
+        for (begin, end), each in zip(chunks, places, strict=True):
+            tensors = [cut(begin, end) for cut in self.cuts]
+            formed = product(tensors, largest / (end - begin))
+            values = self._values(formed, begin, each)
+            self._multiply(values, tensors, begin, end)
+            del values, formed  # before the next chunk makes its own
+
+    def _values(self, product: Tensor | None, begin: int, places: list[int]) -> list[Tensor]:
+        """Run the body, in blocks where nothing but the product leaves it as a whole."""
+        values: list[Tensor] = []
+        for i, j in itertools.pairwise(places):
+            part = product
+            if product is not None:
+                rows = len(product) // places[-1]
+                part = product[i * rows : j * rows]
+            values = self._block(part, begin + i, begin + j)
+        if self.body.program.over is not None:
+            assert product is not None
+            values[self.body.program.over] = product
+        return values
+
+    def _block(self, product: Tensor | None, begin: int, end: int) -> list[Tensor]:
+        tensors = [cut(begin, end) for cut in self.cuts]
+        values = self.body(product, tensors, self.ints, self.dynamic)
+        for result in self.results:
+            if result.spec.factors is None:
+                assert result.spec.value is not None
+                result.put(values[result.spec.value], begin, end)
+        return values
+
+    def _multiply(self, values: list[Tensor], tensors: list[Tensor], begin: int, end: int) -> None:
+        def factor(f: Factor) -> Tensor:
+            found = (values if f.source == "value" else tensors)[f.index]
+            return found.t() if f.transposed else found
+
+        for result in self.results:
+            if result.spec.factors is not None:
+                left, right = result.spec.factors
+                result.multiply(factor(left), factor(right), begin, end)
 
 
 _schemas.library.impl("_chunked_span", chunked_span, "CompositeExplicitAutograd")

@@ -1,0 +1,124 @@
+"""How chunks take their inputs apart, and how their results come together."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from storage_ops.autochunk.program import Output, Program, Slice
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_PIECE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
+
+
+class Input:
+    """A tensor that every chunk reads a slice of, without a copy where strides allow it."""
+
+    def __init__(self, tensor: Tensor, cut: Slice | None, per: int):
+        self.cut, self.per = cut, per
+        self.tensor = tensor if cut is None else tensor.flatten(cut.lo, cut.hi - 1)
+
+    def __call__(self, begin: int, end: int) -> Tensor:
+        """The slice for the groups from begin to end."""
+        if self.cut is None:
+            return self.tensor
+        part = self.tensor.narrow(self.cut.lo, begin * self.per, (end - begin) * self.per)
+        for _ in range(self.cut.hi - self.cut.lo - 1):
+            part = part.unsqueeze(self.cut.lo)
+        return part
+
+
+class Product:
+    """The large product of a chunk, in memory that all chunks share."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.buffer: Tensor | None = None
+
+    def group_bytes(self, tensors: list[Tensor], begin: int, end: int) -> int:
+        """Bytes of it that a group has."""
+        if self.program.formed is None:
+            return 0
+        *_, left, right = (tensors[i] for i in self.program.formed)
+        return len(left) * right.shape[1] * left.element_size() // (end - begin)
+
+    def __call__(self, tensors: list[Tensor], most: float) -> Tensor | None:
+        """Form it; `most`: how much larger the largest chunk is."""
+        if self.program.formed is None:
+            return None
+        *bias, left, right = (tensors[i] for i in self.program.formed)
+        if self.buffer is None:
+            self.buffer = left.new_empty(math.ceil(len(left) * most), right.shape[1])
+        out = self.buffer[: len(left)]
+        if bias:
+            return torch.addmm(bias[0], left, right, out=out)
+        return torch.mm(left, right, out=out)
+
+
+class Result:
+    """One output while it comes together."""
+
+    def __init__(self, spec: Output, shape: list[int], per: int, device: torch.device):
+        self.spec, self.per = spec, per
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.total: Tensor | None = None
+        self.out: Tensor | None = None
+        self.shape, self.device = shape, device
+        if spec.rows is not None:
+            self.out = torch.empty(shape, dtype=self.dtype, device=device)
+            self.flat = self.out.flatten(spec.rows.lo, spec.rows.hi - 1)
+
+    def _slot(self, begin: int, end: int) -> Tensor:
+        assert self.spec.rows is not None
+        return self.flat.narrow(self.spec.rows.lo, begin * self.per, (end - begin) * self.per)
+
+    def put(self, value: Tensor, begin: int, end: int) -> None:
+        """Take a chunk's value."""
+        if self.out is not None:
+            slot = self._slot(begin, end)
+            slot.copy_(value.reshape(slot.shape))
+        elif self.total is None:
+            self.total = value.to(_WIDE.get(self.dtype, self.dtype), copy=True)
+        else:
+            self.total += value
+
+    def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
+        """Take a product of a chunk, formed in place."""
+        if self.out is not None:
+            torch.mm(left, right, out=self._slot(begin, end))
+            return
+        first = self.total is None
+        if first:
+            wide = _WIDE.get(self.dtype, self.dtype)
+            self.total = torch.empty(self.shape, dtype=wide, device=self.device)
+        _accumulate(self.total, left, right, first)  # type: ignore[arg-type]
+
+    def finish(self) -> Tensor:
+        """The result."""
+        if self.out is not None:
+            return self.out
+        assert self.total is not None
+        return self.total.to(self.dtype)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """Add a product to a sum that may be wider; its first term replaces it."""
+    if total.dtype == left.dtype:
+        if first:
+            torch.mm(left, right, out=total)
+        else:
+            torch.addmm(total, left, right, out=total)
+        return
+    for begin in range(0, len(total), _PIECE):
+        rows = slice(begin, begin + _PIECE)
+        if left.is_cuda:
+            part = torch.ops.aten.mm.dtype(left[rows], right, total.dtype)
+        else:
+            part = torch.mm(left[rows], right)
+        if first:
+            total[rows] = part
+        else:
+            total[rows] += part
+        del part  # or two of them are alive at a time
