@@ -43,18 +43,32 @@ def peak_of(f, x, w, t):
     return m.peak_bytes
 
 
+def linear_softmax(x, w, t):
+    return (torch.softmax(F.linear(x, w), -1) * torch.linspace(0, 1, V)).sum()
+
+
+def biased(x, w, t):
+    return F.cross_entropy(F.linear(x, w, w[:, 0]), t)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("f", [softmax_sum, cross_entropy])
-def test_peak_memory(f):
+@pytest.mark.parametrize(
+    "f, dtype",
+    [(softmax_sum, torch.float32), (linear_softmax, torch.float32), (biased, torch.bfloat16)],
+)
+def test_peak_memory(f, dtype):
     torch._dynamo.reset()
     x, w, t = data()
+    x, w = (a.detach().to(dtype).requires_grad_() for a in (x, w))
     compiled = torch.compile(f, backend=backend, options={"num_chunks": 16, "strict": True})
-    logits, grads = N * V * 4, (N + V) * D * 4
+    logits, grads = N * V * x.element_size(), (N + V) * D * x.element_size()
     peak = peak_of(compiled, x, w, t)
-    assert peak <= 1.1 * (2 * logits // 16 + grads)
+    assert peak <= 1.1 * (logits // 16 + grads) < logits
     predicted = explain(f, x, w, t, num_chunks=16)
-    assert predicted.chunked and predicted.num_chunks == 16
-    assert 0.7 * peak <= predicted.peak_after <= 1.3 * peak < predicted.peak_before
+    assert predicted.chunked and predicted.num_chunks >= 16
+    # In bf16 the planner allows for what oneDNN packs, which is much beside a problem so small.
+    most = 1.4 if dtype == torch.float32 else 2
+    assert 0.6 * peak <= predicted.peak_after <= most * peak < predicted.peak_before
     assert "chunks" in str(predicted)
 
 
