@@ -3,7 +3,8 @@
 The floor are the matrix products of so many chunks of tokens alone. "cross-entropy" is exactly
 linear cross-entropy, which becomes its op; "focal" is not, and is chunked by the general rewrite.
 All run interleaved in one process; times are process CPU times, after compilation; peaks are those
-of allocations above inputs, gradients included. `--model` measures steps of a GPT-2 small instead.
+of allocations above inputs, gradients included. `--model` measures steps of a GPT-2 small instead,
+`--memory` peaks at 16 chunks, `--compilation` compile times.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks._harness import Case, expect, finish, interleave, parser, peak, 
 from benchmarks.linear_cross_entropy import GPU_SHAPES, QUICK_SHAPES, SHAPES
 from storage_ops.autochunk.backend import backend
 
+MIB = 1 << 20
 FLOOR = "floor (chunked products)"
 ALL_SHAPES = SHAPES | GPU_SHAPES | QUICK_SHAPES
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -41,7 +43,25 @@ def softmax_sum(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     return torch.softmax(F.linear(x, w), -1).square().sum()
 
 
+def linear_softmax(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """A product, a softmax, and a sum with different weights."""
+    return (torch.softmax(F.linear(x, w), -1) * torch.linspace(0, 1, len(w))).sum()
+
+
+def biased(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """Cross-entropy of a layer with a bias, here a column of the weight."""
+    return F.cross_entropy(F.linear(x, w, w[:, 0]), t)
+
+
 LOSSES: dict[str, Loss] = {"cross-entropy": cross_entropy, "focal": focal, "softmax": softmax_sum}
+
+
+# Name -> tokens, hidden size, classes, dtype, loss; peaks are measured at 16 chunks.
+MEMORY_CASES: dict[str, tuple[int, int, int, torch.dtype, Loss]] = {
+    "matmul + softmax + sum, fp32": (8192, 32, 8192, torch.float32, softmax_sum),
+    "linear + softmax, fp32": (8192, 32, 8192, torch.float32, linear_softmax),
+    "linear + bias + cross-entropy, bf16": (4096, 768, 50257, torch.bfloat16, biased),
+}
 
 
 def compilers(num_chunks: list[int]) -> dict[str, Callable[..., Any]]:
@@ -112,7 +132,12 @@ def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> Iterator[dic
 
     count = arguments.chunks[0]
     cases = {FLOOR: lambda: chunked_products(x.detach(), w.detach(), count)}
-    for label, compiler in compilers(arguments.chunks).items():
+    ways = compilers(arguments.chunks)
+    half = {"memory_budget": tokens * vocab * kind.itemsize // 2, "strict": True}
+    ways["storage_ops, half the logits"] = lambda f: torch.compile(
+        f, dynamic=False, backend=backend, options=half
+    )
+    for label, compiler in ways.items():
         torch._dynamo.reset()
         cases[label] = step(compiler(LOSSES[name]))
         cases[label]()
@@ -165,11 +190,57 @@ def model_rows(arguments: Any) -> Iterator[dict[str, Any]]:
     return rows_of(label, cases, "torch.compile", arguments, clear)
 
 
+def memory_rows(arguments: Any) -> Iterator[dict[str, Any]]:
+    """Peaks at 16 chunks, gradients included, over what one chunk and the gradients take."""
+    for name, (tokens, hidden, vocab, dtype, loss) in MEMORY_CASES.items():
+        torch._dynamo.reset()
+        x = torch.randn(tokens, hidden, device=arguments.device).to(dtype).requires_grad_()
+        w = torch.randn(vocab, hidden, device=arguments.device) * hidden**-0.5
+        w = w.to(dtype).requires_grad_()
+        t = torch.randint(vocab, (tokens,), device=arguments.device)
+        options = {"num_chunks": 16, "strict": True}
+        compiled = torch.compile(loss, dynamic=False, backend=backend, options=options)
+        for _ in range(2):
+            x.grad = w.grad = None
+            found = peak(lambda f=compiled, a=(x, w, t): f(*a).backward(), arguments.device)
+        logits, grads = (n * dtype.itemsize / MIB for n in (tokens * vocab, x.numel() + w.numel()))
+        yield {
+            "shape": name, "case": "storage_ops, 16 chunks", "peak (MiB)": found,
+            "logits (MiB)": round(logits, 1), "gradients (MiB)": round(grads, 1),
+            "peak / (logits / 16 + gradients)": round(found / (logits / 16 + grads), 3),
+        }  # fmt: skip
+
+
+def compile_rows(arguments: Any) -> Iterator[dict[str, Any]]:
+    """The first step of a model that Inductor's caches have seen before."""
+    model, tokens = GPT2(layers=4).to(arguments.device), torch.randint(50257, (2, 65))
+    tokens = tokens.to(arguments.device)
+
+    def first_step(compiler: Callable[..., Any]) -> Callable[[], object]:
+        def run() -> object:
+            torch._dynamo.reset()
+            model.zero_grad()
+            return compiler(model)(tokens).backward()
+
+        return run
+
+    ways = compilers([8])
+    cases = {n: first_step(c) for n, c in ways.items() if "auto_chunker" not in n}
+    for run in cases.values():
+        run()
+    label = "warm compilation of a GPT-2 of 4 layers, and its first step"
+    yield from rows_of(label, cases, "torch.compile", arguments, model.zero_grad)
+
+
 def all_rows(arguments: Any) -> Iterator[dict[str, Any]]:
     """Losses at every shape, or steps of a model."""
     if arguments.model:
         expect(1)
         yield from model_rows(arguments)
+        return
+    if arguments.memory or arguments.compilation:
+        expect(1)
+        yield from (memory_rows if arguments.memory else compile_rows)(arguments)
         return
     expect(len(arguments.dtypes) * len(arguments.shapes) * len(arguments.losses))
     for dtype in arguments.dtypes:
@@ -186,13 +257,16 @@ def main() -> None:
     options.add_argument("--losses", nargs="+", choices=list(LOSSES))
     options.add_argument("--chunks", nargs="+", type=int, default=[8])
     options.add_argument("--model", action="store_true", help="steps of GPT-2 small")
+    options.add_argument("--memory", action="store_true", help="peaks of small losses, no times")
+    options.add_argument("--compilation", action="store_true", help="warm compile times")
     options.add_argument("--batch", type=int, default=4, help="sequences of the model's step")
     arguments = options.parse_args()
     on_gpu, quick = arguments.device == "cuda", arguments.quick
     arguments.shapes = arguments.shapes or ["R8" if on_gpu else "quick" if quick else "S1"]
     arguments.dtypes = arguments.dtypes or ["bfloat16" if on_gpu else "float32"]
     arguments.losses = arguments.losses or (["focal"] if quick else list(LOSSES))
-    finish("autochunk_model" if arguments.model else "autochunk", all_rows(arguments), arguments)
+    parts = [n for n in ("model", "memory", "compilation") if getattr(arguments, n)]
+    finish("_".join(["autochunk", *parts[:1]]), all_rows(arguments), arguments)
 
 
 if __name__ == "__main__":
