@@ -5,6 +5,8 @@ import contextlib
 import pytest
 import torch
 
+from storage_ops.memory import Measurement, measure
+
 each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 )
@@ -55,6 +57,27 @@ def captured(device, step, warm_up=3):
         return results
 
     return replay
+
+
+@contextlib.contextmanager
+def requested(device):
+    """Peak and kept bytes as they were asked for.
+
+    What the caching allocator of a GPU counts as allocated may be up to a MiB more for each block.
+    """
+    if device == "cpu":
+        with measure() as result:
+            yield result
+        return
+    result = Measurement()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    yield result
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    result.peak_bytes = after["requested_bytes.all.peak"] - before
+    result.kept_bytes = after["requested_bytes.all.current"] - before
 
 
 def moved(tree, device):

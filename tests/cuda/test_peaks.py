@@ -8,10 +8,11 @@ import storage_ops as so
 from benchmarks._blocks import PUBLISHED_BLOCKS, WAYS, stack, step
 from storage_ops.ops import planner
 
-from .devices import each_device
+from .devices import each_device, requested
 
 N = 4 << 20  # bytes of a tensor
 LAYERS = 5
+NO_RANDOM = {"preserve_rng_state": False}  # the state of the CPU's numbers takes memory there
 
 
 def producer(x):
@@ -21,9 +22,9 @@ def producer(x):
 def forward(way, x):
     for _ in range(LAYERS):
         if way == "discard":
-            x = so.output_discard(producer, torch.sin)(x)
+            x = so.output_discard(producer, torch.sin, **NO_RANDOM)(x)
         elif way == "checkpoint":
-            x = checkpoint(producer, x, use_reentrant=False).sin()
+            x = checkpoint(producer, x, use_reentrant=False, **NO_RANDOM).sin()
         else:
             x = producer(x).sin()
     return x
@@ -31,12 +32,12 @@ def forward(way, x):
 
 def measured(way, device):
     """Peak and kept bytes of a forward, and the peak of its backward."""
-    with so.memory.measure(device):  # which sees later what was allocated under it
+    with requested(device):  # which sees later what was allocated under it
         x = torch.randn(N // 4, device=device).requires_grad_()
         upstream, x.grad = torch.ones_like(x), torch.zeros_like(x)
-    with so.memory.measure(device) as there:
+    with requested(device) as there:
         y = forward(way, x)
-    with so.memory.measure(device) as back:
+    with requested(device) as back:
         y.backward(upstream)
     assert back.kept_bytes == -there.kept_bytes + N  # y itself is still here
     return there.peak_bytes / N, there.kept_bytes / N, back.peak_bytes / N
@@ -54,11 +55,9 @@ def test_a_stack_of_regions_to_the_byte(path, device):
     # Discarded, only the inputs remain: one tensor a layer.
     ours = measured("discard", device)
     assert ours[:2] == (LAYERS + 1, LAYERS)
-    # Backward of the last layer. Plain needs the gradient of the exponential, and a factor for it.
-    # Ours makes the square and the exponential first: that peak is where the recompute has ended,
-    # and by the copy path the copy comes on top of it.
-    assert ours[2] + ours[1] < theirs[2] + theirs[1]
-    assert ours[2] <= plain[2] + 2
+    # Backward, on top of that: of sine, its cosine, the product with the gradient and what that
+    # becomes; ours holds the exponential, made again, beside them.
+    assert (plain[2], theirs[2], ours[2]) == (3, 3, 4)
 
 
 @each_device
@@ -76,9 +75,10 @@ def test_layers_by_config_to_the_byte(device, name):
         def forward(self, x):
             return self.layer(x).sin()
 
-    net = so.apply_activation_checkpoint(Net(), {"layer_classes": ["Layer"], "mode": name})
+    cfg = {"layer_classes": ["Layer"], "mode": name, **NO_RANDOM}
+    net = so.apply_activation_checkpoint(Net(), cfg)
     x = torch.randn(N // 4, device=device).requires_grad_()
-    with so.memory.measure(device) as m:
+    with requested(device) as m:
         y = net(x)
     assert m.kept_bytes == (N if name == "output_discard" else 2 * N)
     y.sum().backward()
@@ -126,16 +126,18 @@ def test_the_loss_keeps_to_its_budget_and_plan(device, dtype, share, grads, redu
     choose = planner.choose
     planner.choose = lambda *args, **kwargs: chosen.append(choose(*args, **kwargs)) or chosen[-1]
     try:
-        with so.memory.measure(device) as m:
+        with requested(device) as m:
             run()
     finally:
         planner.choose = choose
     returned = sum(t.grad.nbytes for t in (x, w) if t.grad is not None)
     assert m.peak_bytes - returned <= budget
-    predicted = max(plan.peak_bytes for plan in chosen)
-    # What is rounded up in small blocks, and what 16-bit products on a CPU take for packing.
-    slack = (1 << 16) if device == "cuda" else (1 << 22)
-    assert abs(m.peak_bytes - returned - predicted) <= max(slack, 0.05 * predicted + returned)
+    if reduction == "mean":  # otherwise the forward runs before there are gradients
+        (plan,) = chosen
+        assert m.peak_bytes - returned <= plan.peak_bytes
+        # A plan reserves what 16-bit products on a CPU may take to pack their operands.
+        reserved = (1 << 20) * torch.get_num_threads() * (device == "cpu" and dtype.itemsize < 4)
+        assert m.peak_bytes >= 0.95 * plan.peak_bytes - reserved
 
 
 @each_device
@@ -146,7 +148,7 @@ def test_logits_never_exist(device):
     target = torch.randint(vocab, (tokens,), device=device)
     so.linear_cross_entropy(x[:8], w, target[:8]).backward()
     x.grad = w.grad = None
-    with so.memory.measure(device) as m:
+    with requested(device) as m:
         so.linear_cross_entropy(x, w, target).backward()
     assert m.peak_bytes < tokens * vocab * 4 / 3
     assert m.kept_bytes == pytest.approx(x.nbytes + w.nbytes, abs=1 << 12)
