@@ -20,7 +20,7 @@ NO_RANDOM = {"preserve_rng_state": False}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"reduction": "none"}, {"memory_budget": 1 << 20}, {"max_valid": 256}, {"shift": True},
+    [{}, {"reduction": "none"}, {"memory_budget": 2 << 20}, {"max_valid": 256}, {"shift": True},
      {"softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1}],
     ids=str,
 )  # fmt: skip
@@ -62,9 +62,9 @@ def test_a_captured_target_out_of_range_is_nan_at_its_replay_alone(device):
 class Net(nn.Module):
     """A block and a loss, with what is between freed in several ways."""
 
-    def __init__(self, way, width=64, vocab=503):
+    def __init__(self, way, width=64, vocab=503, depth=1):
         super().__init__()
-        self.way = way
+        self.way, self.depth = way, depth
         self.embedding, self.norm = nn.Embedding(vocab, width), nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
@@ -73,18 +73,19 @@ class Net(nn.Module):
 
     def forward(self, tokens, targets):
         x = self.embedding(tokens)
-        if self.way == "output_discard":
-            x = x + so.output_discard(self.expand, self.down, **NO_RANDOM)(x)
-        elif self.way == "chain":
-            with so.OutputDiscardChain(**NO_RANDOM) as chain:
-                h = chain.checkpoint(self.up, chain.checkpoint(self.norm, x))
-                x = x + self.down(chain.checkpoint(F.gelu, h))
-        elif self.way == "checkpoint":
-            x = x + torch.utils.checkpoint.checkpoint(
-                lambda x: self.down(self.expand(x)), x, use_reentrant=False, **NO_RANDOM
-            )
-        else:
-            x = x + self.down(self.expand(x))
+        for _ in range(self.depth):  # the same block every time
+            if self.way == "output_discard":
+                x = x + so.output_discard(self.expand, self.down, **NO_RANDOM)(x)
+            elif self.way == "chain":
+                with so.OutputDiscardChain(**NO_RANDOM) as chain:
+                    h = chain.checkpoint(self.up, chain.checkpoint(self.norm, x))
+                    x = x + self.down(chain.checkpoint(F.gelu, h))
+            elif self.way == "checkpoint":
+                x = x + torch.utils.checkpoint.checkpoint(
+                    lambda x: self.down(self.expand(x)), x, use_reentrant=False, **NO_RANDOM
+                )
+            else:
+                x = x + self.down(self.expand(x))
         return so.linear_cross_entropy(x, self.embedding.weight, targets)
 
 
@@ -133,8 +134,8 @@ def test_a_training_step_replays(path, device, way):
 @pytest.mark.cuda
 def test_a_replay_takes_no_memory_and_the_graph_frees_what_eager_frees():
     def reserved(way):
-        net = Net(way, 256, 503).cuda()
-        tokens, targets = (torch.randint(503, (16, 512), device="cuda") for _ in range(2))
+        net = Net(way, 256, 503, depth=6).cuda()
+        tokens, targets = (torch.randint(503, (6, 512), device="cuda") for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -146,5 +147,6 @@ def test_a_replay_takes_no_memory_and_the_graph_frees_what_eager_frees():
         assert m.peak_bytes == m.kept_bytes == 0
         return taken
 
-    # The wide activation alone is 32 MiB; plain holds two of them, and the block's input norm.
-    assert reserved("output_discard") <= reserved("plain") - (32 << 20)
+    # Each of the six blocks frees two activations of 12 MiB, and all but one are free at any time.
+    # The first call also makes workspaces of cuBLAS, up to 32 MiB.
+    assert reserved("output_discard") <= reserved("plain") - (64 << 20)
