@@ -151,8 +151,6 @@ def test_everything_on_takes_less_memory_than_the_logits_of_plain():
     logits = config.batch * config.context * config.vocab * 4
     plain, everything = (Job(c, Settings(config, 2), data, CPU).memory() for c in ("plain", "all"))
     assert plain.peak_bytes > 2 * logits > 3 * everything.peak_bytes
-    curve = train_gpt.curve(plain)
-    assert max(level for _, level in curve) == pytest.approx(plain.peak_bytes / 2**20, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +168,20 @@ def test_the_command_trains_on_a_text_and_reports(tmp_path, capsys):
     text.write_text("the quick brown fox jumps over the lazy dog, 12 times\n" * 40)
     command = ["--quick", "--device", "cpu", "--text", str(text), "--json", str(out), "--keep"]
     command += ["--batch", "2", "--steps", "2"]
-    train_gpt.main([*command, "--cases", "plain", "linear_cross_entropy", "liger"])
-    train_gpt.main([*command, "--cases", "plain", "output_discard"])
+    folder = ["--folder", str(tmp_path / "run"), "--save-every", "1", "--resume"]
+    train_gpt.main([*command, *folder, "--cases", "plain", "linear_cross_entropy", "liger"])
+    train_gpt.main([*command, "--cases", "plain", "output_discard", "traced"])
     result = json.loads(out.read_text())
     rows = {row["case"]: row for row in result["rows"]}
-    assert list(rows) == ["linear_cross_entropy", "plain", "output_discard"]
+    assert list(rows) == ["linear_cross_entropy", "plain", "output_discard", "traced"]
     assert rows["linear_cross_entropy"]["peak / plain"] < 1
-    assert rows["output_discard"]["loss apart"] == 0
+    for case in ("output_discard", "traced"):
+        assert rows[case]["loss apart"] == 0 and rows[case]["time / plain"] > 0
+    highest = max(level for _, level in rows["plain"]["memory"])
+    assert highest == pytest.approx(rows["plain"]["peak (MiB)"], abs=0.1)
     assert "liger: Liger-Kernel needs a GPU" in capsys.readouterr().out
+    train_gpt.main([*command, *folder, "--cases", "plain", "linear_cross_entropy"])
+    assert "plain: continues after step 2" in capsys.readouterr().out
+    again = {row["case"]: row for row in json.loads(out.read_text())["rows"]}
+    assert again["plain"]["last loss"] == rows["plain"]["last loss"]
+    assert "time / plain" not in again["linear_cross_entropy"]
