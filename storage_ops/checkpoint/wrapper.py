@@ -8,6 +8,7 @@ would not survive a copy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from storage_ops.checkpoint.lowering import compiled_region
 from storage_ops.checkpoint.policies import Policy
 from storage_ops.checkpoint.rules import policy_of
 from storage_ops.checkpoint.selective import contexts
+from storage_ops.graph import regions
+from storage_ops.graph.torch_checkpoint import marked
 
 # Options that choose layers of a model; a single module has no use for them.
 _SELECTION = ("layer_classes", "layer_names", "every_k", "allow_no_match")
@@ -71,9 +74,10 @@ class Checkpointing:
         # one that is modified in place before the backward is noticed.
         leaves, spec = tree_flatten((args, kwargs))
         repeated = _Call(name, fn, spec)
-        if self.use_reentrant:
-            return self._run_reentrant(module, repeated, leaves)
-        return torch_checkpoint(repeated, *leaves, **self._options(name, reentrant=False))
+        with marked() if regions.tracing() else contextlib.nullcontext():
+            if self.use_reentrant:
+                return self._run_reentrant(module, repeated, leaves)
+            return torch_checkpoint(repeated, *leaves, **self._options(name, reentrant=False))
 
     def _options(self, name: str, reentrant: bool) -> dict[str, Any]:
         options: dict[str, Any] = {

@@ -42,7 +42,7 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
     MUST_RECOMPUTE. In-place ops on what a region made become ordinary ones.
 
     A graph made by `trace_step` has been through this and comes back as it is. In a graph made with
-    make_fx, regions of `OutputDiscardCheckpoint` and of `storage_ops.graph.regions` carry marks.
+    make_fx, regions of `CheckpointWrapper`, `OutputDiscardCheckpoint` and `graph.regions` carry marks.
     Where torch.utils.checkpoint was traced with make_fx, ops that selective checkpointing tagged
     are recomputed, and random ops of a recompute get the numbers of the forward; where that cannot
     be told from the graph, a warning says so once and names `trace_step`.
@@ -56,7 +56,7 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
         A new graph, with the inputs and outputs of `gm`.
 
     Raises:
-        TypeError: `gm` is no GraphModule.
+        TypeError: `gm` is no GraphModule. ValueError: its nodes have no values.
         RuntimeError: a region modifies in place what was made outside it, or reads what is modified
             later; the graphs differ.
 
@@ -275,6 +275,12 @@ def _one_mode(gm: fx.GraphModule) -> FakeTensorMode:
     modes = fake_modes(gm.graph)
     if len(modes) == 1:
         return next(iter(modes))
+    bare = next((n for n in gm.graph.nodes if n.op == "placeholder" and "val" not in n.meta), None)
+    if bare is not None and bare.users:
+        raise ValueError(
+            f"remat: node.meta of the input {bare.name} has no 'val'; expected a graph of "
+            "trace_step or make_fx, whose nodes have values"
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for node in gm.graph.nodes:
         if node.op == "call_function":

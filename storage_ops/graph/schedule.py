@@ -37,12 +37,20 @@ def schedule(gm: fx.GraphModule) -> Schedule:
     Returns:
         The peak in bytes and the level at every node.
 
+    Raises:
+        ValueError: the nodes have no values.
+
     Example:
         >>> step = storage_ops.graph.trace_step(lambda x: (x + 1).sum(), torch.ones(256))
         >>> storage_ops.graph.schedule(step.gm).peak_bytes
         1028
     """
     nodes = list(gm.graph.nodes)
+    if not any("val" in node.meta for node in nodes):
+        raise ValueError(
+            "schedule: no node of the graph has a 'val' in its meta; expected a graph of "
+            "trace_step or make_fx"
+        )
     last: dict[int, int] = {}
     size: dict[int, int] = {}
     held: set[int] = set()

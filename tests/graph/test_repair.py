@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
+import storage_ops
 from storage_ops import graph
 
 from .models import count, selective
@@ -90,6 +91,30 @@ def test_the_recompute_of_a_plain_checkpoint_draws_the_numbers_of_its_forward(la
     assert not torch.equal(results[2][1], results[0][1])  # unless torch learns to trace it
 
 
+@pytest.mark.parametrize("policy", [None, "matmuls"])
+def test_our_own_wrappers_are_marked_and_need_no_repair(policy):
+    body = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 8), nn.Dropout())
+    block = storage_ops.CheckpointWrapper(body, policy=policy)
+    weights = list(block.parameters())
+
+    def step(x):
+        return torch.autograd.grad(block(block(x)).square().sum(), weights)
+
+    x = torch.randn(4, 8)
+    gm = make_fx(step)(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after = graph.remat(gm, verify=True)
+    gelu = torch.ops.aten.gelu.default
+    assert count(gm, gelu) == 2 and count(after, gelu) == 4
+    results = []
+    for run in (step, gm, after):
+        torch.manual_seed(0)
+        results.append((run(x), torch.get_rng_state()))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
 def test_numbers_of_two_forwards_are_not_taken_for_a_recompute():
     w = nn.Parameter(torch.randn(4, 4))
 
@@ -124,6 +149,10 @@ def test_a_graph_without_checkpoints_is_returned_with_one_warning():
     gm = make_fx(lambda x: (x.sin(),))(torch.randn(3))
     with pytest.warns(UserWarning, match=r"nothing in this graph.*trace_step"):
         after = graph.remat(gm)
+    bare = torch.fx.symbolic_trace(lambda x: x + 1)
+    for fn, message in ((graph.remat, "of the input x has no 'val'"), (graph.schedule, "no node")):
+        with pytest.raises(ValueError, match=message):
+            fn(bare)
     with pytest.raises(TypeError, match=r"gm is a Linear; expected a torch\.fx\.GraphModule"):
         graph.remat(nn.Linear(2, 2))
     with warnings.catch_warnings():
