@@ -42,8 +42,8 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
     MUST_RECOMPUTE. In-place ops on what a region made become ordinary ones.
 
     A graph made by `trace_step` has been through this and comes back as it is. In a graph made with
-    make_fx, regions of `CheckpointWrapper`, `OutputDiscardCheckpoint` and `graph.regions` carry marks.
-    Where torch.utils.checkpoint was traced with make_fx, ops that selective checkpointing tagged
+    make_fx, regions of `CheckpointWrapper`, of `OutputDiscardCheckpoint` and of
+    `storage_ops.graph.regions` carry marks. Where torch.utils.checkpoint was traced with make_fx, ops that selective checkpointing tagged
     are recomputed, and random ops of a recompute get the numbers of the forward; where that cannot
     be told from the graph, a warning says so once and names `trace_step`.
 
