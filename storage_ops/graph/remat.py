@@ -43,9 +43,10 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
 
     A graph made by `trace_step` has been through this and comes back as it is. In a graph made with
     make_fx, regions of `CheckpointWrapper`, of `OutputDiscardCheckpoint` and of
-    `storage_ops.graph.regions` carry marks. Where torch.utils.checkpoint was traced with make_fx, ops that selective checkpointing tagged
-    are recomputed, and random ops of a recompute get the numbers of the forward; where that cannot
-    be told from the graph, a warning says so once and names `trace_step`.
+    `storage_ops.graph.regions` carry marks. Where torch.utils.checkpoint was traced with make_fx,
+    ops that selective checkpointing tagged are recomputed, and random ops of a recompute get the
+    numbers of the forward; where that cannot be told from the graph, a warning says so once and
+    names `trace_step`.
 
     Args:
         gm: a graph of forward and backward. It is not modified.
