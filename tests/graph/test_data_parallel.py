@@ -73,7 +73,7 @@ def compare(rank, reductions, make, *args):
 
 def work(rank):
     compare(rank, 2, gpt, "full", True)
-    compare(rank, 1, gpt, "output_discard", False)
+    compare(rank, 1, gpt, "selective", False)
     compare(rank, 1, norm)
     model = DistributedDataParallel(nn.Linear(2, 2))
     model.register_comm_hook(None, lambda state, bucket: bucket)
