@@ -345,10 +345,10 @@ class Region:
 def _hold(inputs: list[Tensor]) -> Callable[[], Iterable[Tensor]]:
     """Save the inputs as autograd saves tensors; return what reads them."""
     save = getattr(torch._C._autograd, "_make_saved_tensor", None)
-    if save is None:  # torch 2.10: at the price of a node
+    if save is None:  # torch 2.10 and 2.11: at the price of a node, alive as long as its result
         anchor = torch.empty(0, requires_grad=True)
-        node: Any = _HoldInputs.apply(anchor, *inputs).grad_fn  # type: ignore[no-untyped-call]
-        return lambda: node.saved_tensors
+        result: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
+        return lambda: result.grad_fn.saved_tensors
     saved = [save(t, False) for t in inputs]
     return lambda: [s.unpack() for s in saved]
 
