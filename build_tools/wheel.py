@@ -1,10 +1,10 @@
 """Build wheels: `python -m build_tools.wheel {all,libs FOLDER,repair WHEEL FOLDER}`.
 
 `all` is `make wheel`: an sdist, the kernel libraries from it once, a wheel for every CPython found
-here, repaired and checked, into dist/. The workflow runs the same `libs` and `repair` inside the
-manylinux image. STORAGE_OPS_BINDING_TORCHES names the minors that get a storage binding; headers
-that are not here are downloaded. WHEEL_PYTHONS names the interpreters (default: this one, and every
-python3.10 to python3.14 on PATH and of pyenv).
+here, repaired and checked, into dist/ (with STORAGE_OPS_PREBUILT_LIBS: from those libraries). The
+workflow runs the same `libs` and `repair` inside the manylinux image. STORAGE_OPS_BINDING_TORCHES
+names the minors that get a storage binding; headers that are not here are downloaded. WHEEL_PYTHONS
+names the interpreters (default: this one, and every python3.10 to python3.14 on PATH and of pyenv).
 """
 
 import os
@@ -89,10 +89,12 @@ def build_all() -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(work, filter="data")
     flags = old_machine_flags(work / "old-glibc")
-    libs(work / "libs", work / sdist.name.removesuffix(".tar.gz"), **flags)
+    built = os.environ.get("STORAGE_OPS_PREBUILT_LIBS") or str(work / "libs")
+    if built == str(work / "libs"):
+        libs(work / "libs", work / sdist.name.removesuffix(".tar.gz"), **flags)
     for python in pythons():
         wheel = ["wheel", "--quiet", "--no-deps", "--wheel-dir", work / "raw", sdist]
-        prebuilt = {"STORAGE_OPS_PREBUILT_LIBS": str(work / "libs"), "FORCE_CUDA": "0"}
+        prebuilt = {"STORAGE_OPS_PREBUILT_LIBS": built, "FORCE_CUDA": "0"}
         run(sys.executable, "-m", "pip", "--python", python, *wheel, **prebuilt, **flags)
     for raw in sorted((work / "raw").glob("*.whl")):
         repair(raw, dist)
