@@ -10,9 +10,10 @@ torch's make_fx records of the same step is run for its peak; its dropout is wro
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import storage_ops
-from benchmarks._harness import finish, interleave, parser
+from benchmarks._harness import expect, finish, interleave, parser
 from storage_ops.demo.model import GPT, PRESETS, Block, Config
 from storage_ops.graph.remat import recompute
 
@@ -116,25 +117,32 @@ def compare(way: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure, write and print."""
-    options = parser(__doc__)
-    options.add_argument("--layers", nargs="*", type=int, default=[3, 6, 12, 24])
-    arguments = options.parse_args()
+def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every way, then the cost of tracing at every depth."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = [{"case": w, **compare(w, arguments.repeats)} for w in WAYS]
+    expect(len(WAYS))
+    for way in WAYS:
+        yield {"case": way, **compare(way, arguments.repeats)}
     cost(1)  # what is imported and cached at the first time
-    columns = dict.fromkeys([*rows[0], "trace s", "remat s"], "")
     for layers in arguments.layers:
-        tries = [cost(layers) for _ in range(3)]
+        tries = [cost(layers) for _ in range(1 if arguments.quick else 3)]
         trace, rewrite = (
             round(statistics.median(column), 2) for column in zip(*tries, strict=True)
         )
         case = f"GPT-2 small, {layers} layers"
-        rows.append({"case": case, "trace s": trace, "remat s": rewrite})
+        yield {"case": case, "trace s": trace, "remat s": rewrite}
     torch.set_num_threads(threads)
-    finish("traced_step", [{**columns, **row} for row in rows], arguments)
+
+
+def main() -> None:
+    """Measure, write and print."""
+    options = parser(__doc__)
+    options.add_argument("--layers", nargs="*", type=int)
+    arguments = options.parse_args()
+    arguments.layers = arguments.layers or ([3] if arguments.quick else [3, 6, 12, 24])
+    arguments.device = "cpu"  # whatever there is: tracing is work of the host
+    finish("traced_step", all_rows(arguments), arguments)
 
 
 if __name__ == "__main__":
