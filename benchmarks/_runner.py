@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from benchmarks import _report
 
 ROOT = Path(__file__).parents[1]
+INTERRUPTED = 130  # what a shell says of a process that was
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,13 @@ def read(path: Path) -> dict[str, Any] | None:
 def run(chosen: list[str], quick: bool, out: Path, console: Console) -> int:
     """Run benchmarks and write `out`/report.md with its pictures.
 
-    Each writes `out`/<part>.json and `out`/<part>.log; a part that fails does not stop the next.
+    Each writes `out`/<part>.json and `out`/<part>.log; a part that fails does not stop the next. An
+    interrupt ends the part that runs, and all that was measured is reported.
 
     Returns:
         0, or 1 if one of them failed.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     outcomes = []
@@ -67,6 +71,8 @@ def run(chosen: list[str], quick: bool, out: Path, console: Console) -> int:
             at = f"{rows} rows" if outcome.code == 0 else f"[red]failed, see {out / part}.log"
             progress.update(task, at=at, **done)
             progress.stop_task(task)
+            if outcome.code == INTERRUPTED:
+                break
     results = [outcome.result for outcome in outcomes if outcome.result is not None]
     _report.write(out, results, console)
     lines = [json.dumps({**_report.head(r), **row}) for r in results for row in r["rows"]]
@@ -96,6 +102,9 @@ def _run_one(part: str, quick: bool, out: Path, show: Any) -> Outcome:
                 time.sleep(0.25)
                 now = read(path) or {}
                 show(now.get("done", 0.0), now.get("running", "starting"))
+        except KeyboardInterrupt:
+            return Outcome(part, INTERRUPTED, read(path))
         finally:
             process.kill()
+            process.wait()
     return Outcome(part, process.returncode, read(path))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,21 @@ def test_a_quick_run_and_a_part_that_fails(tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(lines) == len(result["rows"])
     assert all(line["stem"] == "storage" and line["torch"] and line["commit"] for line in lines)
+
+
+def test_an_interrupt_ends_the_part_and_reports_what_there_is(tmp_path):
+    command = [sys.executable, "-m", "storage_ops", "bench", "--quick", "--out", tmp_path]
+    running = subprocess.Popen(
+        [*command, "storage", "demo"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 90
+    while not (tmp_path / "storage.json").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    running.terminate()
+    printed, _ = running.communicate(timeout=60)
+    assert running.returncode == 1 and "storage failed with exit code 130" in printed
+    assert "**It did not reach its end**" in (tmp_path / "report.md").read_text()
+    assert not (tmp_path / "demo.json").exists()
 
 
 @pytest.fixture
