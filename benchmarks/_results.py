@@ -55,6 +55,8 @@ def take(files: Iterable[Path]) -> Iterator[Path]:
                 f"result of {new.get('stem')} at {new.get('commit')} on {new.get('hardware')} is "
                 f"{'quick' if new.get('quick') else 'incomplete'}; expected one worth keeping"
             )
+        if "running" in new:
+            print(f"{new['stem']} did not reach its end, it stopped at: {new['running']}")
         new = {key: value for key, value in new.items() if key not in ("running", "done")}
         path = RESULTS / new["hardware"] / f"{new['stem']}.json"
         old = json.loads(path.read_text()) if path.is_file() else None
