@@ -185,8 +185,13 @@ def _chunk_at(
         raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
     after = propagate.reached([amplifier], lambda n: not propagate.ends(n))
     limit = propagate.numel(amplifier)
-    large = {n for n in graph.nodes if propagate.numel(n) * propagate.LARGE > limit}
-    for node in decompose(graph, after | large):
+    for node in reversed(
+        graph.nodes
+    ):  # what is large and read there may be evaluated in chunks too
+        large = propagate.numel(node) * propagate.LARGE > limit and not propagate.is_product(node)
+        if large and any(user in after for user in node.users):
+            after.add(node)
+    for node in decompose(graph, after):
         node.args, node.kwargs = (), {}  # nothing leads to it any more; it goes with the dead code
     tangents = tangents or [detach(graph, start) for start in starts(graph)]
     span = propagate.propagate(graph, amplifier, num_chunks or max(2, -(-size // max(budget, 1))))

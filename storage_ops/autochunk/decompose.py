@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import RULES, is_tensor, name_of, shape
 from storage_ops.autochunk.state import same
 
@@ -29,7 +30,7 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
             if _rows_indexed(graph, node):
                 replaced.add(node)
                 continue
-            if name_of(node) not in RULES and _has_decomposition(node.target):
+            if name_of(node) not in RULES:
                 replaced.update(_inline(graph, node))
     return replaced
 
@@ -57,25 +58,25 @@ def _values(node: fx.Node) -> bool:
     return all("val" in a.meta for a in (node, *node.all_input_nodes))
 
 
-def _table() -> dict[Any, Any]:
+def _decomposition(target: Any) -> Any:
     from torch._decomp import core_aten_decompositions
     from torch._inductor.decomposition import select_decomp_table
 
-    return {**core_aten_decompositions(), **select_decomp_table()}
-
-
-def _has_decomposition(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    # Others would draw other random numbers than the graph does.
-    return torch.Tag.nondeterministic_seeded not in target.tags and target in _table()
+    # A decomposed random op would draw other numbers than the graph does.
+    if not isinstance(target, torch._ops.OpOverload) or (
+        torch.Tag.nondeterministic_seeded in target.tags
+    ):
+        return None
+    return {**core_aten_decompositions(), **select_decomp_table()}.get(target)
 
 
 def _inline(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    target: Any = node.target
-    table, values = _table(), []
+    decomposition = _decomposition(node.target)
+    if decomposition is None:
+        return []
     tensors = [a for a in node.all_input_nodes if is_tensor(a)]
 
     def run(*given: Any) -> Any:
@@ -83,13 +84,17 @@ def _inline(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda a: env[a] if a in env else a.meta["val"]
         )
-        return target(*args, **kwargs)
+        return decomposition(*args, **kwargs)
 
     if any(isinstance(a.meta["val"], torch.SymInt) for a in node.all_input_nodes):
         return []
     values = [a.meta["val"] for a in tensors]
-    with values[0].fake_mode:
-        small = make_fx(run, decomposition_table=table)(*values)
+    try:
+        with values[0].fake_mode:
+            small = make_fx(run, decomposition_table=select_decomp_table())(*values)
+    except Exception as error:  # then it is an op without a rule
+        log.debug("%s is not decomposed: %s", node, error)
+        return []
     if any(n.op not in ("placeholder", "call_function", "output") for n in small.graph.nodes):
         return []
     env = dict(zip((n for n in small.graph.nodes if n.op == "placeholder"), tensors, strict=True))

@@ -5,7 +5,16 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from storage_ops.autochunk import ChunkError, chunk, chunker, explain, passes, predict, rewrite
+from storage_ops.autochunk import (
+    ChunkError,
+    chunk,
+    chunker,
+    decompose,
+    explain,
+    passes,
+    predict,
+    rewrite,
+)  # fmt: skip
 
 N, D, V = 64, 8, 500
 STAGES = [
@@ -77,6 +86,26 @@ def test_a_graph_without_values():
     gm = torch.fx.symbolic_trace(lambda x, w: x @ w)
     with pytest.raises(ValueError, match="no value for its input x"):
         chunk(gm)
+
+
+def gated(x, w):
+    loss = F.glu(F.linear(x, w), -1).square().sum()
+    return loss, *torch.autograd.grad(loss, (x, w))
+
+
+def test_a_missing_rule_is_replaced_by_a_decomposition(monkeypatch):
+    given = traced()[1]
+    gm = make_fx(gated, tracing_mode="fake")(*given)
+    text = str(gm.graph)
+    assert "aten.glu.default" in text
+    monkeypatch.setattr(decompose, "_decomposition", lambda target: broken)
+    with pytest.raises(ChunkError, match="no rule for aten.glu"):
+        chunk(gm, num_chunks=4, strict=True)
+    assert str(gm.graph) == text
+    monkeypatch.undo()
+    got = chunk(gm, num_chunks=4, strict=True)(*given)
+    assert "aten.glu.default" not in str(gm.graph)
+    torch.testing.assert_close(got, gated(*given), rtol=1e-4, atol=1e-4)
 
 
 def test_a_graph_of_real_tensors():
