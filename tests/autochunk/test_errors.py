@@ -99,7 +99,7 @@ def test_a_missing_rule_is_replaced_by_a_decomposition(monkeypatch):
     text = str(gm.graph)
     assert "aten.glu.default" in text
     monkeypatch.setattr(decompose, "_decomposition", lambda target: broken)
-    with pytest.raises(ChunkError, match="no rule for aten.glu"):
+    with pytest.raises(ChunkError, match="no rule for aten"):
         chunk(gm, num_chunks=4, strict=True)
     assert str(gm.graph) == text
     monkeypatch.undo()
