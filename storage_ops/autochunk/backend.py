@@ -106,6 +106,19 @@ def chunk(
         >>> gm = storage_ops.autochunk.chunk(gm, num_chunks=4, strict=True)
         >>> torch.allclose(gm(x, w)[0], step(x, w)[0])
         True
+
+        A traced step, forward and backward:
+
+        >>> head, h = torch.nn.Linear(8, 500), torch.randn(64, 8)
+        >>> def train(h):
+        ...     loss = torch.softmax(head(h), -1).square().sum()
+        ...     loss.backward()
+        ...     return loss.detach()
+        >>> step = storage_ops.graph.trace_step(train, h)
+        >>> before = step.peak.peak_bytes
+        >>> gm = storage_ops.autochunk.chunk(step.gm, num_chunks=4, strict=True)
+        >>> step.peak.peak_bytes < before / 2
+        True
     """
     options = checked(num_chunks, memory_budget, strict)
     if isinstance(joint_gm, fx.GraphModule):
@@ -167,7 +180,10 @@ def _make_pass(options: tuple[int | None, int | None, bool], visible: int, earli
             if _reports.get() is not None:
                 return None  # explain must see the graph, which a cache would keep from it
             own = f"{_source_hash()}{json.dumps((options, visible))}"
-            return own if earlier is None else f"{own}{earlier.uuid()}"
+            if earlier is None:
+                return own
+            # A plain function has no id: then nothing is kept, as when it is used alone.
+            return f"{own}{earlier.uuid()}" if isinstance(earlier, CustomGraphPass) else None
 
     return Pass()
 

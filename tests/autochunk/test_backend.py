@@ -210,6 +210,9 @@ def test_the_id_of_the_pass_is_stable():
     one, two = (backends._make_pass((8, None, True), 1, None) for _ in range(2))
     other = backends._make_pass((4, None, True), 1, None)
     assert one.uuid() == two.uuid() != other.uuid()
+    after, plain = (backends._make_pass((8, None, True), 1, f) for f in (one, lambda graph: None))
+    assert after.uuid() == backends._make_pass((8, None, True), 1, two).uuid() != one.uuid()
+    assert plain.uuid() is None  # then Inductor's caches are not used
 
 
 def test_the_entry_point_names_the_backend():
