@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 import storage_ops
@@ -87,7 +88,7 @@ def features_of(case: str) -> Features:
 
 def missing(features: Features, device: torch.device) -> str | None:
     """Why these features cannot run here, or None."""
-    if "auto_chunker" in features and not hasattr(torch._inductor.config, "auto_chunker"):
+    if "auto_chunker" in features and not hasattr(inductor_config, "auto_chunker"):
         return f"torch {torch.__version__} has no auto_chunker"
     if "liger" in features:
         if device.type != "cuda":

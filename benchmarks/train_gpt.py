@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.steps = arguments.steps or (3 if arguments.quick else arguments.repeats) + 1
     arguments.dtype = arguments.dtype or ("bfloat16" if gpu else "float32")
     arguments.cases = (
-        arguments.cases or EAGER + COMPILED[: 2 if arguments.quick else None] + PEERS * gpu
+        arguments.cases or EAGER + COMPILED[: 1 if arguments.quick else None] + PEERS * gpu
     )
     _check(options, arguments)
     path = arguments.json or RESULTS / hardware(arguments.device) / "train_gpt.json"
