@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from storage_ops.autochunk.nodes import name_of, shape
 from storage_ops.autochunk.propagate import Span
-from storage_ops.autochunk.rules import name_of, shape
 from storage_ops.autochunk.state import Rows, same
 
 

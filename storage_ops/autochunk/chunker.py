@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from storage_ops.autochunk import passes, predict, propagate, rewrite, rules
+from storage_ops.autochunk import nodes, passes, predict, propagate, rewrite
 from storage_ops.autochunk.decompose import decompose, detach, starts
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.mutation import Mutations, bare, new_values
@@ -155,14 +155,14 @@ class Undo:
 def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     """Take sizes of what an amplifier leads to from other tensors of that size."""
     after = propagate.reached([amplifier]) | {amplifier}
-    asked = [n for n in graph.nodes if rules.name_of(n) == "aten.sym_size.int"
+    asked = [n for n in graph.nodes if nodes.name_of(n) == "aten.sym_size.int"
              and n.args[0] in after]  # fmt: skip
     if not asked:
         return
     others: dict[str, tuple[fx.Node, int]] = {}
     for node in graph.nodes:
         if node not in after and isinstance(node.meta.get("val"), torch.Tensor):
-            for dim, size in enumerate(rules.shape(node)):
+            for dim, size in enumerate(nodes.shape(node)):
                 others.setdefault(str(size), (node, dim))
     for node in asked:
         found = others.get(str(node.meta["val"]))

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.log import log
-from storage_ops.autochunk.rules import RULES, is_tensor, name_of, shape
+from storage_ops.autochunk.nodes import is_tensor, name_of, shape
+from storage_ops.autochunk.rules import RULES
 from storage_ops.autochunk.state import same
 
 _ATEN = torch.ops.aten

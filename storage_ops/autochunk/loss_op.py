@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.match import Match
+from storage_ops.autochunk.nodes import shape
 from storage_ops.autochunk.propagate import Span, hint
-from storage_ops.autochunk.rules import shape
 from storage_ops.ops import planner
 from storage_ops.ops.products import has_fast_products, rates_of
 

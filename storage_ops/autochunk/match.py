@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from storage_ops.autochunk import program
+from storage_ops.autochunk.nodes import name_of, shape
 from storage_ops.autochunk.passes import Passes
 from storage_ops.autochunk.propagate import Span, numel
 from storage_ops.autochunk.roles import (
@@ -28,7 +29,6 @@ from storage_ops.autochunk.roles import (
     roles_of,
     same_value,
 )
-from storage_ops.autochunk.rules import name_of, shape
 from storage_ops.autochunk.state import Partial, Rows, same
 
 _TOKENS, _HIDDEN = 8, 2  # of the comparison

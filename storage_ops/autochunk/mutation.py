@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import fx
 
-from storage_ops.autochunk import predict, rules
+from storage_ops.autochunk import nodes, predict
 from storage_ops.autochunk.state import Conflict
 
 
 def bare(node: fx.Node) -> fx.Node:
     """A node without views of it."""
     while predict.kind_of(node) in ("view", "expand", "permute") or (
-        node.op == "call_function" and rules.name_of(node) == "aten.alias.default"
+        node.op == "call_function" and nodes.name_of(node) == "aten.alias.default"
     ):
         node = node.args[0]  # type: ignore[assignment]
     return node

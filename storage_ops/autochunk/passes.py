@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from storage_ops.autochunk.degrees import Degree
+from storage_ops.autochunk.nodes import is_tensor, is_zero, shape
 from storage_ops.autochunk.propagate import Span, is_product, reached
-from storage_ops.autochunk.rules import Degree, is_tensor, is_zero, rule_of, shape
+from storage_ops.autochunk.rules import rule_of
 from storage_ops.autochunk.state import Conflict, Partial
 
 PASSES = 2

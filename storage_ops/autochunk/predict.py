@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import fx
 
+from storage_ops.autochunk.nodes import name_of
 from storage_ops.autochunk.program import Program
 from storage_ops.autochunk.propagate import elements, hint, nbytes, values_of
-from storage_ops.autochunk.rules import RULES, name_of
+from storage_ops.autochunk.rules import RULES
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
 _VIEWS = ("view", "expand", "permute", "getitem")

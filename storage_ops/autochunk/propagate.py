@@ -11,7 +11,8 @@ from torch import fx
 
 from storage_ops.autochunk import rules
 from storage_ops.autochunk.log import log
-from storage_ops.autochunk.rules import Labelled, name_of, rule_of, shape, tensors
+from storage_ops.autochunk.nodes import name_of, shape, tensors
+from storage_ops.autochunk.rules import Labelled, rule_of
 from storage_ops.autochunk.state import (
     Conflict,
     Layout,

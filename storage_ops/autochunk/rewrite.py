@@ -17,10 +17,11 @@ from storage_ops.autochunk import loss_op
 from storage_ops.autochunk.buffer import share
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.match import match
+from storage_ops.autochunk.nodes import is_tensor, name_of, shape
 from storage_ops.autochunk.passes import Passes
 from storage_ops.autochunk.program import Factor, Output, Program, Slice, encode_graph
 from storage_ops.autochunk.propagate import Span, hint, is_product, nbytes, values_of
-from storage_ops.autochunk.rules import is_tensor, name_of, rule_of, shape
+from storage_ops.autochunk.rules import rule_of
 from storage_ops.autochunk.state import Conflict, Layout, Partial, Rows, Size, Spread, same
 
 _ATEN = torch.ops.aten

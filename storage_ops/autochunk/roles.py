@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from storage_ops.autochunk.rules import is_tensor, is_zero, name_of, rule_of, shape
+from storage_ops.autochunk.nodes import is_tensor, is_zero, name_of, shape
+from storage_ops.autochunk.rules import rule_of
 from storage_ops.autochunk.state import Conflict, Layout, Rows, Whole, same
 
 CONVERT = "prims.convert_element_type.default"

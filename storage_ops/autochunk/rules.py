@@ -9,18 +9,34 @@ the result: gradients are linear in the upstream gradient, which is taken for 1 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import fx
 
+from storage_ops.autochunk.degrees import (
+    DegreeLaw,
+    additive,
+    affine,
+    bilinear,
+    dividing,
+    filling,
+    fused,
+    gradient,
+    indexing,
+    linear,
+    nonlinear,
+    padded,
+    putting,
+    scattering,
+    selecting,
+    taking,
+)
+from storage_ops.autochunk.nodes import argument, is_tensor, name_of, shape, tensors
 from storage_ops.autochunk.state import Conflict, same
 
 Labels: TypeAlias = list[Any]
-Degree: TypeAlias = int | None  # of homogeneity; None: the value is zero, which has every degree
-DegreeLaw: TypeAlias = Callable[[fx.Node, Callable[[Any], Degree]], Degree]
 
 
 @dataclass
@@ -50,147 +66,6 @@ class Rule:
     sizes: int | None = None
 
 
-def shape(node: fx.Node) -> list[Any]:
-    """The sizes of a node's value."""
-    value = node.meta["val"]
-    return list((value[0] if isinstance(value, (tuple, list)) else value).shape)
-
-
-def is_tensor(item: Any) -> bool:
-    """Whether an argument is a node with a tensor, or several, as its value."""
-    if not isinstance(item, fx.Node):
-        return False
-    value = item.meta.get("val")
-    return hasattr(value, "shape") or (
-        isinstance(value, (tuple, list)) and bool(value) and hasattr(value[0], "shape")
-    )
-
-
-def tensors(node: fx.Node) -> list[fx.Node]:
-    """The arguments that are tensors, each once."""
-    return [a for a in node.all_input_nodes if is_tensor(a)]
-
-
-# Laws of degree.
-
-
-def common(degrees: Iterable[Degree]) -> Degree:
-    """The degree that all share. Terms of a sum must."""
-    found = {d for d in degrees if d is not None}
-    if len(found) > 1:
-        raise Conflict("adds what grows with the upstream gradient to what does not")
-    return found.pop() if found else None
-
-
-def linear(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """f(c x) = c f(x), in all tensors at once; numbers among the arguments are of degree 0."""
-    return common(degree(a) for a in tensors(node))
-
-
-def additive(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """c x + c y = c (x + y)."""
-    return common(degree(a) for a in node.args[:2])
-
-
-def fused(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """(c x) y + c z = c (x y + z)."""
-    return common((bilinear(node, degree), degree(node.args[2])))
-
-
-def selecting(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """where(m, c x, c y) = c where(m, x, y)."""
-    constant(degree(node.args[0]))
-    return common(degree(a) for a in node.args[1:3])
-
-
-def filling(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """masked_fill(c x, m, v) = c masked_fill(x, m, v) if v is 0."""
-    constant(degree(node.args[1]))
-    return common(degree(a) for a in (node.args[0], node.args[2]))
-
-
-def constant(degree: Degree) -> None:
-    """Raise for a degree other than 0."""
-    if degree:
-        raise Conflict("is not linear in the upstream gradient")
-
-
-def nonlinear(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """No law: no argument may carry a factor."""
-    for a in tensors(node):
-        constant(degree(a))
-    return 0
-
-
-def bilinear(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """(c x) y = x (c y) = c (x y)."""
-    left, right = (degree(a) for a in node.args[:2])
-    if left is None or right is None:
-        return None
-    if left + right > 1:
-        raise Conflict("is quadratic in the upstream gradient")
-    return left + right
-
-
-def dividing(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """(c x) / y = c (x / y)."""
-    constant(degree(node.args[1]))
-    return degree(node.args[0])
-
-
-def affine(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """c bias + (c x) y = c (bias + x y)."""
-    product = bilinear_of(degree(node.args[1]), degree(node.args[2]))
-    return common((degree(node.args[0]), product))
-
-
-def bilinear_of(left: Degree, right: Degree) -> Degree:
-    """The degree of a product."""
-    return None if left is None or right is None else left + right
-
-
-def gradient(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """A backward op: linear in its first argument, the gradient."""
-    for a in tensors(node):
-        if a is not node.args[0]:
-            constant(degree(a))
-    return degree(node.args[0])
-
-
-def indexing(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """Gathers linearly; the index has no factor."""
-    constant(degree(node.args[2]))
-    return degree(node.args[0])
-
-
-def padded(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """pad(c x, v) = c pad(x, v) if v is 0."""
-    return common((degree(node.args[0]), degree(argument(node, 2, "value", 0))))
-
-
-def taking(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """(c x)[i] = c x[i]."""
-    for index in node.args[1]:  # type: ignore[union-attr]
-        constant(degree(index))
-    return degree(node.args[0])
-
-
-def putting(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """put(c x, i, c y) = c put(x, i, y)."""
-    for index in node.args[1]:  # type: ignore[union-attr]
-        constant(degree(index))
-    return common((degree(node.args[0]), degree(node.args[2])))
-
-
-def scattering(node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-    """scatter(c x, i, c y) = c scatter(x, i, y)."""
-    constant(degree(node.args[2]))
-    return common((degree(node.args[0]), degree(node.args[3])))
-
-
-# Labels.
-
-
 def aligned(node: fx.Node) -> Labelled:
     """Every element by itself, with broadcasting: labels are counted from the last dimension."""
     out = shape(node)
@@ -208,13 +83,6 @@ def dims_of(dims: Any, rank: int) -> list[int]:
         return list(range(rank))
     given = [dims] if isinstance(dims, int) else dims
     return [d % rank for d in given] if rank else []
-
-
-def argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
-    """An argument by place or by name."""
-    if len(node.args) > index:
-        return node.args[index]
-    return node.kwargs.get(name, default)
 
 
 def _reduced(node: fx.Node, keep: bool, dims: list[int]) -> tuple[Labels, Labels]:
@@ -509,11 +377,6 @@ RULES = _table()
 PRODUCTS = frozenset(name for name, rule in RULES.items() if rule.kind == "product")
 
 
-def name_of(node: fx.Node) -> str:
-    """The name of a node's op in the table."""
-    return "getitem" if node.target is operator.getitem else str(node.target)
-
-
 def rule_of(node: fx.Node) -> Rule:
     """The rule of a node; a Conflict names the op that has none."""
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
@@ -522,17 +385,3 @@ def rule_of(node: fx.Node) -> Rule:
     if any(is_tensor(a) for a in node.kwargs.values()):
         raise Conflict(f"no rule for {name_of(node)} with a tensor as keyword", node)
     return rule
-
-
-def is_zero(node: Any) -> bool:
-    """Whether a value is zero for certain; zero times anything is itself."""
-    if isinstance(node, (int, float)):
-        return node == 0
-    if not isinstance(node, fx.Node) or node.op != "call_function":
-        return False
-    name = name_of(node)
-    filled = {"aten.full.default": 1, "aten.scalar_tensor.default": 0, "aten.full_like.default": 1}
-    if name in filled:
-        value = node.args[filled[name]]
-        return isinstance(value, (int, float)) and value == 0
-    return name in ("aten.zeros.default", "aten.zeros_like.default")

@@ -1,0 +1,55 @@
+"""What rules ask of a node: its op, the sizes of its value, its arguments."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of a node's op in the table."""
+    return "getitem" if node.target is operator.getitem else str(node.target)
+
+
+def shape(node: fx.Node) -> list[Any]:
+    """The sizes of a node's value."""
+    value = node.meta["val"]
+    return list((value[0] if isinstance(value, (tuple, list)) else value).shape)
+
+
+def is_tensor(item: Any) -> bool:
+    """Whether an argument is a node with a tensor, or several, as its value."""
+    if not isinstance(item, fx.Node):
+        return False
+    value = item.meta.get("val")
+    return hasattr(value, "shape") or (
+        isinstance(value, (tuple, list)) and bool(value) and hasattr(value[0], "shape")
+    )
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    """The arguments that are tensors, each once."""
+    return [a for a in node.all_input_nodes if is_tensor(a)]
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
+    """An argument by place or by name."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def is_zero(node: Any) -> bool:
+    """Whether a value is zero for certain; zero times anything is itself."""
+    if isinstance(node, (int, float)):
+        return node == 0
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    name = name_of(node)
+    filled = {"aten.full.default": 1, "aten.scalar_tensor.default": 0, "aten.full_like.default": 1}
+    if name in filled:
+        value = node.args[filled[name]]
+        return isinstance(value, (int, float)) and value == 0
+    return name in ("aten.zeros.default", "aten.zeros_like.default")
