@@ -21,16 +21,21 @@ def bare(node: fx.Node) -> fx.Node:
 
 
 def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
-    """What the code around a joint graph writes to inputs that the function changes.
+    """Inputs that the function of a joint graph changes, and what is written to them.
 
-    Before the `visible` results of the function come the new values of those inputs.
+    They are written at the end of the forward, or by the code around the graph: then they come
+    before the `visible` results of the function.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _written(node) & set(inputs):
+            found.update(node.all_input_nodes)
     outputs = list(next(n for n in graph.nodes if n.op == "output").args[0])
-    if visible is None or not inputs:
-        return set()
-    new = max(len(outputs) - len(inputs) - visible, 0)
-    return {n for n in outputs[:new] if isinstance(n, fx.Node)}
+    if visible is not None and inputs:
+        new = max(len(outputs) - len(inputs) - visible, 0)
+        found.update(n for n in outputs[:new] if isinstance(n, fx.Node))
+    return found
 
 
 class Mutations:

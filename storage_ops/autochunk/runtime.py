@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -42,7 +43,8 @@ class Body:
         run = self._compiled.get(dynamic)
         if run is None:
             graph = decode_graph(self.program.body)
-            run = self._compiled[dynamic] = torch.compile(graph, dynamic=None if dynamic else False)
+            compiled = torch.compile(graph, dynamic=None if dynamic else False)
+            run = self._compiled[dynamic] = _or_uncompiled(compiled, graph)
         if dynamic:
             for tensor, cut in zip(tensors, self.program.inputs, strict=True):
                 if cut is not None:
@@ -55,6 +57,27 @@ class Body:
             return list(run(*first, *tensors, *ints))
         finally:
             _in_body.reset(mark)
+
+
+def _or_uncompiled(compiled: Callable[..., Any], graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled chunk, or the chunk op by op where the compiler fails on it."""
+    chosen = compiled
+
+    def run(*args: Any) -> Any:
+        nonlocal chosen
+        try:
+            return chosen(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if chosen is graph:
+                raise
+            warnings.warn(
+                f"storage_ops.autochunk: chunks run uncompiled, for the compiler failed: {error}",
+                stacklevel=2,
+            )
+            chosen = graph
+            return chosen(*args)
+
+    return run
 
 
 @functools.lru_cache(maxsize=64)
