@@ -77,7 +77,7 @@ _result: Result | None = None
 
 
 def expect(groups: int) -> None:
-    """Say how many calls of `interleave` will follow, for the progress bar."""
+    """Say how many groups will follow, for the progress bar: calls of `interleave`, for one."""
     if _result is not None:
         _result.groups = groups
 
@@ -104,7 +104,7 @@ def interleave(
     """
     prefix = f"{label}: " if label else ""
     for name in list(cases):
-        _tick(f"{prefix}{name}, warm-up", 0.0)
+        tick(f"{prefix}{name}, warm-up", 0.0)
         try:
             for _ in range(WARM_RUNS[device]):
                 cases[name]()
@@ -118,16 +118,22 @@ def interleave(
     for round_ in range(repeats):
         names = list(cases) if round_ % 2 == 0 else list(reversed(cases))
         for k, name in enumerate(names):
-            _tick(f"{prefix}{name}", (round_ + k / len(names)) / repeats)
+            tick(f"{prefix}{name}", (round_ + k / len(names)) / repeats)
             seconds[name].append(_timed(cases[name], device))
-    if _result is not None:
-        _result.groups_done += 1
+    group_done()
     return seconds
 
 
-def _tick(at: str, share: float) -> None:
+def tick(at: str, share: float) -> None:
+    """Say where a benchmark is: this share of its current group is done."""
     if _result is not None:
         _result.tick(at, share)
+
+
+def group_done() -> None:
+    """Say that a group is done: every call of `interleave` is one, and so may be other work."""
+    if _result is not None:
+        _result.groups_done += 1
 
 
 def _synchronize(device: str) -> None:

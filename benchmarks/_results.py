@@ -112,7 +112,7 @@ def demo() -> str:
     """The two trainings side by side."""
     text = ""
     for result in results_of("demo"):
-        plain, ours = result["rows"]
+        plain, ours = list(shapes(result).values())[-1]
         saved = 100 * (1 - ours[PEAK] / plain[PEAK])
         apart, ratio = ours["losses apart by"], ours["time / plain"]
         lines = [

@@ -20,24 +20,32 @@ from benchmarks._harness import (
     curve,
     expect,
     finish,
+    group_done,
     interleave,
     milliseconds,
     parser,
     ratios,
+    tick,
 )  # fmt: skip
 from storage_ops.demo import corpus
 from storage_ops.demo.model import PRESETS
-from storage_ops.demo.train import train
+from storage_ops.demo.train import Run, train
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Train, then time single steps in turn."""
-    expect(1)
+    expect(2)
     config = PRESETS[arguments.preset]
     data, tokenizer = corpus.encode(corpus.standard_library_text(), config.vocab)
     config = dataclasses.replace(config, vocab=tokenizer.get_vocab_size())
     device = torch.device(arguments.device)
-    plain, ours = train(config, data, device, arguments.steps, 0, lambda run: None)
+    steps = arguments.steps
+
+    def progress(run: Run) -> None:
+        tick(f"{run.label}, step {len(run.losses)} of {steps}", len(run.losses) / steps)
+
+    plain, ours = train(config, data, device, steps, 0, progress)
+    group_done()
     apart = max(abs(a - b) for a, b in itertools.zip_longest(plain.losses, ours.losses))
     finals = {run.label: run.losses[-1] for run in (plain, ours)}
     window = config.context + 1
@@ -49,7 +57,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for run in (plain, ours):
         median, least, most = times[run.label]
         yield {
-            "shape": f"demo, {arguments.preset}, {arguments.steps} steps",
+            "shape": f"demo, {arguments.preset}, {steps} steps",
             "case": run.label,
             "time / plain": round(median, 3),
             "least - most": f"{least:.2f} - {most:.2f}",
