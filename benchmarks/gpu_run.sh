@@ -113,9 +113,11 @@ packages() { # one by one: a wheel for another Python must not keep the rest out
         "$wheel" || echo "not installed: $wheel"
     done
   fi
-  for name in setuptools ninja pybind11 rich pytest hypothesis; do
+  for name in ninja pybind11 rich pytest hypothesis; do
     "$python" -c "import $name" || missing="$missing $name"
   done
+  "$python" -c 'import setuptools as s; assert int(s.__version__.split(".")[0]) >= 77' ||
+    missing="$missing setuptools>=77"
   if [ -n "$missing" ]; then
     echo "missing:$missing; put their wheels into a folder and give it as --wheels"
     return 1
