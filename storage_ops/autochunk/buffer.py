@@ -9,7 +9,7 @@ from torch import fx
 
 from storage_ops.autochunk.nodes import name_of, shape
 from storage_ops.autochunk.propagate import Span
-from storage_ops.autochunk.state import Rows, same
+from storage_ops.autochunk.state import Rows, equal, same
 
 
 def share(span: Span, one: Any) -> tuple[tuple[int, ...] | None, int | None]:
@@ -39,14 +39,16 @@ def share(span: Span, one: Any) -> tuple[tuple[int, ...] | None, int | None]:
     product.replace_all_uses_with(place)
     body.erase_node(product)
     one.env[amplifier] = place
-    return formed, _overwrite(body, one, amplifier, place)
+    return formed, _overwrite(span, one, amplifier, place)
 
 
-def _overwrite(body: fx.Graph, one: Any, amplifier: fx.Node, place: fx.Node) -> int | None:
+def _overwrite(span: Span, one: Any, amplifier: fx.Node, place: fx.Node) -> int | None:
+    body: fx.Graph = one.body
     found = None
     for i, node in enumerate(one.values):
         value, like = node.meta["val"], amplifier.meta["val"]
         sized = value.dim() == 2 and all(map(same, shape(node), shape(amplifier)))
+        sized = sized and equal(span.layouts[node], span.layouts[amplifier])
         if found is None and sized and value.dtype == like.dtype:
             found = i
         elif _is_view(one.env[node], place):

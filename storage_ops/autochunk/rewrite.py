@@ -20,8 +20,8 @@ from storage_ops.autochunk.match import match
 from storage_ops.autochunk.nodes import is_tensor, name_of, shape
 from storage_ops.autochunk.passes import Passes
 from storage_ops.autochunk.program import Factor, Output, Program, Slice, encode_graph
-from storage_ops.autochunk.propagate import Span, hint, is_product, nbytes, values_of
-from storage_ops.autochunk.rules import rule_of
+from storage_ops.autochunk.propagate import Span, hint, is_product, nbytes, reached, values_of
+from storage_ops.autochunk.rules import is_transposition, rule_of
 from storage_ops.autochunk.state import Conflict, Layout, Partial, Rows, Size, Spread, same
 
 _ATEN = torch.ops.aten
@@ -43,12 +43,14 @@ class Builder:
         self.graph = graph
         self.mode = next(iter(span.amplifiers)).meta["val"].fake_mode
         self.sizes: dict[str, fx.Node | tuple[fx.Node, int]] = {}
-        for node in graph.nodes:
+        after = reached(span.amplifiers)  # what needs the span's results cannot give it sizes
+        before = [n for n in graph.nodes if n not in after and n not in span.layouts]
+        for node in before:
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt):
                 self.sizes.setdefault(str(value), node)
-        for node in graph.nodes:
-            if isinstance(node.meta.get("val"), torch.Tensor) and node not in span.layouts:
+        for node in before:
+            if isinstance(node.meta.get("val"), torch.Tensor):
                 for dim, size in enumerate(shape(node)):
                     if not isinstance(size, int):
                         self.sizes.setdefault(str(size), (node, dim))
@@ -135,12 +137,7 @@ class _Pass:
     def _peel(self, user: fx.Node, arg: Any) -> tuple[fx.Node, bool]:
         """A factor without the transpositions inside the span."""
         transposed = False
-        while (
-            isinstance(self.span.layouts.get(arg), Rows)
-            and rule_of(arg).kind == "permute"
-            and len(shape(arg)) == 2
-            and shape(arg) != shape(arg.args[0])
-        ):
+        while isinstance(self.span.layouts.get(arg), Rows) and is_transposition(arg):
             arg, transposed = arg.args[0], not transposed
         return arg, transposed
 

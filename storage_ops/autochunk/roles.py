@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from storage_ops.autochunk.nodes import is_tensor, is_zero, name_of, shape
-from storage_ops.autochunk.rules import rule_of
+from storage_ops.autochunk.rules import is_transposition, rule_of
 from storage_ops.autochunk.state import Conflict, Layout, Rows, Whole, same
 
 CONVERT = "prims.convert_element_type.default"
@@ -82,7 +82,7 @@ def kind_of(node: Any) -> str:
 def base_of(node: Any) -> tuple[fx.Node, bool]:
     """A matrix without its transpositions: as (V, D) when False is returned with it."""
     flipped = True  # the product reads (D, V)
-    while kind_of(node) == "permute" and len(shape(node)) == 2:
+    while is_transposition(node):
         node, flipped = node.args[0], not flipped
     return node, flipped
 

@@ -385,3 +385,13 @@ def rule_of(node: fx.Node) -> Rule:
     if any(is_tensor(a) for a in node.kwargs.values()):
         raise Conflict(f"no rule for {name_of(node)} with a tensor as keyword", node)
     return rule
+
+
+def is_transposition(node: Any) -> bool:
+    """Whether a node is a matrix with its dimensions exchanged."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or len(shape(node)) != 2:
+        return False
+    rule = RULES.get(name_of(node))
+    if rule is None or rule.kind != "permute" or rule.labels is None:
+        return False
+    return rule.labels(node).out == [1, 0]

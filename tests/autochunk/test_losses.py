@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from storage_ops.autochunk.backend import backend
 
-from .losses import LOSSES, arguments, interpreted, run
+from .losses import LOSSES, D, V, arguments, interpreted, run
 
 STRICT = {"num_chunks": 4, "strict": True}
 
@@ -22,6 +23,18 @@ def test_gradients(loss, dtype):
     exact = run(loss, *(a.double() if a.is_floating_point() else a for a in given))
     plain = run(loss, *given)
     check(run(interpreted(loss), *given), plain, exact, dtype)
+
+
+def test_as_many_tokens_as_classes():
+    torch._dynamo.reset()
+    x, w = torch.randn(V, D), torch.randn(V, D) * 0.5
+
+    def loss(x, w, t):
+        return torch.softmax(F.linear(x, w), -1).square().sum()
+
+    given = (x, w, None)
+    exact = run(loss, x.double(), w.double(), None)
+    check(run(interpreted(loss), *given), run(loss, *given), exact, torch.float32)
 
 
 def check(chunked, plain, exact, dtype):
