@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import register_fake
 
 from storage_ops import _schemas
@@ -42,9 +42,7 @@ class Body:
         """The values of one chunk. `product`: the first argument, where the body takes one."""
         run = self._compiled.get(dynamic)
         if run is None:
-            graph = decode_graph(self.program.body)
-            compiled = torch.compile(graph, dynamic=None if dynamic else False)
-            run = self._compiled[dynamic] = _or_uncompiled(compiled, graph)
+            run = self._compiled[dynamic] = _first_that_compiles(self.program, dynamic)
         if dynamic:
             for tensor, cut in zip(tensors, self.program.inputs, strict=True):
                 if cut is not None:
@@ -59,23 +57,51 @@ class Body:
             _in_body.reset(mark)
 
 
-def _or_uncompiled(compiled: Callable[..., Any], graph: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled chunk, or the chunk op by op where the compiler fails on it."""
-    chosen = compiled
+def _first_that_compiles(program: Program, dynamic: bool) -> Callable[..., Any]:
+    """A chunk compiled; without the overwriting of its product where the compiler fails on that.
+
+    Inductor of torch 2.13 does on some variances. Where it fails again, the chunk runs op by op.
+    """
+
+    def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
+        return torch.compile(graph, dynamic=None if dynamic else False)
+
+    ways = [compiled(decode_graph(program.body))]
+    if program.over is not None:
+        ways.append(_overwriting(compiled(_without_copy(program)), program.over))
+    ways.append(decode_graph(program.body))
 
     def run(*args: Any) -> Any:
-        nonlocal chosen
-        try:
-            return chosen(*args)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            if chosen is graph:
-                raise
-            warnings.warn(
-                f"storage_ops.autochunk: chunks run uncompiled, for the compiler failed: {error}",
-                stacklevel=2,
-            )
-            chosen = graph
-            return chosen(*args)
+        while True:
+            try:
+                return ways[0](*args)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                if len(ways) == 1:
+                    raise
+                del ways[0]
+                if len(ways) == 1:
+                    warnings.warn(
+                        f"storage_ops.autochunk: chunks run uncompiled, which failed: {error}",
+                        stacklevel=2,
+                    )
+
+    return run
+
+
+def _without_copy(program: Program) -> fx.GraphModule:
+    gm = decode_graph(program.body)
+    (copy,) = (n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default)
+    copy.replace_all_uses_with(copy.args[1])
+    gm.graph.erase_node(copy)
+    gm.recompile()
+    return gm
+
+
+def _overwriting(body: Callable[..., Any], over: int) -> Callable[..., Any]:
+    def run(product: Tensor, *args: Any) -> list[Tensor]:
+        values = list(body(product, *args))
+        values[over] = product.copy_(values[over])
+        return values
 
     return run
 

@@ -1,5 +1,7 @@
 """What is unexpected inside of the pass: the graph stays as it is, and a report is asked for."""
 
+import warnings
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -14,7 +16,8 @@ from storage_ops.autochunk import (
     passes,
     predict,
     rewrite,
-)  # fmt: skip
+    runtime,
+)
 
 N, D, V = 64, 8, 500
 STAGES = [
@@ -113,3 +116,32 @@ def test_a_graph_of_real_tensors():
     gm = chunk(make_fx(softmax_step)(*given), num_chunks=4, strict=True)
     assert any("_chunked_span" in str(n.target) for n in gm.graph.nodes)
     torch.testing.assert_close(gm(*given), softmax_step(*given))
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_chunks_that_do_not_compile(failing, monkeypatch):
+    gm, given = traced()
+    chunk(gm, num_chunks=4, strict=True)
+    count = 0
+
+    def compiles(graph, dynamic):
+        nonlocal count
+        count += 1
+        fails = count <= failing
+
+        def run(*args):
+            if fails:
+                raise torch._dynamo.exc.TorchDynamoException("no")
+            return graph(*args)
+
+        return run
+
+    monkeypatch.setattr(runtime.torch, "compile", compiles)
+    runtime.body_of.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = gm(*given)
+    runtime.body_of.cache_clear()
+    warned = any("chunks run uncompiled" in str(w.message) for w in caught)
+    assert count == 2 and warned == (failing == 2)
+    torch.testing.assert_close(got, softmax_step(*given))
