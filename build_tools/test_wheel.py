@@ -52,7 +52,8 @@ def overlay(python: Path, wheel: Path, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--target", str(folder / "site"), str(wheel)], check=True)
     ignored = shutil.ignore_patterns("__pycache__", *map(os.path.basename, OF_THE_TREE))
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignored)
+    for name in ("tests", "benchmarks"):  # some tests measure the blocks of a benchmark
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder / "site"
 
