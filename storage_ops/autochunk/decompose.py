@@ -98,10 +98,16 @@ def _inline(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
         return []
     if any(n.op not in ("placeholder", "call_function", "output") for n in small.graph.nodes):
         return []
-    env = dict(zip((n for n in small.graph.nodes if n.op == "placeholder"), tensors, strict=True))
+    placeholders = (n for n in small.graph.nodes if n.op == "placeholder")
+    env: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
     result: Any = None
     for each in small.graph.nodes:
-        if each.op == "call_function":
+        if each.op == "call_function" and isinstance(each.target, type):
+            # The named tuple that holds several results is made in the graph.
+            env[each] = tuple(env[a] for a in each.args)
+        elif each.target is operator.getitem and isinstance(env[each.args[0]], tuple):
+            env[each] = env[each.args[0]][each.args[1]]
+        elif each.op == "call_function":
             env[each] = graph.node_copy(each, env.__getitem__)
             env[each].meta["stack_trace"] = node.meta.get("stack_trace")
         elif each.op == "output":
