@@ -59,9 +59,11 @@ def plan_of(
     p = _problem(x, vocabulary, _grads_of(found), found)
     wanted = budget
     if num_chunks is not None:
-        # What a chunk of tokens takes, with the few numbers per token that come on top.
-        share = -(-p.tokens // num_chunks) * planner.padded(vocabulary) * p.itemsize
-        wanted = share + share // 50 + planner.token_bytes(p)
+        # What a chunk of tokens takes, with its products and the few numbers per token on top.
+        rows = -(-p.tokens // num_chunks)
+        share = rows * planner.padded(vocabulary) * p.itemsize
+        products = planner.product_bytes(p, rows, vocabulary)
+        wanted = share + share // 50 + products + planner.token_bytes(p)
     if wanted is not None:
         wanted = max(wanted, planner.smallest_budget(p))
     return wanted, planner.choose(p, wanted, rates_of(x.device))

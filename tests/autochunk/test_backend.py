@@ -63,12 +63,12 @@ def test_peak_memory(f, dtype):
     compiled = torch.compile(f, backend=backend, options={"num_chunks": 16, "strict": True})
     logits, grads = N * V * x.element_size(), (N + V) * D * x.element_size()
     peak = peak_of(compiled, x, w, t)
-    assert peak <= 1.1 * (logits // 16 + grads) < logits
+    # Each thread of oneDNN packs 16-bit operands, which is much beside so small a problem.
+    packed = 0 if dtype == torch.float32 else 400_000 * torch.get_num_threads()
+    assert peak <= 1.1 * (logits // 16 + grads) + packed < logits
     predicted = explain(f, x, w, t, num_chunks=16)
     assert predicted.chunked and predicted.num_chunks >= 16
-    # In bf16 the planner allows for what oneDNN packs, which is much beside a problem so small.
-    most = 1.4 if dtype == torch.float32 else 2
-    assert 0.6 * peak <= predicted.peak_after <= most * peak < predicted.peak_before
+    assert 0.6 * peak <= predicted.peak_after <= 1.4 * peak + packed < predicted.peak_before
     assert "chunks" in str(predicted)
 
 
