@@ -20,7 +20,6 @@ OLDEST_TORCH = (2, 10)
 ALIAS_TORCH = (2, 12)  # first torch with UntypedStorage._swap_data_ptr_
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
 DISABLED = "STORAGE_OPS_DISABLE_NATIVE=1"
-STORAGE_PATHS = ("binding", "alias", "copy")
 
 
 @dataclass(frozen=True)

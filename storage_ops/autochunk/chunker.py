@@ -12,7 +12,7 @@ from torch import fx
 from storage_ops.autochunk import nodes, passes, predict, propagate, rewrite
 from storage_ops.autochunk.decompose import decompose, detach, starts
 from storage_ops.autochunk.log import log
-from storage_ops.autochunk.mutation import Mutations, bare, new_values
+from storage_ops.autochunk.mutation import Mutations, new_values, owner
 from storage_ops.autochunk.runtime import in_body
 from storage_ops.autochunk.state import Conflict
 
@@ -197,7 +197,7 @@ def _chunk_at(
     span = propagate.propagate(graph, amplifier, num_chunks or max(2, -(-size // max(budget, 1))))
     read = {arg for reads in span.reads.values() for arg, _ in reads}
     for arg in read:
-        if bare(arg) in changed:
+        if owner(arg) in changed:
             raise Conflict("is changed in place by the function", arg)
     mutations.check_reads(read, span.layouts)
     ordered = passes.order(graph, span, tangents)

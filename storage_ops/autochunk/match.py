@@ -32,7 +32,6 @@ from storage_ops.autochunk.roles import (
 from storage_ops.autochunk.state import Partial, Rows, same
 
 _TOKENS, _HIDDEN = 8, 2  # of the comparison
-_DRAWS = 4  # of the comparison, where there is one number for all tokens
 _SLICE = 64  # nodes that lead to upstream gradients, at most
 TERMS = ("target", "spread", "square")  # of the loss: C_t (lse - z_t), sum_j C_j (lse - z_j), lse^2
 VALUES = (*TERMS, "lse", "nll")  # of tokens

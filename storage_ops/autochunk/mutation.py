@@ -11,8 +11,8 @@ from storage_ops.autochunk import nodes, predict
 from storage_ops.autochunk.state import Conflict
 
 
-def bare(node: fx.Node) -> fx.Node:
-    """A node without views of it."""
+def owner(node: fx.Node) -> fx.Node:
+    """The node whose memory a node is a view of: itself, if it is none."""
     while predict.kind_of(node) in ("view", "expand", "permute") or (
         node.op == "call_function" and nodes.name_of(node) == "aten.alias.default"
     ):
@@ -49,7 +49,7 @@ class Mutations:
         """Raise Conflict if something that a span reads is changed before its last node."""
         if not self.changes:
             return
-        end, bases = max(self.place.get(n, 0) for n in span), {bare(n) for n in read}
+        end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in read}
         for node, written in self.changes.items():
             if self.place[node] < end and written & bases:
                 raise Conflict("changes in place what is read in chunks", node)
@@ -62,7 +62,7 @@ class Mutations:
         alive = _alive(graph)
         for change, written in self.changes.items():
             for node in alive:
-                if node is change or not any(bare(a) in written for a in node.all_input_nodes):
+                if node is change or not any(owner(a) in written for a in node.all_input_nodes):
                     continue
                 before = self.place.get(node, -1) < self.place[change]  # the new ones came before
                 if before != (now[node] < now[change]):
@@ -79,7 +79,7 @@ def _written(node: fx.Node) -> set[fx.Node]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             fx.map_arg(given, found.append)
-    return {bare(n) for n in found}
+    return {owner(n) for n in found}
 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from storage_ops.ops.rates import CPU, Rates
 from storage_ops.ops.sizes import metric, readable
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
 ROWS = 16  # chunks of tokens are multiples of this
 KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms the rest twice
@@ -23,7 +23,6 @@ TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processo
 TOKEN_CHUNKED = "token-chunked"
 VOCAB_SLICED = "vocab-sliced"
 RUNNING_RESCALE = "running-rescale"
-STRATEGIES = (TOKEN_CHUNKED, VOCAB_SLICED, RUNNING_RESCALE)
 
 
 @dataclass(frozen=True)
