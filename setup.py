@@ -28,8 +28,8 @@ PREBUILT = os.environ.get("STORAGE_OPS_PREBUILT_LIBS")
 class Native(Extension):
     """One native library: where it goes, what it is built from, which torch and ABI it may use."""
 
-    def __init__(self, name, source, torch="", macros=(), torch_libs=(), nvcc=""):
-        super().__init__(f"storage_ops.{name}", [source])
+    def __init__(self, name, sources, torch="", macros=(), torch_libs=(), nvcc=""):
+        super().__init__(f"storage_ops.{name}", sources.split())
         self.torch, self.macros, self.torch_libs = torch, macros, torch_libs
         self.nvcc, self.stem = nvcc, name.rpartition(".")[2]
 
@@ -39,7 +39,7 @@ def kernels() -> list[Native]:
     minors = toolchain.binding_torches()
     if PREBUILT or not minors:
         return []  # without torch an sdist can be made; a build stops, below
-    newest, cpu = minors[-1], "csrc/linear_cross_entropy.cpp"
+    newest, cpu = minors[-1], "csrc/linear_cross_entropy.cpp csrc/products.cpp"
     libs = [Native("lib.libstorage_ops_cpu", cpu, newest, [ninja_file.STABLE], ["torch_cpu"])]
     for minor in minors:
         name = f"lib.libstorage_ops_binding_{minor.replace('.', '_')}"

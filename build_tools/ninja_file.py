@@ -5,6 +5,7 @@ the same bytes.
 """
 
 import os
+from pathlib import Path
 
 from build_tools.toolchain import TARGET, python_includes, torch_headers
 
@@ -79,11 +80,16 @@ def write(build, extensions, cxx: str, info: dict[str, str]) -> None:
     lines = rules(cxx)
     for ext in extensions:
         macros = ext.macros if ext.torch else facts
+        objects = {f"{ext.stem}-{Path(source).stem}.o": source for source in ext.sources}
+        for name, source in objects.items():
+            lines += [
+                f"build {name}: {'nvcc' if ext.nvcc else 'cxx'} ../../{source}",
+                f"  flags = {' '.join([*macros, *includes(ext)])}",
+                f"  nvcc = {ext.nvcc}",
+            ]
+        stubs = "libtorch_cpu.so libtorch_cuda.so libc10.so"
         lines += [
-            f"build {ext.stem}.o: {'nvcc' if ext.nvcc else 'cxx'} ../../{ext.sources[0]}",
-            f"  flags = {' '.join([*macros, *includes(ext)])}",
-            f"  nvcc = {ext.nvcc}",
-            f"build {ext.stem}.so: link {ext.stem}.o | libtorch_cpu.so libtorch_cuda.so libc10.so",
+            f"build {ext.stem}.so: link {' '.join(objects)} | {stubs}",
             f"  libs = {' '.join(f'-l{lib}' for lib in ext.torch_libs)}",
             f"  linker = {f'{ext.nvcc} -cudart=static' if ext.nvcc else cxx}",
         ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.autochunk.program import Output, Program, Slice
+from storage_ops.ops import products
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _PIECE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
@@ -53,8 +54,9 @@ class Product:
             self.buffer = left.new_empty(math.ceil(len(left) * most), right.shape[1])
         out = self.buffer[: len(left)]
         if bias:
-            return torch.addmm(bias[0], left, right, out=out)
-        return torch.mm(left, right, out=out)
+            out.copy_(bias[0])
+        products.multiply(left, right, out, bool(bias))
+        return out
 
 
 class Result:
@@ -87,7 +89,7 @@ class Result:
     def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
         """Take a product of a chunk, formed in place."""
         if self.out is not None:
-            torch.mm(left, right, out=self._slot(begin, end))
+            products.multiply(left, right, self._slot(begin, end), False)
             return
         first = self.total is None
         if first:
@@ -105,11 +107,8 @@ class Result:
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """Add a product to a sum that may be wider; its first term replaces it."""
-    if total.dtype == left.dtype:
-        if first:
-            torch.mm(left, right, out=total)
-        else:
-            torch.addmm(total, left, right, out=total)
+    if total.dtype == left.dtype or products.packs(left.dtype, left.device.type):
+        products.multiply(left, right, total, not first)
         return
     for begin in range(0, len(total), _PIECE):
         rows = slice(begin, begin + _PIECE)

@@ -13,8 +13,7 @@ from torch import fx
 from storage_ops.autochunk.match import Match
 from storage_ops.autochunk.nodes import shape
 from storage_ops.autochunk.propagate import Span, hint
-from storage_ops.ops import planner
-from storage_ops.ops.products import has_fast_products, rates_of
+from storage_ops.ops import planner, products
 
 _ATEN = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -31,7 +30,8 @@ def _problem(
     p = planner.Problem(
         hint(x.shape[0]), hint(x.shape[1]), vocabulary, x.element_size(),
         (grads[0], grads[1], grads[2]),
-        upcast=not has_fast_products(x.dtype, x.device.type),
+        upcast=products.upcasts(x),
+        packs=products.packs(x.dtype, x.device.type),
         cuda=x.device.type == "cuda",
         gather=not dense,
         rescale=not dense,
@@ -62,11 +62,11 @@ def plan_of(
         # What a chunk of tokens takes, with its products and the few numbers per token on top.
         rows = -(-p.tokens // num_chunks)
         share = rows * planner.padded(vocabulary) * p.itemsize
-        products = planner.product_bytes(p, rows, vocabulary)
-        wanted = share + share // 50 + products + planner.token_bytes(p)
+        forming = planner.product_bytes(p, rows, vocabulary)
+        wanted = share + share // 50 + forming + planner.token_bytes(p)
     if wanted is not None:
         wanted = max(wanted, planner.smallest_budget(p))
-    return wanted, planner.choose(p, wanted, rates_of(x.device))
+    return wanted, planner.choose(p, wanted, products.rates_of(x.device))
 
 
 def scratch(node: fx.Node) -> int:

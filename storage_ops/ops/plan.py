@@ -85,14 +85,15 @@ def problem_of(
         _check_count("max_valid", max_valid, 0)
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
-    threads, upcast = 1, False
+    threads, upcast, packs = 1, False, False
     if device == "cpu":
         import torch
 
-        from storage_ops.ops.products import has_fast_products
+        from storage_ops.ops import products
 
-        threads = torch.get_num_threads()
-        upcast = not has_fast_products(getattr(torch, name), "cpu")
+        threads, element = torch.get_num_threads(), getattr(torch, name)
+        upcast = not products.has_fast_products(element, "cpu")
+        packs = products.packs(element, "cpu")
     return Problem(
         tokens if max_valid is None else min(tokens, max_valid),
         hidden,
@@ -104,6 +105,7 @@ def problem_of(
         gather=max_valid is not None,
         left_out=0 if max_valid is None else max(tokens - max_valid, 0),
         upcast=upcast,
+        packs=packs,
         cuda=device != "cpu",
         threads=threads,
     )

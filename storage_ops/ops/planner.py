@@ -40,6 +40,7 @@ class Problem:
         gather: rows of ignored tokens are left out; `tokens` counts the others.
         left_out: how many rows are; the gradient of the input has them too.
         upcast: products of 16-bit arguments are formed in fp32, slice by slice.
+        packs: products with an fp32 result are our own, which copy operands into scratch memory.
         cuda: the arguments are on a GPU.
         threads: CPU threads.
         cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
@@ -58,6 +59,7 @@ class Problem:
     gather: bool = False
     left_out: int = 0
     upcast: bool = False
+    packs: bool = False
     cuda: bool = False
     threads: int = 1
     cast_bytes: int = 0
@@ -138,14 +140,36 @@ def _parts(total: int, size: int) -> int:
     return -(-total // size) if total else 0
 
 
+def packed_slots(rows: int, columns: int, depth: int, threads: int) -> int:
+    """Scratch of 4 bytes each that our own product (rows, depth) @ (depth, columns) works in.
+
+    Room for a block of the left operand for each thread, in the second-level cache, and one of the
+    right operand, in the third-level cache.
+    """
+    left = min(-(-rows // 8) * 8, 128) * min(depth, 128)
+    right = -(-columns // 48) * 48 * depth
+    return threads * left + min(right, max(threads, 4) << 16)
+
+
+def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
+    """The most scratch that one of the products of a tile takes."""
+    shapes = [(rows, columns, p.hidden)]
+    shapes += [(rows, p.hidden, columns)] if p.grads[0] else []
+    shapes += [(columns, p.hidden, rows)] if p.grads[1] else []
+    return 4 * max(packed_slots(*shape, p.threads) for shape in shapes)
+
+
 def product_bytes(p: Problem, rows: int, columns: int) -> int:
     """What forming the products of one tile allocates besides its operands and results."""
     if p.itemsize >= 4:
-        return 0
+        return _packed_bytes(p, rows, columns) if p.packs else 0
     if p.cuda:  # where sums in fp32 are not added to by the product itself
         return 4 * SLICE * p.hidden * any(_wide_sums(p, rows, columns))
-    # Products in fp32: the tile's rows of one operand, a slice of the other and of the tile.
     piece = min(SLICE, columns)
+    if p.upcast and p.packs:  # what is formed in fp32 before it is rounded
+        formed = (rows * piece, rows * p.hidden * p.grads[0], piece * p.hidden * p.grads[1])
+        return 4 * max(formed) + _packed_bytes(p, rows, columns)
+    # Products in fp32: the tile's rows of one operand, a slice of the other and of the tile.
     wide = 4 * (rows * p.hidden + piece * (p.hidden + rows))
     if p.upcast:
         return wide
@@ -155,6 +179,8 @@ def product_bytes(p: Problem, rows: int, columns: int) -> int:
     if p.grads[1]:
         packed = max(packed, min(1_400_000, 60_000 + (750 if rows <= 512 else 1400) * rows))
     weight_sum, input_sum = _wide_sums(p, rows, columns)
+    if p.packs and (weight_sum or input_sum):
+        return max(packed * p.threads, _packed_bytes(p, rows, columns))
     if weight_sum or input_sum:
         wide -= 0 if weight_sum else 4 * rows * p.hidden
         return max(packed * p.threads, wide)
@@ -215,8 +241,8 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     read_weight, tiles, logits = reads * v * d * item, chunks * slices, n * v * item
     sum_item = 4 if p.mixed and chunks > 1 else item
     each = 2 * n * d * v
-    # A CPU's sums in fp32 need products in fp32.
-    slow = 0.0 if p.cuda else rate / r.flops32 - 1
+    # A CPU's sums in fp32 need products in fp32 where torch forms them.
+    slow = 0.0 if p.cuda or p.packs else rate / r.flops32 - 1
     wide_weight, wide_input = (slow * wide for wide in _wide_sums(p, rows, columns))
     # Of every product and row kernel: operations, bytes of operands and results, bytes of sums.
     forward = (each, read_weight + slices * n * d * item + logits, 0)

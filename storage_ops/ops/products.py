@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.library import register_fake
 
-from storage_ops.ops import rates
+from storage_ops import _schemas
+from storage_ops.ops import planner, rates, reference
 from storage_ops.ops.planner import SLICE
+
+_schemas.library.impl("_product", reference.product, "CompositeExplicitAutograd")
+
+
+@register_fake("storage_ops::_product", lib=_schemas.library)
+def _(*args: object) -> None:
+    return None
 
 
 @functools.cache
@@ -45,13 +55,40 @@ def takes(t: Tensor) -> bool:
     return (inner == 1 and outer >= columns) or (outer == 1 and inner >= rows)
 
 
-def _widens(dz: Tensor, out: Tensor) -> bool:
-    """Whether a product is formed in fp32 from operands that are cast slice by slice.
+@functools.cache
+def packs(dtype: torch.dtype, device: str) -> bool:
+    """Whether products with an fp32 result are our own, which copy operands into scratch memory.
 
     A CPU's 16-bit products round their result to 16 bits. Summed over many tiles, that would make
-    gradients worse than those of the unchunked loss.
+    gradients worse than those of the unchunked loss. In fp32, torch's products are Intel's, which
+    are not at their best on processors of others.
     """
+    if device != "cpu" or dtype == torch.float64:
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("storage_ops::_product", "CPU")
+    if not has_kernel or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return False
+    return dtype != torch.float32 or _is_of_amd()
+
+
+def _is_of_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()[:4096]
+    except OSError:
+        return False
+
+
+def _widens(dz: Tensor, out: Tensor) -> bool:
+    """Whether a product is formed in fp32 from 16-bit operands on a CPU."""
     return upcasts(dz) or (out.dtype != dz.dtype and not dz.is_cuda)
+
+
+def _pack(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """out (fp32) = left @ right, or out += it, by the package's own product."""
+    (m, k), n = left.shape, right.shape[1]
+    slots = planner.packed_slots(m, n, k, torch.get_num_threads())
+    scratch = torch.empty(slots, dtype=torch.float32)
+    torch.ops.storage_ops._product(out, left, right, scratch, add)
 
 
 @functools.cache
@@ -65,9 +102,13 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """out = left @ right, or out += it; on a GPU `out` may be wider than the operands."""
-    if out.dtype != left.dtype:
+def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """out = left @ right, or out += it. `out` may be wider on a GPU, and where `packs` says so."""
+    # Of a few rows, a copy of the right operand costs more than it gains.
+    few = left.dtype == out.dtype and len(left) < planner.ROWS
+    if out.dtype == torch.float32 and packs(left.dtype, left.device.type) and not few:
+        _pack(left, right, out, add)
+    elif out.dtype != left.dtype:
         if not add:
             torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
         elif _adds_wide(out.device, left.dtype):
@@ -85,42 +126,52 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
     """out (rows, columns) = x (rows, D) @ w (columns, D).T."""
     if not upcasts(x):
-        torch.mm(x, w.t(), out=out)
+        multiply(x, w.t(), out, False)
         return
-    wide = x.float()
+    packed = packs(x.dtype, x.device.type)
+    wide = x if packed else x.float()
     for begin in range(0, len(w), SLICE):
         columns = slice(begin, begin + SLICE)
-        out[:, columns] = wide @ w[columns].float().t()
+        part = w[columns] if packed else w[columns].float()
+        piece = x.new_empty(len(x), len(part), dtype=torch.float32)
+        multiply(wide, part.t(), piece, False)
+        out[:, columns] = piece
+        del part, piece  # or two of them are alive at a time
 
 
 def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
     """out (rows, D) = dz (rows, columns) @ w (columns, D), or += it."""
     if not _widens(dz, out):
-        _multiply(dz, w, out, add)
+        multiply(dz, w, out, add)
         return
     wide = out
     if out.dtype != torch.float32:
         wide = out.float() if add else out.new_empty(out.shape, dtype=torch.float32)
-    for begin in range(0, len(w), SLICE):
-        columns = slice(begin, begin + SLICE)
-        _multiply(dz[:, columns].float(), w[columns].float(), wide, add or begin > 0)
+    if packs(dz.dtype, dz.device.type):
+        multiply(dz, w, wide, add)
+    else:
+        for begin in range(0, len(w), SLICE):
+            columns = slice(begin, begin + SLICE)
+            multiply(dz[:, columns].float(), w[columns].float(), wide, add or begin > 0)
     if wide is not out:
         out.copy_(wide)
 
 
 def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
     """out (columns, D) = dz (rows, columns).T @ x (rows, D), or += it."""
-    if not _widens(dz, out):
-        _multiply(dz.t(), x, out, add)
+    packed = packs(dz.dtype, dz.device.type)
+    if not _widens(dz, out) or (packed and out.dtype == torch.float32):
+        multiply(dz.t(), x, out, add)
         return
-    wide = x.float()
+    wide = x if packed else x.float()
     for begin in range(0, len(out), SLICE):
         columns = slice(begin, begin + SLICE)
-        part = dz[:, columns].float().t()
+        part = dz[:, columns] if packed else dz[:, columns].float()
+        piece = out[columns]
         if out.dtype == torch.float32:
-            _multiply(part, wide, out[columns], add)
-        elif add:
-            out[columns] += part @ wide
-        else:
-            out[columns] = part @ wide
-        del part  # or two of them are alive at a time
+            multiply(part.t(), wide, piece, add)
+            continue
+        product = piece.new_empty(piece.shape, dtype=torch.float32)
+        multiply(part.t(), wide, product, False)
+        out[columns] = product.add_(piece) if add else product
+        del part, product  # or two of them are alive at a time

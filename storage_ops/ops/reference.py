@@ -140,3 +140,9 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
         to.resize_(source.nbytes())
     to.copy_(source)
     note_share(to, source)
+
+
+def product(out: Tensor, left: Tensor, right: Tensor, scratch: Tensor, add: bool) -> None:
+    """out (m, n), in fp32, = left (m, k) @ right (k, n), or out += it; needs no scratch memory."""
+    value = left.float() @ right.float()
+    out.copy_(out + value if add else value)

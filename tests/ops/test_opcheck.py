@@ -43,6 +43,11 @@ def loss(
             None, None, "", "", early, list(needs), list(wants))  # fmt: skip
 
 
+def product(add, dtype=torch.float32):
+    left, right = torch.randn(20, 9).to(dtype), torch.randn(9, 50).to(dtype)
+    return torch.randn(20, 50), left, right, torch.zeros(1 << 13), add
+
+
 def backward(reduction, into=None, dense=False):
     x, w, target, b, *rest = loss(reduction, (False, False, False), shift=True, dense=dense)
     rest[-2], rest[2] = [True, True, b is not None], into
@@ -94,6 +99,7 @@ CASES = {
         (torch.randn(5, 16)[:, :7], *rows()[1:]),
         rows(count=0),
     ],
+    "_product": [product(False), product(True), product(True, torch.bfloat16)],
     "linear_cross_entropy": [
         loss("mean"),
         loss("sum", (True, False, False), bias=False, token_weight=True),

@@ -1,0 +1,283 @@
+// The loops of a matrix product with an fp32 result, for one instruction set. products.cpp includes
+// this file once for each, in a namespace of its own and between pragmas that select it, with
+//   STORAGE_OPS_LANES  floats in a vector register,
+//   STORAGE_OPS_ROWS   rows of the tile of results that the registers hold,
+//   STORAGE_OPS_DOT    the instruction that multiplies pairs of bf16 and adds to fp32, if any.
+//
+// The order of the loops is that of Goto and van de Geijn (2008, doi:10.1145/1356052.1356053): a
+// block of the right operand is copied so that it is read in order, in the third-level cache; then
+// blocks of the left one, in the second; the registers hold a tile of the result. Operands are
+// copied into slots of 32 bits, each one fp32 number or a pair of bf16, neighbours in depth.
+
+constexpr int kLanes = STORAGE_OPS_LANES, kVectors = 3;
+constexpr int kTileRows = STORAGE_OPS_ROWS, kTileColumns = kVectors * kLanes;
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Eight __attribute__((vector_size(32)));
+typedef uint16_t EightShort __attribute__((vector_size(16)));
+
+// Memory need not be aligned.
+template <typename V>
+STORAGE_OPS_INLINE V load(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <typename T>
+constexpr bool kPairs = false;
+#if defined(STORAGE_OPS_DOT)
+template <>
+inline constexpr bool kPairs<BFloat16> = true;
+#endif
+
+template <bool kDot>
+STORAGE_OPS_INLINE void accumulate(Lanes& sum, Lanes left, Lanes right) {
+#if defined(STORAGE_OPS_DOT)
+  if constexpr (kDot) {
+    sum = (Lanes)STORAGE_OPS_DOT((__m512)sum, (__m512bh)left, (__m512bh)right);
+    return;
+  }
+#endif
+  sum += left * right;
+}
+
+// out = left @ right or out += it, for a whole tile of it. `next` is the tile after this one: what
+// is fetched of it while this one is computed need not be waited for.
+template <bool kDot, bool kAdd>
+__attribute__((noinline)) void tile(int64_t depth, const float* left, const float* right,
+                                    float* out, int64_t stride, const float* next) {
+  Lanes sums[kTileRows][kVectors] = {};
+  for (int i = 0; i < kTileRows; ++i) {
+    const char* line = reinterpret_cast<const char*>(next + i * stride);
+    for (int byte = 0; byte < 4 * kTileColumns; byte += 64) __builtin_prefetch(line + byte, 1);
+  }
+  for (int64_t p = 0; p < depth; ++p) {
+    Lanes columns[kVectors];
+#pragma GCC unroll 3
+    for (int j = 0; j < kVectors; ++j) {
+      columns[j] = load<Lanes>(right + p * kTileColumns + j * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kTileRows; ++i) {
+      const Lanes row = left[p * kTileRows + i] - Lanes{};
+#pragma GCC unroll 3
+      for (int j = 0; j < kVectors; ++j) accumulate<kDot>(sums[i][j], row, columns[j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 3
+    for (int j = 0; j < kVectors; ++j) {
+      float* to = out + i * stride + j * kLanes;
+      if constexpr (kAdd) sums[i][j] += load<Lanes>(to);
+      std::memcpy(to, &sums[i][j], sizeof(Lanes));
+    }
+  }
+}
+
+// Eight neighbours in depth, one slot each.
+template <typename T>
+STORAGE_OPS_INLINE Eight load_slots(const T* from) {
+  if constexpr (sizeof(T) == 4 || kPairs<T>) {
+    return load<Eight>(from);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return __builtin_convertvector(load<EightShort>(from), Eight) << 16;
+  } else {
+    return (Eight)_mm256_cvtph_ps(load<__m128i>(from));
+  }
+}
+
+// One slot; `second` is the number after it in depth, where a slot holds two.
+template <typename T>
+STORAGE_OPS_INLINE uint32_t make_slot(const T& first, const T& second) {
+  if constexpr (kPairs<T>) {
+    return first.x | static_cast<uint32_t>(second.x) << 16;
+  } else {
+    const float value = static_cast<float>(first);
+    uint32_t slot;
+    std::memcpy(&slot, &value, sizeof slot);
+    return slot;
+  }
+}
+
+STORAGE_OPS_INLINE void transpose(Eight (&r)[8]) {
+  Eight s[8];
+  for (int i = 0; i < 8; i += 2) {
+    s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      r[i + 2 * j] = __builtin_shufflevector(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      r[i + 2 * j + 1] =
+          __builtin_shufflevector(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    s[i] = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    s[i + 4] = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  std::copy(s, s + 8, r);
+}
+
+// Copies `count` rows or columns of an operand, `depth` numbers each, into slots (depth, kWidth).
+// `across` is the stride between the rows or columns, `along` the one in depth. The rest is 0.
+template <int kWidth, typename T>
+void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t depth,
+          uint32_t* to) {
+  constexpr int kGroup = kPairs<T> ? 2 : 1;
+  const int64_t slots = parts(depth, kGroup), full = depth / kGroup;
+  const T zero(0.0f);
+  int64_t p = 0;
+  if (count == kWidth && across == 1) {
+    for (; p < full; ++p) {
+      const T *first = from + p * kGroup * along, *second = first + (kGroup - 1) * along;
+      for (int u = 0; u < kWidth; ++u) to[p * kWidth + u] = make_slot(first[u], second[u]);
+    }
+  } else if (count == kWidth && along == 1 && kWidth % 8 == 0) {
+    for (; p + 8 <= full; p += 8) {
+      for (int u = 0; u < kWidth; u += 8) {
+        Eight block[8];
+        for (int i = 0; i < 8; ++i) block[i] = load_slots(from + (u + i) * across + p * kGroup);
+        transpose(block);
+        for (int i = 0; i < 8; ++i) {
+          std::memcpy(to + (p + i) * kWidth + u, &block[i], sizeof(Eight));
+        }
+      }
+    }
+  }
+  for (; p < slots; ++p) {
+    for (int u = 0; u < kWidth; ++u) {
+      const T* first = from + u * across + p * kGroup * along;
+      const bool pair = (p + 1) * kGroup <= depth;
+      to[p * kWidth + u] =
+          u < count ? make_slot(*first, pair ? first[(kGroup - 1) * along] : zero) : 0;
+    }
+  }
+}
+
+// A part of the result: some of its rows, some panels of its columns.
+template <typename T>
+struct Part {
+  const Product& product;
+  const uint32_t* right;  // packed: panels of kTileColumns for every kDepth slots
+  uint32_t* left;         // room for kBlockRows x kDepth slots
+  int64_t column, columns, depth_begin, depth;
+  bool add;
+
+  static constexpr int64_t kGroup = kPairs<T> ? 2 : 1;
+
+  void rows(int64_t begin, int64_t end, int64_t panel, int64_t panels) const {
+    for (int64_t row = begin; row < end; row += kBlockRows) {
+      block(row, std::min(kBlockRows, end - row), panel, panels);
+    }
+  }
+
+  void block(int64_t row, int64_t count, int64_t panel, int64_t panels) const {
+    const Product& p = product;
+    const int64_t width = parts(columns, kTileColumns) * kTileColumns;
+    for (int64_t begin = 0; begin < depth; begin += kDepth * kGroup) {
+      const int64_t numbers = std::min(kDepth * kGroup, depth - begin);
+      const int64_t slots = parts(numbers, kGroup);
+      const T* from =
+          static_cast<const T*>(p.left) + row * p.left_row + (depth_begin + begin) * p.left_column;
+      for (int64_t i = 0; i < count; i += kTileRows) {
+        pack<kTileRows>(from + i * p.left_row, p.left_row, p.left_column,
+                        std::min<int64_t>(kTileRows, count - i), numbers, left + i * slots);
+      }
+      const uint32_t* packed = right + begin / kGroup * width;
+      for (int64_t j = panel; j < panels; ++j) {
+        for (int64_t i = 0; i < count; i += kTileRows) {
+          one_tile(row + i, std::min<int64_t>(kTileRows, count - i), j, slots,
+                   reinterpret_cast<const float*>(left + i * slots),
+                   reinterpret_cast<const float*>(packed + j * kTileColumns * slots),
+                   add || begin > 0);
+        }
+      }
+    }
+  }
+
+  void one_tile(int64_t row, int64_t count, int64_t panel, int64_t slots, const float* a,
+                const float* b, bool adds) const {
+    constexpr bool kDot = kPairs<T>;
+    float* out = product.out + row * product.out_row + column + panel * kTileColumns;
+    const int64_t wide = std::min<int64_t>(kTileColumns, columns - panel * kTileColumns);
+    if (count == kTileRows && wide == kTileColumns) {
+      const float* next = out + kTileRows * product.out_row;
+      (adds ? tile<kDot, true> : tile<kDot, false>)(slots, a, b, out, product.out_row, next);
+      return;
+    }
+    alignas(64) float whole[kTileRows * kTileColumns];
+    tile<kDot, false>(slots, a, b, whole, kTileColumns, whole);
+    for (int64_t i = 0; i < count; ++i) {
+      float *to = out + i * product.out_row, *value = whole + i * kTileColumns;
+      for (int64_t j = 0; j < wide; ++j) to[j] = (adds ? to[j] : 0.0f) + value[j];
+    }
+  }
+};
+
+template <typename T>
+void multiply(const Product& p) {
+  constexpr int64_t kGroup = kPairs<T> ? 2 : 1;
+  if (p.rows == 0 || p.columns == 0) return;
+  if (p.depth == 0) {
+    for (int64_t i = 0; i < p.rows && !p.add; ++i) {
+      std::fill_n(p.out + i * p.out_row, p.columns, 0.0f);
+    }
+    return;
+  }
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t row_tiles = parts(p.rows, kTileRows);
+  const int64_t all_panels = parts(p.columns, kTileColumns), all_slots = parts(p.depth, kGroup);
+  // For each thread, a block of the left operand; then, for all, one of the right operand.
+  const int64_t left_slots =
+      std::min(kBlockRows, row_tiles * kTileRows) * std::min(kDepth, all_slots);
+  uint32_t* right = p.scratch + threads * left_slots;
+  const int64_t room = (p.scratch_slots - threads * left_slots) / kTileColumns;
+  STD_TORCH_CHECK(room >= std::min(kDepth, all_slots), "_product: scratch has ", p.scratch_slots,
+                  " elements, which is too few");
+  int64_t block_slots = all_slots;
+  if (all_slots * all_panels > room) {
+    const int64_t deep = std::min(std::max(room / all_panels, kLeastDepth), room);
+    block_slots = std::min(all_slots, std::max(deep / kDepth, int64_t(1)) * kDepth);
+  }
+  const int64_t block_panels = std::min(all_panels, room / block_slots);
+  for (int64_t panel = 0; panel < all_panels; panel += block_panels) {
+    const int64_t panels = std::min(block_panels, all_panels - panel);
+    const int64_t column = panel * kTileColumns;
+    const int64_t columns = std::min(panels * kTileColumns, p.columns - column);
+    for (int64_t begin = 0; begin < p.depth; begin += block_slots * kGroup) {
+      const int64_t depth = std::min(block_slots * kGroup, p.depth - begin);
+      const T* from =
+          static_cast<const T*>(p.right) + begin * p.right_row + column * p.right_column;
+      const int64_t step = kStep * kGroup;
+      torch::stable::parallel_for(0, parts(depth, step), 1, [&](int64_t first, int64_t last) {
+        for (int64_t k = first * step; k < std::min(last * step, depth); k += step) {
+          const int64_t group = k / (kDepth * kGroup) * (kDepth * kGroup);
+          const int64_t slots = parts(std::min(kDepth * kGroup, depth - group), kGroup);
+          for (int64_t j = 0; j < panels; ++j) {
+            uint32_t* to = right + group / kGroup * panels * kTileColumns;
+            to += j * kTileColumns * slots + (k - group) / kGroup * kTileColumns;
+            pack<kTileColumns>(from + k * p.right_row + j * kTileColumns * p.right_column,
+                               p.right_column, p.right_row,
+                               std::min<int64_t>(kTileColumns, columns - j * kTileColumns),
+                               std::min(step, depth - k), to);
+          }
+        }
+      });
+      // Threads take rows, and panels of columns where there are too few rows for all.
+      const int64_t across = std::min(threads, row_tiles);
+      const int64_t down = std::min(threads / across, panels);
+      torch::stable::parallel_for(0, across * down, 1, [&](int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; ++t) {
+          const int64_t i = t / down, j = t % down;
+          const Part<T> part{p,     right, p.scratch + t * left_slots, column, columns,
+                             begin, depth, p.add || begin > 0};
+          part.rows(row_tiles * i / across * kTileRows,
+                    std::min(row_tiles * (i + 1) / across * kTileRows, p.rows), panels * j / down,
+                    panels * (j + 1) / down);
+        }
+      });
+    }
+  }
+}

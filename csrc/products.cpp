@@ -1,0 +1,145 @@
+// Matrix products with an fp32 result from fp32, bf16 or fp16 operands, on a CPU.
+//
+// ATen's products of 16-bit operands on a CPU round their result to 16 bits, which makes sums over
+// chunks worse than an unchunked product. Those here keep what they add up in fp32.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+#include <type_traits>
+
+#include "row_math.h"
+#include "stable.h"
+
+// Other compilers select instruction sets in other ways: there, ATen's products are used.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+
+namespace storage_ops {
+namespace {
+
+// out (rows, columns) = left (rows, depth) @ right (depth, columns), or out += it. Strides are of
+// elements; those of `out` in a row are 1.
+struct Product {
+  float* out;
+  const void *left, *right;
+  int64_t rows, columns, depth;
+  int64_t out_row, left_row, left_column, right_row, right_column;
+  bool add;
+  uint32_t* scratch;
+  int64_t scratch_slots;
+};
+
+constexpr int64_t kBlockRows = 128;    // rows of the left operand that are copied at a time
+constexpr int64_t kDepth = 128;        // slots of depth that a tile is computed in at a time
+constexpr int64_t kLeastDepth = 1024;  // and that the block of the right one should have
+constexpr int64_t kStep = 32;          // slots of depth that are copied at a time
+
+int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }
+
+#define STORAGE_OPS_DOT _mm512_dpbf16_ps
+#define STORAGE_OPS_LANES 16
+#define STORAGE_OPS_ROWS 8
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+namespace avx512_bf16 {
+#include "product_loops.h"
+}
+#pragma GCC pop_options
+#undef STORAGE_OPS_DOT
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+namespace avx512 {
+#include "product_loops.h"
+}
+#pragma GCC pop_options
+#undef STORAGE_OPS_LANES
+#undef STORAGE_OPS_ROWS
+
+#define STORAGE_OPS_LANES 8
+#define STORAGE_OPS_ROWS 4
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+#include "product_loops.h"
+}
+#pragma GCC pop_options
+
+enum Level : int64_t { kNone, kAvx2, kAvx512, kAvx512Bf16 };
+
+// The best that this processor has, or what torch's own variable limits it to.
+int64_t level() {
+  static const int64_t found = [] {
+    __builtin_cpu_init();
+    const char* given = std::getenv("ATEN_CPU_CAPABILITY");
+    const std::string_view limit = given == nullptr ? "" : given;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kNone;
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (!wide || limit == "avx2") return kAvx2;
+    const bool dots = __builtin_cpu_supports("avx512bf16") && limit != "avx512";
+    return dots ? kAvx512Bf16 : kAvx512;
+  }();
+  return found;
+}
+
+template <typename T>
+void multiply(const Product& p) {
+  switch (level()) {
+    case kAvx512Bf16:
+      return avx512_bf16::multiply<T>(p);
+    case kAvx512:
+      return avx512::multiply<T>(p);
+    default:
+      return avx2::multiply<T>(p);
+  }
+}
+
+template <typename T>
+bool is_matrix(const T& t, ScalarType dtype) {
+  return t.dim() == 2 && t.scalar_type() == dtype;
+}
+
+void product(Tensor out, Tensor left, Tensor right, Tensor scratch, bool add) {
+  const ScalarType dtype = left.scalar_type();
+  STD_TORCH_CHECK(level() != kNone, "_product: this processor lacks AVX2 and FMA");
+  STD_TORCH_CHECK(is_matrix(left, dtype) && is_matrix(right, dtype) &&
+                      is_matrix(out, ScalarType::Float) && left.size(0) == out.size(0) &&
+                      right.size(1) == out.size(1) && left.size(1) == right.size(0),
+                  "_product: expected left (m, k), right (k, n) of one dtype, out (m, n) float32");
+  STD_TORCH_CHECK(out.stride(1) == 1 || out.size(1) < 2, "_product: out must have whole rows");
+  STD_TORCH_CHECK(
+      scratch.dim() == 1 && scratch.scalar_type() == ScalarType::Float && scratch.is_contiguous(),
+      "_product: scratch must be a contiguous float32 vector");
+  Product p{};
+  p.out = static_cast<float*>(out.mutable_data_ptr());
+  p.left = left.const_data_ptr();
+  p.right = right.const_data_ptr();
+  p.rows = out.size(0), p.columns = out.size(1), p.depth = left.size(1);
+  p.out_row = out.stride(0);
+  p.left_row = left.stride(0), p.left_column = left.stride(1);
+  p.right_row = right.stride(0), p.right_column = right.stride(1);
+  p.add = add;
+  p.scratch = static_cast<uint32_t*>(scratch.mutable_data_ptr());
+  p.scratch_slots = scratch.size(0);
+  switch (dtype) {
+    case ScalarType::Float:
+      return multiply<float>(p);
+    case ScalarType::BFloat16:
+      return multiply<BFloat16>(p);
+    case ScalarType::Half:
+      return multiply<Half>(p);
+    default:
+      STD_TORCH_CHECK(false, "_product: left must be float32, bfloat16 or float16");
+  }
+}
+
+}  // namespace
+}  // namespace storage_ops
+
+STABLE_TORCH_LIBRARY_IMPL(storage_ops, CPU, m) {
+  m.impl("_product", TORCH_BOX(&storage_ops::product));
+}
+
+#endif

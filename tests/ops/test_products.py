@@ -1,0 +1,131 @@
+"""The package's own matrix products: every dtype, stride and remainder, against float64."""
+
+import os
+import subprocess
+import sys
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+from storage_ops.ops import planner, products
+
+OP = torch.ops.storage_ops._product
+NAN = float("nan")
+pytestmark = pytest.mark.skipif(
+    not products.packs(torch.bfloat16, "cpu"), reason="this build or processor has no such products"
+)
+
+
+def operand(rows, columns, dtype, transposed, gap):
+    """A random matrix, of whole rows or whole columns, between elements that are not numbers."""
+    outer, inner = (columns, rows) if transposed else (rows, columns)
+    wide = torch.full((outer, inner + gap), NAN, dtype=dtype)
+    wide[:, :inner] = torch.randn(outer, inner)
+    return wide[:, :inner].t() if transposed else wide[:, :inner]
+
+
+def check(m, n, k, dtype, add, transposed=(False, False), gap=0, slots=None, threads=2):
+    left = operand(m, k, dtype, transposed[0], gap)
+    right = operand(k, n, dtype, transposed[1], gap)
+    whole = torch.full((m + 2, n + gap), 7.0)
+    out = whole[1:-1, :n]
+    out.copy_(torch.randn(m, n) if add else torch.full((m, n), NAN))
+    least = planner.packed_slots(m, n, k, threads) if slots is None else slots
+    scratch = torch.full((least + 64,), NAN)  # what lies behind what is needed stays as it is
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    want = left.double() @ right.double()
+    size = left.double().abs() @ right.double().abs() + 1
+    if add:
+        want, size = want + out.double(), size + out.double().abs()
+    try:
+        OP(out, left, right, scratch[:least], add)
+    finally:
+        torch.set_num_threads(before)
+    assert ((out.double() - want).abs() / size).max() < 2e-6
+    assert scratch[least:].isnan().all()
+    rest = whole.clone()
+    rest[1:-1, :n] = 7
+    assert torch.equal(rest, torch.full_like(rest, 7.0))
+
+
+sizes = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 47, 48, 49, 96, 127, 128, 129, 300]))
+
+
+@settings(deadline=None)
+@given(
+    sizes, sizes, st.one_of(sizes, st.integers(500, 2100)),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(),
+    st.tuples(st.booleans(), st.booleans()), st.integers(0, 3), st.integers(1, 5),
+)  # fmt: skip
+@example(130, 5000, 2100, torch.bfloat16, True, (False, True), 1, 2)
+@example(5000, 100, 300, torch.float32, False, (True, False), 1, 3)
+def test_a_product_is_that_of_float64(m, n, k, dtype, add, transposed, gap, threads):
+    check(m, n, k, dtype, add, transposed, gap, threads=threads)
+
+
+def test_the_least_scratch_that_is_accepted():
+    """One panel of one group of depth: every loop is taken many times."""
+    for dtype in (torch.float32, torch.bfloat16):
+        check(300, 200, 700, dtype, True, slots=2 * 128 * 128 + 48 * 128)
+
+
+def test_a_matrix_with_other_strides():
+    left = torch.randn(20, 60)[:, ::3].bfloat16()
+    right = torch.randn(40, 60)[::2, ::2].bfloat16()
+    out = torch.full((20, 30), NAN)
+    OP(out, torch.as_strided(left, (20, 20), (20, 1)), right, torch.empty(1 << 14), False)
+    torch.testing.assert_close(out, left.float() @ right.float())
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
+def test_nothing_to_multiply(m, n, k):
+    for add in (False, True):
+        out, scratch = torch.full((m, n), 5.0), torch.empty(planner.packed_slots(m, n, k, 2))
+        OP(out, torch.ones(m, k), torch.ones(k, n), scratch, add)
+        assert torch.equal(out, torch.full((m, n), 5.0 if add else 0.0))
+
+
+def test_infinities_and_nan_stay_where_they_belong():
+    left, right = torch.ones(9, 5), torch.ones(5, 50)
+    left[2, 3], right[1, 7] = float("inf"), NAN
+    out = torch.zeros(9, 50)
+    OP(out, left, right, torch.empty(1 << 13), False)
+    torch.testing.assert_close(out, left @ right, equal_nan=True)
+
+
+def test_wrong_arguments_are_named():
+    out, left, right, scratch = (
+        torch.zeros(4, 6), torch.zeros(4, 5), torch.zeros(5, 6), torch.zeros(1 << 14),
+    )  # fmt: skip
+    for bad, message in [
+        ((out, left.T, right, scratch), "left"),
+        ((out, left, right.bfloat16(), scratch), "of one dtype"),
+        ((out.double(), left, right, scratch), "out"),
+        ((out, left.double(), right.double(), scratch), "float32, bfloat16 or float16"),
+        ((out, left, right, scratch[:9]), "scratch has 9 elements"),
+        ((out, left, right, scratch.double()), "scratch"),
+        ((out.T.contiguous().T, left, right, scratch), "whole rows"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            OP(*bad, False)
+
+
+@pytest.mark.parametrize("capability", ["avx2", "avx512"])
+def test_on_a_lesser_processor(capability):
+    """The loops of other instruction sets, chosen once for a process."""
+    code = """
+import torch
+from storage_ops.ops import products
+from tests.ops.test_products import check
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for add in (False, True):
+        for m, n, k in ((1, 1, 1), (37, 97, 300), (200, 50, 131), (9, 500, 1500)):
+            for transposed in ((False, False), (True, False), (False, True), (True, True)):
+                check(m, n, k, dtype, add, transposed, 1)
+assert not products.packs(torch.float64, "cpu")
+"""
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
