@@ -156,6 +156,22 @@ void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t d
   }
 }
 
+// Fetches the part of the right operand that is copied next, a little with every tile: memory is
+// idle while tiles are computed. Runs are what lies together: a row of it, or a column.
+struct Ahead {
+  const char* run;
+  int64_t stride, run_bytes, runs, per_tile;
+  int64_t offset = 0;
+
+  STORAGE_OPS_INLINE void fetch() {
+    for (int64_t line = 0; line < per_tile && runs > 0; ++line) {
+      __builtin_prefetch(run + offset, 0, 2);
+      offset += 64;
+      if (offset >= run_bytes) offset = 0, run += stride, --runs;
+    }
+  }
+};
+
 // A part of the result: some of its rows, some panels of its columns.
 template <typename T>
 struct Part {
@@ -164,16 +180,17 @@ struct Part {
   uint32_t* left;         // room for kBlockRows x kDepth slots
   int64_t column, columns, depth_begin, depth;
   bool add;
+  Ahead ahead;
 
   static constexpr int64_t kGroup = kPairs<T> ? 2 : 1;
 
-  void rows(int64_t begin, int64_t end, int64_t panel, int64_t panels) const {
+  void rows(int64_t begin, int64_t end, int64_t panel, int64_t panels) {
     for (int64_t row = begin; row < end; row += kBlockRows) {
       block(row, std::min(kBlockRows, end - row), panel, panels);
     }
   }
 
-  void block(int64_t row, int64_t count, int64_t panel, int64_t panels) const {
+  void block(int64_t row, int64_t count, int64_t panel, int64_t panels) {
     const Product& p = product;
     const int64_t width = parts(columns, kTileColumns) * kTileColumns;
     for (int64_t begin = 0; begin < depth; begin += kDepth * kGroup) {
@@ -188,6 +205,7 @@ struct Part {
       const uint32_t* packed = right + begin / kGroup * width;
       for (int64_t j = panel; j < panels; ++j) {
         for (int64_t i = 0; i < count; i += kTileRows) {
+          ahead.fetch();
           one_tile(row + i, std::min<int64_t>(kTileRows, count - i), j, slots,
                    reinterpret_cast<const float*>(left + i * slots),
                    reinterpret_cast<const float*>(packed + j * kTileColumns * slots),
@@ -216,6 +234,71 @@ struct Part {
   }
 };
 
+// The block of the right operand in a step.
+struct Block {
+  int64_t begin, depth, column, columns;
+};
+
+template <typename T>
+const T* start(const Product& p, const Block& b) {
+  return static_cast<const T*>(p.right) + b.begin * p.right_row + b.column * p.right_column;
+}
+
+template <typename T>
+void pack_right(const Product& p, const Block& b, uint32_t* right) {
+  constexpr int64_t kGroup = kPairs<T> ? 2 : 1, kStepNumbers = kStep * kGroup;
+  const T* from = start<T>(p, b);
+  const int64_t panels = parts(b.columns, kTileColumns);
+  torch::stable::parallel_for(0, parts(b.depth, kStepNumbers), 1, [&](int64_t one, int64_t last) {
+    for (int64_t k = one * kStepNumbers; k < std::min(last * kStepNumbers, b.depth);
+         k += kStepNumbers) {
+      const int64_t group = k / (kDepth * kGroup) * (kDepth * kGroup);
+      const int64_t slots = parts(std::min(kDepth * kGroup, b.depth - group), kGroup);
+      for (int64_t j = 0; j < panels; ++j) {
+        uint32_t* to = right + group / kGroup * panels * kTileColumns;
+        to += j * kTileColumns * slots + (k - group) / kGroup * kTileColumns;
+        pack<kTileColumns>(from + k * p.right_row + j * kTileColumns * p.right_column,
+                           p.right_column, p.right_row,
+                           std::min<int64_t>(kTileColumns, b.columns - j * kTileColumns),
+                           std::min(kStepNumbers, b.depth - k), to);
+      }
+    }
+  });
+}
+
+// Threads take rows, and panels of columns where there are too few rows for all of them.
+template <typename T>
+void multiply_block(const Product& p, const Block& b, const Block& next, const uint32_t* right,
+                    int64_t left_slots, int64_t threads) {
+  const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(b.columns, kTileColumns);
+  const int64_t across = std::min(threads, row_tiles), down = std::min(threads / across, panels);
+  const int64_t tasks = across * down;
+  const bool by_row = p.right_column == 1;
+  const int64_t runs = by_row ? next.depth : next.columns;
+  const int64_t run_bytes = (by_row ? next.columns : next.depth) * sizeof(T);
+  const int64_t tiles = row_tiles * panels * parts(b.depth, kDepth * (kPairs<T> ? 2 : 1));
+  const int64_t per_tile = parts(runs * parts(run_bytes, 64), tiles);
+  const int64_t stride = (by_row ? p.right_row : p.right_column) * sizeof(T);
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t one, int64_t last) {
+    for (int64_t t = one; t < last; ++t) {
+      const int64_t i = t / down, j = t % down, run = runs * t / tasks;
+      const char* from = reinterpret_cast<const char*>(start<T>(p, next)) + run * stride;
+      Part<T> part{p,
+                   right,
+                   p.scratch + t * left_slots,
+                   b.column,
+                   b.columns,
+                   b.begin,
+                   b.depth,
+                   p.add || b.begin > 0,
+                   Ahead{from, stride, run_bytes, runs * (t + 1) / tasks - run, per_tile}};
+      part.rows(row_tiles * i / across * kTileRows,
+                std::min(row_tiles * (i + 1) / across * kTileRows, p.rows), panels * j / down,
+                panels * (j + 1) / down);
+    }
+  });
+}
+
 template <typename T>
 void multiply(const Product& p) {
   constexpr int64_t kGroup = kPairs<T> ? 2 : 1;
@@ -242,42 +325,22 @@ void multiply(const Product& p) {
     block_slots = std::min(all_slots, std::max(deep / kDepth, int64_t(1)) * kDepth);
   }
   const int64_t block_panels = std::min(all_panels, room / block_slots);
-  for (int64_t panel = 0; panel < all_panels; panel += block_panels) {
-    const int64_t panels = std::min(block_panels, all_panels - panel);
+  const auto block_at = [&](int64_t panel, int64_t begin) {
     const int64_t column = panel * kTileColumns;
-    const int64_t columns = std::min(panels * kTileColumns, p.columns - column);
+    return Block{begin, std::min(block_slots * kGroup, p.depth - begin), column,
+                 std::min(block_panels * kTileColumns, p.columns - column)};
+  };
+  for (int64_t panel = 0; panel < all_panels; panel += block_panels) {
     for (int64_t begin = 0; begin < p.depth; begin += block_slots * kGroup) {
-      const int64_t depth = std::min(block_slots * kGroup, p.depth - begin);
-      const T* from =
-          static_cast<const T*>(p.right) + begin * p.right_row + column * p.right_column;
-      const int64_t step = kStep * kGroup;
-      torch::stable::parallel_for(0, parts(depth, step), 1, [&](int64_t first, int64_t last) {
-        for (int64_t k = first * step; k < std::min(last * step, depth); k += step) {
-          const int64_t group = k / (kDepth * kGroup) * (kDepth * kGroup);
-          const int64_t slots = parts(std::min(kDepth * kGroup, depth - group), kGroup);
-          for (int64_t j = 0; j < panels; ++j) {
-            uint32_t* to = right + group / kGroup * panels * kTileColumns;
-            to += j * kTileColumns * slots + (k - group) / kGroup * kTileColumns;
-            pack<kTileColumns>(from + k * p.right_row + j * kTileColumns * p.right_column,
-                               p.right_column, p.right_row,
-                               std::min<int64_t>(kTileColumns, columns - j * kTileColumns),
-                               std::min(step, depth - k), to);
-          }
-        }
-      });
-      // Threads take rows, and panels of columns where there are too few rows for all.
-      const int64_t across = std::min(threads, row_tiles);
-      const int64_t down = std::min(threads / across, panels);
-      torch::stable::parallel_for(0, across * down, 1, [&](int64_t first, int64_t last) {
-        for (int64_t t = first; t < last; ++t) {
-          const int64_t i = t / down, j = t % down;
-          const Part<T> part{p,     right, p.scratch + t * left_slots, column, columns,
-                             begin, depth, p.add || begin > 0};
-          part.rows(row_tiles * i / across * kTileRows,
-                    std::min(row_tiles * (i + 1) / across * kTileRows, p.rows), panels * j / down,
-                    panels * (j + 1) / down);
-        }
-      });
+      const Block now = block_at(panel, begin);
+      Block next{};
+      if (now.begin + now.depth < p.depth) {
+        next = block_at(panel, now.begin + now.depth);
+      } else if (panel + block_panels < all_panels) {
+        next = block_at(panel + block_panels, 0);
+      }
+      pack_right<T>(p, now, right);
+      multiply_block<T>(p, now, next, right, left_slots, threads);
     }
   }
 }

@@ -265,7 +265,9 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
         # the sum when the arithmetic of a tile is done, and has nothing to hide behind.
         seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s in parts)
     else:
-        seconds = flops / rate + moved / r.bandwidth
+        # Where sums are added to by our own products, they are fetched while those compute.
+        hidden = sum(min(f / rate, s / r.bandwidth) for f, _, s in parts) if p.packs else 0
+        seconds = flops / rate + moved / r.bandwidth - hidden
         seconds += each / rate * (p.grads[0] * wide_input + p.grads[1] * wide_weight)
     return round(flops), round(moved), seconds + tiles * len(parts) * r.launch_seconds
 

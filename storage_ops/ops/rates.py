@@ -41,7 +41,7 @@ def _gpu(name: str, flops16: float, flops32: float, bandwidth: float, cache: int
 
 # Two cores of an AMD EPYC with AVX-512, torch 2.13: fitted to the times of the products alone, in
 # chunks and in slices. Other processors differ in all of these alike, and plans depend on ratios.
-CPU = Rates("cpu", 390e9, 185e9, 90e9, 14e9, 1 << 20, 2e-5, False)
+CPU = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False)
 
 # Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
 # on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
