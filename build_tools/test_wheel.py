@@ -22,7 +22,7 @@ from build_tools.toolchain import ROOT
 TESTS = ["tests", "-m", "not cuda", "-p", "no:cacheprovider"]
 OPS = ["tests/ops", "tests/test_library.py", "-m", "not cuda", "-p", "no:cacheprovider"]
 # Tests of the source tree, which a wheel does not hold.
-OF_THE_TREE = ["packaging", "test_house.py", "graph/test_docs.py"]
+OF_THE_TREE = ["packaging", "benchmarks", "test_house.py", "graph/test_docs.py"]
 # A pytest plugin that stands in for a torch that cannot swap storages.
 HIDE_SWAP = """
 class Hidden:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from storage_ops.autochunk.program import Output, Program, Slice
-from storage_ops.ops import products
+from storage_ops.ops import planner, products
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _PIECE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
+_DEEP = 128  # shallower products are bound by memory, whoever forms them
 
 
 class Input:
@@ -55,7 +56,7 @@ class Product:
         out = self.buffer[: len(left)]
         if bias:
             out.copy_(bias[0])
-        products.multiply(left, right, out, bool(bias))
+        _multiply(left, right, out, bool(bias))
         return out
 
 
@@ -89,7 +90,7 @@ class Result:
     def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
         """Take a product of a chunk, formed in place."""
         if self.out is not None:
-            products.multiply(left, right, self._slot(begin, end), False)
+            _multiply(left, right, self._slot(begin, end), False)
             return
         first = self.total is None
         if first:
@@ -105,10 +106,22 @@ class Result:
         return self.total.to(self.dtype)
 
 
+def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """out = left @ right, or out += it, with scratch memory only where it is little beside out."""
+    (rows, depth), columns = left.shape, right.shape[1]
+    scratch = planner.packed_slots(rows, columns, depth, torch.get_num_threads())
+    if out.dtype != left.dtype or (depth >= _DEEP and 8 * scratch <= out.numel()):
+        products.multiply(left, right, out, add)
+    elif add:
+        torch.addmm(out, left, right, out=out)
+    else:
+        torch.mm(left, right, out=out)
+
+
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """Add a product to a sum that may be wider; its first term replaces it."""
     if total.dtype == left.dtype or products.packs(left.dtype, left.device.type):
-        products.multiply(left, right, total, not first)
+        _multiply(left, right, total, not first)
         return
     for begin in range(0, len(total), _PIECE):
         rows = slice(begin, begin + _PIECE)

@@ -64,9 +64,17 @@ def plan_of(
         share = rows * planner.padded(vocabulary) * p.itemsize
         forming = planner.product_bytes(p, rows, vocabulary)
         wanted = share + share // 50 + forming + planner.token_bytes(p)
-    if wanted is not None:
-        wanted = max(wanted, planner.smallest_budget(p))
-    return wanted, planner.choose(p, wanted, products.rates_of(x.device))
+    least, rates = planner.smallest_budget(p), products.rates_of(x.device)
+    wanted = wanted if wanted is None else max(wanted, least)
+    plan = planner.choose(p, wanted, rates)
+    # A plan whose products take less than was thought has room for larger tiles.
+    while num_chunks is not None and wanted is not None and wanted > least:
+        over = plan.rows * planner.padded(plan.columns) * p.itemsize - share - share // 50
+        if over <= 0:
+            break
+        wanted = max(wanted - over, least)
+        plan = planner.choose(p, wanted, rates)
+    return wanted, plan
 
 
 def scratch(node: fx.Node) -> int:

@@ -27,7 +27,8 @@ def weighted(f, x, w, t):
 
 
 def error(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-6))
+    # What is exactly 0 in float64 may be a difference of numbers near 1, each rounded.
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=0.1))
 
 
 @pytest.mark.slow
