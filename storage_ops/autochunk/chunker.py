@@ -13,8 +13,10 @@ from storage_ops.autochunk import nodes, passes, predict, propagate, rewrite
 from storage_ops.autochunk.decompose import decompose, detach, starts
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.mutation import Mutations, new_values, owner
+from storage_ops.autochunk.program import Program
 from storage_ops.autochunk.runtime import in_body
 from storage_ops.autochunk.state import Conflict
+from storage_ops.ops.sizes import readable
 
 MIB, GIB = 1 << 20, 1 << 30
 TRIES = 4  # products that are tried, the largest first
@@ -111,10 +113,12 @@ def _chunk(
         if not found or len(tried) == TRIES:
             break
         tried.add(found[0])
-        undo = Undo(graph)
+        undo, before = Undo(graph), predict.peak(graph)
         try:
             count = _chunk_at(graph, found[0], tangents, changed, num_chunks, memory_budget)
             graph.lint()
+            if num_chunks is None:
+                _check_saving(graph, found[0], before)
         except Conflict as conflict:
             undo()
             log.debug("%s: %s", found[0], describe(conflict))
@@ -206,6 +210,21 @@ def _chunk_at(
     )
     mutations.check_order(graph)
     return max(counts)
+
+
+def _check_saving(graph: fx.Graph, amplifier: fx.Node, before: int) -> None:
+    """Raise if sums over chunks take more memory than chunks save."""
+    for node in graph.nodes:
+        if nodes.name_of(node) == "storage_ops._chunked_span.default":
+            sums = predict.wide_sums(node, Program.decode(str(node.args[4])))
+            after = predict.peak(graph)
+            if sums and after > before:
+                raise Conflict(
+                    f"would take more memory in chunks, {readable(after)}, than whole, "
+                    f"{readable(before)}: 16-bit gradients are summed over chunks in fp32, in "
+                    f"{readable(sums)}",
+                    amplifier,
+                )
 
 
 def default_budget(amplifier: fx.Node) -> int:

@@ -83,17 +83,22 @@ def _inside(node: fx.Node) -> int:
     """What an op of ours holds while it runs, besides its results."""
     if name_of(node) == "storage_ops._chunked_span.default":
         program, groups = Program.decode(str(node.args[4])), hint(_value(node.args[3]))
-        wide = sum(
-            2 * elements(v) * v.element_size()
-            for spec, v in zip(program.outputs, values_of(node), strict=True)
-            if spec.rows is None and v.element_size() == 2
-        )
-        return -(-groups // program.count(groups)) * program.group_bytes + wide
+        held = -(-groups // program.count(groups)) * program.group_bytes
+        return held + wide_sums(node, program)
     if name_of(node) == "storage_ops.linear_cross_entropy.default":
         from storage_ops.autochunk.loss_op import scratch
 
         return scratch(node)
     return 0
+
+
+def wide_sums(node: fx.Node, program: Program) -> int:
+    """Bytes of the fp32 sums that 16-bit results of a chunked span are rounded from."""
+    return sum(
+        4 * elements(v)
+        for spec, v in zip(program.outputs, values_of(node), strict=True)
+        if spec.rows is None and v.element_size() == 2
+    )
 
 
 def _value(item: Any) -> Any:

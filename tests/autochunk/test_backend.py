@@ -220,3 +220,17 @@ def test_the_entry_point_names_the_backend():
     ((name, value),) = re.findall(r'torch_dynamo_backends\]\n(\w+) = "(.*)"', text)
     point = EntryPoint(name, value, "torch_dynamo_backends")
     assert name == "storage_ops" and point.load() is backend
+
+
+def test_chunks_that_would_take_more_memory_than_the_whole():
+    """The fp32 sum of a 16-bit gradient is larger than the logits: a budget is no reason to chunk."""
+    x, w = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (16, 4096))
+
+    def focal(x, w):
+        p = torch.log_softmax((x @ w.t()).float(), 1)[:, 0]
+        return ((1 - p.exp()) ** 2 * p).sum()
+
+    said = explain(focal, x, w, memory_budget=1 << 14)
+    assert not said.chunked and "more memory in chunks" in said.reason and "fp32" in said.reason
+    assert explain(focal, x, w, num_chunks=4).chunked  # what was asked for is done
+    assert explain(focal, x.float(), w.float(), memory_budget=1 << 14).chunked
