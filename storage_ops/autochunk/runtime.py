@@ -60,13 +60,17 @@ class Body:
 def _first_that_compiles(program: Program, dynamic: bool) -> Callable[..., Any]:
     """A chunk compiled; without the overwriting of its product where the compiler fails on that.
 
-    Inductor of torch 2.13 does on some variances. Where it fails again, the chunk runs op by op.
+    Inductor of torch 2.13 does on some variances. Where it fails again, the chunk runs op by op. In
+    torch 2.10 and 2.11 it overwrites the product before it reads the last of it, where sizes are
+    symbols.
     """
 
     def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
         return torch.compile(graph, dynamic=None if dynamic else False)
 
-    ways = [compiled(decode_graph(program.body))]
+    ways = []
+    if program.over is None or torch.__version__ >= "2.12":
+        ways.append(compiled(decode_graph(program.body)))
     if program.over is not None:
         ways.append(_overwriting(compiled(_without_copy(program)), program.over))
     ways.append(decode_graph(program.body))
