@@ -144,11 +144,13 @@ def packed_slots(rows: int, columns: int, depth: int, threads: int) -> int:
     """Scratch of 4 bytes each that our own product (rows, depth) @ (depth, columns) works in.
 
     Room for a block of the left operand for each thread, in the second-level cache, and one of the
-    right operand, in the third-level cache.
+    right operand, in the third-level cache: up to half of the tile of logits, which is the result
+    or the left operand.
     """
     left = min(-(-rows // 8) * 8, 128) * min(depth, 128)
-    right = -(-columns // 48) * 48 * depth
-    return threads * left + min(right, max(threads, 4) << 16)
+    tile = rows * min(columns, depth)
+    right = min(-(-columns // 48) * 48 * depth, max(threads, 4) << 16, max(tile // 2, 1 << 16))
+    return threads * left + right
 
 
 def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
