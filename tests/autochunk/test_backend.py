@@ -223,7 +223,7 @@ def test_the_entry_point_names_the_backend():
 
 
 def test_chunks_that_would_take_more_memory_than_the_whole():
-    """The fp32 sum of a 16-bit gradient is larger than the logits: a budget is no reason to chunk."""
+    """An fp32 sum larger than the logits: a budget is no reason to chunk then."""
     x, w = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (16, 4096))
 
     def focal(x, w):
