@@ -133,7 +133,8 @@ def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> Iterator[dic
     count = arguments.chunks[0]
     cases = {FLOOR: lambda: chunked_products(x.detach(), w.detach(), count)}
     ways = compilers(arguments.chunks)
-    half = {"memory_budget": tokens * vocab * kind.itemsize // 2, "strict": True}
+    # Not strict: where sums over chunks would take more than the logits, they stay whole.
+    half = {"memory_budget": tokens * vocab * kind.itemsize // 2}
     ways["storage_ops, half the logits"] = lambda f: torch.compile(
         f, dynamic=False, backend=backend, options=half
     )
