@@ -113,12 +113,12 @@ def _chunk(
         if not found or len(tried) == TRIES:
             break
         tried.add(found[0])
-        undo, before = Undo(graph), predict.peak(graph)
+        undo = Undo(graph)
         try:
             count = _chunk_at(graph, found[0], tangents, changed, num_chunks, memory_budget)
             graph.lint()
             if num_chunks is None:
-                _check_saving(graph, found[0], before)
+                _check_saving(graph, found[0])
         except Conflict as conflict:
             undo()
             log.debug("%s: %s", found[0], describe(conflict))
@@ -212,17 +212,16 @@ def _chunk_at(
     return max(counts)
 
 
-def _check_saving(graph: fx.Graph, amplifier: fx.Node, before: int) -> None:
-    """Raise if sums over chunks take more memory than chunks save."""
+def _check_saving(graph: fx.Graph, amplifier: fx.Node) -> None:
+    """Raise if sums over chunks take more memory than the whole product does in fp32."""
+    whole = 4 * propagate.numel(amplifier)
     for node in graph.nodes:
         if nodes.name_of(node) == "storage_ops._chunked_span.default":
             sums = predict.wide_sums(node, Program.decode(str(node.args[4])))
-            after = predict.peak(graph)
-            if sums and after > before:
+            if sums > whole:
                 raise Conflict(
-                    f"would take more memory in chunks, {readable(after)}, than whole, "
-                    f"{readable(before)}: 16-bit gradients are summed over chunks in fp32, in "
-                    f"{readable(sums)}",
+                    f"has {readable(whole)} in fp32, less than chunks would take: their 16-bit "
+                    f"gradients are summed in fp32, in {readable(sums)}",
                     amplifier,
                 )
 
