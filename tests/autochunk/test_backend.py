@@ -65,6 +65,8 @@ def test_peak_memory(f, dtype):
     peak = peak_of(compiled, x, w, t)
     # Each thread of oneDNN packs 16-bit operands, which is much beside so small a problem.
     packed = 0 if dtype == torch.float32 else 400_000 * torch.get_num_threads()
+    if torch.__version__ < "2.12":  # a block of the product is not overwritten in place
+        packed += 1 << 16
     assert peak <= 1.1 * (logits // 16 + grads) + packed < logits
     predicted = explain(f, x, w, t, num_chunks=16)
     assert predicted.chunked and predicted.num_chunks >= 16
