@@ -30,6 +30,9 @@ template <>
 inline constexpr bool kPairs<BFloat16> = true;
 #endif
 
+template <typename T>
+constexpr int64_t kGroup = kPairs<T> ? 2 : 1;  // numbers in a slot
+
 template <bool kDot>
 STORAGE_OPS_INLINE void accumulate(Lanes& sum, Lanes left, Lanes right) {
 #if defined(STORAGE_OPS_DOT)
@@ -125,20 +128,20 @@ STORAGE_OPS_INLINE void transpose(Eight (&r)[8]) {
 template <int kWidth, typename T>
 void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t depth,
           uint32_t* to) {
-  constexpr int kGroup = kPairs<T> ? 2 : 1;
-  const int64_t slots = parts(depth, kGroup), full = depth / kGroup;
+  constexpr int64_t kNumbers = kGroup<T>;
+  const int64_t slots = parts(depth, kNumbers), full = depth / kNumbers;
   const T zero(0.0f);
   int64_t p = 0;
   if (count == kWidth && across == 1) {
     for (; p < full; ++p) {
-      const T *first = from + p * kGroup * along, *second = first + (kGroup - 1) * along;
+      const T *first = from + p * kNumbers * along, *second = first + (kNumbers - 1) * along;
       for (int u = 0; u < kWidth; ++u) to[p * kWidth + u] = make_slot(first[u], second[u]);
     }
   } else if (count == kWidth && along == 1 && kWidth % 8 == 0) {
     for (; p + 8 <= full; p += 8) {
       for (int u = 0; u < kWidth; u += 8) {
         Eight block[8];
-        for (int i = 0; i < 8; ++i) block[i] = load_slots(from + (u + i) * across + p * kGroup);
+        for (int i = 0; i < 8; ++i) block[i] = load_slots(from + (u + i) * across + p * kNumbers);
         transpose(block);
         for (int i = 0; i < 8; ++i) {
           std::memcpy(to + (p + i) * kWidth + u, &block[i], sizeof(Eight));
@@ -148,10 +151,10 @@ void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t d
   }
   for (; p < slots; ++p) {
     for (int u = 0; u < kWidth; ++u) {
-      const T* first = from + u * across + p * kGroup * along;
-      const bool pair = (p + 1) * kGroup <= depth;
+      const T* first = from + u * across + p * kNumbers * along;
+      const bool pair = (p + 1) * kNumbers <= depth;
       to[p * kWidth + u] =
-          u < count ? make_slot(*first, pair ? first[(kGroup - 1) * along] : zero) : 0;
+          u < count ? make_slot(*first, pair ? first[(kNumbers - 1) * along] : zero) : 0;
     }
   }
 }
@@ -172,17 +175,21 @@ struct Ahead {
   }
 };
 
+// The block of the right operand in a step.
+struct Block {
+  int64_t begin, depth, column, columns;
+};
+
 // A part of the result: some of its rows, some panels of its columns.
 template <typename T>
 struct Part {
   const Product& product;
+  const Block& step;
   const uint32_t* right;  // packed: panels of kTileColumns for every kDepth slots
   uint32_t* left;         // room for kBlockRows x kDepth slots
-  int64_t column, columns, depth_begin, depth;
-  bool add;
   Ahead ahead;
 
-  static constexpr int64_t kGroup = kPairs<T> ? 2 : 1;
+  static constexpr int64_t kNumbers = kDepth * kGroup<T>;
 
   void rows(int64_t begin, int64_t end, int64_t panel, int64_t panels) {
     for (int64_t row = begin; row < end; row += kBlockRows) {
@@ -192,24 +199,24 @@ struct Part {
 
   void block(int64_t row, int64_t count, int64_t panel, int64_t panels) {
     const Product& p = product;
-    const int64_t width = parts(columns, kTileColumns) * kTileColumns;
-    for (int64_t begin = 0; begin < depth; begin += kDepth * kGroup) {
-      const int64_t numbers = std::min(kDepth * kGroup, depth - begin);
-      const int64_t slots = parts(numbers, kGroup);
+    const int64_t width = parts(step.columns, kTileColumns) * kTileColumns;
+    for (int64_t begin = 0; begin < step.depth; begin += kNumbers) {
+      const int64_t numbers = std::min(kNumbers, step.depth - begin);
+      const int64_t slots = parts(numbers, kGroup<T>);
       const T* from =
-          static_cast<const T*>(p.left) + row * p.left_row + (depth_begin + begin) * p.left_column;
+          static_cast<const T*>(p.left) + row * p.left_row + (step.begin + begin) * p.left_column;
       for (int64_t i = 0; i < count; i += kTileRows) {
         pack<kTileRows>(from + i * p.left_row, p.left_row, p.left_column,
                         std::min<int64_t>(kTileRows, count - i), numbers, left + i * slots);
       }
-      const uint32_t* packed = right + begin / kGroup * width;
+      const uint32_t* packed = right + begin / kGroup<T> * width;
       for (int64_t j = panel; j < panels; ++j) {
         for (int64_t i = 0; i < count; i += kTileRows) {
           ahead.fetch();
           one_tile(row + i, std::min<int64_t>(kTileRows, count - i), j, slots,
                    reinterpret_cast<const float*>(left + i * slots),
                    reinterpret_cast<const float*>(packed + j * kTileColumns * slots),
-                   add || begin > 0);
+                   p.add || step.begin + begin > 0);
         }
       }
     }
@@ -218,8 +225,8 @@ struct Part {
   void one_tile(int64_t row, int64_t count, int64_t panel, int64_t slots, const float* a,
                 const float* b, bool adds) const {
     constexpr bool kDot = kPairs<T>;
-    float* out = product.out + row * product.out_row + column + panel * kTileColumns;
-    const int64_t wide = std::min<int64_t>(kTileColumns, columns - panel * kTileColumns);
+    float* out = product.out + row * product.out_row + step.column + panel * kTileColumns;
+    const int64_t wide = std::min<int64_t>(kTileColumns, step.columns - panel * kTileColumns);
     if (count == kTileRows && wide == kTileColumns) {
       const float* next = out + kTileRows * product.out_row;
       (adds ? tile<kDot, true> : tile<kDot, false>)(slots, a, b, out, product.out_row, next);
@@ -234,11 +241,6 @@ struct Part {
   }
 };
 
-// The block of the right operand in a step.
-struct Block {
-  int64_t begin, depth, column, columns;
-};
-
 template <typename T>
 const T* start(const Product& p, const Block& b) {
   return static_cast<const T*>(p.right) + b.begin * p.right_row + b.column * p.right_column;
@@ -246,17 +248,17 @@ const T* start(const Product& p, const Block& b) {
 
 template <typename T>
 void pack_right(const Product& p, const Block& b, uint32_t* right) {
-  constexpr int64_t kGroup = kPairs<T> ? 2 : 1, kStepNumbers = kStep * kGroup;
+  constexpr int64_t kNumbers = kDepth * kGroup<T>, kStepNumbers = kStep * kGroup<T>;
   const T* from = start<T>(p, b);
   const int64_t panels = parts(b.columns, kTileColumns);
   torch::stable::parallel_for(0, parts(b.depth, kStepNumbers), 1, [&](int64_t one, int64_t last) {
     for (int64_t k = one * kStepNumbers; k < std::min(last * kStepNumbers, b.depth);
          k += kStepNumbers) {
-      const int64_t group = k / (kDepth * kGroup) * (kDepth * kGroup);
-      const int64_t slots = parts(std::min(kDepth * kGroup, b.depth - group), kGroup);
+      const int64_t group = k / kNumbers * kNumbers;
+      const int64_t slots = parts(std::min(kNumbers, b.depth - group), kGroup<T>);
       for (int64_t j = 0; j < panels; ++j) {
-        uint32_t* to = right + group / kGroup * panels * kTileColumns;
-        to += j * kTileColumns * slots + (k - group) / kGroup * kTileColumns;
+        uint32_t* to = right + group / kGroup<T> * panels * kTileColumns;
+        to += j * kTileColumns * slots + (k - group) / kGroup<T> * kTileColumns;
         pack<kTileColumns>(from + k * p.right_row + j * kTileColumns * p.right_column,
                            p.right_column, p.right_row,
                            std::min<int64_t>(kTileColumns, b.columns - j * kTileColumns),
@@ -276,22 +278,15 @@ void multiply_block(const Product& p, const Block& b, const Block& next, const u
   const bool by_row = p.right_column == 1;
   const int64_t runs = by_row ? next.depth : next.columns;
   const int64_t run_bytes = (by_row ? next.columns : next.depth) * sizeof(T);
-  const int64_t tiles = row_tiles * panels * parts(b.depth, kDepth * (kPairs<T> ? 2 : 1));
+  const int64_t tiles = row_tiles * panels * parts(b.depth, kDepth * kGroup<T>);
   const int64_t per_tile = parts(runs * parts(run_bytes, 64), tiles);
   const int64_t stride = (by_row ? p.right_row : p.right_column) * sizeof(T);
   torch::stable::parallel_for(0, tasks, 1, [&](int64_t one, int64_t last) {
     for (int64_t t = one; t < last; ++t) {
       const int64_t i = t / down, j = t % down, run = runs * t / tasks;
       const char* from = reinterpret_cast<const char*>(start<T>(p, next)) + run * stride;
-      Part<T> part{p,
-                   right,
-                   p.scratch + t * left_slots,
-                   b.column,
-                   b.columns,
-                   b.begin,
-                   b.depth,
-                   p.add || b.begin > 0,
-                   Ahead{from, stride, run_bytes, runs * (t + 1) / tasks - run, per_tile}};
+      const Ahead ahead{from, stride, run_bytes, runs * (t + 1) / tasks - run, per_tile};
+      Part<T> part{p, b, right, p.scratch + t * left_slots, ahead};
       part.rows(row_tiles * i / across * kTileRows,
                 std::min(row_tiles * (i + 1) / across * kTileRows, p.rows), panels * j / down,
                 panels * (j + 1) / down);
@@ -301,7 +296,6 @@ void multiply_block(const Product& p, const Block& b, const Block& next, const u
 
 template <typename T>
 void multiply(const Product& p) {
-  constexpr int64_t kGroup = kPairs<T> ? 2 : 1;
   if (p.rows == 0 || p.columns == 0) return;
   if (p.depth == 0) {
     for (int64_t i = 0; i < p.rows && !p.add; ++i) {
@@ -311,7 +305,7 @@ void multiply(const Product& p) {
   }
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t row_tiles = parts(p.rows, kTileRows);
-  const int64_t all_panels = parts(p.columns, kTileColumns), all_slots = parts(p.depth, kGroup);
+  const int64_t all_panels = parts(p.columns, kTileColumns), all_slots = parts(p.depth, kGroup<T>);
   // For each thread, a block of the left operand; then, for all, one of the right operand.
   const int64_t left_slots =
       std::min(kBlockRows, row_tiles * kTileRows) * std::min(kDepth, all_slots);
@@ -327,11 +321,11 @@ void multiply(const Product& p) {
   const int64_t block_panels = std::min(all_panels, room / block_slots);
   const auto block_at = [&](int64_t panel, int64_t begin) {
     const int64_t column = panel * kTileColumns;
-    return Block{begin, std::min(block_slots * kGroup, p.depth - begin), column,
+    return Block{begin, std::min(block_slots * kGroup<T>, p.depth - begin), column,
                  std::min(block_panels * kTileColumns, p.columns - column)};
   };
   for (int64_t panel = 0; panel < all_panels; panel += block_panels) {
-    for (int64_t begin = 0; begin < p.depth; begin += block_slots * kGroup) {
+    for (int64_t begin = 0; begin < p.depth; begin += block_slots * kGroup<T>) {
       const Block now = block_at(panel, begin);
       Block next{};
       if (now.begin + now.depth < p.depth) {

@@ -32,7 +32,7 @@ SCHEMAS: dict[str, str] = {
         "int ignore_index, float softcap, float logit_scale, float label_smoothing, int phases) "
         "-> ()"
     ),
-    "_product": ("(Tensor(a!) out, Tensor left, Tensor right, Tensor(b!) scratch, bool add) -> ()"),
+    "_product": "(Tensor(a!) out, Tensor left, Tensor right, Tensor(b!) scratch, bool add) -> ()",
     "linear_cross_entropy": (
         f"({_LOSS_ARGUMENTS}) -> (Tensor loss, Tensor nll, Tensor lse, Tensor entropy, "
         "Tensor argmax, Tensor state, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"

@@ -27,8 +27,7 @@ def weighted(f, x, w, t):
 
 
 def error(got, want):
-    # What is exactly 0 in float64 may be a difference of numbers near 1, each rounded.
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=0.1))
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-6))
 
 
 @pytest.mark.slow
@@ -61,4 +60,7 @@ def test_random_tails(head, large, small, after, last, num_chunks, dynamic):
     floor = 2e-2 if "cast" in large else 1e-5
     for ours, eager, want in zip(got, plain, exact, strict=True):
         assert ours.shape == eager.shape and ours.dtype == eager.dtype
+        if want.norm() < 1e-12:  # a difference of equal numbers near 1, each rounded
+            assert ours.norm() < 1e-6
+            continue
         assert error(ours, want) <= 4 * error(eager, want) + floor
