@@ -64,18 +64,18 @@ MEMORY_CASES: dict[str, tuple[int, int, int, torch.dtype, Loss]] = {
 }
 
 
-def compilers(num_chunks: list[int]) -> dict[str, Callable[..., Any]]:
-    """Name -> what compiles a function so."""
+def compilers(num_chunks: list[int], theirs: list[int]) -> dict[str, Callable[..., Any]]:
+    """Name -> what compiles so: ours in `num_chunks` chunks, Inductor's auto_chunker in `theirs`."""
     found: dict[str, Callable[..., Any]] = {
         "torch.compile": lambda f: torch.compile(f, dynamic=False)
     }
+    for count in theirs if hasattr(inductor_config, "auto_chunker") else []:
+        settings = {"enable": True, "amplify_ratio_threshold": 0, "num_chunk": count}
+        prefixed = {f"auto_chunker.{key}": value for key, value in settings.items()}
+        found[f"Inductor auto_chunker, {count} chunks"] = lambda f, o=prefixed: torch.compile(
+            f, dynamic=False, options=o
+        )
     for count in num_chunks:
-        if hasattr(inductor_config, "auto_chunker"):
-            settings = {"enable": True, "amplify_ratio_threshold": 0, "num_chunk": count}
-            theirs = {f"auto_chunker.{key}": value for key, value in settings.items()}
-            found[f"Inductor auto_chunker, {count} chunks"] = lambda f, o=theirs: torch.compile(
-                f, dynamic=False, options=o
-            )
         ours = {"num_chunks": count, "strict": True}
         found[f"storage_ops, {count} chunks"] = lambda f, o=ours: torch.compile(
             f, dynamic=False, backend=backend, options=o
@@ -132,7 +132,7 @@ def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> Iterator[dic
 
     count = arguments.chunks[0]
     cases = {FLOOR: lambda: chunked_products(x.detach(), w.detach(), count)}
-    ways = compilers(arguments.chunks)
+    ways = compilers(arguments.chunks, arguments.peer_chunks)
     # Not strict: where sums over chunks would take more than the logits, they stay whole.
     half = {"memory_budget": tokens * vocab * kind.itemsize // 2}
     ways["storage_ops, half the logits"] = lambda f: torch.compile(
@@ -183,7 +183,7 @@ def model_rows(arguments: Any) -> Iterator[dict[str, Any]]:
         return run
 
     cases = {}
-    for label, compiler in compilers(arguments.chunks).items():
+    for label, compiler in compilers(arguments.chunks, arguments.peer_chunks).items():
         torch._dynamo.reset()
         cases[label] = step(compiler(model))
         cases[label]()
@@ -225,8 +225,7 @@ def compile_rows(arguments: Any) -> Iterator[dict[str, Any]]:
 
         return run
 
-    ways = compilers([8])
-    cases = {n: first_step(c) for n, c in ways.items() if "auto_chunker" not in n}
+    cases = {name: first_step(compiler) for name, compiler in compilers([8], []).items()}
     for run in cases.values():
         run()
     label = "warm compilation of a GPT-2 of 4 layers, and its first step"
@@ -257,12 +256,19 @@ def main() -> None:
     options.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
     options.add_argument("--losses", nargs="+", choices=list(LOSSES))
     options.add_argument("--chunks", nargs="+", type=int, default=[8])
+    options.add_argument(
+        "--peer-chunks", nargs="*", type=int,
+        help="those of Inductor's auto_chunker, if others: it writes each one out, and takes many "
+        "minutes to compile 64 of a model",
+    )  # fmt: skip
     options.add_argument("--model", action="store_true", help="steps of GPT-2 small")
     options.add_argument("--memory", action="store_true", help="peaks of small losses, no times")
     options.add_argument("--compilation", action="store_true", help="warm compile times")
     options.add_argument("--batch", type=int, default=4, help="sequences of the model's step")
     arguments = options.parse_args()
     on_gpu, quick = arguments.device == "cuda", arguments.quick
+    if arguments.peer_chunks is None:
+        arguments.peer_chunks = arguments.chunks
     arguments.shapes = arguments.shapes or ["R8" if on_gpu else "quick" if quick else "S1"]
     arguments.dtypes = arguments.dtypes or ["bfloat16" if on_gpu else "float32"]
     arguments.losses = arguments.losses or (["focal"] if quick else list(LOSSES))
