@@ -65,7 +65,7 @@ MEMORY_CASES: dict[str, tuple[int, int, int, torch.dtype, Loss]] = {
 
 
 def compilers(num_chunks: list[int], theirs: list[int]) -> dict[str, Callable[..., Any]]:
-    """Name -> what compiles so: ours in `num_chunks` chunks, Inductor's auto_chunker in `theirs`."""
+    """Name -> what compiles so: ours in `num_chunks` chunks, Inductor's own in `theirs`."""
     found: dict[str, Callable[..., Any]] = {
         "torch.compile": lambda f: torch.compile(f, dynamic=False)
     }
