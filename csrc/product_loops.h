@@ -5,8 +5,8 @@
 //   STORAGE_OPS_DOT    the instruction that multiplies pairs of bf16 and adds to fp32, if any.
 //
 // The order of the loops is that of Goto and van de Geijn (2008, doi:10.1145/1356052.1356053): a
-// block of the right operand is copied so that it is read in order, in the third-level cache; then
-// blocks of the left one, in the second; the registers hold a tile of the result. Operands are
+// block of the right operand is copied so that it is read in order; then blocks of the left one,
+// in the second-level cache; the registers hold a tile of the result. Operands are
 // copied into slots of 32 bits, each one fp32 number or a pair of bf16, neighbours in depth.
 
 constexpr int kLanes = STORAGE_OPS_LANES, kVectors = 3;
@@ -180,26 +180,90 @@ struct Block {
   int64_t begin, depth, column, columns;
 };
 
-// A part of the result: some of its rows, some panels of its columns.
+// What one thread computes: a rectangle of the result, with scratch memory of its own.
 template <typename T>
 struct Part {
   const Product& product;
-  const Block& step;
-  const uint32_t* right;  // packed: panels of kTileColumns for every kDepth slots
-  uint32_t* left;         // room for kBlockRows x kDepth slots
-  Ahead ahead;
+  int64_t first_row, last_row, first_column, last_column;
+  uint32_t* left;   // room for kBlockRows x kDepth slots
+  uint32_t* right;  // and for panels of kTileColumns for every kDepth slots
+  int64_t room;     // slots of depth that fit in `right` for one panel
 
   static constexpr int64_t kNumbers = kDepth * kGroup<T>;
 
-  void rows(int64_t begin, int64_t end, int64_t panel, int64_t panels) {
-    for (int64_t row = begin; row < end; row += kBlockRows) {
-      block(row, std::min(kBlockRows, end - row), panel, panels);
+  void run() const {
+    const int64_t all_panels = parts(last_column - first_column, kTileColumns);
+    const int64_t all_slots = parts(product.depth, kGroup<T>);
+    // All of the depth, or as much as leaves room for all panels.
+    int64_t slots = all_slots;
+    if (all_slots * all_panels > room)
+      slots = std::max(room / all_panels / kDepth, int64_t(1)) * kDepth;
+    slots = std::min(slots, all_slots);
+    const int64_t depth = slots * kGroup<T>;
+    const int64_t columns = std::min(all_panels, room / slots) * kTileColumns;
+    const auto block_at = [&](int64_t column, int64_t begin) {
+      return Block{begin, std::min(depth, product.depth - begin), column,
+                   std::min(columns, last_column - column)};
+    };
+    for (int64_t column = first_column; column < last_column; column += columns) {
+      for (int64_t begin = 0; begin < product.depth; begin += depth) {
+        const Block now = block_at(column, begin);
+        Block next{};
+        if (begin + depth < product.depth) {
+          next = block_at(column, begin + depth);
+        } else if (column + columns < last_column) {
+          next = block_at(column + columns, 0);
+        }
+        pack_right(now);
+        multiply_block(now, ahead_of(now, next));
+      }
     }
   }
 
-  void block(int64_t row, int64_t count, int64_t panel, int64_t panels) {
+  const T* start(const Block& b) const {
     const Product& p = product;
-    const int64_t width = parts(step.columns, kTileColumns) * kTileColumns;
+    return static_cast<const T*>(p.right) + b.begin * p.right_row + b.column * p.right_column;
+  }
+
+  void pack_right(const Block& b) const {
+    constexpr int64_t kStepNumbers = kStep * kGroup<T>;
+    const Product& p = product;
+    const T* from = start(b);
+    const int64_t panels = parts(b.columns, kTileColumns);
+    for (int64_t k = 0; k < b.depth; k += kStepNumbers) {
+      const int64_t group = k / kNumbers * kNumbers;
+      const int64_t slots = parts(std::min(kNumbers, b.depth - group), kGroup<T>);
+      for (int64_t j = 0; j < panels; ++j) {
+        uint32_t* to = right + group / kGroup<T> * panels * kTileColumns;
+        to += j * kTileColumns * slots + (k - group) / kGroup<T> * kTileColumns;
+        pack<kTileColumns>(from + k * p.right_row + j * kTileColumns * p.right_column,
+                           p.right_column, p.right_row,
+                           std::min<int64_t>(kTileColumns, b.columns - j * kTileColumns),
+                           std::min(kStepNumbers, b.depth - k), to);
+      }
+    }
+  }
+
+  Ahead ahead_of(const Block& now, const Block& next) const {
+    const bool by_row = product.right_column == 1;
+    const int64_t stride = (by_row ? product.right_row : product.right_column) * sizeof(T);
+    const int64_t runs = by_row ? next.depth : next.columns;
+    const int64_t run_bytes = (by_row ? next.columns : next.depth) * sizeof(T);
+    const int64_t tiles = parts(last_row - first_row, kTileRows) *
+                          parts(now.columns, kTileColumns) * parts(now.depth, kNumbers);
+    return Ahead{reinterpret_cast<const char*>(start(next)), stride, run_bytes, runs,
+                 parts(runs * parts(run_bytes, 64), tiles)};
+  }
+
+  void multiply_block(const Block& step, Ahead ahead) const {
+    for (int64_t row = first_row; row < last_row; row += kBlockRows) {
+      multiply_rows(row, std::min(kBlockRows, last_row - row), step, ahead);
+    }
+  }
+
+  void multiply_rows(int64_t row, int64_t count, const Block& step, Ahead& ahead) const {
+    const Product& p = product;
+    const int64_t panels = parts(step.columns, kTileColumns);
     for (int64_t begin = 0; begin < step.depth; begin += kNumbers) {
       const int64_t numbers = std::min(kNumbers, step.depth - begin);
       const int64_t slots = parts(numbers, kGroup<T>);
@@ -209,11 +273,13 @@ struct Part {
         pack<kTileRows>(from + i * p.left_row, p.left_row, p.left_column,
                         std::min<int64_t>(kTileRows, count - i), numbers, left + i * slots);
       }
-      const uint32_t* packed = right + begin / kGroup<T> * width;
-      for (int64_t j = panel; j < panels; ++j) {
+      const uint32_t* packed = right + begin / kGroup<T> * panels * kTileColumns;
+      for (int64_t j = 0; j < panels; ++j) {
         for (int64_t i = 0; i < count; i += kTileRows) {
           ahead.fetch();
-          one_tile(row + i, std::min<int64_t>(kTileRows, count - i), j, slots,
+          const int64_t column = step.column + j * kTileColumns;
+          one_tile(p.out + (row + i) * p.out_row + column, std::min<int64_t>(kTileRows, count - i),
+                   std::min<int64_t>(kTileColumns, last_column - column), slots,
                    reinterpret_cast<const float*>(left + i * slots),
                    reinterpret_cast<const float*>(packed + j * kTileColumns * slots),
                    p.add || step.begin + begin > 0);
@@ -222,11 +288,9 @@ struct Part {
     }
   }
 
-  void one_tile(int64_t row, int64_t count, int64_t panel, int64_t slots, const float* a,
+  void one_tile(float* out, int64_t count, int64_t wide, int64_t slots, const float* a,
                 const float* b, bool adds) const {
     constexpr bool kDot = kPairs<T>;
-    float* out = product.out + row * product.out_row + step.column + panel * kTileColumns;
-    const int64_t wide = std::min<int64_t>(kTileColumns, step.columns - panel * kTileColumns);
     if (count == kTileRows && wide == kTileColumns) {
       const float* next = out + kTileRows * product.out_row;
       (adds ? tile<kDot, true> : tile<kDot, false>)(slots, a, b, out, product.out_row, next);
@@ -241,57 +305,25 @@ struct Part {
   }
 };
 
-template <typename T>
-const T* start(const Product& p, const Block& b) {
-  return static_cast<const T*>(p.right) + b.begin * p.right_row + b.column * p.right_column;
-}
+// How many parts the rows and the columns of the result are divided in.
+struct Grid {
+  int64_t rows, columns;
+};
 
-template <typename T>
-void pack_right(const Product& p, const Block& b, uint32_t* right) {
-  constexpr int64_t kNumbers = kDepth * kGroup<T>, kStepNumbers = kStep * kGroup<T>;
-  const T* from = start<T>(p, b);
-  const int64_t panels = parts(b.columns, kTileColumns);
-  torch::stable::parallel_for(0, parts(b.depth, kStepNumbers), 1, [&](int64_t one, int64_t last) {
-    for (int64_t k = one * kStepNumbers; k < std::min(last * kStepNumbers, b.depth);
-         k += kStepNumbers) {
-      const int64_t group = k / kNumbers * kNumbers;
-      const int64_t slots = parts(std::min(kNumbers, b.depth - group), kGroup<T>);
-      for (int64_t j = 0; j < panels; ++j) {
-        uint32_t* to = right + group / kGroup<T> * panels * kTileColumns;
-        to += j * kTileColumns * slots + (k - group) / kGroup<T> * kTileColumns;
-        pack<kTileColumns>(from + k * p.right_row + j * kTileColumns * p.right_column,
-                           p.right_column, p.right_row,
-                           std::min<int64_t>(kTileColumns, b.columns - j * kTileColumns),
-                           std::min(kStepNumbers, b.depth - k), to);
-      }
-    }
-  });
-}
-
-// Threads take rows, and panels of columns where there are too few rows for all of them.
-template <typename T>
-void multiply_block(const Product& p, const Block& b, const Block& next, const uint32_t* right,
-                    int64_t left_slots, int64_t threads) {
-  const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(b.columns, kTileColumns);
-  const int64_t across = std::min(threads, row_tiles), down = std::min(threads / across, panels);
-  const int64_t tasks = across * down;
-  const bool by_row = p.right_column == 1;
-  const int64_t runs = by_row ? next.depth : next.columns;
-  const int64_t run_bytes = (by_row ? next.columns : next.depth) * sizeof(T);
-  const int64_t tiles = row_tiles * panels * parts(b.depth, kDepth * kGroup<T>);
-  const int64_t per_tile = parts(runs * parts(run_bytes, 64), tiles);
-  const int64_t stride = (by_row ? p.right_row : p.right_column) * sizeof(T);
-  torch::stable::parallel_for(0, tasks, 1, [&](int64_t one, int64_t last) {
-    for (int64_t t = one; t < last; ++t) {
-      const int64_t i = t / down, j = t % down, run = runs * t / tasks;
-      const char* from = reinterpret_cast<const char*>(start<T>(p, next)) + run * stride;
-      const Ahead ahead{from, stride, run_bytes, runs * (t + 1) / tasks - run, per_tile};
-      Part<T> part{p, b, right, p.scratch + t * left_slots, ahead};
-      part.rows(row_tiles * i / across * kTileRows,
-                std::min(row_tiles * (i + 1) / across * kTileRows, p.rows), panels * j / down,
-                panels * (j + 1) / down);
-    }
-  });
+// Every thread computes a part alone, so that none waits for another before the end: one that the
+// system has taken off its processor would hold up all of them, block after block.
+inline Grid grid_of(const Product& p, int64_t threads) {
+  constexpr int64_t kCopying = 32;  // copying an operand's number, in multiplications
+  const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
+  Grid best{};
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int64_t r = 1; r <= std::min(threads, row_tiles); ++r) {
+    const int64_t c = std::min(threads / r, panels);
+    const int64_t rows = parts(row_tiles, r) * kTileRows, columns = parts(panels, c) * kTileColumns;
+    const int64_t cost = rows * columns + kCopying * (rows + columns);
+    if (cost < least) best = Grid{r, c}, least = cost;
+  }
+  return best;
 }
 
 template <typename T>
@@ -303,38 +335,27 @@ void multiply(const Product& p) {
     }
     return;
   }
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t row_tiles = parts(p.rows, kTileRows);
-  const int64_t all_panels = parts(p.columns, kTileColumns), all_slots = parts(p.depth, kGroup<T>);
-  // For each thread, a block of the left operand; then, for all, one of the right operand.
-  const int64_t left_slots =
-      std::min(kBlockRows, row_tiles * kTileRows) * std::min(kDepth, all_slots);
-  uint32_t* right = p.scratch + threads * left_slots;
-  const int64_t room = (p.scratch_slots - threads * left_slots) / kTileColumns;
-  STD_TORCH_CHECK(room >= std::min(kDepth, all_slots), "_product: scratch has ", p.scratch_slots,
+  const Grid grid = grid_of(p, torch::stable::get_num_threads());
+  const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
+  const int64_t least = std::min(kDepth, parts(p.depth, kGroup<T>));
+  const int64_t left_slots = std::min(kBlockRows, row_tiles * kTileRows) * least;
+  const int64_t count = grid.rows * grid.columns, each = p.scratch_slots / count;
+  const int64_t room = (each - left_slots) / kTileColumns;
+  STD_TORCH_CHECK(room >= least, "_product: scratch has ", p.scratch_slots,
                   " elements, which is too few");
-  int64_t block_slots = all_slots;
-  if (all_slots * all_panels > room) {
-    const int64_t deep = std::min(std::max(room / all_panels, kLeastDepth), room);
-    block_slots = std::min(all_slots, std::max(deep / kDepth, int64_t(1)) * kDepth);
-  }
-  const int64_t block_panels = std::min(all_panels, room / block_slots);
-  const auto block_at = [&](int64_t panel, int64_t begin) {
-    const int64_t column = panel * kTileColumns;
-    return Block{begin, std::min(block_slots * kGroup<T>, p.depth - begin), column,
-                 std::min(block_panels * kTileColumns, p.columns - column)};
-  };
-  for (int64_t panel = 0; panel < all_panels; panel += block_panels) {
-    for (int64_t begin = 0; begin < p.depth; begin += block_slots * kGroup<T>) {
-      const Block now = block_at(panel, begin);
-      Block next{};
-      if (now.begin + now.depth < p.depth) {
-        next = block_at(panel, now.begin + now.depth);
-      } else if (panel + block_panels < all_panels) {
-        next = block_at(panel + block_panels, 0);
-      }
-      pack_right<T>(p, now, right);
-      multiply_block<T>(p, now, next, right, left_slots, threads);
+  torch::stable::parallel_for(0, count, 1, [&](int64_t one, int64_t last) {
+    for (int64_t t = one; t < last; ++t) {
+      const int64_t i = t / grid.columns, j = t % grid.columns;
+      uint32_t* left = p.scratch + t * each;
+      const Part<T> part{p,
+                         row_tiles * i / grid.rows * kTileRows,
+                         std::min(row_tiles * (i + 1) / grid.rows * kTileRows, p.rows),
+                         panels * j / grid.columns * kTileColumns,
+                         std::min(panels * (j + 1) / grid.columns * kTileColumns, p.columns),
+                         left,
+                         left + left_slots,
+                         room};
+      part.run();
     }
-  }
+  });
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <string_view>
 #include <type_traits>
 
@@ -30,10 +31,9 @@ struct Product {
   int64_t scratch_slots;
 };
 
-constexpr int64_t kBlockRows = 128;   // rows of the left operand that are copied at a time
-constexpr int64_t kDepth = 128;       // slots of depth that a tile is computed in at a time
-constexpr int64_t kLeastDepth = 256;  // and that the block of the right one should have
-constexpr int64_t kStep = 32;         // slots of depth that are copied at a time
+constexpr int64_t kBlockRows = 128;  // rows of the left operand that are copied at a time
+constexpr int64_t kDepth = 128;      // slots of depth that a tile is computed in at a time
+constexpr int64_t kStep = 32;        // slots of depth of the right one that are copied at a time
 
 int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }
 

@@ -143,14 +143,15 @@ def _parts(total: int, size: int) -> int:
 def packed_slots(rows: int, columns: int, depth: int, threads: int) -> int:
     """Scratch of 4 bytes each that our own product (rows, depth) @ (depth, columns) works in.
 
-    Room for a block of the left operand for each thread, in the second-level cache, and one of the
-    right operand, in the third-level cache: up to half of the tile of logits, which is the result
-    or the left operand.
+    Room for a block of either operand for each thread, in its second-level cache: up to 64 KiB of
+    the left one and 256 KiB of the right one. Those of the right one together take no more than
+    512 KiB or half of the tile of logits, which is the result or the left operand, unless each were
+    less than a panel of columns.
     """
     left = min(-(-rows // 8) * 8, 128) * min(depth, 128)
-    tile = rows * min(columns, depth)
-    right = min(-(-columns // 48) * 48 * depth, max(threads, 4) << 16, max(tile // 2, 1 << 16))
-    return threads * left + right
+    most = max(rows * min(columns, depth) // 2, 1 << 17) // threads
+    right = min(-(-columns // 48) * 48 * depth, 1 << 16, max(most, 48 * 128))
+    return threads * (left + right)
 
 
 def _packed_bytes(p: Problem, rows: int, columns: int) -> int:

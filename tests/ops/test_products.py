@@ -69,7 +69,7 @@ def test_a_product_is_that_of_float64(m, n, k, dtype, add, transposed, gap, thre
 def test_the_least_scratch_that_is_accepted():
     """One panel of one group of depth: every loop is taken many times."""
     for dtype in (torch.float32, torch.bfloat16):
-        check(300, 200, 700, dtype, True, slots=2 * 128 * 128 + 48 * 128)
+        check(300, 200, 700, dtype, True, slots=2 * (128 * 128 + 48 * 128))
 
 
 def test_a_matrix_with_other_strides():
@@ -130,3 +130,27 @@ assert not products.packs(torch.float64, "cpu")
 """
     env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be held to a CPU")
+def test_threads_that_share_a_processor_do_not_wait_for_each_other():
+    """As on a busy machine. Threads that met after every block took 8 times as long."""
+    code = """
+import os, time, torch
+from storage_ops.ops import products
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before there are threads to inherit it
+left, right = torch.randn(64, 30000).bfloat16(), torch.randn(30000, 512).bfloat16()
+out = torch.empty(64, 512)
+def seconds(threads):
+    torch.set_num_threads(threads)
+    begin = time.process_time()
+    products.multiply(left, right, out, False)
+    return time.process_time() - begin
+for _ in range(5):
+    times = [min(seconds(n) for _ in range(3)) for n in (1, 2)]
+    if times[1] < 2.5 * times[0]:
+        break
+else:
+    raise AssertionError(times)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
