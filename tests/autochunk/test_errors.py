@@ -143,5 +143,6 @@ def test_chunks_that_do_not_compile(failing, monkeypatch):
         got = gm(*given)
     runtime.body_of.cache_clear()
     warned = any("chunks run uncompiled" in str(w.message) for w in caught)
-    assert count == 2 and warned == (failing == 2)
+    tries = 2 if torch.__version__ >= "2.12" else 1  # earlier ones never overwrite as they compile
+    assert count == tries and warned == (failing >= tries)
     torch.testing.assert_close(got, softmax_step(*given))

@@ -132,9 +132,9 @@ assert not products.packs(torch.float64, "cpu")
     subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be held to a CPU")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no way to hold to a CPU")
 def test_threads_that_share_a_processor_do_not_wait_for_each_other():
-    """As on a busy machine. Threads that met after every block took 8 times as long."""
+    """As on a busy machine. Threads that met after every block took 200 times as long."""
     code = """
 import os, time, torch
 from storage_ops.ops import products
