@@ -32,6 +32,14 @@ from storage_ops.autochunk.roles import (
 from storage_ops.autochunk.state import Partial, Rows, same
 
 _TOKENS, _HIDDEN = 8, 2  # of the comparison
+# What may happen to logits: analytic functions, which agree everywhere if they do on random tokens,
+# and the largest logit of a row. Others, such as clamp, may differ where no random token is.
+_ANALYTIC = {
+    "add", "addmm", "alias", "amax", "clone", "convert_element_type", "div", "exp", "expand",
+    "expm1", "gather", "log", "log1p", "mean", "mm", "mul", "neg", "permute", "pow", "reciprocal",
+    "reshape", "rsub", "scatter", "scatter_add", "select", "select_scatter", "sigmoid", "slice",
+    "square", "squeeze", "sub", "sum", "t", "tanh", "transpose", "unsqueeze", "view",
+}  # fmt: skip
 _SLICE = 64  # nodes that lead to upstream gradients, at most
 TERMS = ("target", "spread", "square")  # of the loss: C_t (lse - z_t), sum_j C_j (lse - z_j), lse^2
 VALUES = (*TERMS, "lse", "nll")  # of tokens
@@ -77,10 +85,38 @@ def match(span: Span, passes: Passes, one: Any, specs: list[program.Output]) -> 
     try:
         with unset_fake_temporarily(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
+            _check_analytic(one.body)
             roles = roles_of(amplifier, one.inputs, passes.dependent.__contains__)
             return _Comparison(span, passes.outputs[0], one, specs, roles, vocabulary).match()
     except Unlike:
         return None
+
+
+def _check_analytic(body: fx.Graph) -> None:
+    """Raise Unlike if logits go through what random tokens do not tell from another function."""
+    found: set[fx.Node] = set()
+    for node in body.nodes:
+        name = _short(node)
+        read = found.intersection(node.all_input_nodes)
+        if not read and name not in ("mm", "addmm"):
+            continue
+        found.add(node)
+        chosen = name == "where" and (node.args[0] not in read or _is_infinite(node.args[0]))
+        infinite = _is_infinite(node) or (name == "abs" and all(map(_is_infinite, node.users)))
+        if node.op == "call_function" and not (name in _ANALYTIC or chosen or infinite):
+            raise Unlike(f"{name} of logits")
+
+
+def _is_infinite(node: fx.Node) -> bool:
+    """Whether a node is |m| == inf, by which logsumexp finds rows without a finite logit."""
+    if _short(node) != "eq" or node.args[1] != math.inf:
+        return False
+    return _short(node.args[0]) == "abs"
+
+
+def _short(node: Any) -> str:
+    """The name of an op without library and overload."""
+    return name_of(node).split(".")[1] if "." in name_of(node) else ""
 
 
 class _Tokens:

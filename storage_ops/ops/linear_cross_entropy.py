@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 
 from storage_ops.distributed import vocab_parallel
 from storage_ops.ops import loss_autograd
-from storage_ops.ops.loss_checks import check_arguments
+from storage_ops.ops.loss_checks import check_arguments, check_types
 from storage_ops.ops.planner import Plan
+from storage_ops.ops.sizes import parse_bytes
 
 RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss")
 
@@ -35,7 +36,7 @@ def linear_cross_entropy(
     max_valid: int | str | None = None,
     accumulate_into: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
-    memory_budget: int | None = None,
+    memory_budget: int | float | str | None = None,
     plan: Plan | None = None,
     process_group: Any = None,
     returns: Sequence[str] = ("loss",),
@@ -79,10 +80,10 @@ def linear_cross_entropy(
             it is.
         accumulate_dtype: gradients of 16-bit arguments are summed in float32 (None); their own
             dtype takes less memory and loses accuracy with every tile.
-        memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients. None
-            takes a quarter of the logits, at least 32 MiB and at most 1 GiB, plus a float32 sum for
-            the gradient of a 16-bit weight where the forward makes it. `storage_ops.plan` shows
-            what becomes of it.
+        memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
+            number or text such as "400 MiB". None takes a quarter of the logits, at least 32 MiB
+            and at most 1 GiB, plus a float32 sum for the gradient of a 16-bit weight where the
+            forward makes it. `storage_ops.plan` shows what becomes of it.
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
         process_group: torch.distributed group whose ranks hold consecutive, equal slices of the
             vocabulary (linear_weight, linear_bias, weight); target holds indices of the whole.
@@ -124,6 +125,15 @@ def linear_cross_entropy(
         >>> nll.shape
         torch.Size([2, 7])
     """
+    check_types(
+        {"input": input, "linear_weight": linear_weight, "target": target},
+        {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
+         "accumulate_into": accumulate_into},
+        {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
+         "logit_scale": logit_scale},
+    )  # fmt: skip
+    if memory_budget is not None and type(memory_budget) is not int:
+        memory_budget = parse_bytes(memory_budget, "linear_cross_entropy: memory_budget")
     device = input.device.type
     castable = input.is_floating_point() and input.dtype != torch.float64
     if castable and device != "meta" and torch.is_autocast_enabled(device):
@@ -137,7 +147,7 @@ def linear_cross_entropy(
         ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
         returns=returns, allowed=RETURNS,
     )  # fmt: skip
-    _refuse_forward_mode(input, linear_weight, linear_bias)
+    _refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     given = (input, linear_weight, linear_bias)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
     wants = [name in returns for name in ("nll", "lse", "entropy", "argmax")]
@@ -162,7 +172,7 @@ def linear_cross_entropy(
     if "z_loss" in returns:
         results["z_loss"] = z_loss * lse.detach().square()
     if "correct" in returns:
-        results["correct"] = argmax == _classes(target, shift)
+        results["correct"] = (argmax == _classes(target, shift)) & (argmax >= 0)
     chosen = tuple(results[name] for name in returns)
     return chosen[0] if len(chosen) == 1 else chosen
 

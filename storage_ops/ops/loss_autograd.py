@@ -223,8 +223,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     """The gradient times the upstream scalar: in place when nobody else can see the memory."""
     storage = grad.untyped_storage() if type(grad) is Tensor else None
-    # Two users: the saved tensor and `storage` itself.
-    if retained or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
+    # Two users: the saved tensor and `storage` itself. A batch of upstream gradients needs more.
+    functorch = torch._C._functorch
+    batched = functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream)
+    if retained or batched or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
         return grad * upstream
     return grad.mul_(upstream)
 

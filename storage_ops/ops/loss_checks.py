@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,20 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 def _wrong(kind: type[Exception], argument: str, found: object, expected: str) -> Exception:
     return kind(f"linear_cross_entropy: {argument} {found}; expected {expected}")
+
+
+def check_types(
+    tensors: Mapping[str, object], optional: Mapping[str, object], numbers: Mapping[str, object]
+) -> None:
+    """Raise a TypeError for what is no tensor, or a number that is one."""
+    for name, value in (*tensors.items(), *optional.items()):
+        if not (isinstance(value, Tensor) or (value is None and name in optional)):
+            kind = "None" if value is None else f"a {type(value).__name__}"
+            raise _wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
+    for name, value in numbers.items():
+        if isinstance(value, Tensor):
+            rule = "a number, for it gets no gradient: multiply input by a scale that is learned"
+            raise _wrong(TypeError, f"{name} is", "a tensor", rule)
 
 
 def check_arguments(
@@ -38,6 +52,8 @@ def check_arguments(
     if input.dim() < 1 or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
         raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
+    if isinstance(ignore_index, (bool, float)):
+        raise _wrong(TypeError, "ignore_index is", ignore_index, "an int, or None")
     vocab = linear_weight.shape[0]
     _check_target(input, target, vocab, ignore_index)
     tokens = tuple(input.shape[:-1])

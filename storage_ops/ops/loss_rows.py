@@ -93,9 +93,9 @@ class Tokens:
 
     def spread(self, values: Tensor) -> Tensor:
         """Per-token values (n,) in the shape that users see; 0 (-1 for indices) where ignored."""
-        total = self.shape.numel()
+        total, fill = self.shape.numel(), 0 if values.is_floating_point() else -1
+        values = self._without_weightless(values, fill)
         if self.kept is not None:
-            fill = 0 if values.is_floating_point() else -1
             values = values.new_full((total,), fill).index_copy_(0, self.kept, values)
         elif len(values) < total:
             values = torch.nn.functional.pad(values, (0, total - len(values)))
@@ -120,7 +120,14 @@ class Tokens:
         if self.shift:
             values = torch.nn.functional.pad(values, (0, 1))
         values = values.reshape(-1)
-        return values[: self.count] if self.kept is None else values.index_select(0, self.kept)
+        values = values[: self.count] if self.kept is None else values.index_select(0, self.kept)
+        return self._without_weightless(values, 0)
+
+    def _without_weightless(self, values: Tensor, fill: int) -> Tensor:
+        """`fill` where a token has weight 0, which class indices show as an ignored target."""
+        if not self.probabilities or self.token_weight is None:
+            return values
+        return torch.where(self.token_weight == 0, fill, values)
 
 
 def _shifted(values: Tensor, last: float) -> Tensor:
@@ -268,7 +275,7 @@ def upstream_of(
     while len(rows) > 1 and rows[-1] is None:  # the kernel takes missing rows as zeros
         rows.pop()
     filled = [zero if row is None else row for row in rows]
-    wide = max(row.numel() for row in filled) if any(row.dim() for row in filled) else 1
+    wide = next((len(row) for row in filled if row.dim()), 1)
     return torch.stack([row.expand(wide) for row in filled])
 
 

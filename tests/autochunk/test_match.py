@@ -140,8 +140,28 @@ def smoothing_without_weights(x, w, t):
     return (nll * TOKENS).sum() - 1e-3 * log_p.sum()
 
 
+def saturated(x, w, t):
+    return F.cross_entropy(z(x, w).clamp(-50, 50), t.flatten())
+
+
+def saturated_by_a_choice(x, w, t):
+    logits = z(x, w)
+    return F.cross_entropy(torch.where(logits > 30, 30.0, logits), t.flatten())
+
+
+def floored(x, w, t):
+    p = torch.softmax(z(x, w), -1).clamp(min=1e-12)
+    return F.nll_loss(p.log(), t.flatten())
+
+
+def finite(x, w, t):
+    return F.cross_entropy(torch.nan_to_num(z(x, w), posinf=100.0, neginf=-100.0), t.flatten())
+
+
+RARELY = [saturated, saturated_by_a_choice, floored, finite]  # unlike cross-entropy
 OTHERS = [
     z_loss_without_mask, shown_without_weights, another_target, brier, smoothing_without_weights,
+    *RARELY,
 ]  # fmt: skip
 
 
@@ -173,6 +193,16 @@ def test_becomes_the_op_in_bf16(loss):
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda f: f.__name__)
 def test_stays_general(loss):
     check(loss, torch.float32, GENERAL)
+
+
+@pytest.mark.parametrize("loss", RARELY[:3], ids=lambda f: f.__name__)
+def test_of_large_logits(loss):
+    """Where what the comparison of random tokens cannot see happens to most logits."""
+    torch._dynamo.reset()
+    x, w, t = arguments()
+    x, w = (a.detach().mul(8).requires_grad_() for a in (x, w))
+    for ours, want in zip(run(interpreted(loss), x, w, t), run(loss, x, w, t), strict=True):
+        torch.testing.assert_close(ours, want, equal_nan=True)
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, class_weights], ids=lambda f: f.__name__)

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -259,3 +261,43 @@ def test_poisoned_buffers_do_not_show(monkeypatch):
     again = run(so.linear_cross_entropy, x, w, target, b)
     assert torch.equal(right[0], again[0])
     assert all(torch.equal(p, q) for p, q in zip(right[1], again[1], strict=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 6])
+@pytest.mark.parametrize("options", [
+    {"returns": ("nll", "entropy")}, {"returns": ("lse",)}, {"returns": ("loss", "lse")},
+    {"reduction": "none", "z_loss": 0.1}, {"reduction": "none", "label_smoothing": 0.1},
+])  # fmt: skip
+def test_no_valid_token_has_gradients_of_zero(options, tokens):
+    x, w = torch.randn(tokens, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    out = so.linear_cross_entropy(x, w, torch.full((tokens,), -100), **options)
+    total = sum(o.nansum() for o in (out if isinstance(out, tuple) else (out,)))
+    for grad in torch.autograd.grad(total, (x, w)):
+        assert not grad.any()
+
+
+def test_an_ignored_token_is_not_correct():
+    target = torch.tensor([-1, 3, -1, 2])
+    x, w = torch.randn(4, 8), torch.randn(11, 8)
+    correct = so.linear_cross_entropy(x, w, target, ignore_index=-1, returns=("correct",))
+    assert torch.equal(correct, (x @ w.t()).argmax(1) == target)
+
+
+def test_distributions_of_weight_zero_are_ignored():
+    names = ("nll", "lse", "entropy", "argmax", "z_loss")
+    x, w = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8)
+    q, kept = torch.softmax(torch.randn(6, 11), 1), torch.tensor([0.0, 1, 0, 0, 2, 1])
+    call = functools.partial(so.linear_cross_entropy, linear_weight=w, z_loss=0.1)
+    got = call(x, target=q, token_weight=kept, returns=names)
+    alone = call(x[kept != 0], target=q[kept != 0], returns=names)
+    for name, ours, want in zip(names, got, alone, strict=True):
+        assert torch.equal(ours[kept == 0], torch.full((3,), -1 if name == "argmax" else 0))
+        torch.testing.assert_close(ours[kept != 0], want)
+    grads = [torch.autograd.grad(out[0].sum() + out[2].sum(), x)[0] for out in (got, alone)]
+    torch.testing.assert_close(*grads)
+
+
+def test_a_budget_in_words():
+    x, w, t = torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,))
+    loss = so.linear_cross_entropy(x, w, t, memory_budget="1 MiB")
+    assert torch.equal(loss, so.linear_cross_entropy(x, w, t, memory_budget=1 << 20))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import storage_ops as so
@@ -35,6 +36,14 @@ def arguments(**changes):
         ({"max_valid": -1}, ValueError, "max_valid is -1; expected None, 'sync' or a count"),
         ({"max_valid": 4}, RuntimeError, "max_valid is 4; expected at least 5, the number of tok"),
         ({"accumulate_dtype": torch.float16}, ValueError, "accumulate_dtype is torch.float16; exp"),
+        ({"linear_weight": None}, TypeError, "linear_weight is None; expected a torch.Tensor"),
+        ({"weight": [1.0]}, TypeError, "weight is a list; expected a torch.Tensor"),
+        ({"logit_scale": torch.ones(())}, TypeError, "logit_scale is a tensor; expected a number"),
+        ({"z_loss": torch.ones(())}, TypeError, "z_loss is a tensor; expected a number"),
+        ({"softcap": torch.ones(())}, TypeError, "softcap is a tensor; expected a number"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index is 1.5; expected an int, or None"),
+        ({"memory_budget": True}, TypeError, "memory_budget is True; expected a number of bytes"),
+        ({"memory_budget": "much"}, ValueError, "memory_budget is 'much'; expected a number of"),
         ({"returns": "loss"}, ValueError, "returns is 'loss'; expected a sequence of some of"),
         ({"returns": ("los",)}, ValueError, r"returns is \('los',\); expected a sequence"),
         (
@@ -106,7 +115,20 @@ def test_double_backward_is_refused():
         torch.autograd.grad(grad.sum() + w.sum() * 0, x)
 
 
-def test_forward_mode_is_refused():
+@pytest.mark.parametrize("name", ["input", "linear_weight", "target", "weight", "token_weight"])
+def test_forward_mode_is_refused(name):
+    given = arguments(
+        target=torch.softmax(torch.randn(5, 11), 1),
+        weight=torch.ones(11),
+        token_weight=torch.ones(5),
+    )
+    with forward_ad.dual_level():
+        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+            so.linear_cross_entropy(**given)
+
+
+def test_forward_mode_of_torch_func_is_refused():
     given = arguments()
 
     def loss(w):

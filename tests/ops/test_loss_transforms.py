@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import storage_ops as so
@@ -142,3 +143,16 @@ def test_compile_adds_to_a_given_buffer(problem, backend):
         assert leaf.grad is None
         results.append(buffer)
     torch.testing.assert_close(*results)
+
+
+def test_a_batch_of_upstream_gradients():
+    x, w = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    t, upstream = torch.randint(11, (6,)), torch.randn(3)
+    for ours, want in zip(
+        *(
+            torch.autograd.grad(loss, (x, w), upstream, is_grads_batched=True)
+            for loss in (so.linear_cross_entropy(x, w, t), F.cross_entropy(F.linear(x, w), t))
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, want)
