@@ -45,6 +45,8 @@ class OutputDiscardChain:
         self._open = False
 
     def __enter__(self) -> OutputDiscardChain:
+        if self._open:
+            fail("an OutputDiscardChain was entered within its own with block; use another one")
         self._open = True
         # Where nothing can be discarded there is nobody to find.
         if run_plainly():

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from storage_ops.checkpoint.reachable import Surroundings
 
 _Source = tuple[Callable[[], Any], Callable[[Any], object]]  # get and set a piece of state
 _trackers: OrderedDict[int, Any] = OrderedDict()
@@ -21,11 +20,14 @@ def register_rng_tracker(tracker: Any) -> RemovableHandle:
     """Repeat the random numbers of a generator or tracker in every recompute from now on.
 
     The default generators of the CPU and of every device are repeated anyway, and so are
-    `torch.Generator` objects that a region is called with or closes over.
+    `torch.Generator` objects that a region is called with, closes over or names as a global, and
+    those that a module or another object among these has as an attribute. Not repeated unless they
+    are registered are those of Python and numpy: `register_rng_tracker(random)` and
+    `register_rng_tracker(numpy.random)`.
 
     Args:
-        tracker: a `torch.Generator`, or an object with `get_states()` and `set_states(states)`, as
-            Megatron-LM's tracker of tensor-parallel random states has.
+        tracker: a `torch.Generator`, `random`, `numpy.random`, or an object with `get_states()` and
+            `set_states(states)`, as Megatron-LM's tracker of tensor-parallel random states has.
 
     Returns:
         A handle whose `remove()` undoes the registration.
@@ -43,16 +45,17 @@ def register_rng_tracker(tracker: Any) -> RemovableHandle:
     return handle
 
 
+_ACCESSORS = (("get_states", "set_states"), ("get_state", "set_state"), ("getstate", "setstate"))
+
+
 def _accessors(source: Any) -> _Source:
-    if isinstance(source, torch.Generator):
-        return source.get_state, source.set_state
-    try:
-        return source.get_states, source.set_states
-    except AttributeError:
-        raise TypeError(
-            f"register_rng_tracker: tracker is {type(source).__name__}; expected a "
-            "torch.Generator or an object with get_states() and set_states(states)"
-        ) from None
+    for get, put in _ACCESSORS:
+        if hasattr(source, get) and hasattr(source, put):
+            return getattr(source, get), getattr(source, put)
+    raise TypeError(
+        f"register_rng_tracker: tracker is {type(source).__name__}; expected a torch.Generator, "
+        "random, numpy.random or an object with get_states() and set_states(states)"
+    )
 
 
 def rng_of(device: torch.device) -> _Source:
@@ -95,37 +98,14 @@ _SETTINGS: tuple[_Source, ...] = (
 )
 
 
-def _reachable(fn: Any) -> Iterator[Any]:
-    """What a callable holds on to: itself, what it is bound to, its closure and its defaults."""
-    yield fn
-    if isinstance(fn, functools.partial):
-        yield from _reachable(fn.func)
-        yield from fn.args
-        yield from fn.keywords.values()
-        return
-    yield getattr(fn, "__self__", None)
-    for cell in getattr(fn, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
-            yield cell.cell_contents
-    yield from getattr(fn, "__defaults__", None) or ()
-
-
 class ExecutionState:
     """State captured before a region runs; a context manager that runs it again the same way."""
 
-    def __init__(self, fn: Any, leaves: Iterable[Any], preserve_rng_state: bool) -> None:
-        """Capture the state for a call of `fn` with these leaves of its arguments."""
-        devices: set[torch.device] = set()
-        modules: set[nn.Module] = set()
-        sources: list[_Source] = []
-        for value in itertools.chain(leaves, _reachable(fn)):
-            if isinstance(value, torch.Tensor):
-                if not (value.is_cpu or value.is_meta):
-                    devices.add(value.device)
-            elif isinstance(value, nn.Module):
-                modules.update(value.modules())
-            elif isinstance(value, torch.Generator):
-                sources.append(_accessors(value))
+    def __init__(
+        self, around: Surroundings, preserve_rng_state: bool, default_generators: bool = True
+    ) -> None:
+        """Capture the state for a call with these surroundings."""
+        devices = set(around.devices)
         if torch.cuda.is_initialized():
             devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
         types = {"cpu", *(device.type for device in devices)}
@@ -133,13 +113,14 @@ class ExecutionState:
         self._device = _device()
         self._current = torch.cuda.current_device() if "cuda" in types else -1
         self._settings = [get() for get, _ in _SETTINGS]
-        self._training = [(module, module.training) for module in modules]
+        self._training = [(module, module.training) for module in around.modules]
         self._rng: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         if not preserve_rng_state:
             return
-        sources.append(rng_of(torch.device("cpu")))
-        sources += map(rng_of, devices)
-        sources += [_accessors(tracker) for tracker in _trackers.values()]
+        sources: list[_Source] = []
+        if default_generators:
+            sources += [rng_of(torch.device("cpu")), *map(rng_of, devices)]
+        sources += [_accessors(each) for each in (*around.generators, *_trackers.values())]
         self._rng = [(get, put, get()) for get, put in sources]
 
     def __enter__(self) -> None:

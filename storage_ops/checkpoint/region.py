@@ -28,7 +28,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from storage_ops.checkpoint import guard
 from storage_ops.checkpoint.execution import ExecutionState
 from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.saved import Saved, compare, fail
+from storage_ops.checkpoint.versions import Versions
 from storage_ops.ops.storage import discard_storage, is_discarded, share_storage
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
@@ -42,6 +44,10 @@ class Options:
     determinism_check: str = "default"
     debug: bool = False
     context_fn: ContextFn | None = None
+
+
+class _AsFarAsTheForward(Exception):
+    """Ends a repetition of what has not ended yet."""
 
 
 class _HoldInputs(torch.autograd.Function):
@@ -112,7 +118,11 @@ class Region:
         self._flat = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
         self._inputs_at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         self._input_needs_grad = [t.requires_grad for t in inputs]
-        self._state = ExecutionState(fn, flat, options.preserve_rng_state)
+        around = Surroundings.of(fn, flat)
+        self._state = ExecutionState(around, options.preserve_rng_state)
+        compared = options.determinism_check != "none"
+        # Discarded outputs of other regions change as they are bound back.
+        self._versions = Versions(t for t in around.tensors if compared and maker_of(t) is None)
         self._contexts = options.context_fn() if options.context_fn else ()
         self._input_keys = {storage_key(t) for t in inputs}
         # Regions whose discarded outputs this one reads.
@@ -125,6 +135,7 @@ class Region:
         self._recomputed: dict[int, Tensor] = {}
         self._reread = False
         self._never_read: set[int] = set()
+        self._running = False  # the forward, whose own backward passes may read what it saves
         self.made: list[Made] = []  # can be discarded
         self._discarded: list[Made] = []  # wait for the recompute
         self.uses: dict[int, int] = {}  # storage -> how many saved tensors of consumers share it
@@ -140,8 +151,11 @@ class Region:
         assert self._fn is not None
         start = torch._C._autograd._get_sequence_nr()
         around = self._contexts[0] if self._contexts else contextlib.nullcontext()
+        self._running = True
         with saved_tensors_hooks(self._pack, self._unpack), around:
             outputs = self._fn(*args, **kwargs)
+        self._running = False
+        self._versions.settle()
         self._never_read = set(range(len(self._saved)))
         for index, leaf in enumerate(_leaves(outputs)):
             if not _is_made_here(leaf, start):
@@ -260,27 +274,37 @@ class Region:
                 engine.queue_callback(partial(_end_backward, weakref.ref(self), retained))
 
     def _run_again(self) -> list[Tensor]:
-        """Run the function once more; return what it saves, and bind what it returns."""
+        """Run the function once more; return what it saves, and bind what it returns.
+
+        While the forward still runs, only as far as that has come.
+        """
         saved: list[tuple[Saved, Tensor]] = []
+        first = list(self._saved)
         assert self._held is not None
         inputs = zip(self._held(), self._input_needs_grad, strict=True)
         args, kwargs = self._arguments([t.detach().requires_grad_(need) for t, need in inputs])
 
-        def pack(t: Tensor) -> None:
+        def pack(t: Tensor) -> Tensor:
             saved.append((Saved(t, self._checksums), t.detach()))
+            if self._running and len(saved) == len(first):
+                raise _AsFarAsTheForward
+            return saved[-1][1]
 
         around = self._contexts[1] if self._contexts else contextlib.nullcontext()
         assert self._fn is not None
         with (
+            contextlib.suppress(_AsFarAsTheForward),
             self._state,
             torch.enable_grad(),
-            saved_tensors_hooks(pack, _never_unpacked),
+            saved_tensors_hooks(pack, _as_it_is),
+            self._versions.check(self.name),
             around,
         ):
             outputs = _leaves(self._fn(*args, **kwargs))
         if self.options.determinism_check != "none":
-            compare(self.name, self._saved, saved)
-        self._bind(outputs)
+            compare(self.name, first, saved)
+        if not self._running:
+            self._bind(outputs)
         return [t for _, t in saved]
 
     def _bind(self, outputs: list[Any]) -> None:
@@ -309,7 +333,7 @@ class Region:
     def end_backward(self, retained: bool) -> None:
         """Let go of what one backward recomputed, and of everything when no other can follow."""
         self._task, self._reread, self._recomputed = None, False, {}
-        if not retained and not self._never_read:
+        if not retained and not self._never_read and not self._running:
             self._fn, self._held, self._flat, self._producers = None, None, [], set()
 
     def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -370,8 +394,8 @@ def _end_backward(region: weakref.ref[Region], retained: bool) -> None:
         alive.end_backward(retained)
 
 
-def _never_unpacked(packed: None) -> Tensor:
-    raise AssertionError("the graph of a recompute has no backward")
+def _as_it_is(packed: Tensor) -> Tensor:
+    return packed
 
 
 def _is_made_here(output: Any, start: int) -> bool:

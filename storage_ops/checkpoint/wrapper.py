@@ -22,8 +22,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from storage_ops._subclass import like, subclass
 from storage_ops.checkpoint import discard_scope
 from storage_ops.checkpoint.config import ActivationCheckpointConfig, Mode
+from storage_ops.checkpoint.execution import ExecutionState
 from storage_ops.checkpoint.lowering import compiled_region
 from storage_ops.checkpoint.policies import Policy
+from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.rules import policy_of
 from storage_ops.checkpoint.selective import contexts
 from storage_ops.graph import regions
@@ -74,6 +76,9 @@ class Checkpointing:
         # one that is modified in place before the backward is noticed.
         leaves, spec = tree_flatten((args, kwargs))
         repeated = _Call(name, fn, spec)
+        if not regions.tracing():
+            around = Surroundings.of(fn, leaves)
+            repeated.state = ExecutionState(around, self.preserve_rng_state, False)
         with marked() if regions.tracing() else contextlib.nullcontext():
             if self.use_reentrant:
                 return self._run_reentrant(module, repeated, leaves)
@@ -112,16 +117,25 @@ class Checkpointing:
 
 
 class _Call:
-    """A call of a function with the leaves of its arguments."""
+    """A call of a function with the leaves of its arguments.
+
+    Every time but the first it is repeated in `state`, if that is given. torch's checkpoint itself
+    repeats autocast and the default generators, but no others.
+    """
 
     def __init__(self, name: str, fn: Callable[..., Any], spec: Any) -> None:
         self.name = name
+        self.state: ExecutionState | None = None
         self._fn = fn
         self._spec = spec
+        self._again = False
 
     def __call__(self, *leaves: Any) -> Any:
         args, kwargs = tree_unflatten(list(leaves), self._spec)
-        return self._fn(*args, **kwargs)
+        around = self.state if self._again and self.state else contextlib.nullcontext()
+        self._again = True
+        with around:
+            return self._fn(*args, **kwargs)
 
 
 class CheckpointWrapper(nn.Module):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 
 import storage_ops as so
 from storage_ops.ops import loss_reference as reference
