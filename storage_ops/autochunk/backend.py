@@ -81,8 +81,9 @@ def chunk(
 
     Args:
         joint_gm: a GraphModule, or its Graph, of ATen ops with their values in `node.meta["val"]`.
-        num_chunks: how many chunks, at most as many as there are tokens. None: as many as keep to
-            the budget.
+        num_chunks: how many chunks, at most as many as there are tokens (where the loss becomes
+            the op of linear cross-entropy: tiles in its memory, perhaps more of them). None: as
+            many as keep to the budget.
         memory_budget: bytes for what a chunk holds, as a number or text such as "400 MiB". None: a
             quarter of the logits, at least 32 MiB and at most 1 GiB; smaller logits stay whole.
         strict: raise if the graph cannot be chunked. Otherwise warn, and leave it as it is.

@@ -255,6 +255,8 @@ class _Propagation:
             kept += 1
         if kept > rows.lo:
             mixed = math.prod(shape(arg)[kept : rows.hi])
+            if same(mixed, 0):
+                raise Conflict("works on no tokens")
             shared = math.gcd(mixed, rows.per) if isinstance(mixed, int) else 1
             raise Regroup(self.span.step * mixed // shared)
         raise Conflict("mixes tokens")

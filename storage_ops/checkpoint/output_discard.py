@@ -36,13 +36,15 @@ class OutputDiscardCheckpoint:
     As with every checkpoint the region runs twice: what it does besides returning tensors, such as
     the running statistics of a batch norm, happens twice, and its inputs must not be modified in
     place. Random numbers are those of the process: a region that draws them in several threads at
-    once cannot be repeated.
+    once cannot be repeated. After a backward with retain_graph=True the output stays in memory.
 
     Args:
         preserve_rng_state: repeat the region with the random numbers of the forward: CPU, every
-            device, generators that it is given, and those of `register_rng_tracker`.
+            device, generators that it is given or reaches, and those of `register_rng_tracker`,
+            which Python's and numpy's have to be given to.
         determinism_check: "default" compares number, shape, strides, dtype and device of the
-            tensors saved in forward and in the recompute, and the versions of parameters;
+            tensors saved in forward and in the recompute, and the versions of parameters, buffers
+            and captured tensors that it reads, but for those that it modifies itself;
             "checksum" compares their bytes and those of the outputs as well, and the error names
             the first that differs; "none" does not compare what is saved.
         debug: where `storage_ops.info()["guard"]` is False, find reads of a discarded output in
@@ -244,6 +246,7 @@ class OutputDiscard(torch.nn.Module):
         self, producer: Callable[..., Any], consumer: Callable[..., Any], **options: Any
     ) -> None:
         super().__init__()
+        OutputDiscardCheckpoint(**options)  # a wrong option is an error here
         self.producer = producer
         self.consumer = consumer
         self._options = options

@@ -83,9 +83,9 @@ def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
         if where not in tracked:
             made_by = maker.get(where, target)
             if not _is_local(made_by, node):
-                if _is_statistic(target):
+                if _is_statistic(made_by):
                     continue
-                raise _escapes(node, target)
+                raise _escapes(node, made_by)
             tracked[where] = _Contents(made_by)
         _write(graph, tracked[where], node, target, mode)
         born[tracked[where].base] = tracked[where].version

@@ -61,6 +61,8 @@ class measure:
         self._device = torch.device(device)
         if self._device.type not in ("cpu", "cuda"):
             raise ValueError(f"measure: device is {device!r}; expected 'cpu' or a CUDA device")
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"measure: device is {device!r}, but torch finds none; expected 'cpu'")
         self._result = Measurement()
         self._entry_bytes = 0
 

@@ -337,6 +337,34 @@ def test_verify_finds_a_recompute_that_draws_anew(monkeypatch):
         graph.remat(traced.gm, verify=True)
 
 
+def test_verify_takes_a_graph_with_inputs_in_a_dict():
+    given = {"a": torch.randn(3), "b": torch.randn(3)}
+    gm = make_fx(lambda p: (p["a"].sin() * p["b"],))(given)
+    with pytest.warns(UserWarning, match="says what was checkpointed"):
+        again = graph.remat(gm, verify=True)
+    torch.testing.assert_close(again(given), gm(given))
+
+
+def test_buffers_of_a_region_that_runs_twice():
+    """As under gradient accumulation; without checkpoints the statistics are the same."""
+    x, models = torch.randn(6, 4), []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU(), nn.Linear(4, 4))
+
+        def step(x, model=model, checkpointed=checkpointed):
+            for part in x.chunk(2):
+                h = checkpoint(model, part, use_reentrant=False) if checkpointed else model(part)
+                h.square().sum().backward()
+
+        (graph.trace_step(step, x) if checkpointed else step)(x)
+        models.append(model)
+    plain, traced = models
+    torch.testing.assert_close(plain.state_dict(), traced.state_dict())
+    for p, q in zip(plain.parameters(), traced.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_a_chain_and_the_contexts_of_output_discard():
     w = leaves((4, 4), (4, 4), (4, 4))
 

@@ -64,6 +64,12 @@ def test_unknown_device():
         so.memory.measure(device="meta")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu():
+    with pytest.raises(ValueError, match="device is 'cuda', but torch finds none; expected 'cpu'"):
+        so.memory.measure(device="cuda")
+
+
 def test_timelines_are_drawn():
     import matplotlib
 
