@@ -21,9 +21,9 @@ def register_rng_tracker(tracker: Any) -> RemovableHandle:
 
     The default generators of the CPU and of every device are repeated anyway, and so are
     `torch.Generator` objects that a region is called with, closes over or names as a global, and
-    those that a module or another object among these has as an attribute. Not repeated unless they
-    are registered are those of Python and numpy: `register_rng_tracker(random)` and
-    `register_rng_tracker(numpy.random)`.
+    those that a module or another object among these has as an attribute, or that its forward or
+    `__call__` names. Not repeated unless they are registered: others, those of Python
+    (`register_rng_tracker(random)`) and those of numpy (`register_rng_tracker(numpy.random)`).
 
     Args:
         tracker: a `torch.Generator`, `random`, `numpy.random`, or an object with `get_states()` and

@@ -43,8 +43,8 @@ class OutputDiscardCheckpoint:
             device, generators that it is given or reaches, and those of `register_rng_tracker`,
             which Python's and numpy's have to be given to.
         determinism_check: "default" compares number, shape, strides, dtype and device of the
-            tensors saved in forward and in the recompute, and the versions of parameters, buffers
-            and captured tensors that it reads, but for those that it modifies itself;
+            tensors saved in forward and in the recompute, and that parameters and captured tensors
+            with a gradient were not modified in place in between;
             "checksum" compares their bytes and those of the outputs as well, and the error names
             the first that differs; "none" does not compare what is saved.
         debug: where `storage_ops.info()["guard"]` is False, find reads of a discarded output in

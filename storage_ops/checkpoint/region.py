@@ -46,8 +46,8 @@ class Options:
     context_fn: ContextFn | None = None
 
 
-class _AsFarAsTheForward(Exception):
-    """Ends a repetition of what has not ended yet."""
+class _AsFarAsTheForward(BaseException):
+    """Ends a repetition of what has not ended yet; code that catches errors lets it through."""
 
 
 class _HoldInputs(torch.autograd.Function):
@@ -120,9 +120,8 @@ class Region:
         self._input_needs_grad = [t.requires_grad for t in inputs]
         around = Surroundings.of(fn, flat)
         self._state = ExecutionState(around, options.preserve_rng_state)
-        compared = options.determinism_check != "none"
-        # Discarded outputs of other regions change as they are bound back.
-        self._versions = Versions(t for t in around.tensors if compared and maker_of(t) is None)
+        self._captured = around.tensors
+        self._versions: Versions | None = None
         self._contexts = options.context_fn() if options.context_fn else ()
         self._input_keys = {storage_key(t) for t in inputs}
         # Regions whose discarded outputs this one reads.
@@ -155,9 +154,14 @@ class Region:
         with saved_tensors_hooks(self._pack, self._unpack), around:
             outputs = self._fn(*args, **kwargs)
         self._running = False
-        self._versions.settle()
         self._never_read = set(range(len(self._saved)))
-        for index, leaf in enumerate(_leaves(outputs)):
+        leaves = _leaves(outputs)
+        if self.options.determinism_check != "none":
+            # Discarded outputs of other regions change as they are bound back.
+            captured = [t for t in self._captured if maker_of(t) is None]
+            self._versions = Versions(leaves, start, captured)
+        self._captured = []
+        for index, leaf in enumerate(leaves):
             if not _is_made_here(leaf, start):
                 continue
             key = storage_key(leaf)
@@ -278,6 +282,8 @@ class Region:
 
         While the forward still runs, only as far as that has come.
         """
+        if self._versions is not None:
+            self._versions.check(self.name)
         saved: list[tuple[Saved, Tensor]] = []
         first = list(self._saved)
         assert self._held is not None
@@ -286,7 +292,7 @@ class Region:
 
         def pack(t: Tensor) -> Tensor:
             saved.append((Saved(t, self._checksums), t.detach()))
-            if self._running and len(saved) == len(first):
+            if self._running and len(saved) >= len(first):
                 raise _AsFarAsTheForward
             return saved[-1][1]
 
@@ -297,7 +303,6 @@ class Region:
             self._state,
             torch.enable_grad(),
             saved_tensors_hooks(pack, _as_it_is),
-            self._versions.check(self.name),
             around,
         ):
             outputs = _leaves(self._fn(*args, **kwargs))

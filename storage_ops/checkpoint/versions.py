@@ -1,57 +1,56 @@
-"""Whether tensors that a region reads without being given them are what they were in forward."""
+"""Whether the parameters that a region has read are what they were in forward."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.saved import fail
 
 
 class Versions:
-    """How often tensors were modified in place, by the time that a region has run."""
+    """How often tensors that a region has read had been modified in place when it had run.
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Remember tensors without keeping them alive."""
-        # Those made in inference mode do not count.
-        self._seen = [(weakref.ref(t), t._version) for t in tensors if not t.is_inference()]
+    Args:
+        outputs: of the region.
+        start: number of the first node of its graph, after which none was made but by it.
+        captured: tensors that it may have read without being given them.
+    """
 
-    def settle(self) -> None:
-        """Forget tensors that the region has modified itself, as a batch norm does."""
-        self._seen = [(ref, version) for ref, version in self._seen if _is(ref, version)]
+    def __init__(self, outputs: Iterable[Any], start: int, captured: Iterable[Tensor]) -> None:
+        leaves, before = _edges(outputs, start)
+        read = [t for t in captured if t.grad_fn in before] if before else []
+        # Weak, for a region must not keep them alive.
+        self._seen = [(weakref.ref(t), t._version) for t in (*leaves, *read)]
 
-    def check(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Around the repetition of region `name`: raises when it reads a tensor that was modified.
-
-        What is reached need not be read. So ops are looked at, but only where something changed.
-        """
-        changed = [ref() for ref, version in self._seen if not _is(ref, version)]
-        keys = {storage_key(t) for t in changed} - {None}
-        return _Reads(name, keys) if keys else contextlib.nullcontext()
-
-
-def _is(ref: weakref.ref[Tensor], version: int) -> bool:
-    t = ref()
-    return t is None or t._version == version
-
-
-class _Reads(TorchDispatchMode):
-    def __init__(self, name: str, keys: set[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._name, self._keys = name, keys
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and storage_key(leaf) in self._keys:
+    def check(self, name: str) -> None:
+        """Raise if one of them was modified since."""
+        for ref, version in self._seen:
+            t = ref()
+            if t is not None and t._version != version:
                 fail(
-                    f"a tensor of shape {tuple(leaf.shape)} that {self._name} uses was modified in "
-                    "place between forward and recompute"
+                    f"a tensor of shape {tuple(t.shape)} that {name} uses was modified in place "
+                    "between forward and recompute"
                 )
-        return func(*args, **(kwargs or {}))
+
+
+def _edges(outputs: Iterable[Any], start: int) -> tuple[list[Tensor], set[Any]]:
+    """What a graph that begins at a node reads: leaves, and nodes of before."""
+    stack = [t.grad_fn for t in outputs if isinstance(t, Tensor)]
+    seen: set[Any] = {None}
+    leaves, before = [], set()
+    while stack:
+        node: Any = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        elif node._sequence_nr() < start:
+            before.add(node)
+        else:
+            stack += [following for following, _ in node.next_functions]
+    return leaves, before

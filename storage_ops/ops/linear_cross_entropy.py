@@ -132,7 +132,7 @@ def linear_cross_entropy(
         {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
          "logit_scale": logit_scale},
     )  # fmt: skip
-    if memory_budget is not None and type(memory_budget) is not int:
+    if isinstance(memory_budget, (bool, float, str)):
         memory_budget = parse_bytes(memory_budget, "linear_cross_entropy: memory_budget")
     device = input.device.type
     castable = input.is_floating_point() and input.dtype != torch.float64

@@ -51,6 +51,29 @@ def method(x):
     return Noisy.forward(NOISY, x)
 
 
+class Call:
+    def __call__(self, x):
+        return noise_by_name(x)
+
+
+class Slotted(dict):
+    """Asking it for an attribute that it lacks raises another error."""
+
+    __slots__ = ()
+    __getattr__ = dict.__getitem__
+
+
+def inner(x):
+    def noise():
+        return torch.rand(4, generator=GENERATOR)
+
+    return x.sin() * noise()
+
+
+def in_a_list(holders, config):
+    return lambda x: x.sin() * torch.rand(4, generator=holders[0][config["place"]])
+
+
 NOISY = Noisy()
 PRODUCERS = {
     "attribute": NOISY,
@@ -64,6 +87,10 @@ PRODUCERS = {
     "global module": method,
     "partial": functools.partial(with_default, holder=Holder(GENERATOR)),
     "bound": NOISY.forward,
+    "object": Call(),
+    "inner function": inner,
+    "list": in_a_list([(1, GENERATOR)], Slotted(place=1)),
+    "checkpointed": so.CheckpointWrapper(Noisy(own=False)),
 }
 
 
@@ -158,6 +185,50 @@ def test_a_tensor_that_changes_is_let_through_without_a_check():
     modified(lambda up, z: up.bias.add_(2), check="none")
 
 
+def region(fn, x, change=lambda: None):
+    """Gradients of a step in which something changes before the backward."""
+    torch.manual_seed(0)
+    y = so.output_discard(fn, lambda h: h.exp())(x)
+    with torch.no_grad():
+        change()
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+def compiled(up, other):
+    return torch.compile(lambda x: F.gelu(up(x)).sin(), backend="aot_eager")
+
+
+def conditional(up, other):
+    double, treble = (lambda x: x * 2), (lambda x: x * 3)
+    return lambda x: torch.cond(x.sum() > 1e9, double, treble, (up(x),))
+
+
+def of_its_size(up, other):
+    return lambda x: up(x) * torch.ones_like(other)
+
+
+@pytest.mark.parametrize("make", [compiled, conditional, of_its_size])
+def test_another_tensor_may_change(make):
+    up, other = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+    fn, x = make(up, other), torch.randn(3, 4, requires_grad=True)
+    got = region(lambda x: fn(x) + 0 * other.shape[0], x, lambda: other.add_(1))
+    assert torch.equal(got, torch.autograd.grad(fn(x).exp().sum(), x)[0])
+
+
+def test_a_part_of_the_same_memory_may_change():
+    """As in models whose parameters are slices of one buffer, with an optimizer in backward."""
+    up, other = nn.Linear(4, 4, bias=False), nn.Parameter(torch.zeros(4))
+    flat = torch.randn(20)
+    up.weight.data, other.data = flat[:16].view(4, 4), flat[16:]
+    x = torch.randn(3, 4, requires_grad=True)
+    region(lambda x: up(x) + 0 * len(other), x, lambda: other.add_(1))
+
+
+def test_a_module_without_parameters_yet():
+    lazy, x = nn.LazyLinear(4), torch.randn(3, 4, requires_grad=True)
+    assert torch.equal(region(lambda x: lazy(x).sin(), x), region(lambda x: lazy(x).sin(), x))
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -196,8 +267,23 @@ def force_as_a_number(x, up):
     return torch.cat([force * x, up(x)[:, :4]], 1).sin()
 
 
+def of_a_norm(x, up, norm=nn.BatchNorm1d(4)):  # noqa: B008
+    h = up(norm(x)).sin()
+    (g,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+    return torch.cat([h, g * h.sum()], 1)[:, :8]
+
+
+def forgiving(x, up):
+    h = up(x).sin()
+    try:
+        (g,) = torch.autograd.grad(h.exp().sum(), x, create_graph=True)
+    except Exception:
+        g = torch.zeros_like(x)
+    return h * g.sum()
+
+
 @pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("energy", [forces, curvature, force_as_a_number])
+@pytest.mark.parametrize("energy", [forces, curvature, force_as_a_number, of_a_norm, forgiving])
 def test_a_region_with_a_backward_inside(energy, retain):
     up, down = nn.Linear(4, 8), nn.Linear(8, 4)
     x = torch.randn(3, 4, requires_grad=True)
