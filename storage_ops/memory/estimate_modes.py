@@ -137,7 +137,10 @@ class Simulation(TorchDispatchMode):
     def _value(self, func: Any, t: Tensor) -> Any:
         if not isinstance(t, FakeTensor):  # the value of a real tensor is known
             with no_dispatch():
-                return func(t)
+                value = func(t)
+            # An optimizer whose state was made, as by a trace, and that has not stepped, counts
+            # from 0, but the simulation does not advance what is outside of it.
+            return (value or 1.0) if self.any_value else value
         try:
             return func(t)
         except DataDependentOutputException:

@@ -314,3 +314,21 @@ def test_an_exception_passes_and_leaves_no_trace():
     with pytest.raises(KeyError, match="mine"):
         estimate(fn)
     assert all(p.grad is None for p in model.parameters()) and gc.isenabled()
+
+
+def test_a_step_that_was_traced():
+    """Its optimizer has a state then, and has made no step."""
+    model = nn.Linear(8, 4)
+    opt = torch.optim.AdamW(model.parameters())
+
+    def step(x):
+        opt.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    x = torch.randn(2, 8)
+    so.graph.trace_step(step, x)
+    assert so.memory.estimate(step, x).peak_bytes > 0
+    assert not any(state["step"] for state in opt.state.values())
