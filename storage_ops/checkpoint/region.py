@@ -120,7 +120,7 @@ class Region:
         self._input_needs_grad = [t.requires_grad for t in inputs]
         around = Surroundings.of(fn, flat)
         self._state = ExecutionState(around, options.preserve_rng_state)
-        self._captured = around.tensors
+        self._given, self._captured = inputs, around.tensors  # until the forward has run
         self._versions: Versions | None = None
         self._contexts = options.context_fn() if options.context_fn else ()
         self._input_keys = {storage_key(t) for t in inputs}
@@ -159,8 +159,8 @@ class Region:
         if self.options.determinism_check != "none":
             # Discarded outputs of other regions change as they are bound back.
             captured = [t for t in self._captured if maker_of(t) is None]
-            self._versions = Versions(leaves, start, captured)
-        self._captured = []
+            self._versions = Versions(leaves, start, self._given, captured)
+        self._given, self._captured = [], []
         for index, leaf in enumerate(leaves):
             if not _is_made_here(leaf, start):
                 continue

@@ -16,13 +16,17 @@ class Versions:
 
     Args:
         outputs: of the region.
-        start: number of the first node of its graph, after which none was made but by it.
+        start: number of the first node of its graph; other threads have other numbers.
+        given: its inputs, which autograd compares.
         captured: tensors that it may have read without being given them.
     """
 
-    def __init__(self, outputs: Iterable[Any], start: int, captured: Iterable[Tensor]) -> None:
-        leaves, before = _edges(outputs, start)
-        read = [t for t in captured if t.grad_fn in before] if before else []
+    def __init__(
+        self, outputs: Iterable[Any], start: int, given: list[Tensor], captured: list[Tensor]
+    ) -> None:
+        ends = {t.grad_fn for t in (*given, *captured)} - {None}
+        leaves, before = _edges(outputs, start, ends)
+        read = [t for t in captured if t.grad_fn in before]
         # Weak, for a region must not keep them alive.
         self._seen = [(weakref.ref(t), t._version) for t in (*leaves, *read)]
 
@@ -37,8 +41,8 @@ class Versions:
                 )
 
 
-def _edges(outputs: Iterable[Any], start: int) -> tuple[list[Tensor], set[Any]]:
-    """What a graph that begins at a node reads: leaves, and nodes of before."""
+def _edges(outputs: Iterable[Any], start: int, ends: set[Any]) -> tuple[list[Tensor], set[Any]]:
+    """What a graph from a node on, no farther than `ends`, reads: leaves, and nodes of before."""
     stack = [t.grad_fn for t in outputs if isinstance(t, Tensor)]
     seen: set[Any] = {None}
     leaves, before = [], set()
@@ -49,7 +53,7 @@ def _edges(outputs: Iterable[Any], start: int) -> tuple[list[Tensor], set[Any]]:
         seen.add(node)
         if hasattr(node, "variable"):
             leaves.append(node.variable)
-        elif node._sequence_nr() < start:
+        elif node in ends or node._sequence_nr() < start:
             before.add(node)
         else:
             stack += [following for following, _ in node.next_functions]
