@@ -239,6 +239,8 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     chunks, slices = _parts(p.tokens, rows), _parts(p.vocab, columns)
     item, n, d, v = p.itemsize, p.tokens, p.hidden, p.vocab
     rate = r.flops(item, p.upcast)
+    if item < 4 and not p.upcast:
+        rate /= 1 + r.few_rows16 / max(min(rows, n), 1)
     # A slice that stays in the cache is read from memory once, however many chunks use it in turn.
     reads = chunks if columns * d * item > r.cache_bytes or strategy == TOKEN_CHUNKED else 1
     read_weight, tiles, logits = reads * v * d * item, chunks * slices, n * v * item

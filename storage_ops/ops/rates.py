@@ -17,6 +17,7 @@ class Rates:
         cache_bytes: a slice of the weight up to this size is read from memory once.
         launch_seconds: fixed cost of one operation.
         overlaps: products hide the shorter of arithmetic and traffic.
+        few_rows16: 16-bit products of n rows take 1 + few_rows16 / n times as long.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Rates:
     cache_bytes: int
     launch_seconds: float
     overlaps: bool
+    few_rows16: float = 0.0
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Rate of products of elements of this size."""
@@ -41,7 +43,7 @@ def _gpu(name: str, flops16: float, flops32: float, bandwidth: float, cache: int
 
 # Two cores of an AMD EPYC with AVX-512, torch 2.13: fitted to the times of the products alone, in
 # chunks and in slices. Other processors differ in all of these alike, and plans depend on ratios.
-CPU = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False)
+CPU = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0)
 
 # Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
 # on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
