@@ -94,7 +94,7 @@ def _reachable(roots: list[Any]) -> Iterator[Any]:
             inside = value.values() if isinstance(value, dict) else value
             inside = inside if len(value) <= _LONG else ()
         elif isinstance(value, nn.Module):
-            types: dict[Any, None] = {}
+            types: dict[type, None] = {}
             for module in value.modules():
                 if module is value or id(module) not in seen:
                     seen.add(id(module))
@@ -103,8 +103,7 @@ def _reachable(roots: list[Any]) -> Iterator[Any]:
             inside = itertools.chain.from_iterable(map(_calls, types))
         else:
             yield value
-            kind: Any = type(value)
-            inside = _calls(kind)
+            inside = _calls(type(value))
         if depth < _DEEP:
             stack += [(v, depth + 1) for v in inside]
 
@@ -122,12 +121,11 @@ def _is_of_torch(value: Any) -> bool:
     return (value.__module__ or "").startswith("torch.")
 
 
-@functools.lru_cache(maxsize=4096)
-def _calls(cls: Any) -> tuple[FunctionType, ...]:
+def _calls(cls: type) -> list[FunctionType]:
     """What calls of an object of a class run in Python, but for what torch defines."""
     mine = [vars(c) for c in cls.__mro__ if not _is_of_torch(c)]
     found = [c.get(name) for c in mine for name in ("forward", "__call__")]
-    return tuple(f for f in found if isinstance(f, FunctionType))
+    return [f for f in found if isinstance(f, FunctionType)]
 
 
 def _held(fn: FunctionType) -> Iterator[Any]:
