@@ -35,10 +35,14 @@ _TOKENS, _HIDDEN = 8, 2  # of the comparison
 # What may happen to logits: analytic functions, which agree everywhere if they do on random tokens,
 # and the largest logit of a row. Others, such as clamp, may differ where no random token is.
 _ANALYTIC = {
-    "add", "addmm", "alias", "amax", "clone", "convert_element_type", "div", "exp", "expand",
-    "expm1", "gather", "log", "log1p", "mean", "mm", "mul", "neg", "permute", "pow", "reciprocal",
-    "reshape", "rsub", "scatter", "scatter_add", "select", "select_scatter", "sigmoid", "slice",
-    "square", "squeeze", "sub", "sum", "t", "tanh", "transpose", "unsqueeze", "view",
+    "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "_to_copy",
+    "_unsafe_view", "add", "addcdiv", "addcmul", "addmm", "alias", "amax", "bmm", "cat", "clone",
+    "convert_element_type", "detach", "div", "exp", "exp2", "expand", "expm1", "gather", "getitem",
+    "index", "log", "log1p", "log2", "logaddexp", "logsumexp", "mean", "mm", "mul", "neg",
+    "permute", "pow", "reciprocal", "reshape", "rsqrt", "rsub", "scatter", "scatter_add", "select",
+    "select_scatter", "sigmoid", "sigmoid_backward", "slice", "slice_scatter", "split",
+    "split_with_sizes", "sqrt", "square", "squeeze", "sub", "sum", "t", "tanh", "tanh_backward",
+    "transpose", "unsqueeze", "view",
 }  # fmt: skip
 _SLICE = 64  # nodes that lead to upstream gradients, at most
 TERMS = ("target", "spread", "square")  # of the loss: C_t (lse - z_t), sum_j C_j (lse - z_j), lse^2
@@ -102,6 +106,7 @@ def _check_analytic(body: fx.Graph) -> None:
             continue
         found.add(node)
         chosen = name == "where" and (node.args[0] not in read or _is_infinite(node.args[0]))
+        chosen = chosen or (name == "masked_fill" and node.args[1] not in read)
         infinite = _is_infinite(node) or (name == "abs" and all(map(_is_infinite, node.users)))
         if node.op == "call_function" and not (name in _ANALYTIC or chosen or infinite):
             raise Unlike(f"{name} of logits")
@@ -116,7 +121,8 @@ def _is_infinite(node: fx.Node) -> bool:
 
 def _short(node: Any) -> str:
     """The name of an op without library and overload."""
-    return name_of(node).split(".")[1] if "." in name_of(node) else ""
+    parts = name_of(node).split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
 
 
 class _Tokens:
