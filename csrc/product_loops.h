@@ -6,8 +6,8 @@
 //
 // The order of the loops is that of Goto and van de Geijn (2008, doi:10.1145/1356052.1356053): a
 // block of the right operand is copied so that it is read in order; then blocks of the left one, in
-// the second-level cache; the registers hold a tile of the result. Operands are copied into slots of
-// 32 bits, each one fp32 number or a pair of bf16, neighbours in depth.
+// the second-level cache; the registers hold a tile of the result. Operands are copied into slots
+// of 32 bits, each one fp32 number or a pair of bf16, neighbours in depth.
 
 constexpr int kLanes = STORAGE_OPS_LANES, kVectors = 3;
 constexpr int kTileRows = STORAGE_OPS_ROWS, kTileColumns = kVectors * kLanes;

@@ -30,7 +30,7 @@ class Surroundings:
         devices: of tensors, given or not, but the CPU.
     """
 
-    modules: dict[nn.Module, None] = field(default_factory=dict)
+    modules: list[nn.Module] = field(default_factory=list)
     generators: dict[torch.Generator, None] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
@@ -42,7 +42,7 @@ class Surroundings:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 found._add_device(leaf)
-            elif not isinstance(leaf, _PLAIN):
+            else:
                 given.append(leaf)
         for value in _reachable([fn, *given]):
             if isinstance(value, Tensor):
@@ -51,7 +51,7 @@ class Surroundings:
             elif isinstance(value, torch.Generator):
                 found.generators[value] = None
             elif isinstance(value, nn.Module):
-                found.modules[value] = None
+                found.modules.append(value)
                 if not _is_of_torch(type(value)):  # saves most of the time that this takes
                     found._add_generators(value)
             else:

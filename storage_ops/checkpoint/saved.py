@@ -13,6 +13,14 @@ def fail(what: str) -> NoReturn:
     raise RuntimeError(f"OutputDiscardCheckpoint: {what}")
 
 
+def fail_modified(name: str, t: Tensor) -> NoReturn:
+    """Raise the error for a tensor that region `name` would read with other contents."""
+    fail(
+        f"a tensor of shape {tuple(t.shape)} that {name} uses was modified in place between "
+        "forward and recompute"
+    )
+
+
 class Saved:
     """A tensor that autograd saves, or that a region returns."""
 
@@ -86,7 +94,4 @@ def compare(name: str, first: list[Saved], again: list[tuple[Saved, Tensor]]) ->
                 "had saved it"
             )
         if before.is_leaf and before.version != after.version:
-            fail(
-                f"a tensor of shape {tuple(t.shape)} that {name} uses was modified in place "
-                "between forward and recompute"
-            )
+            fail_modified(name, t)

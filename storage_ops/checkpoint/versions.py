@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from storage_ops.checkpoint.saved import fail
+from storage_ops.checkpoint.saved import fail_modified
 
 
 class Versions:
@@ -35,10 +35,7 @@ class Versions:
         for ref, version in self._seen:
             t = ref()
             if t is not None and t._version != version:
-                fail(
-                    f"a tensor of shape {tuple(t.shape)} that {name} uses was modified in place "
-                    "between forward and recompute"
-                )
+                fail_modified(name, t)
 
 
 def _edges(outputs: Iterable[Any], start: int, ends: set[Any]) -> tuple[list[Tensor], set[Any]]:
