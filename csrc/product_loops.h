@@ -1,5 +1,6 @@
-// The loops of a matrix product with an fp32 result, for one instruction set. products.cpp includes
-// this file once for each, in a namespace of its own and between pragmas that select it, with
+// The loops of a matrix product that is summed in fp32, for one instruction set. products.cpp
+// includes this file once for each, in a namespace of its own and between pragmas that select it,
+// with
 //   STORAGE_OPS_LANES  floats in a vector register,
 //   STORAGE_OPS_ROWS   rows of the tile of results that the registers hold,
 //   STORAGE_OPS_DOT    the instruction that multiplies pairs of bf16 and adds to fp32, if any.
@@ -32,6 +33,8 @@ inline constexpr bool kPairs<BFloat16> = true;
 
 template <typename T>
 constexpr int64_t kGroup = kPairs<T> ? 2 : 1;  // numbers in a slot
+template <typename T>
+constexpr int64_t kDepth = kPairs<T> ? 256 : 128;  // slots of depth a tile is computed in at a time
 
 template <bool kDot>
 STORAGE_OPS_INLINE void accumulate(Lanes& sum, Lanes left, Lanes right) {
@@ -44,15 +47,43 @@ STORAGE_OPS_INLINE void accumulate(Lanes& sum, Lanes left, Lanes right) {
   sum += left * right;
 }
 
-// out = left @ right or out += it, for a whole tile of it. `next` is the tile after this one: what
-// is fetched of it while this one is computed need not be waited for.
-template <bool kDot, bool kAdd>
+STORAGE_OPS_INLINE Lanes load_result(const float* from) { return load<Lanes>(from); }
+
+STORAGE_OPS_INLINE void store_result(const Lanes& value, float* to) {
+  std::memcpy(to, &value, sizeof value);
+}
+
+#if defined(STORAGE_OPS_DOT)
+STORAGE_OPS_INLINE Lanes load_result(const BFloat16* from) {
+  return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+}
+
+STORAGE_OPS_INLINE void store_result(const Lanes& value, BFloat16* to) {
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+  std::memcpy(to, &rounded, sizeof rounded);
+}
+#endif
+
+// Where a tile of results goes, and what is added to it.
+template <typename Out>
+struct Place {
+  Out* out;
+  int64_t stride;
+  const float* sums;  // of what came before in depth, if it is not in `out`
+  int64_t sums_stride;
+};
+
+// out = left @ right (+ sums), or out += it, for a whole tile of it. What is fetched of the tile
+// after this one while this one is computed need not be waited for.
+template <bool kDot, bool kAdd, typename Out>
 __attribute__((noinline)) void tile(int64_t depth, const float* left, const float* right,
-                                    float* out, int64_t stride, const float* next) {
+                                    const Place<Out>& place) {
+  const auto [out, stride, before, before_stride] = place;
+  constexpr int kBytes = sizeof(Out) * kTileColumns;
   Lanes sums[kTileRows][kVectors] = {};
   for (int i = 0; i < kTileRows; ++i) {
-    const char* line = reinterpret_cast<const char*>(next + i * stride);
-    for (int byte = 0; byte < 4 * kTileColumns; byte += 64) __builtin_prefetch(line + byte, 1);
+    const char* line = reinterpret_cast<const char*>(out + (kTileRows + i) * stride);
+    for (int byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(line + byte, 1);
   }
   for (int64_t p = 0; p < depth; ++p) {
     Lanes columns[kVectors];
@@ -71,9 +102,10 @@ __attribute__((noinline)) void tile(int64_t depth, const float* left, const floa
   for (int i = 0; i < kTileRows; ++i) {
 #pragma GCC unroll 3
     for (int j = 0; j < kVectors; ++j) {
-      float* to = out + i * stride + j * kLanes;
-      if constexpr (kAdd) sums[i][j] += load<Lanes>(to);
-      std::memcpy(to, &sums[i][j], sizeof(Lanes));
+      Out* to = out + i * stride + j * kLanes;
+      if constexpr (kAdd) sums[i][j] += load_result(to);
+      if (before != nullptr) sums[i][j] += load_result(before + i * before_stride + j * kLanes);
+      store_result(sums[i][j], to);
     }
   }
 }
@@ -159,12 +191,20 @@ void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t d
   }
 }
 
-// Fetches the part of the right operand that is copied next, a little with every tile: memory is
-// idle while tiles are computed. Runs are what lies together: a row of it, or a column.
+// Fetches the part of an operand that is copied next, a little with every tile: memory is idle
+// while tiles are computed. Runs are what lies together: a row of it, or a column.
 struct Ahead {
   const char* run;
   int64_t stride, run_bytes, runs, per_tile;
   int64_t offset = 0;
+
+  template <typename T>
+  Ahead(const T* from, int64_t rows, int64_t row, int64_t columns, int64_t column, int64_t tiles)
+      : run(reinterpret_cast<const char*>(from)),
+        stride((column == 1 ? row : column) * sizeof(T)),
+        run_bytes((column == 1 ? columns : rows) * sizeof(T)),
+        runs(column == 1 ? rows : columns),
+        per_tile(parts(runs * parts(run_bytes, 64), tiles)) {}
 
   STORAGE_OPS_INLINE void fetch() {
     for (int64_t line = 0; line < per_tile && runs > 0; ++line) {
@@ -175,21 +215,24 @@ struct Ahead {
   }
 };
 
-// The block of the right operand in a step.
+// The part of the right operand that is copied at a time, and that of the left one.
 struct Block {
   int64_t begin, depth, column, columns;
 };
+struct Rows {
+  int64_t begin, depth, row, count;
+};
 
 // What one thread computes: a rectangle of the result, with scratch memory of its own.
-template <typename T>
+template <typename T, typename Out>
 struct Part {
   const Product& product;
   int64_t first_row, last_row, first_column, last_column;
-  uint32_t* left;   // room for kBlockRows x kDepth slots
-  uint32_t* right;  // and for panels of kTileColumns for every kDepth slots
+  uint32_t* left;   // room for kBlockRows x kDepth<T> slots
+  uint32_t* right;  // and for panels of kTileColumns for every kDepth<T> slots
   int64_t room;     // slots of depth that fit in `right` for one panel
 
-  static constexpr int64_t kNumbers = kDepth * kGroup<T>;
+  static constexpr int64_t kNumbers = kDepth<T> * kGroup<T>;
 
   void run() const {
     const int64_t all_panels = parts(last_column - first_column, kTileColumns);
@@ -197,32 +240,35 @@ struct Part {
     // All of the depth, or as much as leaves room for all panels.
     int64_t slots = all_slots;
     if (all_slots * all_panels > room)
-      slots = std::max(room / all_panels / kDepth, int64_t(1)) * kDepth;
+      slots = std::max(room / all_panels / kDepth<T>, int64_t(1)) * kDepth<T>;
     slots = std::min(slots, all_slots);
     const int64_t depth = slots * kGroup<T>;
     const int64_t columns = std::min(all_panels, room / slots) * kTileColumns;
-    const auto block_at = [&](int64_t column, int64_t begin) {
+    const int64_t across = parts(last_column - first_column, columns);
+    const int64_t along = parts(product.depth, depth);
+    // The larger one of the result and the left operand is gone through once.
+    const bool depth_last = product.depth > last_column - first_column;
+    const auto block_at = [&](int64_t t) {
+      const int64_t column = first_column + (depth_last ? t % across : t / along) * columns;
+      const int64_t begin = (depth_last ? t / across : t % along) * depth;
       return Block{begin, std::min(depth, product.depth - begin), column,
                    std::min(columns, last_column - column)};
     };
-    for (int64_t column = first_column; column < last_column; column += columns) {
-      for (int64_t begin = 0; begin < product.depth; begin += depth) {
-        const Block now = block_at(column, begin);
-        Block next{};
-        if (begin + depth < product.depth) {
-          next = block_at(column, begin + depth);
-        } else if (column + columns < last_column) {
-          next = block_at(column + columns, 0);
-        }
-        pack_right(now);
-        multiply_block(now, ahead_of(now, next));
-      }
+    for (int64_t t = 0; t < across * along; ++t) {
+      const Block now = block_at(t);
+      pack_right(now);
+      multiply_block(now, t + 1 < across * along ? block_at(t + 1) : Block{});
     }
   }
 
   const T* start(const Block& b) const {
     const Product& p = product;
     return static_cast<const T*>(p.right) + b.begin * p.right_row + b.column * p.right_column;
+  }
+
+  const T* start(const Rows& r) const {
+    const Product& p = product;
+    return static_cast<const T*>(p.left) + r.row * p.left_row + r.begin * p.left_column;
   }
 
   void pack_right(const Block& b) const {
@@ -244,63 +290,75 @@ struct Part {
     }
   }
 
-  Ahead ahead_of(const Block& now, const Block& next) const {
-    const bool by_row = product.right_column == 1;
-    const int64_t stride = (by_row ? product.right_row : product.right_column) * sizeof(T);
-    const int64_t runs = by_row ? next.depth : next.columns;
-    const int64_t run_bytes = (by_row ? next.columns : next.depth) * sizeof(T);
-    const int64_t tiles = parts(last_row - first_row, kTileRows) *
-                          parts(now.columns, kTileColumns) * parts(now.depth, kNumbers);
-    return Ahead{reinterpret_cast<const char*>(start(next)), stride, run_bytes, runs,
-                 parts(runs * parts(run_bytes, 64), tiles)};
+  Rows rows_at(const Block& b, int64_t row, int64_t begin) const {
+    return Rows{b.begin + begin, std::min(kNumbers, b.depth - begin), row,
+                std::min(kBlockRows, last_row - row)};
   }
 
-  void multiply_block(const Block& step, Ahead ahead) const {
+  void multiply_block(const Block& now, const Block& next) const {
+    const Product& p = product;
+    const int64_t tiles = parts(last_row - first_row, kTileRows) *
+                          parts(now.columns, kTileColumns) * parts(now.depth, kNumbers);
+    Ahead ahead(start(next), next.depth, p.right_row, next.columns, p.right_column, tiles);
     for (int64_t row = first_row; row < last_row; row += kBlockRows) {
-      multiply_rows(row, std::min(kBlockRows, last_row - row), step, ahead);
+      for (int64_t begin = 0; begin < now.depth; begin += kNumbers) {
+        const Rows after = begin + kNumbers < now.depth  ? rows_at(now, row, begin + kNumbers)
+                           : row + kBlockRows < last_row ? rows_at(now, row + kBlockRows, 0)
+                                                         : rows_at(next, first_row, 0);
+        multiply_rows(now, rows_at(now, row, begin), after, ahead);
+      }
     }
   }
 
-  void multiply_rows(int64_t row, int64_t count, const Block& step, Ahead& ahead) const {
+  void multiply_rows(const Block& b, const Rows& now, const Rows& next, Ahead& ahead) const {
     const Product& p = product;
-    const int64_t panels = parts(step.columns, kTileColumns);
-    for (int64_t begin = 0; begin < step.depth; begin += kNumbers) {
-      const int64_t numbers = std::min(kNumbers, step.depth - begin);
-      const int64_t slots = parts(numbers, kGroup<T>);
-      const T* from =
-          static_cast<const T*>(p.left) + row * p.left_row + (step.begin + begin) * p.left_column;
-      for (int64_t i = 0; i < count; i += kTileRows) {
-        pack<kTileRows>(from + i * p.left_row, p.left_row, p.left_column,
-                        std::min<int64_t>(kTileRows, count - i), numbers, left + i * slots);
-      }
-      const uint32_t* packed = right + begin / kGroup<T> * panels * kTileColumns;
-      for (int64_t j = 0; j < panels; ++j) {
-        for (int64_t i = 0; i < count; i += kTileRows) {
-          ahead.fetch();
-          const int64_t column = step.column + j * kTileColumns;
-          one_tile(p.out + (row + i) * p.out_row + column, std::min<int64_t>(kTileRows, count - i),
-                   std::min<int64_t>(kTileColumns, last_column - column), slots,
-                   reinterpret_cast<const float*>(left + i * slots),
-                   reinterpret_cast<const float*>(packed + j * kTileColumns * slots),
-                   p.add || step.begin + begin > 0);
+    const int64_t panels = parts(b.columns, kTileColumns), slots = parts(now.depth, kGroup<T>);
+    for (int64_t i = 0; i < now.count; i += kTileRows) {
+      pack<kTileRows>(start(now) + i * p.left_row, p.left_row, p.left_column,
+                      std::min<int64_t>(kTileRows, now.count - i), now.depth, left + i * slots);
+    }
+    Ahead left_ahead(start(next), next.count, p.left_row, next.depth, p.left_column,
+                     parts(now.count, kTileRows) * panels);
+    const uint32_t* packed = right + (now.begin - b.begin) / kGroup<T> * panels * kTileColumns;
+    for (int64_t j = 0; j < panels; ++j) {
+      for (int64_t i = 0; i < now.count; i += kTileRows) {
+        ahead.fetch();
+        left_ahead.fetch();
+        const int64_t column = b.column + j * kTileColumns;
+        const float* a = reinterpret_cast<const float*>(left + i * slots);
+        const float* b = reinterpret_cast<const float*>(packed + j * kTileColumns * slots);
+        const int64_t high = std::min<int64_t>(kTileRows, now.count - i);
+        const int64_t wide = std::min<int64_t>(kTileColumns, last_column - column);
+        Out* out = static_cast<Out*>(p.out) + (now.row + i) * p.out_row + column;
+        float* sums = p.sums == nullptr ? nullptr : p.sums + (now.row + i) * p.columns + column;
+        if (sums == nullptr) {
+          one_tile(high, wide, slots, a, b, Place<Out>{out, p.out_row}, p.add || now.begin > 0);
+        } else if (now.begin + now.depth < p.depth) {
+          one_tile(high, wide, slots, a, b, Place<float>{sums, p.columns}, now.begin > 0);
+        } else {
+          one_tile(high, wide, slots, a, b, Place<Out>{out, p.out_row, sums, p.columns}, p.add);
         }
       }
     }
   }
 
-  void one_tile(float* out, int64_t count, int64_t wide, int64_t slots, const float* a,
-                const float* b, bool adds) const {
+  template <typename To>
+  void one_tile(int64_t high, int64_t wide, int64_t slots, const float* a, const float* b,
+                const Place<To>& place, bool adds) const {
     constexpr bool kDot = kPairs<T>;
-    if (count == kTileRows && wide == kTileColumns) {
-      const float* next = out + kTileRows * product.out_row;
-      (adds ? tile<kDot, true> : tile<kDot, false>)(slots, a, b, out, product.out_row, next);
-      return;
+    if (high == kTileRows && wide == kTileColumns) {
+      return adds ? tile<kDot, true>(slots, a, b, place) : tile<kDot, false>(slots, a, b, place);
     }
     alignas(64) float whole[kTileRows * kTileColumns];
-    tile<kDot, false>(slots, a, b, whole, kTileColumns, whole);
-    for (int64_t i = 0; i < count; ++i) {
-      float *to = out + i * product.out_row, *value = whole + i * kTileColumns;
-      for (int64_t j = 0; j < wide; ++j) to[j] = (adds ? to[j] : 0.0f) + value[j];
+    tile<kDot, false>(slots, a, b, Place<float>{whole, kTileColumns});
+    for (int64_t i = 0; i < high; ++i) {
+      To* to = place.out + i * place.stride;
+      for (int64_t j = 0; j < wide; ++j) {
+        float value = whole[i * kTileColumns + j];
+        if (adds) value += static_cast<float>(to[j]);
+        if (place.sums != nullptr) value += place.sums[i * place.sums_stride + j];
+        to[j] = To(value);
+      }
     }
   }
 };
@@ -326,18 +384,18 @@ inline Grid grid_of(const Product& p, int64_t threads) {
   return best;
 }
 
-template <typename T>
-void multiply(const Product& p) {
+template <typename T, typename Out>
+void multiply_into(const Product& p) {
   if (p.rows == 0 || p.columns == 0) return;
   if (p.depth == 0) {
     for (int64_t i = 0; i < p.rows && !p.add; ++i) {
-      std::fill_n(p.out + i * p.out_row, p.columns, 0.0f);
+      std::fill_n(static_cast<Out*>(p.out) + i * p.out_row, p.columns, Out(0.0f));
     }
     return;
   }
   const Grid grid = grid_of(p, torch::stable::get_num_threads());
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
-  const int64_t least = std::min(kDepth, parts(p.depth, kGroup<T>));
+  const int64_t least = std::min(kDepth<T>, parts(p.depth, kGroup<T>));
   const int64_t left_slots = std::min(kBlockRows, row_tiles * kTileRows) * least;
   const int64_t count = grid.rows * grid.columns, each = p.scratch_slots / count;
   const int64_t room = (each - left_slots) / kTileColumns;
@@ -347,15 +405,26 @@ void multiply(const Product& p) {
     for (int64_t t = one; t < last; ++t) {
       const int64_t i = t / grid.columns, j = t % grid.columns;
       uint32_t* left = p.scratch + t * each;
-      const Part<T> part{p,
-                         row_tiles * i / grid.rows * kTileRows,
-                         std::min(row_tiles * (i + 1) / grid.rows * kTileRows, p.rows),
-                         panels * j / grid.columns * kTileColumns,
-                         std::min(panels * (j + 1) / grid.columns * kTileColumns, p.columns),
-                         left,
-                         left + left_slots,
-                         room};
+      const Part<T, Out> part{p,
+                              row_tiles * i / grid.rows * kTileRows,
+                              std::min(row_tiles * (i + 1) / grid.rows * kTileRows, p.rows),
+                              panels * j / grid.columns * kTileColumns,
+                              std::min(panels * (j + 1) / grid.columns * kTileColumns, p.columns),
+                              left,
+                              left + left_slots,
+                              room};
       part.run();
     }
   });
+}
+
+template <typename T>
+void multiply(Product p) {
+  if (!p.narrow) return multiply_into<T, float>(p);
+  STD_TORCH_CHECK(kPairs<T>, "_product: out of 16 bits takes bfloat16, and AVX-512 BF16");
+  if (p.depth > kDepth<T> * kGroup<T>) {
+    p.sums = reinterpret_cast<float*>(p.scratch);
+    p.scratch += p.rows * p.columns, p.scratch_slots -= p.rows * p.columns;
+  }
+  if constexpr (kPairs<T>) multiply_into<T, T>(p);
 }

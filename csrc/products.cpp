@@ -1,7 +1,8 @@
-// Matrix products with an fp32 result from fp32, bf16 or fp16 operands, on a CPU.
+// Matrix products of fp32, bf16 or fp16 operands that are summed in fp32, on a CPU.
 //
 // ATen's products of 16-bit operands on a CPU round their result to 16 bits, which makes sums over
-// chunks worse than an unchunked product. Those here keep what they add up in fp32.
+// chunks worse than an unchunked product. Those here can keep what they add up in fp32. Where they
+// round it as well, they are faster for results larger than their operands.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -22,17 +23,18 @@ namespace {
 // out (rows, columns) = left (rows, depth) @ right (depth, columns), or out += it. Strides are of
 // elements; those of `out` in a row are 1.
 struct Product {
-  float* out;
+  void* out;
   const void *left, *right;
   int64_t rows, columns, depth;
   int64_t out_row, left_row, left_column, right_row, right_column;
   bool add;
+  bool narrow;  // out has the operands' 16 bits, not fp32
+  float* sums;  // (rows, columns), where that takes more than one pass over the depth
   uint32_t* scratch;
   int64_t scratch_slots;
 };
 
 constexpr int64_t kBlockRows = 128;  // rows of the left operand that are copied at a time
-constexpr int64_t kDepth = 128;      // slots of depth that a tile is computed in at a time
 constexpr int64_t kStep = 32;        // slots of depth of the right one that are copied at a time
 
 int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }
@@ -104,23 +106,25 @@ bool is_matrix(const T& t, ScalarType dtype) {
 void product(Tensor out, Tensor left, Tensor right, Tensor scratch, bool add) {
   const ScalarType dtype = left.scalar_type();
   STD_TORCH_CHECK(level() != kNone, "_product: this processor lacks AVX2 and FMA");
+  const bool wide = is_matrix(out, ScalarType::Float);
   STD_TORCH_CHECK(is_matrix(left, dtype) && is_matrix(right, dtype) &&
-                      is_matrix(out, ScalarType::Float) && left.size(0) == out.size(0) &&
+                      (wide || is_matrix(out, dtype)) && left.size(0) == out.size(0) &&
                       right.size(1) == out.size(1) && left.size(1) == right.size(0),
-                  "_product: expected left (m, k), right (k, n) of one dtype, out (m, n) float32");
+                  "_product: expected left (m, k), right (k, n) of one dtype, out (m, n) of "
+                  "float32 or that dtype");
   STD_TORCH_CHECK(out.stride(1) == 1 || out.size(1) < 2, "_product: out must have whole rows");
   STD_TORCH_CHECK(
       scratch.dim() == 1 && scratch.scalar_type() == ScalarType::Float && scratch.is_contiguous(),
       "_product: scratch must be a contiguous float32 vector");
   Product p{};
-  p.out = static_cast<float*>(out.mutable_data_ptr());
+  p.out = out.mutable_data_ptr();
   p.left = left.const_data_ptr();
   p.right = right.const_data_ptr();
   p.rows = out.size(0), p.columns = out.size(1), p.depth = left.size(1);
   p.out_row = out.stride(0);
   p.left_row = left.stride(0), p.left_column = left.stride(1);
   p.right_row = right.stride(0), p.right_column = right.stride(1);
-  p.add = add;
+  p.add = add, p.narrow = !wide;
   p.scratch = static_cast<uint32_t*>(scratch.mutable_data_ptr());
   p.scratch_slots = scratch.size(0);
   switch (dtype) {

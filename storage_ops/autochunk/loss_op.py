@@ -32,6 +32,7 @@ def _problem(
         (grads[0], grads[1], grads[2]),
         upcast=products.upcasts(x),
         packs=products.packs(x.dtype, x.device.type),
+        rounds=products.rounds(x.dtype, x.device.type),
         cuda=x.device.type == "cuda",
         gather=not dense,
         rescale=not dense,

@@ -67,6 +67,7 @@ def problem_of(
         left_out=0 if tokens.kept is None else len(x) - tokens.count,
         upcast=products.upcasts(x),
         packs=products.packs(x.dtype, x.device.type),
+        rounds=products.rounds(x.dtype, x.device.type),
         cuda=x.is_cuda,
         threads=1 if spec.group else torch.get_num_threads(),  # every rank must plan alike
         cast_bytes=cast,

@@ -85,7 +85,7 @@ def problem_of(
         _check_count("max_valid", max_valid, 0)
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
-    threads, upcast, packs = 1, False, False
+    threads, upcast, packs, rounds = 1, False, False, False
     if device == "cpu":
         import torch
 
@@ -93,7 +93,7 @@ def problem_of(
 
         threads, element = torch.get_num_threads(), getattr(torch, name)
         upcast = not products.has_fast_products(element, "cpu")
-        packs = products.packs(element, "cpu")
+        packs, rounds = products.packs(element, "cpu"), products.rounds(element, "cpu")
     return Problem(
         tokens if max_valid is None else min(tokens, max_valid),
         hidden,
@@ -106,6 +106,7 @@ def problem_of(
         left_out=0 if max_valid is None else max(tokens - max_valid, 0),
         upcast=upcast,
         packs=packs,
+        rounds=rounds,
         cuda=device != "cpu",
         threads=threads,
     )

@@ -16,6 +16,7 @@ from storage_ops.ops.sizes import metric, readable
 MIB, GIB = 1 << 20, 1 << 30
 SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
 ROWS = 16  # chunks of tokens are multiples of this
+ONE_PASS = 512  # depth of a 16-bit product of our own that needs no sums beside its result
 KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms the rest twice
 PIECE = 256  # tokens whose rescaled sums are finished at a time
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
@@ -41,6 +42,7 @@ class Problem:
         left_out: how many rows are; the gradient of the input has them too.
         upcast: products of 16-bit arguments are formed in fp32, slice by slice.
         packs: products with an fp32 result are our own, which copy operands into scratch memory.
+        rounds: so are products with a result in 16 bits, but for the logits.
         cuda: the arguments are on a GPU.
         threads: CPU threads.
         cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
@@ -60,6 +62,7 @@ class Problem:
     left_out: int = 0
     upcast: bool = False
     packs: bool = False
+    rounds: bool = False
     cuda: bool = False
     threads: int = 1
     cast_bytes: int = 0
@@ -143,23 +146,45 @@ def _parts(total: int, size: int) -> int:
 def packed_slots(rows: int, columns: int, depth: int, threads: int) -> int:
     """Scratch of 4 bytes each that our own product (rows, depth) @ (depth, columns) works in.
 
-    Room for a block of either operand for each thread, in its second-level cache: up to 64 KiB of
+    Room for a block of either operand for each thread, in its second-level cache: up to 128 KiB of
     the left one and 256 KiB of the right one. Those of the right one together take no more than
     512 KiB or half of the tile of logits, which is the result or the left operand, unless each were
     less than a panel of columns.
     """
-    left = min(-(-rows // 8) * 8, 128) * min(depth, 128)
+    left = min(-(-rows // 8) * 8, 128) * min(depth, 256)
     most = max(rows * min(columns, depth) // 2, 1 << 17) // threads
-    right = min(-(-columns // 48) * 48 * depth, 1 << 16, max(most, 48 * 128))
+    right = min(-(-columns // 48) * 48 * depth, 1 << 16, max(most, 48 * 256))
     return threads * (left + right)
 
 
+def rounded_rows(rows: int, columns: int, depth: int) -> int:
+    """Rows of our own product that are formed at a time if it is rounded to 16 bits.
+
+    After more than one pass over the depth that takes sums in fp32: they have no more than a
+    quarter of the bytes of the tile of logits, which is the left operand.
+    """
+    if depth <= ONE_PASS:
+        return rows
+    return max(ROWS, min(rows, SLICE, rows * depth // (8 * max(columns, 1))))
+
+
+def sum_slots(rows: int, columns: int, depth: int) -> int:
+    """Scratch of 4 bytes each for those sums, of so many rows."""
+    return rows * columns if depth > ONE_PASS else 0
+
+
 def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
-    """The most scratch that one of the products of a tile takes."""
-    shapes = [(rows, columns, p.hidden)]
-    shapes += [(rows, p.hidden, columns)] if p.grads[0] else []
-    shapes += [(columns, p.hidden, rows)] if p.grads[1] else []
-    return 4 * max(packed_slots(*shape, p.threads) for shape in shapes)
+    """The most scratch that one of our own products of a tile takes."""
+    most = packed_slots(rows, columns, p.hidden, p.threads) if p.itemsize >= 4 or p.upcast else 0
+    weight_sum, input_sum = _wide_sums(p, rows, columns)
+    gradients = [(rows, columns, input_sum)] if p.grads[0] else []
+    gradients += [(columns, rows, weight_sum)] if p.grads[1] else []
+    for height, depth, wide in gradients:
+        own = p.rounds and not wide
+        height = rounded_rows(height, p.hidden, depth) if own else height
+        slots = packed_slots(height, p.hidden, depth, p.threads)
+        most = max(most, slots + (sum_slots(height, p.hidden, depth) if own else 0))
+    return 4 * most
 
 
 def product_bytes(p: Problem, rows: int, columns: int) -> int:
@@ -179,10 +204,10 @@ def product_bytes(p: Problem, rows: int, columns: int) -> int:
     # What a thread of oneDNN packs operands in, measured: more where the strides of input and
     # weight are powers of two, and in proportion to the tokens for the weight's gradient.
     packed = 1_750_000 if rows >= SLICE and p.hidden % 4096 == 0 else 200_000
-    if p.grads[1]:
+    if p.grads[1] and not p.rounds:
         packed = max(packed, min(1_400_000, 60_000 + (750 if rows <= 512 else 1400) * rows))
     weight_sum, input_sum = _wide_sums(p, rows, columns)
-    if p.packs and (weight_sum or input_sum):
+    if p.rounds or (p.packs and (weight_sum or input_sum)):
         return max(packed * p.threads, _packed_bytes(p, rows, columns))
     if weight_sum or input_sum:
         wide -= 0 if weight_sum else 4 * rows * p.hidden
@@ -271,7 +296,8 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
         seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s in parts)
     else:
         # Where sums are added to by our own products, they are fetched while those compute.
-        hidden = sum(min(f / rate, s / r.bandwidth) for f, _, s in parts) if p.packs else 0
+        ours = p.packs and (item >= 4 or p.mixed or p.rounds)
+        hidden = sum(min(f / rate, s / r.bandwidth) for f, _, s in parts) if ours else 0
         seconds = flops / rate + moved / r.bandwidth - hidden
         seconds += each / rate * (p.grads[0] * wide_input + p.grads[1] * wide_weight)
     return round(flops), round(moved), seconds + tiles * len(parts) * r.launch_seconds

@@ -1,4 +1,4 @@
-"""The matrix products of linear cross-entropy, by ATen, into buffers that exist already."""
+"""The matrix products of linear cross-entropy, into buffers that exist already."""
 
 from __future__ import annotations
 
@@ -71,6 +71,22 @@ def packs(dtype: torch.dtype, device: str) -> bool:
     return dtype != torch.float32 or _is_of_amd()
 
 
+@functools.cache
+def rounds(dtype: torch.dtype, device: str) -> bool:
+    """Whether gradients in 16 bits are our own products too: faster than torch's on AMD's.
+
+    Processors of others multiply bf16 in tiles of their own (AMX), several times as fast.
+    """
+    if dtype != torch.bfloat16 or not packs(dtype, device) or not _is_of_amd():
+        return False
+    one, scratch = torch.zeros(1, 1, dtype=dtype), torch.empty(planner.packed_slots(1, 1, 1, 1))
+    try:
+        torch.ops.storage_ops._product(one, one, one.clone(), scratch, False)
+    except RuntimeError:  # there is no instruction for it
+        return False
+    return True
+
+
 def _is_of_amd() -> bool:
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()[:4096]
@@ -84,11 +100,15 @@ def _widens(dz: Tensor, out: Tensor) -> bool:
 
 
 def _pack(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """out (fp32) = left @ right, or out += it, by the package's own product."""
+    """out = left @ right, or out += it, by the package's own product."""
     (m, k), n = left.shape, right.shape[1]
-    slots = planner.packed_slots(m, n, k, torch.get_num_threads())
+    height = m if out.dtype == torch.float32 else planner.rounded_rows(m, n, k)
+    slots = planner.packed_slots(height, n, k, torch.get_num_threads())
+    slots += 0 if out.dtype == torch.float32 else planner.sum_slots(height, n, k)
     scratch = torch.empty(slots, dtype=torch.float32)
-    torch.ops.storage_ops._product(out, left, right, scratch, add)
+    for begin in range(0, m, height or 1):
+        rows = slice(begin, begin + height)
+        torch.ops.storage_ops._product(out[rows], left[rows], right, scratch, add)
 
 
 @functools.cache
@@ -141,6 +161,9 @@ def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
 
 def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
     """out (rows, D) = dz (rows, columns) @ w (columns, D), or += it."""
+    if out.dtype == dz.dtype and rounds(dz.dtype, dz.device.type):
+        _pack(dz, w, out, add)
+        return
     if not _widens(dz, out):
         multiply(dz, w, out, add)
         return
@@ -160,6 +183,9 @@ def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
 def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
     """out (columns, D) = dz (rows, columns).T @ x (rows, D), or += it."""
     packed = packs(dz.dtype, dz.device.type)
+    if out.dtype == dz.dtype and rounds(dz.dtype, dz.device.type):
+        _pack(dz.t(), x, out, add)
+        return
     if not _widens(dz, out) or (packed and out.dtype == torch.float32):
         multiply(dz.t(), x, out, add)
         return

@@ -26,13 +26,16 @@ def operand(rows, columns, dtype, transposed, gap):
     return wide[:, :inner].t() if transposed else wide[:, :inner]
 
 
-def check(m, n, k, dtype, add, transposed=(False, False), gap=0, slots=None, threads=2):
+def check(
+    m, n, k, dtype, add, transposed=(False, False), gap=0, slots=None, threads=2, narrow=False
+):
     left = operand(m, k, dtype, transposed[0], gap)
     right = operand(k, n, dtype, transposed[1], gap)
-    whole = torch.full((m + 2, n + gap), 7.0)
+    whole = torch.full((m + 2, n + gap), 7.0, dtype=dtype if narrow else torch.float32)
     out = whole[1:-1, :n]
     out.copy_(torch.randn(m, n) if add else torch.full((m, n), NAN))
     least = planner.packed_slots(m, n, k, threads) if slots is None else slots
+    least += planner.sum_slots(m, n, k) if narrow else 0
     scratch = torch.full((least + 64,), NAN)  # what lies behind what is needed stays as it is
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -44,11 +47,13 @@ def check(m, n, k, dtype, add, transposed=(False, False), gap=0, slots=None, thr
         OP(out, left, right, scratch[:least], add)
     finally:
         torch.set_num_threads(before)
-    assert ((out.double() - want).abs() / size).max() < 2e-6
+    if narrow:  # rounded once: to half of the last of 8 bits: of a sum that is as good as above
+        size = want.abs() * 2**-8 / 2e-6 + size
+    assert ((out.double() - want).abs() <= 2e-6 * size).all()
     assert scratch[least:].isnan().all()
     rest = whole.clone()
     rest[1:-1, :n] = 7
-    assert torch.equal(rest, torch.full_like(rest, 7.0))
+    assert torch.equal(rest, torch.full_like(rest, 7))
 
 
 sizes = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 47, 48, 49, 96, 127, 128, 129, 300]))
@@ -66,10 +71,47 @@ def test_a_product_is_that_of_float64(m, n, k, dtype, add, transposed, gap, thre
     check(m, n, k, dtype, add, transposed, gap, threads=threads)
 
 
+needs_rounding = pytest.mark.skipif(
+    not products.rounds(torch.bfloat16, "cpu"), reason="this processor has no AVX-512 BF16"
+)
+
+
+@needs_rounding
+@settings(deadline=None)
+@given(
+    sizes, sizes, st.one_of(sizes, st.sampled_from([511, 512, 513, 1024, 1025, 2100])),
+    st.booleans(), st.tuples(st.booleans(), st.booleans()), st.integers(0, 3), st.integers(1, 5),
+)  # fmt: skip
+@example(130, 5000, 2100, True, (False, True), 1, 2)
+@example(5000, 100, 512, True, (True, False), 1, 3)
+def test_a_product_is_rounded_to_16_bits_once(m, n, k, add, transposed, gap, threads):
+    check(m, n, k, torch.bfloat16, add, transposed, gap, threads=threads, narrow=True)
+
+
+@needs_rounding
+@pytest.mark.parametrize("columns", [40, 1300])
+@pytest.mark.parametrize("rows", [30, 700])
+def test_gradients_in_16_bits_are_formed_in_pieces(rows, columns):
+    """Whole ones and sums of two, of tiles whose rows are padded."""
+    dz = torch.randn(rows, columns + 24).bfloat16()[:, :columns]
+    x, w = torch.randn(rows, 72).bfloat16(), torch.randn(columns, 72).bfloat16()
+    for gradient, left, right in [
+        (products.input_gradient, dz, w), (products.weight_gradient, dz.t(), x)
+    ]:  # fmt: skip
+        out = torch.full((len(left), 72), NAN, dtype=torch.bfloat16)
+        once = left.double() @ right.double()
+        gradient(dz, right, out, False)
+        assert ((out - once).abs() <= once.abs() * 2**-8 + 1e-4).all()
+        before = out.clone()
+        gradient(dz, right, out, True)
+        twice = before + once
+        assert ((out - twice).abs() <= twice.abs() * 2**-8 + 1e-4).all()
+
+
 def test_the_least_scratch_that_is_accepted():
     """One panel of one group of depth: every loop is taken many times."""
-    for dtype in (torch.float32, torch.bfloat16):
-        check(300, 200, 700, dtype, True, slots=2 * (128 * 128 + 48 * 128))
+    check(300, 200, 700, torch.float32, True, slots=2 * (128 * 128 + 48 * 128))
+    check(300, 200, 700, torch.bfloat16, True, slots=2 * (128 * 256 + 48 * 256))
 
 
 def test_a_matrix_with_other_strides():
@@ -105,6 +147,8 @@ def test_wrong_arguments_are_named():
         ((out, left.T, right, scratch), "left"),
         ((out, left, right.bfloat16(), scratch), "of one dtype"),
         ((out.double(), left, right, scratch), "out"),
+        ((out.half(), left.half(), right.half(), scratch), "out of 16 bits takes bfloat16"),
+        ((out.half(), left.bfloat16(), right.bfloat16(), scratch), "float32 or that dtype"),
         ((out, left.double(), right.double(), scratch), "float32, bfloat16 or float16"),
         ((out, left, right, scratch[:9]), "scratch has 9 elements"),
         ((out, left, right, scratch.double()), "scratch"),
