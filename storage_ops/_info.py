@@ -25,6 +25,7 @@ def info(status: _library.Status) -> dict[str, Any]:
     on_cpu, on_cuda = (has_kernel("storage_ops::_cross_entropy_rows", k) for k in ("CPU", "CUDA"))
     kinds = {"16-bit sums": torch.bfloat16, "fp32": torch.float32}
     own = [kind for kind, dtype in kinds.items() if products.packs(dtype, "cpu")]
+    own += ["bf16 gradients"] if products.rounds(torch.bfloat16, "cpu") else []
     gpu = torch.cuda.is_available()
     build = _library.build_info()
     facts: dict[str, Any] = {
@@ -39,7 +40,7 @@ def info(status: _library.Status) -> dict[str, Any]:
         "zero_copy": probe.data_ptr() == address,
         "guard": guard,
         "row_kernel": f"C++, {build.get('cpu_capability', 'generic')}" if on_cpu else "plain torch",
-        "cpu_products": f"C++ for {' and '.join(own)}" if own else "those of torch",
+        "cpu_products": f"C++ for {', '.join(own)}" if own else "those of torch",
         "row_kernel_cuda": f"CUDA {build.get('cuda', '')}" if on_cuda else "plain torch",
         "loaded": list(status.loaded),
         "skipped": dict(status.skipped),

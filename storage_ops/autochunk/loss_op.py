@@ -30,10 +30,7 @@ def _problem(
     p = planner.Problem(
         hint(x.shape[0]), hint(x.shape[1]), vocabulary, x.element_size(),
         (grads[0], grads[1], grads[2]),
-        upcast=products.upcasts(x),
-        packs=products.packs(x.dtype, x.device.type),
-        rounds=products.rounds(x.dtype, x.device.type),
-        cuda=x.device.type == "cuda",
+        **products.traits(x.dtype, x.device.type),
         gather=not dense,
         rescale=not dense,
         threads=torch.get_num_threads(),

@@ -65,10 +65,7 @@ def problem_of(
         into=into is not None,
         gather=tokens.kept is not None,
         left_out=0 if tokens.kept is None else len(x) - tokens.count,
-        upcast=products.upcasts(x),
-        packs=products.packs(x.dtype, x.device.type),
-        rounds=products.rounds(x.dtype, x.device.type),
-        cuda=x.is_cuda,
+        **products.traits(x.dtype, x.device.type),
         threads=1 if spec.group else torch.get_num_threads(),  # every rank must plan alike
         cast_bytes=cast,
         fixed_bytes=tokens.copied_bytes + copies,

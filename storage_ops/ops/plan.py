@@ -85,15 +85,13 @@ def problem_of(
         _check_count("max_valid", max_valid, 0)
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
-    threads, upcast, packs, rounds = 1, False, False, False
+    threads, traits = 1, {"cuda": device != "cpu"}
     if device == "cpu":
         import torch
 
         from storage_ops.ops import products
 
-        threads, element = torch.get_num_threads(), getattr(torch, name)
-        upcast = not products.has_fast_products(element, "cpu")
-        packs, rounds = products.packs(element, "cpu"), products.rounds(element, "cpu")
+        threads, traits = torch.get_num_threads(), products.traits(getattr(torch, name), "cpu")
     return Problem(
         tokens if max_valid is None else min(tokens, max_valid),
         hidden,
@@ -104,11 +102,8 @@ def problem_of(
         early=reduction != "none" and name != "float16",
         gather=max_valid is not None,
         left_out=0 if max_valid is None else max(tokens - max_valid, 0),
-        upcast=upcast,
-        packs=packs,
-        rounds=rounds,
-        cuda=device != "cpu",
         threads=threads,
+        **traits,
     )
 
 

@@ -18,6 +18,8 @@ SLICE = 1024  # rows of a 16-bit product that are formed at a time before they a
 ROWS = 16  # chunks of tokens are multiples of this
 ONE_PASS = 512  # depth of a 16-bit product of our own that needs no sums beside its result
 KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms the rest twice
+PLAIN_COPIES = 9  # of the rows that it works on, most of them, by the row kernel in plain torch
+COPYING = 16  # of an operand's number, in multiplications
 PIECE = 256  # tokens whose rescaled sums are finished at a time
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
 
@@ -43,6 +45,7 @@ class Problem:
         upcast: products of 16-bit arguments are formed in fp32, slice by slice.
         packs: products with an fp32 result are our own, which copy operands into scratch memory.
         rounds: so are products with a result in 16 bits, but for the logits.
+        plain: the row kernel is plain torch, which makes copies of some rows of a tile.
         cuda: the arguments are on a GPU.
         threads: CPU threads.
         cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
@@ -63,6 +66,7 @@ class Problem:
     upcast: bool = False
     packs: bool = False
     rounds: bool = False
+    plain: bool = False
     cuda: bool = False
     threads: int = 1
     cast_bytes: int = 0
@@ -187,6 +191,11 @@ def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
     return 4 * most
 
 
+def plain_rows(rows: int, columns: int) -> int:
+    """Rows that the row kernel in plain torch works on at a time."""
+    return max(1, min(rows, (1 << 17) // max(columns, 1)))
+
+
 def product_bytes(p: Problem, rows: int, columns: int) -> int:
     """What forming the products of one tile allocates besides its operands and results."""
     if p.itemsize >= 4:
@@ -233,7 +242,8 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
     item, wide = p.itemsize, p.arithmetic
     base = token_bytes(p) + p.fixed_bytes
     tile = rows * (padded(columns) * item + columns * p.cast_bytes)
-    tile += product_bytes(p, rows, columns)
+    copies = PLAIN_COPIES * wide * plain_rows(rows, columns) * columns if p.plain else 0
+    tile += max(product_bytes(p, rows, columns), copies)
     if strategy == RUNNING_RESCALE:
         tile += rows * p.hidden * wide if p.gather else 0
         tile = max(tile, 3 * min(PIECE, p.tokens) * p.hidden * wide)
@@ -264,7 +274,7 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     chunks, slices = _parts(p.tokens, rows), _parts(p.vocab, columns)
     item, n, d, v = p.itemsize, p.tokens, p.hidden, p.vocab
     rate = r.flops(item, p.upcast)
-    if item < 4 and not p.upcast:
+    if item < 4 and not p.upcast and not p.rounds:
         rate /= 1 + r.few_rows16 / max(min(rows, n), 1)
     # A slice that stays in the cache is read from memory once, however many chunks use it in turn.
     reads = chunks if columns * d * item > r.cache_bytes or strategy == TOKEN_CHUNKED else 1
@@ -294,6 +304,18 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
         # A GPU product takes the longer of its arithmetic and its traffic. Its result is added to
         # the sum when the arithmetic of a tile is done, and has nothing to hide behind.
         seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s in parts)
+    elif p.rounds:
+        # All is fetched while our products compute, but operands are copied for every tile: those
+        # of logits and of either gradient, which are formed so many rows at a time.
+        n_rows, n_columns = max(min(rows, n), 1), max(min(columns, v), 1)
+        copied = [1 / n_rows + 1 / n_columns] * (2 if again else 1)
+        copied += [1 / max(rounded_rows(n_rows, d, n_columns), 1)] if p.grads[0] else []
+        copied += [1 / max(rounded_rows(n_columns, d, n_rows), 1)] if p.grads[1] else []
+        slower = iter(copied)
+        seconds = sum(
+            max(f / rate * (1 + COPYING * next(slower)) if f else 0, (b + s) / r.bandwidth)
+            for f, b, s in parts
+        )
     else:
         # Where sums are added to by our own products, they are fetched while those compute.
         ours = p.packs and (item >= 4 or p.mixed or p.rounds)

@@ -87,6 +87,19 @@ def rounds(dtype: torch.dtype, device: str) -> bool:
     return True
 
 
+def traits(dtype: torch.dtype, device: str) -> dict[str, bool]:
+    """What a plan has to know of the kernels here: fields of `planner.Problem`."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
+    return {
+        "upcast": not has_fast_products(dtype, device),
+        "packs": packs(dtype, device),
+        "rounds": rounds(dtype, device),
+        "plain": key is None or not has_kernel("storage_ops::_cross_entropy_rows", key),
+        "cuda": device == "cuda",
+    }
+
+
 def _is_of_amd() -> bool:
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()[:4096]

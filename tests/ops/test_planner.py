@@ -109,8 +109,11 @@ def test_measured_peak_is_what_was_planned(dtype, own, share, grads, late, plans
     # The forward of a late plan runs before there are gradients.
     predicted = [plans[0].peak_bytes] + [p.peak_bytes + returned for p in plans[late:]]
     assert m.peak_bytes <= max(predicted)
-    # 16-bit products may pack their operands in less than the plan has to reserve.
+    # 16-bit products may pack their operands in less than the plan has to reserve, and the row
+    # kernel in plain torch makes fewer copies without options.
     reserved = (1 << 20) * torch.get_num_threads() * (dtype.itemsize < 4)
+    if so.info()["row_kernel"] == "plain torch":
+        reserved += 4 * planner.PLAIN_COPIES * planner.plain_rows(tokens, vocab) * vocab
     assert m.peak_bytes >= 0.95 * max(predicted) - reserved
 
 
