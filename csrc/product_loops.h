@@ -310,21 +310,21 @@ struct Part {
     }
   }
 
-  void multiply_rows(const Block& b, const Rows& now, const Rows& next, Ahead& ahead) const {
+  void multiply_rows(const Block& block, const Rows& now, const Rows& next, Ahead& ahead) const {
     const Product& p = product;
-    const int64_t panels = parts(b.columns, kTileColumns), slots = parts(now.depth, kGroup<T>);
+    const int64_t panels = parts(block.columns, kTileColumns), slots = parts(now.depth, kGroup<T>);
     for (int64_t i = 0; i < now.count; i += kTileRows) {
       pack<kTileRows>(start(now) + i * p.left_row, p.left_row, p.left_column,
                       std::min<int64_t>(kTileRows, now.count - i), now.depth, left + i * slots);
     }
     Ahead left_ahead(start(next), next.count, p.left_row, next.depth, p.left_column,
                      parts(now.count, kTileRows) * panels);
-    const uint32_t* packed = right + (now.begin - b.begin) / kGroup<T> * panels * kTileColumns;
+    const uint32_t* packed = right + (now.begin - block.begin) / kGroup<T> * panels * kTileColumns;
     for (int64_t j = 0; j < panels; ++j) {
       for (int64_t i = 0; i < now.count; i += kTileRows) {
         ahead.fetch();
         left_ahead.fetch();
-        const int64_t column = b.column + j * kTileColumns;
+        const int64_t column = block.column + j * kTileColumns;
         const float* a = reinterpret_cast<const float*>(left + i * slots);
         const float* b = reinterpret_cast<const float*>(packed + j * kTileColumns * slots);
         const int64_t high = std::min<int64_t>(kTileRows, now.count - i);
