@@ -284,42 +284,41 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     # A CPU's sums in fp32 need products in fp32 where torch forms them.
     slow = 0.0 if p.cuda or p.packs else rate / r.flops32 - 1
     wide_weight, wide_input = (slow * wide for wide in _wide_sums(p, rows, columns))
-    # Of every product and row kernel: operations, bytes of operands and results, bytes of sums.
-    forward = (each, read_weight + slices * n * d * item + logits, 0)
+    # Of every product and row kernel: operations, bytes of operands and results, bytes of sums, and
+    # how often our own copy a number of the operands, per multiplication with it.
+    n_rows, n_columns = max(min(rows, n), 1), max(min(columns, v), 1)
+    copied = 1 / n_rows + 1 / n_columns
+    forward = (each, read_weight + slices * n * d * item + logits, 0, copied)
     again = _formed_again(p, strategy, columns)
     whole = any(p.grads) and not again
-    parts: list[tuple[float, float, int]] = [forward, (0, (2 if whole else 1) * logits, 0)]
+    parts: list[tuple[float, float, int, float]] = [forward]
+    parts.append((0, (2 if whole else 1) * logits, 0, 0))
     if again:
-        parts += [(again * each, again * forward[1], 0), (0, 2 * logits, 0)]
+        parts += [(again * each, again * forward[1], 0, copied), (0, 2 * logits, 0, 0)]
     if p.grads[0]:
         sums = 2 * slices * n * d * (4 if p.mixed else item) if slices > 1 else n * d * item
         if strategy == RUNNING_RESCALE:
             sums *= 2
-        parts.append((each, read_weight + logits, sums))
+        copied = 1 / rounded_rows(n_rows, d, n_columns)
+        parts.append((each, read_weight + logits, sums, copied))
     if p.grads[1]:
         sums = v * d * (item + (2 * reads * sum_item if reads > 1 else 0))
-        parts.append((each, logits + slices * n * d * item, sums))
-    flops, moved = sum(f for f, _, _ in parts), sum(b + s for _, b, s in parts)
+        copied = 1 / rounded_rows(n_columns, d, n_rows)
+        parts.append((each, logits + slices * n * d * item, sums, copied))
+    flops, moved = sum(f for f, *_ in parts), sum(b + s for _, b, s, _ in parts)
     if r.overlaps:
         # A GPU product takes the longer of its arithmetic and its traffic. Its result is added to
         # the sum when the arithmetic of a tile is done, and has nothing to hide behind.
-        seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s in parts)
-    elif p.rounds:
-        # All is fetched while our products compute, but operands are copied for every tile: those
-        # of logits and of either gradient, which are formed so many rows at a time.
-        n_rows, n_columns = max(min(rows, n), 1), max(min(columns, v), 1)
-        copied = [1 / n_rows + 1 / n_columns] * (2 if again else 1)
-        copied += [1 / max(rounded_rows(n_rows, d, n_columns), 1)] if p.grads[0] else []
-        copied += [1 / max(rounded_rows(n_columns, d, n_rows), 1)] if p.grads[1] else []
-        slower = iter(copied)
+        seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s, _ in parts)
+    elif p.rounds:  # all is fetched while our own products compute
         seconds = sum(
-            max(f / rate * (1 + COPYING * next(slower)) if f else 0, (b + s) / r.bandwidth)
-            for f, b, s in parts
+            max(f / rate * (1 + COPYING * copied), (b + s) / r.bandwidth)
+            for f, b, s, copied in parts
         )
     else:
         # Where sums are added to by our own products, they are fetched while those compute.
-        ours = p.packs and (item >= 4 or p.mixed or p.rounds)
-        hidden = sum(min(f / rate, s / r.bandwidth) for f, _, s in parts) if ours else 0
+        ours = p.packs and (item >= 4 or p.mixed)
+        hidden = sum(min(f / rate, s / r.bandwidth) for f, _, s, _ in parts) if ours else 0
         seconds = flops / rate + moved / r.bandwidth - hidden
         seconds += each / rate * (p.grads[0] * wide_input + p.grads[1] * wide_weight)
     return round(flops), round(moved), seconds + tiles * len(parts) * r.launch_seconds
