@@ -69,8 +69,8 @@ template <typename Out>
 struct Place {
   Out* out;
   int64_t stride;
-  const float* sums;  // of what came before in depth, if it is not in `out`
-  int64_t sums_stride;
+  const float* sums = nullptr;  // of what came before in depth, if it is not in `out`
+  int64_t sums_stride = 0;
 };
 
 // out = left @ right (+ sums), or out += it, for a whole tile of it. What is fetched of the tile
