@@ -55,7 +55,9 @@ STORAGE_OPS_INLINE void store_result(const Lanes& value, float* to) {
 
 #if defined(STORAGE_OPS_DOT)
 STORAGE_OPS_INLINE Lanes load_result(const BFloat16* from) {
-  return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+  return (Lanes)(__builtin_convertvector(load<Halves>(from), Words) << 16);
 }
 
 STORAGE_OPS_INLINE void store_result(const Lanes& value, BFloat16* to) {
