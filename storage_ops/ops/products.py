@@ -209,8 +209,9 @@ def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
         piece = out[columns]
         if out.dtype == torch.float32:
             multiply(part.t(), wide, piece, add)
-            continue
-        product = piece.new_empty(piece.shape, dtype=torch.float32)
-        multiply(part.t(), wide, product, False)
-        out[columns] = product.add_(piece) if add else product
-        del part, product  # or two of them are alive at a time
+        else:
+            product = piece.new_empty(piece.shape, dtype=torch.float32)
+            multiply(part.t(), wide, product, False)
+            out[columns] = product.add_(piece) if add else product
+            del product  # or two of them are alive at a time
+        del part  # as well
