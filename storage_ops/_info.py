@@ -21,8 +21,7 @@ def info(status: _library.Status) -> dict[str, Any]:
     ops.discard_storage(probe)
     guard = bool(ops._arm_guard(probe, "probe"))
     ops.share_storage(probe, other)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    on_cpu, on_cuda = (has_kernel("storage_ops::_cross_entropy_rows", k) for k in ("CPU", "CUDA"))
+    on_cpu, on_cuda = products.has_row_kernel("cpu"), products.has_row_kernel("cuda")
     kinds = {"16-bit sums": torch.bfloat16, "fp32": torch.float32}
     own = [kind for kind, dtype in kinds.items() if products.packs(dtype, "cpu")]
     own += ["bf16 gradients"] if products.rounds(torch.bfloat16, "cpu") else []

@@ -18,15 +18,6 @@ def _weighted(weight: Tensor, z: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, weight * z)
 
 
-def _valid(target: Tensor, vocabulary: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Of each row, whether it is not ignored, and whether its target is no class."""
-    if target.dim() == 2:
-        kept = torch.ones_like(target[:, 0], dtype=torch.bool)
-        return kept, torch.zeros_like(kept)
-    kept = target != ignore_index
-    return kept, kept & ((target < 0) | (target >= vocabulary))
-
-
 def cross_entropy_rows(
     logits: Tensor,
     target: Tensor,
@@ -44,44 +35,29 @@ def cross_entropy_rows(
     phases: int,
 ) -> None:
     """Merge a tile of logits into the state of its rows, and overwrite it. See csrc/row_math.h."""
-    _, outside = _valid(target, vocabulary, ignore_index)
-    if logits.device.type == "cpu" and bool(outside.any()):
-        raise RuntimeError(
-            f"linear_cross_entropy: target {int(target[outside][0])} is out of range; expected "
-            f"ignore_index ({ignore_index}) or a class index from 0 to {vocabulary - 1}"
-        )
-    if logits.shape[1] == 0:
-        return
-    height = planner.plain_rows(*logits.shape)
-    for begin in range(0, len(logits), height):
-        rows = slice(begin, begin + height)
-        own = upstream if upstream is None or upstream.shape[1] == 1 else upstream[:, rows]
-        _some_rows(
-            logits[rows], target[rows], bias, weight, own, state[:, rows],
-            None if argmax is None else argmax[rows],
-            first_column, vocabulary, ignore_index, softcap, logit_scale, label_smoothing, phases,
-        )  # fmt: skip
-
-
-def _some_rows(
-    logits: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    upstream: Tensor | None,
-    state: Tensor,
-    argmax: Tensor | None,
-    first_column: int,
-    vocabulary: int,
-    ignore_index: int,
-    softcap: float,
-    logit_scale: float,
-    label_smoothing: float,
-    phases: int,
-) -> None:
     rows, columns = logits.shape
     wide, index = state.dtype, target.dim() == 1
-    kept, outside = _valid(target, vocabulary, ignore_index)
+    kept = target != ignore_index if index else torch.ones_like(target[:, 0], dtype=torch.bool)
+    outside = torch.zeros_like(kept)
+    if index:
+        outside = kept & ((target < 0) | (target >= vocabulary))
+        if logits.device.type == "cpu" and bool(outside.any()):
+            raise RuntimeError(
+                f"linear_cross_entropy: target {int(target[outside][0])} is out of range; expected "
+                f"ignore_index ({ignore_index}) or a class index from 0 to {vocabulary - 1}"
+            )
+    if rows == 0 or columns == 0:
+        return
+    if rows > (height := planner.plain_rows(rows, columns)):
+        for begin in range(0, rows, height):
+            part = slice(begin, begin + height)
+            own = upstream if upstream is None or upstream.shape[1] == 1 else upstream[:, part]
+            cross_entropy_rows(
+                logits[part], target[part], bias, weight, own, state[:, part],
+                None if argmax is None else argmax[part], first_column, vocabulary, ignore_index,
+                softcap, logit_scale, label_smoothing, phases,
+            )  # fmt: skip
+        return
     z = logits.to(wide) if bias is None else logits.to(wide) + bias.to(wide)
     z = z * logit_scale
     cap = torch.ones_like(z)

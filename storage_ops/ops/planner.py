@@ -177,6 +177,15 @@ def sum_slots(rows: int, columns: int, depth: int) -> int:
     return rows * columns if depth > ONE_PASS else 0
 
 
+def piece(rows: int, columns: int, depth: int, threads: int, rounded: bool) -> tuple[int, int]:
+    """Rows of our own product that are formed at a time, and the scratch that they take."""
+    if not rounded:
+        return rows, packed_slots(rows, columns, depth, threads)
+    height = rounded_rows(rows, columns, depth)
+    slots = packed_slots(height, columns, depth, threads)
+    return height, slots + sum_slots(height, columns, depth)
+
+
 def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
     """The most scratch that one of our own products of a tile takes."""
     most = packed_slots(rows, columns, p.hidden, p.threads) if p.itemsize >= 4 or p.upcast else 0
@@ -184,10 +193,8 @@ def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
     gradients = [(rows, columns, input_sum)] if p.grads[0] else []
     gradients += [(columns, rows, weight_sum)] if p.grads[1] else []
     for height, depth, wide in gradients:
-        own = p.rounds and not wide
-        height = rounded_rows(height, p.hidden, depth) if own else height
-        slots = packed_slots(height, p.hidden, depth, p.threads)
-        most = max(most, slots + (sum_slots(height, p.hidden, depth) if own else 0))
+        _, slots = piece(height, p.hidden, depth, p.threads, p.rounds and not wide)
+        most = max(most, slots)
     return 4 * most
 
 

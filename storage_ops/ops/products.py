@@ -87,15 +87,21 @@ def rounds(dtype: torch.dtype, device: str) -> bool:
     return True
 
 
-def traits(dtype: torch.dtype, device: str) -> dict[str, bool]:
-    """What a plan has to know of the kernels here: fields of `planner.Problem`."""
+@functools.cache
+def has_row_kernel(device: str) -> bool:
+    """Whether the row kernel is native on a kind of device, not plain torch."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
+    return key is not None and has_kernel("storage_ops::_cross_entropy_rows", key)
+
+
+def traits(dtype: torch.dtype, device: str) -> dict[str, bool]:
+    """What a plan has to know of the kernels here: fields of `planner.Problem`."""
     return {
         "upcast": not has_fast_products(dtype, device),
         "packs": packs(dtype, device),
         "rounds": rounds(dtype, device),
-        "plain": key is None or not has_kernel("storage_ops::_cross_entropy_rows", key),
+        "plain": not has_row_kernel(device),
         "cuda": device == "cuda",
     }
 
@@ -115,9 +121,8 @@ def _widens(dz: Tensor, out: Tensor) -> bool:
 def _pack(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     """out = left @ right, or out += it, by the package's own product."""
     (m, k), n = left.shape, right.shape[1]
-    height = m if out.dtype == torch.float32 else planner.rounded_rows(m, n, k)
-    slots = planner.packed_slots(height, n, k, torch.get_num_threads())
-    slots += 0 if out.dtype == torch.float32 else planner.sum_slots(height, n, k)
+    rounded = out.dtype != torch.float32
+    height, slots = planner.piece(m, n, k, torch.get_num_threads(), rounded)
     scratch = torch.empty(slots, dtype=torch.float32)
     for begin in range(0, m, height or 1):
         rows = slice(begin, begin + height)

@@ -47,7 +47,7 @@ def check(
         OP(out, left, right, scratch[:least], add)
     finally:
         torch.set_num_threads(before)
-    if narrow:  # rounded once: to half of the last of 8 bits: of a sum that is as good as above
+    if narrow:  # the same sum, rounded once: by half of the last of 8 bits at most
         size = want.abs() * 2**-8 / 2e-6 + size
     assert ((out.double() - want).abs() <= 2e-6 * size).all()
     assert scratch[least:].isnan().all()
