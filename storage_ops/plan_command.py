@@ -15,7 +15,7 @@ from rich.table import Table
 
 import storage_ops
 from storage_ops.ops import plan as plans
-from storage_ops.ops import planner
+from storage_ops.ops import planner, tile_memory
 from storage_ops.ops.planner import Plan, Problem
 from storage_ops.ops.rates import DEVICES, Rates
 from storage_ops.ops.sizes import metric, parse_bytes, readable
@@ -63,7 +63,7 @@ class Curve:
 
 def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
     """Budgets from the smallest possible, by steps of two, to the whole logits; and `extra`."""
-    logits = p.tokens * planner.padded(p.vocab) * p.itemsize
+    logits = p.tokens * tile_memory.padded(p.vocab) * p.itemsize
     least = planner.smallest_budget(p)
     # The logits in one tile, with all that goes with them.
     most = max(planner.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)

@@ -59,11 +59,11 @@ PLAN = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "128256", "--
 def test_plan_as_a_table(capsys):
     assert cli.main([*PLAN, "--dtype", "bf16", "--budget", "400MiB"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("token-chunked 3.84-GEMM: 1 x 7 tiles of 8192 x 20416")
+    assert printed.startswith("token-chunked 3.42-GEMM: 1 x 7 tiles of 8192 x 20416")
     rows = [line.split() for line in printed.splitlines() if " of 8192x" in line]
     assert 8 <= len(rows) <= 11
     assert [row[0] for row in rows].count(">") == 1 and ["400", "MiB"] in [r[1:3] for r in rows]
-    assert rows[0][2] == "vocab-sliced" and rows[-1][2] == "token-chunked"
+    assert all("token-chunked" in row for row in rows)
     factors = [float(row[-1]) for row in rows]
     assert factors == sorted(factors, reverse=True) and factors[-1] < 1.1
 

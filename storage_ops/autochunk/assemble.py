@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.autochunk.program import Output, Program, Slice
-from storage_ops.ops import planner, products
+from storage_ops.ops import products, tile_memory
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _PIECE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
@@ -109,7 +109,7 @@ class Result:
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     """out = left @ right, or out += it, with scratch memory only where it is little beside out."""
     (rows, depth), columns = left.shape, right.shape[1]
-    scratch = planner.packed_slots(rows, columns, depth, torch.get_num_threads())
+    scratch = tile_memory.packed_slots(rows, columns, depth, torch.get_num_threads())
     if out.dtype != left.dtype or (depth >= _DEEP and 8 * scratch <= out.numel()):
         products.multiply(left, right, out, add)
     elif add:

@@ -13,7 +13,7 @@ from torch import fx
 from storage_ops.autochunk.match import Match
 from storage_ops.autochunk.nodes import shape
 from storage_ops.autochunk.propagate import Span, hint
-from storage_ops.ops import planner, products
+from storage_ops.ops import planner, products, tile_memory
 
 _ATEN = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -59,7 +59,7 @@ def plan_of(
     if num_chunks is not None:
         # What a chunk of tokens takes, with its products and the few numbers per token on top.
         rows = -(-p.tokens // num_chunks)
-        share = rows * planner.padded(vocabulary) * p.itemsize
+        share = rows * tile_memory.padded(vocabulary) * p.itemsize
         forming = planner.product_bytes(p, rows, vocabulary)
         wanted = share + share // 50 + forming + planner.token_bytes(p)
     least, rates = planner.smallest_budget(p), products.rates_of(x.device)
@@ -67,7 +67,7 @@ def plan_of(
     plan = planner.choose(p, wanted, rates)
     # A plan whose products take less than was thought has room for larger tiles.
     while num_chunks is not None and wanted is not None and wanted > least:
-        over = plan.rows * planner.padded(plan.columns) * p.itemsize - share - share // 50
+        over = plan.rows * tile_memory.padded(plan.columns) * p.itemsize - share - share // 50
         if over <= 0:
             break
         wanted = max(wanted - over, least)

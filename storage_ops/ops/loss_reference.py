@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from storage_ops.ops import planner
+from storage_ops.ops import tile_memory
 from storage_ops.ops.loss_rows import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
 
 
@@ -48,7 +48,7 @@ def cross_entropy_rows(
             )
     if rows == 0 or columns == 0:
         return
-    if rows > (height := planner.plain_rows(rows, columns)):
+    if rows > (height := tile_memory.plain_rows(rows, columns)):
         for begin in range(0, rows, height):
             part = slice(begin, begin + height)
             own = upstream if upstream is None or upstream.shape[1] == 1 else upstream[:, part]

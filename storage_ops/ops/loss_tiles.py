@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.distributed import vocab_parallel
-from storage_ops.ops import planner, products
+from storage_ops.ops import planner, products, tile_memory
 from storage_ops.ops.loss_rows import (
     EXPONENTIALS,
     GRADIENT,
@@ -91,14 +91,23 @@ class Buffer:
     """Memory of one tile. Rows start on 64 elements: odd sizes stay on the fast paths."""
 
     def __init__(self, like: Tensor, plan: Plan) -> None:
-        self._flat = like.new_empty(plan.rows * planner.padded(plan.columns))
+        self._flat = like.new_empty(plan.rows * tile_memory.padded(plan.columns))
 
-    def form(self, x: Tensor, w: Tensor) -> Tensor:
-        """The logits of these tokens (rows, D) and classes (columns, D)."""
-        ld = planner.padded(len(w))
-        tile = self._flat[: len(x) * ld].view(len(x), ld)[:, : len(w)]
-        products.logits(x, w, tile)
+    def form(self, x: Tensor, w: Tensor, parked: Tensor | None = None) -> Tensor:
+        """The logits of these tokens (rows, D) and classes (columns, D); `parked`: the first."""
+        tile = _tile(self._flat, len(x), len(w))
+        known = 0 if parked is None else len(parked)
+        if parked is not None:
+            tile[:known] = parked
+        if known < len(x):
+            products.logits(x[known:], w, tile[known:])
         return tile
+
+
+def _tile(memory: Tensor, rows: int, columns: int) -> Tensor:
+    """A matrix in flat memory that holds it."""
+    ld = tile_memory.padded(columns)
+    return memory[: rows * ld].view(rows, ld)[:, :columns]
 
 
 # Called with the rows and columns of a tile, what was multiplied, and their product.
@@ -156,20 +165,29 @@ def sweep_keeping(
     """Statistics and gradients of some rows after the other, with room for a part of the classes.
 
     The logits of the last `plan.columns` classes are kept until their statistics are known. Those
-    of the others, as few as the plan could make them, are formed a second time.
+    of the others, as few as the plan could make them, are formed a second time, or wait in the
+    gradient of their weight, which is written after them.
     """
     buffer, vocab = Buffer(task.tokens.x, plan), len(task.weight)
-    kept = slice(vocab - plan.columns, vocab)
-    others = _slices(kept.start, -(-kept.start // (plan.num_slices - 1)))
+    kept, others = slice(vocab - plan.columns, vocab), tile_memory.others(vocab, plan.columns)
     for rows in _slices(task.tokens.count, plan.rows):
         x = task.tokens.gather(rows)
         for columns in (*others, kept):
-            tile = buffer.form(x, task.weight[columns])
-            _rows_kernel(task, tile, rows, columns, state, None, argmax, UPDATE)
+            w, first = task.weight[columns], rows.start
+            parked = None if columns is kept else gradients.parking(columns)
+            if parked is not None:
+                products.logits(x[: len(parked)], w, parked)
+                top = slice(0, first := len(parked))
+                _rows_kernel(task, parked, top, columns, state, None, argmax, UPDATE)
+            if first < rows.stop:
+                tile = buffer.form(x[first - rows.start :], w)
+                rest = slice(first, rows.stop)
+                _rows_kernel(task, tile, rest, columns, state, None, argmax, UPDATE)
         _merge(task, state, argmax, rows)
         for columns in (kept, *others):
             w = task.weight[columns]
-            tile = tile if columns is kept else buffer.form(x, w)
+            if columns is not kept:
+                tile = buffer.form(x, w, gradients.parking(columns))
             _rows_kernel(task, tile, rows, columns, state, upstream, None, GRADIENT)
             gradients.add(rows, columns, x, w, tile, columns is not kept)
         del x, tile  # before the next rows are gathered
@@ -209,6 +227,7 @@ class Gradients:
             if len(x) > task.tokens.count and not gathered:
                 self.input[task.tokens.count :] = 0
         self._slice_sum: Tensor | None = None
+        self._parks = planner.parks(p, plan.rows)
         self._direct = not mixed or plan.num_chunks <= 1
         if p.grads[1]:
             if task.into is not None:
@@ -249,6 +268,15 @@ class Gradients:
                 products.weight_gradient(dz, x, self._slice_sum[first : first + width], again)
         if self.bias is not None:
             self.bias[columns] += dz.sum(0)  # dtype= would cast the whole tile first
+
+    def parking(self, columns: slice) -> Tensor | None:
+        """Logits (tokens, classes) in the memory of the weight's gradient; the first that fit."""
+        if not self._parks:
+            return None
+        assert self.weight is not None
+        width, tokens = columns.stop - columns.start, self._task.tokens.count
+        count = tile_memory.parked_rows(tokens, width, self.weight.shape[1])
+        return _tile(self.weight[columns].view(-1), count, width)
 
     def end_slice(self, columns: slice) -> None:
         """Round the sum of a slice of the vocabulary into its place."""

@@ -12,11 +12,20 @@ from dataclasses import dataclass
 
 from storage_ops.ops.rates import CPU, Rates
 from storage_ops.ops.sizes import metric, readable
+from storage_ops.ops.tile_memory import (
+    ONE_PASS,
+    ROWS,
+    SLICE,
+    packed_slots,
+    padded,
+    parked_rows,
+    parts,
+    piece,
+    plain_rows,
+    rounded_rows,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
-SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
-ROWS = 16  # chunks of tokens are multiples of this
-ONE_PASS = 512  # depth of a 16-bit product of our own that needs no sums beside its result
 KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms the rest twice
 PLAIN_COPIES = 9  # of the rows that it works on, most of them, by the row kernel in plain torch
 COPYING = 16  # of an operand's number, in multiplications
@@ -89,7 +98,9 @@ class Plan:
 
     Attributes:
         strategy: "token-chunked": whole rows of logits, turned into their gradient at once. Where
-            `columns` is less than the vocabulary, that many are kept and the others formed twice.
+            `columns` is less than the vocabulary, that many are kept. If there is one chunk, the
+            others wait in the memory of the weight's gradient, as far as they fit: as many rows as
+            the hidden size. What fits nowhere is formed twice.
             "vocab-sliced": one pass for the statistics of the rows, one more product to form the
             logits again for the gradient. "running-rescale": slices of the vocabulary with a frozen
             weight, in one pass; the sum is rescaled whenever a row's maximum grows.
@@ -133,59 +144,6 @@ class Plan:
         )
 
 
-def padded(columns: int) -> int:
-    """Elements from one row of a tile to the next.
-
-    Rows start on 64 elements: odd sizes stay on the fast paths of products. Never a multiple of
-    512: rows a power of two apart share their places in a cache.
-    """
-    width = -(-columns // 64) * 64
-    return width + 64 if width % 512 == 0 else width
-
-
-def _parts(total: int, size: int) -> int:
-    return -(-total // size) if total else 0
-
-
-def packed_slots(rows: int, columns: int, depth: int, threads: int) -> int:
-    """Scratch of 4 bytes each that our own product (rows, depth) @ (depth, columns) works in.
-
-    Room for a block of either operand for each thread, in its second-level cache: up to 128 KiB of
-    the left one and 256 KiB of the right one. Those of the right one together take no more than
-    512 KiB or half of the tile of logits, which is the result or the left operand, unless each were
-    less than a panel of columns.
-    """
-    left = min(-(-rows // 8) * 8, 128) * min(depth, 256)
-    most = max(rows * min(columns, depth) // 2, 1 << 17) // threads
-    right = min(-(-columns // 48) * 48 * depth, 1 << 16, max(most, 48 * 256))
-    return threads * (left + right)
-
-
-def rounded_rows(rows: int, columns: int, depth: int) -> int:
-    """Rows of our own product that are formed at a time if it is rounded to 16 bits.
-
-    After more than one pass over the depth that takes sums in fp32: they have no more than a
-    quarter of the bytes of the tile of logits, which is the left operand.
-    """
-    if depth <= ONE_PASS:
-        return rows
-    return max(ROWS, min(rows, SLICE, rows * depth // (8 * max(columns, 1))))
-
-
-def sum_slots(rows: int, columns: int, depth: int) -> int:
-    """Scratch of 4 bytes each for those sums, of so many rows."""
-    return rows * columns if depth > ONE_PASS else 0
-
-
-def piece(rows: int, columns: int, depth: int, threads: int, rounded: bool) -> tuple[int, int]:
-    """Rows of our own product that are formed at a time, and the scratch that they take."""
-    if not rounded:
-        return rows, packed_slots(rows, columns, depth, threads)
-    height = rounded_rows(rows, columns, depth)
-    slots = packed_slots(height, columns, depth, threads)
-    return height, slots + sum_slots(height, columns, depth)
-
-
 def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
     """The most scratch that one of our own products of a tile takes."""
     most = packed_slots(rows, columns, p.hidden, p.threads) if p.itemsize >= 4 or p.upcast else 0
@@ -196,11 +154,6 @@ def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
         _, slots = piece(height, p.hidden, depth, p.threads, p.rounds and not wide)
         most = max(most, slots)
     return 4 * most
-
-
-def plain_rows(rows: int, columns: int) -> int:
-    """Rows that the row kernel in plain torch works on at a time."""
-    return max(1, min(rows, (1 << 17) // max(columns, 1)))
 
 
 def product_bytes(p: Problem, rows: int, columns: int) -> int:
@@ -245,7 +198,7 @@ def token_bytes(p: Problem) -> int:
 
 def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
     """Peak scratch memory beyond inputs, outputs and returned gradients."""
-    chunks, slices = _parts(p.tokens, rows), _parts(p.vocab, columns)
+    chunks, slices = parts(p.tokens, rows), parts(p.vocab, columns)
     item, wide = p.itemsize, p.arithmetic
     base = token_bytes(p) + p.fixed_bytes
     tile = rows * (padded(columns) * item + columns * p.cast_bytes)
@@ -278,7 +231,7 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
 
 def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple[int, int, float]:
     """FLOPs and bytes moved of all products, and the time they take with the row kernel."""
-    chunks, slices = _parts(p.tokens, rows), _parts(p.vocab, columns)
+    chunks, slices = parts(p.tokens, rows), parts(p.vocab, columns)
     item, n, d, v = p.itemsize, p.tokens, p.hidden, p.vocab
     rate = r.flops(item, p.upcast)
     if item < 4 and not p.upcast and not p.rounds:
@@ -296,46 +249,54 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     n_rows, n_columns = max(min(rows, n), 1), max(min(columns, v), 1)
     copied = 1 / n_rows + 1 / n_columns
     forward = (each, read_weight + slices * n * d * item + logits, 0, copied)
-    again = _formed_again(p, strategy, columns)
-    whole = any(p.grads) and not again
-    parts: list[tuple[float, float, int, float]] = [forward]
-    parts.append((0, (2 if whole else 1) * logits, 0, 0))
-    if again:
-        parts += [(again * each, again * forward[1], 0, copied), (0, 2 * logits, 0, 0)]
+    again = _formed_again(p, strategy, rows, columns)
+    whole = any(p.grads) and (strategy == RUNNING_RESCALE or slices == 1)
+    work: list[tuple[float, float, int, float]] = [forward]
+    work.append((0, (2 if whole else 1) * logits, 0, 0))
+    if any(p.grads) and not whole:
+        work += [(again * each, again * forward[1], 0, copied), (0, 2 * logits, 0, 0)]
     if p.grads[0]:
         sums = 2 * slices * n * d * (4 if p.mixed else item) if slices > 1 else n * d * item
         if strategy == RUNNING_RESCALE:
             sums *= 2
         copied = 1 / rounded_rows(n_rows, d, n_columns)
-        parts.append((each, read_weight + logits, sums, copied))
+        work.append((each, read_weight + logits, sums, copied))
     if p.grads[1]:
         sums = v * d * (item + (2 * reads * sum_item if reads > 1 else 0))
         copied = 1 / rounded_rows(n_columns, d, n_rows)
-        parts.append((each, logits + slices * n * d * item, sums, copied))
-    flops, moved = sum(f for f, *_ in parts), sum(b + s for _, b, s, _ in parts)
+        work.append((each, logits + slices * n * d * item, sums, copied))
+    flops, moved = sum(f for f, *_ in work), sum(b + s for _, b, s, _ in work)
     if r.overlaps:
         # A GPU product takes the longer of its arithmetic and its traffic. Its result is added to
         # the sum when the arithmetic of a tile is done, and has nothing to hide behind.
-        seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s, _ in parts)
+        seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s, _ in work)
     elif p.rounds:  # all is fetched while our own products compute
         seconds = sum(
             max(f / rate * (1 + COPYING * copied), (b + s) / r.bandwidth)
-            for f, b, s, copied in parts
+            for f, b, s, copied in work
         )
     else:
         # Where sums are added to by our own products, they are fetched while those compute.
         ours = p.packs and (item >= 4 or p.mixed)
-        hidden = sum(min(f / rate, s / r.bandwidth) for f, _, s, _ in parts) if ours else 0
+        hidden = sum(min(f / rate, s / r.bandwidth) for f, _, s, _ in work) if ours else 0
         seconds = flops / rate + moved / r.bandwidth - hidden
         seconds += each / rate * (p.grads[0] * wide_input + p.grads[1] * wide_weight)
-    return round(flops), round(moved), seconds + tiles * len(parts) * r.launch_seconds
+    return round(flops), round(moved), seconds + tiles * len(work) * r.launch_seconds
 
 
-def _formed_again(p: Problem, strategy: str, columns: int) -> float:
+def parks(p: Problem, rows: int) -> bool:
+    """Whether logits wait in the memory of the weight's gradient: nothing was written there yet."""
+    return p.early and p.grads[1] and not p.into and rows >= p.tokens
+
+
+def _formed_again(p: Problem, strategy: str, rows: int, columns: int) -> float:
     """The share of the logits that is formed a second time, for the gradient."""
     if strategy == RUNNING_RESCALE or not any(p.grads):
         return 0
-    return 1 if strategy == VOCAB_SLICED else 1 - columns / max(p.vocab, 1)
+    if strategy == VOCAB_SLICED:
+        return 1
+    parked = parked_rows(p.tokens, columns, p.hidden) if parks(p, rows) else 0
+    return (1 - columns / max(p.vocab, 1)) * (1 - parked / max(p.tokens, 1))
 
 
 def _mode(p: Problem, strategy: str, products: float) -> str:
@@ -352,15 +313,18 @@ def make(p: Problem, strategy: str, rows: int, columns: int, rates: Rates = CPU)
     columns, rows = max(1, min(columns, p.vocab)), max(1, min(rows, p.tokens))
     if strategy == TOKEN_CHUNKED and not any(p.grads):
         columns = max(1, p.vocab)  # nothing is formed again
-    slices = _parts(p.vocab, columns)
+    slices = parts(p.vocab, columns)
     # Products of 16 rows at a time have no remainder: up to a tenth faster, measured on a CPU.
-    equal = max(1, _parts(p.tokens, _parts(p.tokens, rows) or 1))
+    equal = max(1, parts(p.tokens, parts(p.tokens, rows) or 1))
     rows = min(rows, -(-equal // ROWS) * ROWS)
-    chunks = _parts(p.tokens, rows)
-    if slices > 1 and strategy != TOKEN_CHUNKED:
-        columns = min(columns, padded(_parts(p.vocab, slices)))
-        slices = _parts(p.vocab, columns)
-    products = 1 + p.grads[0] + p.grads[1] + _formed_again(p, strategy, columns)
+    chunks = parts(p.tokens, rows)
+    if slices > 1:
+        if strategy != TOKEN_CHUNKED:
+            columns = min(columns, padded(parts(p.vocab, slices)))
+        elif columns > 64:  # rows of such tiles need no padding
+            columns = (columns - 64 * (columns % 512 < 64)) // 64 * 64
+        slices = parts(p.vocab, columns)
+    products = 1 + p.grads[0] + p.grads[1] + _formed_again(p, strategy, rows, columns)
     flops, moved, seconds = _cost(p, strategy, rows, columns, rates)
     return Plan(
         strategy, rows, columns, chunks, slices, products,
@@ -411,8 +375,8 @@ def candidates(
     """
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     cached = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize) // 64 * 64, 64)
-    halved = {_parts(tokens, 1 << k) for k in range((tokens - 1).bit_length() + 1)}
-    heights = halved if num_chunks is None else {_parts(tokens, num_chunks)}
+    halved = {parts(tokens, 1 << k) for k in range((tokens - 1).bit_length() + 1)}
+    heights = halved if num_chunks is None else {parts(tokens, num_chunks)}
     tiles: set[tuple[str, int, int]] = set()
     for name in allowed(p) if strategy is None else [strategy]:
 
@@ -424,11 +388,13 @@ def candidates(
             tiles |= {(name, rows, vocab) for rows in heights | {most}}
         if name == TOKEN_CHUNKED:
             # Fewer chunks than fit, but for a part of the logits: those are formed twice.
-            whole = _parts(tokens, most) if most else 0
-            fewer = {_parts(tokens, whole - k) for k in (1, 2) if k < whole}
+            whole = parts(tokens, most) if most else 0
+            fewer = {parts(tokens, whole - k) for k in (1, 2) if k < whole}
             for rows in heights | fewer if any(p.grads) else ():
                 columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
-                if columns * KEPT >= vocab:
+                if parks(p, rows):
+                    tiles |= {(name, rows, min(columns, size)) for size in (vocab, ONE_PASS - 64)}
+                elif columns * KEPT >= vocab:
                     tiles.add((name, rows, columns))
             continue
         for rows in heights:
@@ -444,7 +410,7 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
     """The least scratch memory that any plan needs, with this strategy and number of chunks."""
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     # One token, or all of them: a single product needs no sum.
-    heights = {1, tokens} if num_chunks is None else {_parts(tokens, num_chunks)}
+    heights = {1, tokens} if num_chunks is None else {parts(tokens, num_chunks)}
     return min(
         peak_bytes(p, name, rows, columns)
         for name in (allowed(p) if strategy is None else [strategy])

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.library import register_fake
 
 from storage_ops import _schemas
-from storage_ops.ops import planner, rates, reference
-from storage_ops.ops.planner import SLICE
+from storage_ops.ops import rates, reference, tile_memory
+from storage_ops.ops.tile_memory import SLICE
 
 _schemas.library.impl("_product", reference.product, "CompositeExplicitAutograd")
 
@@ -79,7 +79,7 @@ def rounds(dtype: torch.dtype, device: str) -> bool:
     """
     if dtype != torch.bfloat16 or not packs(dtype, device) or not _is_of_amd():
         return False
-    one, scratch = torch.zeros(1, 1, dtype=dtype), torch.empty(planner.packed_slots(1, 1, 1, 1))
+    one, scratch = torch.zeros(1, 1, dtype=dtype), torch.empty(tile_memory.packed_slots(1, 1, 1, 1))
     try:
         torch.ops.storage_ops._product(one, one, one.clone(), scratch, False)
     except RuntimeError:  # there is no instruction for it
@@ -122,7 +122,7 @@ def _pack(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     """out = left @ right, or out += it, by the package's own product."""
     (m, k), n = left.shape, right.shape[1]
     rounded = out.dtype != torch.float32
-    height, slots = planner.piece(m, n, k, torch.get_num_threads(), rounded)
+    height, slots = tile_memory.piece(m, n, k, torch.get_num_threads(), rounded)
     scratch = torch.empty(slots, dtype=torch.float32)
     for begin in range(0, m, height or 1):
         rows = slice(begin, begin + height)
@@ -143,7 +143,7 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     """out = left @ right, or out += it. `out` may be wider on a GPU, and where `packs` says so."""
     # Of a few rows, a copy of the right operand costs more than it gains.
-    few = left.dtype == out.dtype and len(left) < planner.ROWS
+    few = left.dtype == out.dtype and len(left) < tile_memory.ROWS
     if out.dtype == torch.float32 and packs(left.dtype, left.device.type) and not few:
         _pack(left, right, out, add)
     elif out.dtype != left.dtype:

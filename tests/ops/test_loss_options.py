@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import storage_ops as so
 from storage_ops.ops import loss_reference as reference
-from storage_ops.ops import planner
+from storage_ops.ops import planner, products
 
 TOKENS, HIDDEN, VOCAB = 6, 3, 70
 # Option -> the values it takes besides leaving it out. Tensors are made fresh for every test.
@@ -27,7 +27,7 @@ OPTIONS = {
     "returns": [("nll", "lse", "entropy"), ("loss", "z_loss", "argmax", "correct")],
     "frozen": ["input", "linear_weight"],
     "plan": ["token-chunked 5 70", "token-chunked 5 30", "vocab-sliced 12 64", "vocab-sliced 5 64",
-             "running-rescale 5 64"],
+             "running-rescale 5 64", "token-chunked 12 64"],
 }  # fmt: skip
 CHOICES = [(name, i) for name, values in OPTIONS.items() for i in range(len(values))]
 PAIRS = [pair for pair in itertools.combinations(CHOICES, 2) if pair[0][0] != pair[1][0]]
@@ -92,6 +92,48 @@ def compare(choices, dtype=torch.float64, tolerance=1e-10):
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: "+".join(f"{n}{i}" for n, i in p))
 def test_pairs_of_options(pair):
     compare(pair)
+
+
+@pytest.mark.parametrize("hidden", [11, 12, 20])
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c[0]}{c[1]}")
+def test_options_while_logits_wait_in_the_gradient_of_the_weight(choice, hidden, monkeypatch):
+    monkeypatch.setitem(globals(), "VOCAB", 200)  # 128 that wait, if there is room, 8, and 64
+    monkeypatch.setitem(globals(), "HIDDEN", hidden)
+    compare([*{"plan": 5, **dict([choice])}.items()])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(1, 80), st.integers(1, 80), st.integers(2, 700), st.integers(1, 700),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(),
+)  # fmt: skip
+def test_logits_that_wait_are_not_formed_again(tokens, hidden, vocab, columns, dtype, own):
+    p = planner.Problem(tokens, hidden, vocab, dtype.itemsize, sums_fp32=not own)
+    plan = planner.make(p, planner.TOKEN_CHUNKED, tokens, columns)
+    x, w = (torch.randn(n, hidden).to(dtype).requires_grad_() for n in (tokens, vocab))
+    target, formed, form = torch.randint(vocab, (tokens,)), 0, products.logits
+
+    def counted(x, w, out):
+        nonlocal formed
+        formed += out.numel()
+        form(x, w, out.fill_(torch.nan))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "logits", counted)
+        accumulate = dtype if own else None
+        loss = so.linear_cross_entropy(x, w, target, plan=plan, accumulate_dtype=accumulate)
+        got = torch.autograd.grad(loss, (x, w))
+    a, b = x.double(), w.double()
+    right = reference.linear_cross_entropy(a, b, target)
+    assert abs(loss - right) <= (1e-5 if dtype == torch.float32 else 3e-2) * (1 + right)
+    for g, e in zip(got, torch.autograd.grad(right, (x, w)), strict=True):
+        bound = 1e-5 if dtype == torch.float32 else 3e-2
+        assert (g.double() - e.double()).norm() <= bound * (e.double().norm() + 1e-3)
+    # All slices but the narrower last one of the others have room for as many rows as planned.
+    predicted = (plan.products - 2) * tokens * vocab
+    assert predicted - 1 <= formed <= predicted + tokens * plan.columns
+    if hidden >= tokens and plan.num_slices > 1 and plan.columns % 64 == 0:
+        assert formed < 1.5 * tokens * vocab
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c[0]}{c[1]}")

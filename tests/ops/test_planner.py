@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import storage_ops as so
-from storage_ops.ops import loss_autograd, planner
+from storage_ops.ops import loss_autograd, planner, tile_memory
 
 SIZES = st.integers(1, 5000)
 PROBLEMS = st.builds(
@@ -50,7 +50,13 @@ def test_the_default_budget_is_always_enough(p):
 def test_choices():
     p = planner.Problem(2048, 768, 50257, 4, (True, True, False))
     assert planner.choose(p, 1 << 40).strategy == planner.TOKEN_CHUNKED
-    assert planner.choose(p, 4 << 20).strategy == planner.VOCAB_SLICED
+    assert (
+        planner.choose(dataclasses.replace(p, into=True), 8 << 20).strategy == planner.VOCAB_SLICED
+    )
+    # Of 2048 rows 768 wait in the gradient of the weight.
+    tight = planner.choose(p, 4 << 20)
+    assert tight.strategy == planner.TOKEN_CHUNKED and 3.6 < tight.products < 3.625
+    assert planner.choose(dataclasses.replace(p, tokens=768), 2 << 20).products == 3
     # Exactly a quarter has no room for the rows' state beside four chunks: a few classes twice.
     quarter = planner.choose(p, 2048 * 50257)
     assert (quarter.num_chunks, quarter.num_slices) == (4, 2) and 3 < quarter.products < 3.01
@@ -113,7 +119,7 @@ def test_measured_peak_is_what_was_planned(dtype, own, share, grads, late, plans
     # kernel in plain torch makes fewer copies without options.
     reserved = (1 << 20) * torch.get_num_threads() * (dtype.itemsize < 4)
     if so.info()["row_kernel"] == "plain torch":
-        reserved += 4 * planner.PLAIN_COPIES * planner.plain_rows(tokens, vocab) * vocab
+        reserved += 4 * planner.PLAIN_COPIES * tile_memory.plain_rows(tokens, vocab) * vocab
     assert m.peak_bytes >= 0.95 * max(predicted) - reserved
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from storage_ops.ops import planner, products
+from storage_ops.ops import products, tile_memory
 
 OP = torch.ops.storage_ops._product
 NAN = float("nan")
@@ -34,8 +34,8 @@ def check(
     whole = torch.full((m + 2, n + gap), 7.0, dtype=dtype if narrow else torch.float32)
     out = whole[1:-1, :n]
     out.copy_(torch.randn(m, n) if add else torch.full((m, n), NAN))
-    least = planner.packed_slots(m, n, k, threads) if slots is None else slots
-    least += planner.sum_slots(m, n, k) if narrow else 0
+    least = tile_memory.packed_slots(m, n, k, threads) if slots is None else slots
+    least += tile_memory.sum_slots(m, n, k) if narrow else 0
     scratch = torch.full((least + 64,), NAN)  # what lies behind what is needed stays as it is
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -126,7 +126,7 @@ def test_a_matrix_with_other_strides():
 @pytest.mark.parametrize("m, n, k", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
 def test_nothing_to_multiply(m, n, k):
     for add in (False, True):
-        out, scratch = torch.full((m, n), 5.0), torch.empty(planner.packed_slots(m, n, k, 2))
+        out, scratch = torch.full((m, n), 5.0), torch.empty(tile_memory.packed_slots(m, n, k, 2))
         OP(out, torch.ones(m, k), torch.ones(k, n), scratch, add)
         assert torch.equal(out, torch.full((m, n), 5.0 if add else 0.0))
 

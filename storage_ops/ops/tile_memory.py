@@ -1,0 +1,79 @@
+"""How tiles of logits lie in memory, and the scratch that working on them takes."""
+
+from __future__ import annotations
+
+SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
+ROWS = 16  # chunks of tokens are multiples of this
+ONE_PASS = 512  # depth of a 16-bit product of our own that needs no sums beside its result
+
+
+def padded(columns: int) -> int:
+    """Elements from one row of a tile to the next.
+
+    Rows start on 64 elements: odd sizes stay on the fast paths of products. Never a multiple of
+    512: rows a power of two apart share their places in a cache.
+    """
+    width = -(-columns // 64) * 64
+    return width + 64 if width % 512 == 0 else width
+
+
+def parts(total: int, size: int) -> int:
+    """How many pieces of up to this size there are."""
+    return -(-total // size) if total else 0
+
+
+def parked_rows(rows: int, columns: int, hidden: int) -> int:
+    """Of the rows of a tile, those that fit in the gradient of the weight of its classes."""
+    room = hidden * columns // padded(columns)
+    return rows if room >= rows else room // ROWS * ROWS
+
+
+def others(vocab: int, columns: int) -> list[slice]:
+    """All but the last classes, in equal slices of about the same size as the last one."""
+    rest = vocab - columns
+    width = min(padded(parts(rest, parts(rest, columns))), columns)
+    return [slice(begin, min(begin + width, rest)) for begin in range(0, rest, width)]
+
+
+def packed_slots(rows: int, columns: int, depth: int, threads: int) -> int:
+    """Scratch of 4 bytes each that our own product (rows, depth) @ (depth, columns) works in.
+
+    Room for a block of either operand for each thread, in its second-level cache: up to 128 KiB of
+    the left one and 256 KiB of the right one. Those of the right one together take no more than
+    512 KiB or half of the tile of logits, which is the result or the left operand, unless each were
+    less than a panel of columns.
+    """
+    left = min(-(-rows // 8) * 8, 128) * min(depth, 256)
+    most = max(rows * min(columns, depth) // 2, 1 << 17) // threads
+    right = min(-(-columns // 48) * 48 * depth, 1 << 16, max(most, 48 * 256))
+    return threads * (left + right)
+
+
+def rounded_rows(rows: int, columns: int, depth: int) -> int:
+    """Rows of our own product that are formed at a time if it is rounded to 16 bits.
+
+    After more than one pass over the depth that takes sums in fp32: they have no more than a
+    quarter of the bytes of the tile of logits, which is the left operand.
+    """
+    if depth <= ONE_PASS:
+        return rows
+    return max(ROWS, min(rows, SLICE, rows * depth // (8 * max(columns, 1))))
+
+
+def sum_slots(rows: int, columns: int, depth: int) -> int:
+    """Scratch of 4 bytes each for those sums, of so many rows."""
+    return rows * columns if depth > ONE_PASS else 0
+
+
+def piece(rows: int, columns: int, depth: int, threads: int, rounded: bool) -> tuple[int, int]:
+    """Rows of our own product that are formed at a time, and the scratch that they take."""
+    if not rounded:
+        return rows, packed_slots(rows, columns, depth, threads)
+    height = rounded_rows(rows, columns, depth)
+    slots = packed_slots(height, columns, depth, threads)
+    return height, slots + sum_slots(height, columns, depth)
+
+
+def plain_rows(rows: int, columns: int) -> int:
+    """Rows that the row kernel in plain torch works on at a time."""
+    return max(1, min(rows, (1 << 17) // max(columns, 1)))
