@@ -75,10 +75,16 @@ struct Place {
   int64_t sums_stride = 0;
 };
 
+// Some rows of the left operand: bytes from one row to the next, and from one slot to the next.
+struct Left {
+  const char* from;
+  int64_t row, slot;
+};
+
 // out = left @ right (+ sums), or out += it, for a whole tile of it. What is fetched of the tile
 // after this one while this one is computed need not be waited for.
 template <bool kDot, bool kAdd, typename Out>
-__attribute__((noinline)) void tile(int64_t depth, const float* left, const float* right,
+__attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
                                     const Place<Out>& place) {
   const auto [out, stride, before, before_stride] = place;
   constexpr int kBytes = sizeof(Out) * kTileColumns;
@@ -87,7 +93,9 @@ __attribute__((noinline)) void tile(int64_t depth, const float* left, const floa
     const char* line = reinterpret_cast<const char*>(out + (kTileRows + i) * stride);
     for (int byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(line + byte, 1);
   }
-  for (int64_t p = 0; p < depth; ++p) {
+  const char* slot = left.from;
+  const int64_t row_bytes = left.row, slot_bytes = left.slot;
+  for (int64_t p = 0; p < depth; ++p, slot += slot_bytes) {
     Lanes columns[kVectors];
 #pragma GCC unroll 3
     for (int j = 0; j < kVectors; ++j) {
@@ -95,7 +103,7 @@ __attribute__((noinline)) void tile(int64_t depth, const float* left, const floa
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kTileRows; ++i) {
-      const Lanes row = left[p * kTileRows + i] - Lanes{};
+      const Lanes row = load<float>(slot + i * row_bytes) - Lanes{};
 #pragma GCC unroll 3
       for (int j = 0; j < kVectors; ++j) accumulate<kDot>(sums[i][j], row, columns[j]);
     }
@@ -121,6 +129,17 @@ STORAGE_OPS_INLINE Eight load_slots(const T* from) {
     return __builtin_convertvector(load<EightShort>(from), Eight) << 16;
   } else {
     return (Eight)_mm256_cvtph_ps(load<__m128i>(from));
+  }
+}
+
+// Eight neighbours across, one slot each; `second` are those after them in depth.
+template <typename T>
+STORAGE_OPS_INLINE Eight make_slots(const T* first, const T* second) {
+  if constexpr (kPairs<T>) {
+    return __builtin_convertvector(load<EightShort>(first), Eight) |
+           __builtin_convertvector(load<EightShort>(second), Eight) << 16;
+  } else {
+    return load_slots(first);
   }
 }
 
@@ -169,7 +188,12 @@ void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t d
   if (count == kWidth && across == 1) {
     for (; p < full; ++p) {
       const T *first = from + p * kNumbers * along, *second = first + (kNumbers - 1) * along;
-      for (int u = 0; u < kWidth; ++u) to[p * kWidth + u] = make_slot(first[u], second[u]);
+      int u = 0;
+      for (; u + 8 <= kWidth; u += 8) {
+        const Eight eight = make_slots(first + u, second + u);
+        std::memcpy(to + p * kWidth + u, &eight, sizeof eight);
+      }
+      for (; u < kWidth; ++u) to[p * kWidth + u] = make_slot(first[u], second[u]);
     }
   } else if (count == kWidth && along == 1 && kWidth % 8 == 0) {
     for (; p + 8 <= full; p += 8) {
@@ -230,11 +254,14 @@ template <typename T, typename Out>
 struct Part {
   const Product& product;
   int64_t first_row, last_row, first_column, last_column;
-  uint32_t* left;   // room for kBlockRows x kDepth<T> slots
-  uint32_t* right;  // and for panels of kTileColumns for every kDepth<T> slots
+  uint32_t* left;   // room for `height` x `group` slots
+  uint32_t* right;  // and for panels of kTileColumns for every `group` slots
   int64_t room;     // slots of depth that fit in `right` for one panel
+  int64_t group;    // slots of depth a tile is computed in at a time
+  int64_t height;   // rows of the left operand that are worked on at a time
+  bool direct;      // and read where they are
 
-  static constexpr int64_t kNumbers = kDepth<T> * kGroup<T>;
+  int64_t numbers() const { return group * kGroup<T>; }
 
   void run() const {
     const int64_t all_panels = parts(last_column - first_column, kTileColumns);
@@ -242,7 +269,7 @@ struct Part {
     // All of the depth, or as much as leaves room for all panels.
     int64_t slots = all_slots;
     if (all_slots * all_panels > room)
-      slots = std::max(room / all_panels / kDepth<T>, int64_t(1)) * kDepth<T>;
+      slots = std::max(room / all_panels / group, int64_t(1)) * group;
     slots = std::min(slots, all_slots);
     const int64_t depth = slots * kGroup<T>;
     const int64_t columns = std::min(all_panels, room / slots) * kTileColumns;
@@ -279,11 +306,11 @@ struct Part {
     const T* from = start(b);
     const int64_t panels = parts(b.columns, kTileColumns);
     for (int64_t k = 0; k < b.depth; k += kStepNumbers) {
-      const int64_t group = k / kNumbers * kNumbers;
-      const int64_t slots = parts(std::min(kNumbers, b.depth - group), kGroup<T>);
+      const int64_t begin = k / numbers() * numbers();
+      const int64_t slots = parts(std::min(numbers(), b.depth - begin), kGroup<T>);
       for (int64_t j = 0; j < panels; ++j) {
-        uint32_t* to = right + group / kGroup<T> * panels * kTileColumns;
-        to += j * kTileColumns * slots + (k - group) / kGroup<T> * kTileColumns;
+        uint32_t* to = right + begin / kGroup<T> * panels * kTileColumns;
+        to += j * kTileColumns * slots + (k - begin) / kGroup<T> * kTileColumns;
         pack<kTileColumns>(from + k * p.right_row + j * kTileColumns * p.right_column,
                            p.right_column, p.right_row,
                            std::min<int64_t>(kTileColumns, b.columns - j * kTileColumns),
@@ -293,19 +320,19 @@ struct Part {
   }
 
   Rows rows_at(const Block& b, int64_t row, int64_t begin) const {
-    return Rows{b.begin + begin, std::min(kNumbers, b.depth - begin), row,
-                std::min(kBlockRows, last_row - row)};
+    return Rows{b.begin + begin, std::min(numbers(), b.depth - begin), row,
+                std::min(height, last_row - row)};
   }
 
   void multiply_block(const Block& now, const Block& next) const {
     const Product& p = product;
     const int64_t tiles = parts(last_row - first_row, kTileRows) *
-                          parts(now.columns, kTileColumns) * parts(now.depth, kNumbers);
+                          parts(now.columns, kTileColumns) * parts(now.depth, numbers());
     Ahead ahead(start(next), next.depth, p.right_row, next.columns, p.right_column, tiles);
-    for (int64_t row = first_row; row < last_row; row += kBlockRows) {
-      for (int64_t begin = 0; begin < now.depth; begin += kNumbers) {
-        const Rows after = begin + kNumbers < now.depth  ? rows_at(now, row, begin + kNumbers)
-                           : row + kBlockRows < last_row ? rows_at(now, row + kBlockRows, 0)
+    for (int64_t row = first_row; row < last_row; row += height) {
+      for (int64_t begin = 0; begin < now.depth; begin += numbers()) {
+        const Rows after = begin + numbers() < now.depth ? rows_at(now, row, begin + numbers())
+                           : row + height < last_row     ? rows_at(now, row + height, 0)
                                                          : rows_at(next, first_row, 0);
         multiply_rows(now, rows_at(now, row, begin), after, ahead);
       }
@@ -315,9 +342,16 @@ struct Part {
   void multiply_rows(const Block& block, const Rows& now, const Rows& next, Ahead& ahead) const {
     const Product& p = product;
     const int64_t panels = parts(block.columns, kTileColumns), slots = parts(now.depth, kGroup<T>);
-    for (int64_t i = 0; i < now.count; i += kTileRows) {
-      pack<kTileRows>(start(now) + i * p.left_row, p.left_row, p.left_column,
-                      std::min<int64_t>(kTileRows, now.count - i), now.depth, left + i * slots);
+    // What is read where it is has whole tiles of rows: the last ones may have to be copied.
+    const int64_t whole = direct ? now.count / kTileRows * kTileRows : 0;
+    constexpr int64_t kStepNumbers = kStep * kGroup<T>;
+    for (int64_t k = 0; k < now.depth; k += kStepNumbers) {
+      for (int64_t i = whole; i < now.count; i += kTileRows) {
+        pack<kTileRows>(start(now) + i * p.left_row + k * p.left_column, p.left_row, p.left_column,
+                        std::min<int64_t>(kTileRows, now.count - i),
+                        std::min(kStepNumbers, now.depth - k),
+                        left + (i - whole) * slots + k / kGroup<T> * kTileRows);
+      }
     }
     Ahead left_ahead(start(next), next.count, p.left_row, next.depth, p.left_column,
                      parts(now.count, kTileRows) * panels);
@@ -327,7 +361,10 @@ struct Part {
         ahead.fetch();
         left_ahead.fetch();
         const int64_t column = block.column + j * kTileColumns;
-        const float* a = reinterpret_cast<const float*>(left + i * slots);
+        const Left a = i < whole ? Left{reinterpret_cast<const char*>(start(now) + i * p.left_row),
+                                        p.left_row * int64_t(sizeof(T)), 4}
+                                 : Left{reinterpret_cast<const char*>(left + (i - whole) * slots),
+                                        4, 4 * kTileRows};
         const float* b = reinterpret_cast<const float*>(packed + j * kTileColumns * slots);
         const int64_t high = std::min<int64_t>(kTileRows, now.count - i);
         const int64_t wide = std::min<int64_t>(kTileColumns, last_column - column);
@@ -345,7 +382,7 @@ struct Part {
   }
 
   template <typename To>
-  void one_tile(int64_t high, int64_t wide, int64_t slots, const float* a, const float* b,
+  void one_tile(int64_t high, int64_t wide, int64_t slots, const Left& a, const float* b,
                 const Place<To>& place, bool adds) const {
     constexpr bool kDot = kPairs<T>;
     if (high == kTileRows && wide == kTileColumns) {
@@ -372,7 +409,7 @@ struct Grid {
 
 // Every thread computes a part alone, so that none waits for another before the end: one that the
 // system has taken off its processor would hold up all of them, block after block.
-inline Grid grid_of(const Product& p, int64_t threads) {
+inline Grid grid_of(const Product& p, int64_t threads, bool direct) {
   constexpr int64_t kCopying = 32;  // copying an operand's number, in multiplications
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
   Grid best{};
@@ -380,10 +417,18 @@ inline Grid grid_of(const Product& p, int64_t threads) {
   for (int64_t r = 1; r <= std::min(threads, row_tiles); ++r) {
     const int64_t c = std::min(threads / r, panels);
     const int64_t rows = parts(row_tiles, r) * kTileRows, columns = parts(panels, c) * kTileColumns;
-    const int64_t cost = rows * columns + kCopying * (rows + columns);
+    const int64_t cost = rows * columns + kCopying * ((direct ? 0 : rows) + columns);
     if (cost < least) best = Grid{r, c}, least = cost;
   }
   return best;
+}
+
+// Slots of depth that a tile is computed in at a time: all of them where it can only be rounded
+// once, as long as a panel of the right operand stays in the second-level cache.
+template <typename T>
+int64_t group_of(const Product& p) {
+  const int64_t slots = parts(p.depth, kGroup<T>);
+  return p.narrow && slots <= kDeep ? slots : std::min(kDepth<T>, slots);
 }
 
 template <typename T, typename Out>
@@ -395,13 +440,24 @@ void multiply_into(const Product& p) {
     }
     return;
   }
-  const Grid grid = grid_of(p, torch::stable::get_num_threads());
+  const bool direct =
+      (sizeof(T) == 4 || kPairs<T>) && p.left_column == 1 && p.depth % kGroup<T> == 0;
+  const Grid grid = grid_of(p, torch::stable::get_num_threads(), direct);
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
-  const int64_t least = std::min(kDepth<T>, parts(p.depth, kGroup<T>));
-  const int64_t left_slots = std::min(kBlockRows, row_tiles * kTileRows) * least;
+  const int64_t group = group_of<T>(p);
   const int64_t count = grid.rows * grid.columns, each = p.scratch_slots / count;
+  // An eighth of the scratch is for the left operand, if it is copied, and what whole panels of the
+  // right one leave.
+  const int64_t high = std::min(row_tiles * kTileRows, direct ? kTileRows : kBlockRows);
+  const auto rows_in = [&](int64_t slots) {
+    return std::clamp<int64_t>(slots / group / kTileRows * kTileRows, kTileRows, high);
+  };
+  const int64_t panel = kTileColumns * group;
+  const int64_t panels_slots = (each - rows_in(each / 8) * group) / panel * panel;
+  const int64_t left_slots = rows_in(each - panels_slots) * group;
+  const int64_t height = direct ? kBlockRows : left_slots / group;
   const int64_t room = (each - left_slots) / kTileColumns;
-  STD_TORCH_CHECK(room >= least, "_product: scratch has ", p.scratch_slots,
+  STD_TORCH_CHECK(room >= group, "_product: scratch has ", p.scratch_slots,
                   " elements, which is too few");
   torch::stable::parallel_for(0, count, 1, [&](int64_t one, int64_t last) {
     for (int64_t t = one; t < last; ++t) {
@@ -414,7 +470,10 @@ void multiply_into(const Product& p) {
                               std::min(panels * (j + 1) / grid.columns * kTileColumns, p.columns),
                               left,
                               left + left_slots,
-                              room};
+                              room,
+                              group,
+                              height,
+                              direct};
       part.run();
     }
   });
@@ -424,7 +483,7 @@ template <typename T>
 void multiply(Product p) {
   if (!p.narrow) return multiply_into<T, float>(p);
   STD_TORCH_CHECK(kPairs<T>, "_product: out of 16 bits takes bfloat16, and AVX-512 BF16");
-  if (p.depth > kDepth<T> * kGroup<T>) {
+  if (p.depth > kDeep * kGroup<T>) {
     p.sums = reinterpret_cast<float*>(p.scratch);
     p.scratch += p.rows * p.columns, p.scratch_slots -= p.rows * p.columns;
   }

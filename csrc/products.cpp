@@ -35,6 +35,7 @@ struct Product {
 };
 
 constexpr int64_t kBlockRows = 128;  // rows of the left operand that are copied at a time
+constexpr int64_t kDeep = 2048;      // slots of depth that are computed in at a time, at most
 constexpr int64_t kStep = 32;        // slots of depth of the right one that are copied at a time
 
 int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }

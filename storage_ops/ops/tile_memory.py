@@ -4,7 +4,7 @@ from __future__ import annotations
 
 SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
 ROWS = 16  # chunks of tokens are multiples of this
-ONE_PASS = 512  # depth of a 16-bit product of our own that needs no sums beside its result
+ONE_PASS = 4096  # depth of a 16-bit product of our own that needs no sums beside its result
 
 
 def padded(columns: int) -> int:
@@ -35,18 +35,22 @@ def others(vocab: int, columns: int) -> list[slice]:
     return [slice(begin, min(begin + width, rest)) for begin in range(0, rest, width)]
 
 
-def packed_slots(rows: int, columns: int, depth: int, threads: int) -> int:
+def packed_slots(rows: int, columns: int, depth: int, threads: int, narrow: bool = False) -> int:
     """Scratch of 4 bytes each that our own product (rows, depth) @ (depth, columns) works in.
 
-    Room for a block of either operand for each thread, in its second-level cache: up to 128 KiB of
-    the left one and 256 KiB of the right one. Those of the right one together take no more than
-    512 KiB or half of the tile of logits, which is the result or the left operand, unless each were
-    less than a panel of columns.
+    Room for blocks of both operands for each thread, in its second-level cache: all that is copied,
+    up to 640 KiB a thread, but not beyond 400 KB or half of the tile of logits, which is the result
+    or the left operand, unless that were less than eight rows and a panel of columns.
+
+    Args:
+        narrow: the result is in 16 bits: pairs of numbers are copied, and the depth is not divided
+            up to ONE_PASS.
     """
-    left = min(-(-rows // 8) * 8, 128) * min(depth, 256)
-    most = max(rows * min(columns, depth) // 2, 1 << 17) // threads
-    right = min(-(-columns // 48) * 48 * depth, 1 << 16, max(most, 48 * 256))
-    return threads * (left + right)
+    slots = parts(depth, 2) if narrow else depth
+    group = slots if narrow and depth <= ONE_PASS else min(slots, 256)
+    whole = min(-(-rows // 8) * 8, 128) * group + -(-columns // 48) * 48 * slots
+    half = rows * depth // 4 if narrow else rows * min(columns, depth) // 2
+    return threads * max(min(whole, 160 << 10, max(half, 108_000) // threads), (8 + 48) * group)
 
 
 def rounded_rows(rows: int, columns: int, depth: int) -> int:
@@ -70,7 +74,7 @@ def piece(rows: int, columns: int, depth: int, threads: int, rounded: bool) -> t
     if not rounded:
         return rows, packed_slots(rows, columns, depth, threads)
     height = rounded_rows(rows, columns, depth)
-    slots = packed_slots(height, columns, depth, threads)
+    slots = packed_slots(height, columns, depth, threads, True)
     return height, slots + sum_slots(height, columns, depth)
 
 
