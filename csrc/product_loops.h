@@ -10,31 +10,7 @@
 // the second-level cache; the registers hold a tile of the result. Operands are copied into slots
 // of 32 bits, each one fp32 number or a pair of bf16, neighbours in depth.
 
-constexpr int kLanes = STORAGE_OPS_LANES, kVectors = 3;
-constexpr int kTileRows = STORAGE_OPS_ROWS, kTileColumns = kVectors * kLanes;
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Eight __attribute__((vector_size(32)));
-typedef uint16_t EightShort __attribute__((vector_size(16)));
-
-// Memory need not be aligned.
-template <typename V>
-STORAGE_OPS_INLINE V load(const void* from) {
-  V value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-template <typename T>
-constexpr bool kPairs = false;
-#if defined(STORAGE_OPS_DOT)
-template <>
-inline constexpr bool kPairs<BFloat16> = true;
-#endif
-
-template <typename T>
-constexpr int64_t kGroup = kPairs<T> ? 2 : 1;  // numbers in a slot
-template <typename T>
-constexpr int64_t kDepth = kPairs<T> ? 256 : 128;  // slots of depth a tile is computed in at a time
+#include "product_pack.h"
 
 template <bool kDot>
 STORAGE_OPS_INLINE void accumulate(Lanes& sum, Lanes left, Lanes right) {
@@ -120,103 +96,6 @@ __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float
   }
 }
 
-// Eight neighbours in depth, one slot each.
-template <typename T>
-STORAGE_OPS_INLINE Eight load_slots(const T* from) {
-  if constexpr (sizeof(T) == 4 || kPairs<T>) {
-    return load<Eight>(from);
-  } else if constexpr (std::is_same_v<T, BFloat16>) {
-    return __builtin_convertvector(load<EightShort>(from), Eight) << 16;
-  } else {
-    return (Eight)_mm256_cvtph_ps(load<__m128i>(from));
-  }
-}
-
-// Eight neighbours across, one slot each; `second` are those after them in depth.
-template <typename T>
-STORAGE_OPS_INLINE Eight make_slots(const T* first, const T* second) {
-  if constexpr (kPairs<T>) {
-    return __builtin_convertvector(load<EightShort>(first), Eight) |
-           __builtin_convertvector(load<EightShort>(second), Eight) << 16;
-  } else {
-    return load_slots(first);
-  }
-}
-
-// One slot; `second` is the number after it in depth, where a slot holds two.
-template <typename T>
-STORAGE_OPS_INLINE uint32_t make_slot(const T& first, const T& second) {
-  if constexpr (kPairs<T>) {
-    return first.x | static_cast<uint32_t>(second.x) << 16;
-  } else {
-    const float value = static_cast<float>(first);
-    uint32_t slot;
-    std::memcpy(&slot, &value, sizeof slot);
-    return slot;
-  }
-}
-
-STORAGE_OPS_INLINE void transpose(Eight (&r)[8]) {
-  Eight s[8];
-  for (int i = 0; i < 8; i += 2) {
-    s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      r[i + 2 * j] = __builtin_shufflevector(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      r[i + 2 * j + 1] =
-          __builtin_shufflevector(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  }
-  for (int i = 0; i < 4; ++i) {
-    s[i] = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    s[i + 4] = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
-  std::copy(s, s + 8, r);
-}
-
-// Copies `count` rows or columns of an operand, `depth` numbers each, into slots (depth, kWidth).
-// `across` is the stride between the rows or columns, `along` the one in depth. The rest is 0.
-template <int kWidth, typename T>
-void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t depth,
-          uint32_t* to) {
-  constexpr int64_t kNumbers = kGroup<T>;
-  const int64_t slots = parts(depth, kNumbers), full = depth / kNumbers;
-  const T zero(0.0f);
-  int64_t p = 0;
-  if (count == kWidth && across == 1) {
-    for (; p < full; ++p) {
-      const T *first = from + p * kNumbers * along, *second = first + (kNumbers - 1) * along;
-      int u = 0;
-      for (; u + 8 <= kWidth; u += 8) {
-        const Eight eight = make_slots(first + u, second + u);
-        std::memcpy(to + p * kWidth + u, &eight, sizeof eight);
-      }
-      for (; u < kWidth; ++u) to[p * kWidth + u] = make_slot(first[u], second[u]);
-    }
-  } else if (count == kWidth && along == 1 && kWidth % 8 == 0) {
-    for (; p + 8 <= full; p += 8) {
-      for (int u = 0; u < kWidth; u += 8) {
-        Eight block[8];
-        for (int i = 0; i < 8; ++i) block[i] = load_slots(from + (u + i) * across + p * kNumbers);
-        transpose(block);
-        for (int i = 0; i < 8; ++i) {
-          std::memcpy(to + (p + i) * kWidth + u, &block[i], sizeof(Eight));
-        }
-      }
-    }
-  }
-  for (; p < slots; ++p) {
-    for (int u = 0; u < kWidth; ++u) {
-      const T* first = from + u * across + p * kNumbers * along;
-      const bool pair = (p + 1) * kNumbers <= depth;
-      to[p * kWidth + u] =
-          u < count ? make_slot(*first, pair ? first[(kNumbers - 1) * along] : zero) : 0;
-    }
-  }
-}
-
 // Fetches the part of an operand that is copied next, a little with every tile: memory is idle
 // while tiles are computed. Runs are what lies together: a row of it, or a column.
 struct Ahead {
@@ -260,6 +139,8 @@ struct Part {
   int64_t group;    // slots of depth a tile is computed in at a time
   int64_t height;   // rows of the left operand that are worked on at a time
   bool direct;      // and read where they are
+
+  static constexpr int64_t kSlotBytes = kGroup<T> * sizeof(T);
 
   int64_t numbers() const { return group * kGroup<T>; }
 
@@ -362,7 +243,7 @@ struct Part {
         left_ahead.fetch();
         const int64_t column = block.column + j * kTileColumns;
         const Left a = i < whole ? Left{reinterpret_cast<const char*>(start(now) + i * p.left_row),
-                                        p.left_row * int64_t(sizeof(T)), 4}
+                                        p.left_row * int64_t(sizeof(T)), p.left_column * kSlotBytes}
                                  : Left{reinterpret_cast<const char*>(left + (i - whole) * slots),
                                         4, 4 * kTileRows};
         const float* b = reinterpret_cast<const float*>(packed + j * kTileColumns * slots);
@@ -411,13 +292,16 @@ struct Grid {
 // system has taken off its processor would hold up all of them, block after block.
 inline Grid grid_of(const Product& p, int64_t threads, bool direct) {
   constexpr int64_t kCopying = 32;  // copying an operand's number, in multiplications
+  // Parts beside each other share pages of the result, which wait for each other if they are new.
+  constexpr int64_t kSharing = 4 * kCopying;
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
   Grid best{};
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int64_t r = 1; r <= std::min(threads, row_tiles); ++r) {
     const int64_t c = std::min(threads / r, panels);
     const int64_t rows = parts(row_tiles, r) * kTileRows, columns = parts(panels, c) * kTileColumns;
-    const int64_t cost = rows * columns + kCopying * ((direct ? 0 : rows) + columns);
+    const int64_t cost =
+        rows * columns + kCopying * columns + (direct ? kSharing : kCopying) * rows;
     if (cost < least) best = Grid{r, c}, least = cost;
   }
   return best;
@@ -431,8 +315,35 @@ int64_t group_of(const Product& p) {
   return p.narrow && slots <= kDeep ? slots : std::min(kDepth<T>, slots);
 }
 
+// Interleaves neighbouring rows of the left operand, which is given transposed, in place: then a
+// slot's numbers lie together, and are read where they are. False: that cannot be, or there is too
+// little scratch.
+template <typename T>
+bool pair_rows(Product& p) {
+  const int64_t threads = torch::stable::get_num_threads(), pairs = p.depth / 2, width = p.rows;
+  if (p.depth % 2 != 0 || width % 8 != 0 || p.left_row != 1 || p.left_column < width ||
+      p.scratch_slots < threads * width)
+    return false;
+  T* rows = static_cast<T*>(p.spent);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t one, int64_t last) {
+    for (int64_t t = one; t < last; ++t) {
+      uint32_t* slots = p.scratch + t * width;
+      for (int64_t k = pairs * t / threads; k < pairs * (t + 1) / threads; ++k) {
+        T *first = rows + 2 * k * p.left_column, *second = first + p.left_column;
+        for (int64_t u = 0; u < width; u += 8) {
+          const Eight eight = make_slots(first + u, second + u);
+          std::memcpy(slots + u, &eight, sizeof eight);
+        }
+        std::memcpy(first, slots, 4 * width);
+      }
+    }
+  });
+  p.left_row = 2, p.paired = true;
+  return true;
+}
+
 template <typename T, typename Out>
-void multiply_into(const Product& p) {
+void multiply_into(Product p) {
   if (p.rows == 0 || p.columns == 0) return;
   if (p.depth == 0) {
     for (int64_t i = 0; i < p.rows && !p.add; ++i) {
@@ -440,11 +351,11 @@ void multiply_into(const Product& p) {
     }
     return;
   }
-  const bool direct =
-      (sizeof(T) == 4 || kPairs<T>) && p.left_column == 1 && p.depth % kGroup<T> == 0;
+  const bool in_slots = (sizeof(T) == 4 || kPairs<T>) && p.left_column == 1;
+  const bool direct = p.paired || (in_slots && p.depth % kGroup<T> == 0);
   const Grid grid = grid_of(p, torch::stable::get_num_threads(), direct);
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
-  const int64_t group = group_of<T>(p);
+  const int64_t group = group_of<T>(p), all_slots = parts(p.depth, kGroup<T>);
   const int64_t count = grid.rows * grid.columns, each = p.scratch_slots / count;
   // An eighth of the scratch is for the left operand, if it is copied, and what whole panels of the
   // right one leave.
@@ -456,6 +367,14 @@ void multiply_into(const Product& p) {
   const int64_t panels_slots = (each - rows_in(each / 8) * group) / panel * panel;
   const int64_t left_slots = rows_in(each - panels_slots) * group;
   const int64_t height = direct ? kBlockRows : left_slots / group;
+  if constexpr (kPairs<T>) {
+    // More copies than these of an operand that may be spent cost more than interleaving it.
+    constexpr int64_t kCopies = 4;
+    const int64_t at_once = std::max<int64_t>(panels_slots / panel * group / all_slots, 1);
+    if (p.spent != nullptr && !direct && parts(parts(panels, grid.columns), at_once) > kCopies &&
+        pair_rows<T>(p))
+      return multiply_into<T, Out>(p);
+  }
   const int64_t room = (each - left_slots) / kTileColumns;
   STD_TORCH_CHECK(room >= group, "_product: scratch has ", p.scratch_slots,
                   " elements, which is too few");

@@ -29,6 +29,8 @@ struct Product {
   int64_t out_row, left_row, left_column, right_row, right_column;
   bool add;
   bool narrow;  // out has the operands' 16 bits, not fp32
+  void* spent;  // left, where it may be overwritten
+  bool paired;  // its neighbours in depth have been interleaved: left_row from slot to slot
   float* sums;  // (rows, columns), where that takes more than one pass over the depth
   uint32_t* scratch;
   int64_t scratch_slots;
@@ -104,30 +106,37 @@ bool is_matrix(const T& t, ScalarType dtype) {
   return t.dim() == 2 && t.scalar_type() == dtype;
 }
 
-void product(Tensor out, Tensor left, Tensor right, Tensor scratch, bool add) {
+// What a product takes, checked; `left` and its strides are those of (rows, depth).
+Product checked(const char* op, const Tensor& out, const Tensor& left, const Tensor& right,
+                const Tensor& scratch, bool add, bool transposed) {
   const ScalarType dtype = left.scalar_type();
-  STD_TORCH_CHECK(level() != kNone, "_product: this processor lacks AVX2 and FMA");
+  const int row = transposed ? 1 : 0, column = 1 - row;
+  STD_TORCH_CHECK(level() != kNone, op, ": this processor lacks AVX2 and FMA");
   const bool wide = is_matrix(out, ScalarType::Float);
   STD_TORCH_CHECK(is_matrix(left, dtype) && is_matrix(right, dtype) &&
-                      (wide || is_matrix(out, dtype)) && left.size(0) == out.size(0) &&
-                      right.size(1) == out.size(1) && left.size(1) == right.size(0),
-                  "_product: expected left (m, k), right (k, n) of one dtype, out (m, n) of "
-                  "float32 or that dtype");
-  STD_TORCH_CHECK(out.stride(1) == 1 || out.size(1) < 2, "_product: out must have whole rows");
+                      (wide || is_matrix(out, dtype)) && left.size(row) == out.size(0) &&
+                      right.size(1) == out.size(1) && left.size(column) == right.size(0),
+                  op, ": expected left ", transposed ? "(k, m)" : "(m, k)",
+                  ", right (k, n) of one dtype, out (m, n) of float32 or that dtype");
+  STD_TORCH_CHECK(out.stride(1) == 1 || out.size(1) < 2, op, ": out must have whole rows");
   STD_TORCH_CHECK(
       scratch.dim() == 1 && scratch.scalar_type() == ScalarType::Float && scratch.is_contiguous(),
-      "_product: scratch must be a contiguous float32 vector");
+      op, ": scratch must be a contiguous float32 vector");
   Product p{};
   p.out = out.mutable_data_ptr();
   p.left = left.const_data_ptr();
   p.right = right.const_data_ptr();
-  p.rows = out.size(0), p.columns = out.size(1), p.depth = left.size(1);
+  p.rows = out.size(0), p.columns = out.size(1), p.depth = left.size(column);
   p.out_row = out.stride(0);
-  p.left_row = left.stride(0), p.left_column = left.stride(1);
+  p.left_row = left.stride(row), p.left_column = left.stride(column);
   p.right_row = right.stride(0), p.right_column = right.stride(1);
   p.add = add, p.narrow = !wide;
   p.scratch = static_cast<uint32_t*>(scratch.mutable_data_ptr());
   p.scratch_slots = scratch.size(0);
+  return p;
+}
+
+void multiply(const char* op, const Product& p, ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float:
       return multiply<float>(p);
@@ -136,8 +145,22 @@ void product(Tensor out, Tensor left, Tensor right, Tensor scratch, bool add) {
     case ScalarType::Half:
       return multiply<Half>(p);
     default:
-      STD_TORCH_CHECK(false, "_product: left must be float32, bfloat16 or float16");
+      STD_TORCH_CHECK(false, op, ": left must be float32, bfloat16 or float16");
   }
+}
+
+void product(Tensor out, Tensor left, Tensor right, Tensor scratch, bool add) {
+  multiply("_product", checked("_product", out, left, right, scratch, add, false),
+           left.scalar_type());
+}
+
+// The left operand is given as (depth, rows), and it is overwritten, with what lies between its
+// rows, if it would otherwise be copied often.
+void transposed_product(Tensor out, Tensor left, Tensor right, Tensor scratch, bool add) {
+  const char* op = "_transposed_product";
+  Product p = checked(op, out, left, right, scratch, add, true);
+  p.spent = left.mutable_data_ptr();
+  multiply(op, p, left.scalar_type());
 }
 
 }  // namespace
@@ -145,6 +168,7 @@ void product(Tensor out, Tensor left, Tensor right, Tensor scratch, bool add) {
 
 STABLE_TORCH_LIBRARY_IMPL(storage_ops, CPU, m) {
   m.impl("_product", TORCH_BOX(&storage_ops::product));
+  m.impl("_transposed_product", TORCH_BOX(&storage_ops::transposed_product));
 }
 
 #endif

@@ -33,6 +33,9 @@ SCHEMAS: dict[str, str] = {
         "-> ()"
     ),
     "_product": "(Tensor(a!) out, Tensor left, Tensor right, Tensor(b!) scratch, bool add) -> ()",
+    "_transposed_product": (
+        "(Tensor(a!) out, Tensor(b!) left, Tensor right, Tensor(c!) scratch, bool add) -> ()"
+    ),
     "linear_cross_entropy": (
         f"({_LOSS_ARGUMENTS}) -> (Tensor loss, Tensor nll, Tensor lse, Tensor entropy, "
         "Tensor argmax, Tensor state, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"

@@ -27,6 +27,7 @@ REFERENCES = {
     "_cross_entropy_rows": "cross_entropy_rows",
     "_chunked_span": "chunked_span",
     "_product": "product",
+    "_transposed_product": "transposed_product",
     "linear_cross_entropy_backward": "linear_cross_entropy",
     "linear_cross_entropy_backward_into": "linear_cross_entropy",
     "linear_cross_entropy_backward_target": "linear_cross_entropy",

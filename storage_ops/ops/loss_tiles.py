@@ -243,7 +243,10 @@ class Gradients:
     def add(
         self, rows: slice, columns: slice, x: Tensor, w: Tensor, dz: Tensor, again: bool
     ) -> None:
-        """Add what the gradient of a tile of logits gives; `again`: not the first of these rows."""
+        """Add what the gradient of a tile of logits gives; `again`: not the first of these rows.
+
+        The tile may be overwritten.
+        """
         if self.input is not None:
             if self._task.tokens.kept is None:
                 products.input_gradient(dz, w, self.input[rows], again)
@@ -255,6 +258,8 @@ class Gradients:
                     self.input.index_add_(0, index, part)
                 else:
                     self.input.index_copy_(0, index, part)
+        if self.bias is not None:
+            self.bias[columns] += dz.sum(0)  # dtype= would cast the whole tile first
         if self._problem.grads[1]:
             again = rows.start > 0
             if self._direct:
@@ -266,8 +271,6 @@ class Gradients:
                 first = columns.start if self.weight is None else 0
                 width = columns.stop - columns.start
                 products.weight_gradient(dz, x, self._slice_sum[first : first + width], again)
-        if self.bias is not None:
-            self.bias[columns] += dz.sum(0)  # dtype= would cast the whole tile first
 
     def parking(self, columns: slice) -> Tensor | None:
         """Logits (tokens, classes) in the memory of the weight's gradient; the first that fit."""

@@ -13,22 +13,21 @@ from dataclasses import dataclass
 from storage_ops.ops.rates import CPU, Rates
 from storage_ops.ops.sizes import metric, readable
 from storage_ops.ops.tile_memory import (
-    ONE_PASS,
     ROWS,
     SLICE,
-    packed_slots,
     padded,
     parked_rows,
     parts,
     piece,
     plain_rows,
     rounded_rows,
+    unpadded,
 )
 
 MIB, GIB = 1 << 20, 1 << 30
 KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms the rest twice
 PLAIN_COPIES = 9  # of the rows that it works on, most of them, by the row kernel in plain torch
-COPYING = 16  # of an operand's number, in multiplications
+COPYING = 10  # of an operand's number, in multiplications
 PIECE = 256  # tokens whose rescaled sums are finished at a time
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
 
@@ -146,14 +145,16 @@ class Plan:
 
 def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
     """The most scratch that one of our own products of a tile takes."""
-    most = packed_slots(rows, columns, p.hidden, p.threads) if p.itemsize >= 4 or p.upcast else 0
     weight_sum, input_sum = _wide_sums(p, rows, columns)
-    gradients = [(rows, columns, input_sum)] if p.grads[0] else []
-    gradients += [(columns, rows, weight_sum)] if p.grads[1] else []
-    for height, depth, wide in gradients:
-        _, slots = piece(height, p.hidden, depth, p.threads, p.rounds and not wide)
-        most = max(most, slots)
-    return 4 * most
+    work = []  # rows, columns and depth; whether it is rounded, whether its left operand is copied
+    if p.itemsize >= 4 or p.upcast:
+        work.append((rows, columns, p.hidden, False, True))
+    if p.grads[0]:
+        work.append((rows, p.hidden, columns, p.rounds and not input_sum, True))
+    if p.grads[1]:
+        work.append((columns, p.hidden, rows, p.rounds and not weight_sum, False))
+    slots = [piece(m, n, depth, p.threads, *how)[1] for m, n, depth, *how in work]
+    return 4 * max(slots, default=0)
 
 
 def product_bytes(p: Problem, rows: int, columns: int) -> int:
@@ -247,7 +248,7 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     # Of every product and row kernel: operations, bytes of operands and results, bytes of sums, and
     # how often our own copy a number of the operands, per multiplication with it.
     n_rows, n_columns = max(min(rows, n), 1), max(min(columns, v), 1)
-    copied = 1 / n_rows + 1 / n_columns
+    copied = 1 / n_rows
     forward = (each, read_weight + slices * n * d * item + logits, 0, copied)
     again = _formed_again(p, strategy, rows, columns)
     whole = any(p.grads) and (strategy == RUNNING_RESCALE or slices == 1)
@@ -263,7 +264,7 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
         work.append((each, read_weight + logits, sums, copied))
     if p.grads[1]:
         sums = v * d * (item + (2 * reads * sum_item if reads > 1 else 0))
-        copied = 1 / rounded_rows(n_columns, d, n_rows)
+        copied = 1 / rounded_rows(n_columns, d, n_rows) + 2 / max(d, 1)
         work.append((each, logits + slices * n * d * item, sums, copied))
     flops, moved = sum(f for f, *_ in work), sum(b + s for _, b, s, _ in work)
     if r.overlaps:
@@ -321,8 +322,8 @@ def make(p: Problem, strategy: str, rows: int, columns: int, rates: Rates = CPU)
     if slices > 1:
         if strategy != TOKEN_CHUNKED:
             columns = min(columns, padded(parts(p.vocab, slices)))
-        elif columns > 64:  # rows of such tiles need no padding
-            columns = (columns - 64 * (columns % 512 < 64)) // 64 * 64
+        elif columns > 64:
+            columns = unpadded(columns)
         slices = parts(p.vocab, columns)
     products = 1 + p.grads[0] + p.grads[1] + _formed_again(p, strategy, rows, columns)
     flops, moved, seconds = _cost(p, strategy, rows, columns, rates)
@@ -392,9 +393,7 @@ def candidates(
             fewer = {parts(tokens, whole - k) for k in (1, 2) if k < whole}
             for rows in heights | fewer if any(p.grads) else ():
                 columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
-                if parks(p, rows):
-                    tiles |= {(name, rows, min(columns, size)) for size in (vocab, ONE_PASS - 64)}
-                elif columns * KEPT >= vocab:
+                if parks(p, rows) or columns * KEPT >= vocab:
                     tiles.add((name, rows, columns))
             continue
         for rows in heights:

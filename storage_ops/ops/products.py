@@ -13,12 +13,12 @@ from storage_ops import _schemas
 from storage_ops.ops import rates, reference, tile_memory
 from storage_ops.ops.tile_memory import SLICE
 
-_schemas.library.impl("_product", reference.product, "CompositeExplicitAutograd")
-
-
-@register_fake("storage_ops::_product", lib=_schemas.library)
-def _(*args: object) -> None:
-    return None
+for _name, _kernel in (
+    ("_product", reference.product),
+    ("_transposed_product", reference.transposed_product),
+):
+    _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    register_fake(f"storage_ops::{_name}", lambda *args: None, lib=_schemas.library)
 
 
 @functools.cache
@@ -118,12 +118,27 @@ def _widens(dz: Tensor, out: Tensor) -> bool:
     return upcasts(dz) or (out.dtype != dz.dtype and not dz.is_cuda)
 
 
-def _pack(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """out = left @ right, or out += it, by the package's own product."""
+def _pack(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    add: bool,
+    direct: bool = True,
+    spent: Tensor | None = None,
+) -> None:
+    """out = left @ right, or out += it, by the package's own product.
+
+    Args:
+        direct: there is little scratch for copies of `left`, which has whole rows as a rule.
+        spent: left.T, if it may be overwritten.
+    """
     (m, k), n = left.shape, right.shape[1]
     rounded = out.dtype != torch.float32
-    height, slots = tile_memory.piece(m, n, k, torch.get_num_threads(), rounded)
+    height, slots = tile_memory.piece(m, n, k, torch.get_num_threads(), rounded, direct)
     scratch = torch.empty(slots, dtype=torch.float32)
+    if spent is not None and height >= m:
+        torch.ops.storage_ops._transposed_product(out, spent, right, scratch, add)
+        return
     for begin in range(0, m, height or 1):
         rows = slice(begin, begin + height)
         torch.ops.storage_ops._product(out[rows], left[rows], right, scratch, add)
@@ -140,12 +155,16 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """out = left @ right, or out += it. `out` may be wider on a GPU, and where `packs` says so."""
+def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool, direct: bool = False) -> None:
+    """out = left @ right, or out += it. `out` may be wider on a GPU, and where `packs` says so.
+
+    Args:
+        direct: if the product is our own, there is little scratch for copies of `left`.
+    """
     # Of a few rows, a copy of the right operand costs more than it gains.
     few = left.dtype == out.dtype and len(left) < tile_memory.ROWS
     if out.dtype == torch.float32 and packs(left.dtype, left.device.type) and not few:
-        _pack(left, right, out, add)
+        _pack(left, right, out, add, direct)
     elif out.dtype != left.dtype:
         if not add:
             torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
@@ -164,7 +183,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
     """out (rows, columns) = x (rows, D) @ w (columns, D).T."""
     if not upcasts(x):
-        multiply(x, w.t(), out, False)
+        multiply(x, w.t(), out, False, True)
         return
     packed = packs(x.dtype, x.device.type)
     wide = x if packed else x.float()
@@ -172,7 +191,7 @@ def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
         columns = slice(begin, begin + SLICE)
         part = w[columns] if packed else w[columns].float()
         piece = x.new_empty(len(x), len(part), dtype=torch.float32)
-        multiply(wide, part.t(), piece, False)
+        multiply(wide, part.t(), piece, False, True)
         out[:, columns] = piece
         del part, piece  # or two of them are alive at a time
 
@@ -183,13 +202,13 @@ def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
         _pack(dz, w, out, add)
         return
     if not _widens(dz, out):
-        multiply(dz, w, out, add)
+        multiply(dz, w, out, add, True)
         return
     wide = out
     if out.dtype != torch.float32:
         wide = out.float() if add else out.new_empty(out.shape, dtype=torch.float32)
     if packs(dz.dtype, dz.device.type):
-        multiply(dz, w, wide, add)
+        multiply(dz, w, wide, add, True)
     else:
         for begin in range(0, len(w), SLICE):
             columns = slice(begin, begin + SLICE)
@@ -199,10 +218,10 @@ def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
 
 
 def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
-    """out (columns, D) = dz (rows, columns).T @ x (rows, D), or += it."""
+    """out (columns, D) = dz (rows, columns).T @ x (rows, D), or += it; dz may be overwritten."""
     packed = packs(dz.dtype, dz.device.type)
     if out.dtype == dz.dtype and rounds(dz.dtype, dz.device.type):
-        _pack(dz.t(), x, out, add)
+        _pack(dz.t(), x, out, add, False, dz)
         return
     if not _widens(dz, out) or (packed and out.dtype == torch.float32):
         multiply(dz.t(), x, out, add)

@@ -28,29 +28,38 @@ def parked_rows(rows: int, columns: int, hidden: int) -> int:
     return rows if room >= rows else room // ROWS * ROWS
 
 
+def unpadded(columns: int) -> int:
+    """The largest width of a tile, up to this, whose rows need no padding."""
+    width = max(columns // 64, 1) * 64
+    return width - 64 * (width % 512 == 0)
+
+
 def others(vocab: int, columns: int) -> list[slice]:
-    """All but the last classes, in equal slices of about the same size as the last one."""
+    """All but the last classes, in slices of the same size as the last one."""
     rest = vocab - columns
-    width = min(padded(parts(rest, parts(rest, columns))), columns)
-    return [slice(begin, min(begin + width, rest)) for begin in range(0, rest, width)]
+    return [slice(begin, min(begin + columns, rest)) for begin in range(0, rest, columns)]
 
 
-def packed_slots(rows: int, columns: int, depth: int, threads: int, narrow: bool = False) -> int:
+def packed_slots(
+    rows: int, columns: int, depth: int, threads: int, narrow: bool = False, direct: bool = False
+) -> int:
     """Scratch of 4 bytes each that our own product (rows, depth) @ (depth, columns) works in.
 
     Room for blocks of both operands for each thread, in its second-level cache: all that is copied,
-    up to 640 KiB a thread, but not beyond 400 KB or half of the tile of logits, which is the result
-    or the left operand, unless that were less than eight rows and a panel of columns.
+    up to 640 KiB a thread, but not beyond 256 KiB in all, or half of the tile of logits if that is
+    the left operand and copied, unless that were less than eight rows and a panel of columns.
 
     Args:
         narrow: the result is in 16 bits: pairs of numbers are copied, and the depth is not divided
             up to ONE_PASS.
+        direct: the left operand is read in place.
     """
     slots = parts(depth, 2) if narrow else depth
     group = slots if narrow and depth <= ONE_PASS else min(slots, 256)
-    whole = min(-(-rows // 8) * 8, 128) * group + -(-columns // 48) * 48 * slots
-    half = rows * depth // 4 if narrow else rows * min(columns, depth) // 2
-    return threads * max(min(whole, 160 << 10, max(half, 108_000) // threads), (8 + 48) * group)
+    height = 8 if direct else min(-(-rows // 8) * 8, 128)
+    whole = height * group + -(-columns // 48) * 48 * slots
+    half = 0 if direct else rows * depth // (4 if narrow else 2)
+    return threads * max(min(whole, 160 << 10, max(half, 1 << 16) // threads), (8 + 48) * group)
 
 
 def rounded_rows(rows: int, columns: int, depth: int) -> int:
@@ -69,12 +78,14 @@ def sum_slots(rows: int, columns: int, depth: int) -> int:
     return rows * columns if depth > ONE_PASS else 0
 
 
-def piece(rows: int, columns: int, depth: int, threads: int, rounded: bool) -> tuple[int, int]:
+def piece(
+    rows: int, columns: int, depth: int, threads: int, rounded: bool, direct: bool
+) -> tuple[int, int]:
     """Rows of our own product that are formed at a time, and the scratch that they take."""
     if not rounded:
-        return rows, packed_slots(rows, columns, depth, threads)
+        return rows, packed_slots(rows, columns, depth, threads, direct=direct)
     height = rounded_rows(rows, columns, depth)
-    slots = packed_slots(height, columns, depth, threads, True)
+    slots = packed_slots(height, columns, depth, threads, True, direct)
     return height, slots + sum_slots(height, columns, depth)
 
 

@@ -43,8 +43,9 @@ def loss(
             None, None, "", "", early, list(needs), list(wants))  # fmt: skip
 
 
-def product(add, dtype=torch.float32):
+def product(add, dtype=torch.float32, transposed=False):
     left, right = torch.randn(20, 9).to(dtype), torch.randn(9, 50).to(dtype)
+    left = left.t().contiguous() if transposed else left
     return torch.randn(20, 50), left, right, torch.zeros(1 << 13), add
 
 
@@ -100,6 +101,7 @@ CASES = {
         rows(count=0),
     ],
     "_product": [product(False), product(True), product(True, torch.bfloat16)],
+    "_transposed_product": [product(add, transposed=True) for add in (False, True)],
     "linear_cross_entropy": [
         loss("mean"),
         loss("sum", (True, False, False), bias=False, token_weight=True),

@@ -27,14 +27,15 @@ def operand(rows, columns, dtype, transposed, gap):
 
 
 def check(
-    m, n, k, dtype, add, transposed=(False, False), gap=0, slots=None, threads=2, narrow=False
-):
+    m, n, k, dtype, add, transposed=(False, False), gap=0, slots=None, threads=2, narrow=False,
+    spent=False, direct=False,
+):  # fmt: skip
     left = operand(m, k, dtype, transposed[0], gap)
     right = operand(k, n, dtype, transposed[1], gap)
     whole = torch.full((m + 2, n + gap), 7.0, dtype=dtype if narrow else torch.float32)
     out = whole[1:-1, :n]
     out.copy_(torch.randn(m, n) if add else torch.full((m, n), NAN))
-    least = tile_memory.packed_slots(m, n, k, threads, narrow) if slots is None else slots
+    least = tile_memory.packed_slots(m, n, k, threads, narrow, direct) if slots is None else slots
     least += tile_memory.sum_slots(m, n, k) if narrow else 0
     scratch = torch.full((least + 64,), NAN)  # what lies behind what is needed stays as it is
     before = torch.get_num_threads()
@@ -44,7 +45,10 @@ def check(
     if add:
         want, size = want + out.double(), size + out.double().abs()
     try:
-        OP(out, left, right, scratch[:least], add)
+        if spent:
+            torch.ops.storage_ops._transposed_product(out, left.t(), right, scratch[:least], add)
+        else:
+            OP(out, left, right, scratch[:least], add)
     finally:
         torch.set_num_threads(before)
     if narrow:  # the same sum, rounded once: by half of the last of 8 bits at most
@@ -63,12 +67,12 @@ sizes = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 47, 48, 49, 96, 1
 @given(
     sizes, sizes, st.one_of(sizes, st.integers(500, 2100)),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(),
-    st.tuples(st.booleans(), st.booleans()), st.integers(0, 3), st.integers(1, 5),
+    st.tuples(st.booleans(), st.booleans()), st.integers(0, 3), st.integers(1, 5), st.booleans(),
 )  # fmt: skip
-@example(130, 5000, 2100, torch.bfloat16, True, (False, True), 1, 2)
-@example(5000, 100, 300, torch.float32, False, (True, False), 1, 3)
-def test_a_product_is_that_of_float64(m, n, k, dtype, add, transposed, gap, threads):
-    check(m, n, k, dtype, add, transposed, gap, threads=threads)
+@example(130, 5000, 2100, torch.bfloat16, True, (False, True), 1, 2, False)
+@example(5000, 100, 300, torch.float32, False, (True, False), 1, 3, False)
+def test_a_product_is_that_of_float64(m, n, k, dtype, add, transposed, gap, threads, direct):
+    check(m, n, k, dtype, add, transposed, gap, threads=threads, direct=direct)
 
 
 needs_rounding = pytest.mark.skipif(
@@ -88,22 +92,45 @@ def test_a_product_is_rounded_to_16_bits_once(m, n, k, add, transposed, gap, thr
     check(m, n, k, torch.bfloat16, add, transposed, gap, threads=threads, narrow=True)
 
 
+@settings(deadline=None)
+@given(
+    sizes, st.one_of(sizes, st.just(1500)), st.one_of(sizes, st.sampled_from([512, 2100, 5000])),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(), st.booleans(),
+    st.integers(0, 3), st.integers(1, 5), st.booleans(),
+)  # fmt: skip
+@example(64, 1500, 2100, torch.bfloat16, True, False, 0, 2, True)
+@example(320, 1500, 1024, torch.bfloat16, False, True, 1, 2, True)
+def test_a_left_operand_that_may_be_overwritten(m, n, k, dtype, add, whole, gap, threads, narrow):
+    narrow = narrow and products.rounds(dtype, "cpu")
+    check(m, n, k, dtype, add, (whole, False), gap, threads=threads, narrow=narrow, spent=True)
+
+
+@needs_rounding
+def test_what_would_be_copied_often_is_interleaved_in_place():
+    left, right = torch.randn(512, 64).bfloat16(), torch.randn(512, 1500).bfloat16()
+    out, before = torch.empty(64, 1500, dtype=torch.bfloat16), left.clone()
+    scratch = torch.empty(2 * (8 + 48) * 256)
+    torch.ops.storage_ops._transposed_product(out, left, right, scratch, False)
+    assert torch.equal(left.view(-1, 64, 2), before.view(-1, 2, 64).transpose(1, 2))
+
+
 @needs_rounding
 @pytest.mark.parametrize("columns", [40, 1300])
 @pytest.mark.parametrize("rows", [30, 700])
 def test_gradients_in_16_bits_are_formed_in_pieces(rows, columns):
     """Whole ones and sums of two, of tiles whose rows are padded."""
-    dz = torch.randn(rows, columns + 24).bfloat16()[:, :columns]
+    wide = torch.randn(rows, columns + 24).bfloat16()
+    dz = wide[:, :columns]
     x, w = torch.randn(rows, 72).bfloat16(), torch.randn(columns, 72).bfloat16()
     for gradient, left, right in [
         (products.input_gradient, dz, w), (products.weight_gradient, dz.t(), x)
     ]:  # fmt: skip
         out = torch.full((len(left), 72), NAN, dtype=torch.bfloat16)
         once = left.double() @ right.double()
-        gradient(dz, right, out, False)
+        gradient(wide.clone()[:, :columns], right, out, False)
         assert ((out - once).abs() <= once.abs() * 2**-8 + 1e-4).all()
         before = out.clone()
-        gradient(dz, right, out, True)
+        gradient(wide.clone()[:, :columns], right, out, True)
         twice = before + once
         assert ((out - twice).abs() <= twice.abs() * 2**-8 + 1e-4).all()
 

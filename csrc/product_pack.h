@@ -1,0 +1,132 @@
+// How a matrix product copies its operands into slots of 32 bits, each one fp32 number or a pair of
+// bf16, neighbours in depth. Part of product_loops.h, and included with it for each instruction
+// set.
+
+constexpr int kLanes = STORAGE_OPS_LANES, kVectors = 3;
+constexpr int kTileRows = STORAGE_OPS_ROWS, kTileColumns = kVectors * kLanes;
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Eight __attribute__((vector_size(32)));
+typedef uint16_t EightShort __attribute__((vector_size(16)));
+
+// Memory need not be aligned.
+template <typename V>
+STORAGE_OPS_INLINE V load(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <typename T>
+constexpr bool kPairs = false;
+#if defined(STORAGE_OPS_DOT)
+template <>
+inline constexpr bool kPairs<BFloat16> = true;
+#endif
+
+template <typename T>
+constexpr int64_t kGroup = kPairs<T> ? 2 : 1;  // numbers in a slot
+template <typename T>
+constexpr int64_t kDepth = kPairs<T> ? 256 : 128;  // slots of depth a tile is computed in at a time
+
+// Eight neighbours in depth, one slot each.
+template <typename T>
+STORAGE_OPS_INLINE Eight load_slots(const T* from) {
+  if constexpr (sizeof(T) == 4 || kPairs<T>) {
+    return load<Eight>(from);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return __builtin_convertvector(load<EightShort>(from), Eight) << 16;
+  } else {
+    return (Eight)_mm256_cvtph_ps(load<__m128i>(from));
+  }
+}
+
+// Eight neighbours across, one slot each; `second` are those after them in depth.
+template <typename T>
+STORAGE_OPS_INLINE Eight make_slots(const T* first, const T* second) {
+  if constexpr (kPairs<T>) {
+    return __builtin_convertvector(load<EightShort>(first), Eight) |
+           __builtin_convertvector(load<EightShort>(second), Eight) << 16;
+  } else {
+    return load_slots(first);
+  }
+}
+
+// One slot; `second` is the number after it in depth, where a slot holds two.
+template <typename T>
+STORAGE_OPS_INLINE uint32_t make_slot(const T& first, const T& second) {
+  if constexpr (kPairs<T>) {
+    return first.x | static_cast<uint32_t>(second.x) << 16;
+  } else {
+    const float value = static_cast<float>(first);
+    uint32_t slot;
+    std::memcpy(&slot, &value, sizeof slot);
+    return slot;
+  }
+}
+
+STORAGE_OPS_INLINE void transpose(Eight (&r)[8]) {
+  Eight s[8];
+  for (int i = 0; i < 8; i += 2) {
+    s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      r[i + 2 * j] = __builtin_shufflevector(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      r[i + 2 * j + 1] =
+          __builtin_shufflevector(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    s[i] = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    s[i + 4] = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  std::copy(s, s + 8, r);
+}
+
+// Copies `count` rows or columns of an operand, `depth` numbers each, into slots (depth, kWidth).
+// `across` is the stride between the rows or columns, `along` the one in depth. The rest is 0.
+template <int kWidth, typename T>
+void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t depth,
+          uint32_t* to) {
+  constexpr int64_t kNumbers = kGroup<T>;
+  const int64_t slots = parts(depth, kNumbers), full = depth / kNumbers;
+  const T zero(0.0f);
+  int64_t p = 0;
+  if (count == kWidth && across == 1) {
+    for (; p < full; ++p) {
+      const T *first = from + p * kNumbers * along, *second = first + (kNumbers - 1) * along;
+      int u = 0;
+      for (; u + 8 <= kWidth; u += 8) {
+        const Eight eight = make_slots(first + u, second + u);
+        std::memcpy(to + p * kWidth + u, &eight, sizeof eight);
+      }
+      for (; u < kWidth; ++u) to[p * kWidth + u] = make_slot(first[u], second[u]);
+    }
+  } else if (count == kWidth && along == 1 && kWidth % 8 == 0) {
+    // 64 bytes of each row at once: rows a power of two apart share few places in a cache.
+    for (; p + 16 <= full; p += 16) {
+      for (int u = 0; u < kWidth; u += 8) {
+        Eight block[2][8];
+        for (int i = 0; i < 16; ++i) {
+          const T* row = from + (u + i / 2) * across;
+          block[i % 2][i / 2] = load_slots(row + (p + i % 2 * 8) * kNumbers);
+        }
+        for (int half = 0; half < 2; ++half) {
+          transpose(block[half]);
+          for (int i = 0; i < 8; ++i) {
+            std::memcpy(to + (p + 8 * half + i) * kWidth + u, &block[half][i], sizeof(Eight));
+          }
+        }
+      }
+    }
+  }
+  for (; p < slots; ++p) {
+    for (int u = 0; u < kWidth; ++u) {
+      const T* first = from + u * across + p * kNumbers * along;
+      const bool pair = (p + 1) * kNumbers <= depth;
+      to[p * kWidth + u] =
+          u < count ? make_slot(*first, pair ? first[(kNumbers - 1) * along] : zero) : 0;
+    }
+  }
+}
