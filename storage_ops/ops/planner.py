@@ -421,11 +421,12 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
 def default_budget(p: Problem) -> int:
     """A quarter of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
 
-    The sum is what chunks of tokens take, which need a product less; plans without them need none.
+    The sum is what chunks of tokens take, which need a product less than other plans; unless there
+    are no more tokens than the hidden size: then all logits wait in the gradient of the weight.
     """
     quarter = p.tokens * padded(p.vocab) * p.itemsize // 4
-    summed = p.mixed and p.grads[1] and not p.into and TOKEN_CHUNKED in allowed(p)
-    sums = p.vocab * p.hidden * 4 if summed else 0
+    chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
+    sums = p.vocab * p.hidden * 4 if p.mixed and chunked and p.tokens > p.hidden else 0
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
     return least + sums + min(max(quarter, 32 * MIB), GIB)
 
