@@ -25,7 +25,7 @@ from storage_ops.ops.tile_memory import (
 )
 
 MIB, GIB = 1 << 20, 1 << 30
-KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms the rest twice
+KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms others twice
 PLAIN_COPIES = 9  # of the rows that it works on, most of them, by the row kernel in plain torch
 COPYING = 10  # of an operand's number, in multiplications
 PIECE = 256  # tokens whose rescaled sums are finished at a time
@@ -414,7 +414,7 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
         peak_bytes(p, name, rows, columns)
         for name in (allowed(p) if strategy is None else [strategy])
         for rows in heights
-        for columns in ({vocab} if name == TOKEN_CHUNKED else {min(64, vocab), vocab})
+        for columns in {min(64, vocab) if name != TOKEN_CHUNKED or parks(p, rows) else vocab, vocab}
     )
 
 
