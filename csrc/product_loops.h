@@ -376,8 +376,9 @@ void multiply_into(Product p) {
       return multiply_into<T, Out>(p);
   }
   const int64_t room = (each - left_slots) / kTileColumns;
-  STD_TORCH_CHECK(room >= group, "_product: scratch has ", p.scratch_slots,
-                  " elements, which is too few");
+  STD_TORCH_CHECK(room >= group, "_product: scratch has too few elements, ", p.scratch_slots,
+                  " beside the sums; expected at least ",
+                  count * (kTileRows + kTileColumns) * group);
   torch::stable::parallel_for(0, count, 1, [&](int64_t one, int64_t last) {
     for (int64_t t = one; t < last; ++t) {
       const int64_t i = t / grid.columns, j = t % grid.columns;
@@ -403,8 +404,9 @@ void multiply(Product p) {
   if (!p.narrow) return multiply_into<T, float>(p);
   STD_TORCH_CHECK(kPairs<T>, "_product: out of 16 bits takes bfloat16, and AVX-512 BF16");
   if (p.depth > kDeep * kGroup<T>) {
+    const int64_t sums = std::min(p.rows * p.columns, p.scratch_slots);
     p.sums = reinterpret_cast<float*>(p.scratch);
-    p.scratch += p.rows * p.columns, p.scratch_slots -= p.rows * p.columns;
+    p.scratch += sums, p.scratch_slots -= sums;
   }
   if constexpr (kPairs<T>) multiply_into<T, T>(p);
 }

@@ -185,7 +185,7 @@ def test_wrong_arguments_are_named():
         ((out.half(), left.half(), right.half(), scratch), "out of 16 bits takes bfloat16"),
         ((out.half(), left.bfloat16(), right.bfloat16(), scratch), "float32 or that dtype"),
         ((out, left.double(), right.double(), scratch), "float32, bfloat16 or float16"),
-        ((out, left, right, scratch[:9]), "scratch has 9 elements"),
+        ((out, left, right, scratch[:9]), "scratch has too few elements, 9"),
         ((out, left, right, scratch.double()), "scratch"),
         ((out.T.contiguous().T, left, right, scratch), "whole rows"),
     ]:
