@@ -118,9 +118,12 @@ def test_a_plan_is_followed_and_gives_the_same_loss(options, capsys):
 
 
 def test_a_strategy_and_a_number_of_chunks_can_be_insisted_on(capsys):
-    plan = so.plan(*R2, "fp32", device="h200", num_chunks=1)
-    assert (plan.strategy, plan.num_chunks) == (planner.TOKEN_CHUNKED, 1)
+    plan = so.plan(*R2, "fp32", device="h200", num_chunks=2)
+    assert (plan.strategy, plan.num_chunks, plan.num_slices) == (planner.TOKEN_CHUNKED, 2, 1)
     assert "memory budget      none" in capsys.readouterr().out
+    plan = so.plan(*R2, "fp32", device="h200", num_chunks=1)  # whose logits may wait elsewhere
+    assert (plan.strategy, plan.num_chunks, plan.num_slices) == (planner.TOKEN_CHUNKED, 1, 4)
+    assert "MiB, the default;" in capsys.readouterr().out
     plan = so.plan(*R2, device="h200", num_chunks=3, strategy="vocab-sliced", memory_budget="1GiB")
     assert (plan.strategy, plan.num_chunks) == (planner.VOCAB_SLICED, 3)
     assert plan.peak_bytes <= 1 << 30
