@@ -141,6 +141,7 @@ struct Part {
   bool direct;      // and read where they are
 
   static constexpr int64_t kSlotBytes = kGroup<T> * sizeof(T);
+  static constexpr int64_t kStepNumbers = kStep * kGroup<T>;
 
   int64_t numbers() const { return group * kGroup<T>; }
 
@@ -182,7 +183,6 @@ struct Part {
   }
 
   void pack_right(const Block& b) const {
-    constexpr int64_t kStepNumbers = kStep * kGroup<T>;
     const Product& p = product;
     const T* from = start(b);
     const int64_t panels = parts(b.columns, kTileColumns);
@@ -225,7 +225,6 @@ struct Part {
     const int64_t panels = parts(block.columns, kTileColumns), slots = parts(now.depth, kGroup<T>);
     // What is read where it is has whole tiles of rows: the last ones may have to be copied.
     const int64_t whole = direct ? now.count / kTileRows * kTileRows : 0;
-    constexpr int64_t kStepNumbers = kStep * kGroup<T>;
     for (int64_t k = 0; k < now.depth; k += kStepNumbers) {
       for (int64_t i = whole; i < now.count; i += kTileRows) {
         pack<kTileRows>(start(now) + i * p.left_row + k * p.left_column, p.left_row, p.left_column,

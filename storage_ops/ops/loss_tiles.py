@@ -169,7 +169,8 @@ def sweep_keeping(
     gradient of their weight, which is written after them.
     """
     buffer, vocab = Buffer(task.tokens.x, plan), len(task.weight)
-    kept, others = slice(vocab - plan.columns, vocab), tile_memory.others(vocab, plan.columns)
+    kept = slice(vocab - plan.columns, vocab)
+    others = _slices(kept.start, plan.columns)
     for rows in _slices(task.tokens.count, plan.rows):
         x = task.tokens.gather(rows)
         for columns in (*others, kept):

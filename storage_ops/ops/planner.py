@@ -146,7 +146,7 @@ class Plan:
 def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
     """The most scratch that one of our own products of a tile takes."""
     weight_sum, input_sum = _wide_sums(p, rows, columns)
-    work = []  # rows, columns and depth; whether it is rounded, whether its left operand is copied
+    work = []  # rows, columns and depth; whether it is rounded, whether left is read in place
     if p.itemsize >= 4 or p.upcast:
         work.append((rows, columns, p.hidden, False, True))
     if p.grads[0]:

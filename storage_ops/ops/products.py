@@ -183,7 +183,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool, direct: bool =
 def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
     """out (rows, columns) = x (rows, D) @ w (columns, D).T."""
     if not upcasts(x):
-        multiply(x, w.t(), out, False, True)
+        multiply(x, w.t(), out, False, direct=True)
         return
     packed = packs(x.dtype, x.device.type)
     wide = x if packed else x.float()
@@ -191,7 +191,7 @@ def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
         columns = slice(begin, begin + SLICE)
         part = w[columns] if packed else w[columns].float()
         piece = x.new_empty(len(x), len(part), dtype=torch.float32)
-        multiply(wide, part.t(), piece, False, True)
+        multiply(wide, part.t(), piece, False, direct=True)
         out[:, columns] = piece
         del part, piece  # or two of them are alive at a time
 
@@ -202,13 +202,13 @@ def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
         _pack(dz, w, out, add)
         return
     if not _widens(dz, out):
-        multiply(dz, w, out, add, True)
+        multiply(dz, w, out, add, direct=True)
         return
     wide = out
     if out.dtype != torch.float32:
         wide = out.float() if add else out.new_empty(out.shape, dtype=torch.float32)
     if packs(dz.dtype, dz.device.type):
-        multiply(dz, w, wide, add, True)
+        multiply(dz, w, wide, add, direct=True)
     else:
         for begin in range(0, len(w), SLICE):
             columns = slice(begin, begin + SLICE)
@@ -221,7 +221,7 @@ def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
     """out (columns, D) = dz (rows, columns).T @ x (rows, D), or += it; dz may be overwritten."""
     packed = packs(dz.dtype, dz.device.type)
     if out.dtype == dz.dtype and rounds(dz.dtype, dz.device.type):
-        _pack(dz.t(), x, out, add, False, dz)
+        _pack(dz.t(), x, out, add, direct=False, spent=dz)
         return
     if not _widens(dz, out) or (packed and out.dtype == torch.float32):
         multiply(dz.t(), x, out, add)

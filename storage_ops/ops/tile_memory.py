@@ -34,12 +34,6 @@ def unpadded(columns: int) -> int:
     return width - 64 * (width % 512 == 0)
 
 
-def others(vocab: int, columns: int) -> list[slice]:
-    """All but the last classes, in slices of the same size as the last one."""
-    rest = vocab - columns
-    return [slice(begin, min(begin + columns, rest)) for begin in range(0, rest, columns)]
-
-
 def packed_slots(
     rows: int, columns: int, depth: int, threads: int, narrow: bool = False, direct: bool = False
 ) -> int:
