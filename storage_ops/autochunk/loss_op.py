@@ -55,24 +55,13 @@ def plan_of(
     vocabulary = hint(shape(next(iter(span.amplifiers)))[-1])
     x = found.roles.input.meta["val"]
     p = _problem(x, vocabulary, _grads_of(found), found)
-    wanted = budget
-    if num_chunks is not None:
-        # What a chunk of tokens takes, with its products and the few numbers per token on top.
-        rows = -(-p.tokens // num_chunks)
-        share = rows * tile_memory.padded(vocabulary) * p.itemsize
-        forming = planner.product_bytes(p, rows, vocabulary)
-        wanted = share + share // 50 + forming + planner.token_bytes(p)
     least, rates = planner.smallest_budget(p), products.rates_of(x.device)
-    wanted = wanted if wanted is None else max(wanted, least)
-    plan = planner.choose(p, wanted, rates)
-    # A plan whose products take less than was thought has room for larger tiles.
-    while num_chunks is not None and wanted is not None and wanted > least:
-        over = plan.rows * tile_memory.padded(plan.columns) * p.itemsize - share - share // 50
-        if over <= 0:
-            break
-        wanted = max(wanted - over, least)
-        plan = planner.choose(p, wanted, rates)
-    return wanted, plan
+    if num_chunks is not None:
+        # A chunk of tokens, padding and products included; the few numbers per token on top.
+        share = tile_memory.parts(p.tokens, num_chunks) * tile_memory.padded(vocabulary)
+        budget = share * p.itemsize * 51 // 50 + planner.token_bytes(p)
+    budget = budget if budget is None else max(budget, least)
+    return budget, planner.choose(p, budget, rates)
 
 
 def scratch(node: fx.Node) -> int:
