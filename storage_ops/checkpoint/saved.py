@@ -7,6 +7,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 20  # elements that are mixed at a time
+# Of SplitMix64, as signed numbers.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+
 
 def fail(what: str) -> NoReturn:
     """Raise the error that a user of a checkpoint sees."""
@@ -60,19 +66,29 @@ def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 def _hex(checksum: Tensor) -> str:
-    return f"{int(checksum.view(torch.int64)) & (1 << 64) - 1:016x}"
+    return f"{int(checksum) & (1 << 64) - 1:016x}"
 
 
 def _checksum(t: Tensor) -> Tensor:
-    """A number that changes, almost surely, with any bit of a tensor; no sync with a device."""
+    """64 bits that depend on every bit of a tensor and on its place; no sync with a device.
+
+    The sum of SplitMix64 (Steele, Lea and Flood 2014) of every element and its index. A mere xor of
+    the elements, such as `torch.hash_tensor`, misses what changes an even number of them alike.
+    """
     t = t.detach()
     if t.layout != torch.strided or t.numel() == 0:
-        return torch.zeros((), dtype=torch.uint64)
-    if t.element_size() == 1:
-        t = t.contiguous().view(torch.uint8)
-    elif t.is_complex():
+        return torch.zeros((), dtype=torch.int64)
+    if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
-    return torch.hash_tensor(t)
+    bits = t.resolve_neg().contiguous().view(-1).view(_INTEGERS[t.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE]
+        mixed = torch.arange(start, start + len(piece), device=t.device).mul_(_GAMMA).add_(piece)
+        for shift, factor in _ROUNDS:  # shifts of signed numbers, which mix as well
+            mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+        total += mixed.bitwise_xor_(mixed >> 31).sum()
+    return total
 
 
 def compare(name: str, first: list[Saved], again: list[tuple[Saved, Tensor]]) -> None:
