@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from storage_ops.autochunk import nodes, passes, predict, propagate, rewrite
+from storage_ops.autochunk import narrow, nodes, passes, predict, propagate, rewrite
 from storage_ops.autochunk.decompose import decompose, detach, starts
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.mutation import Mutations, new_values, owner
@@ -175,6 +175,23 @@ def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     rewrite.sort(graph)
 
 
+def _narrow(graph: fx.Graph, amplifier: fx.Node) -> fx.Node:
+    """The product without the tokens that are dropped after it, likewise others of its size."""
+    least = propagate.numel(amplifier)
+    for product in propagate.candidates(graph, set()):
+        if propagate.numel(product) * propagate.LARGE <= least:
+            break
+        undo = Undo(graph)
+        try:
+            new = narrow.narrow(graph, product)
+        except Conflict as conflict:
+            undo()
+            log.debug("%s: %s", product, describe(conflict))
+            continue
+        amplifier = new if product is amplifier else amplifier
+    return amplifier
+
+
 def _chunk_at(
     graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node], changed: set[fx.Node],
     num_chunks: int | None, memory_budget: int | None,
@@ -198,6 +215,7 @@ def _chunk_at(
     for node in decompose(graph, after):
         node.args, node.kwargs = (), {}  # nothing leads to it any more; it goes with the dead code
     tangents = tangents or [detach(graph, start) for start in starts(graph)]
+    amplifier = _narrow(graph, amplifier)
     span = propagate.propagate(graph, amplifier, num_chunks or max(2, -(-size // max(budget, 1))))
     read = {arg for reads in span.reads.values() for arg, _ in reads}
     for arg in read:

@@ -126,6 +126,34 @@ def candidates(graph: fx.Graph, ignored: set[fx.Node]) -> list[fx.Node]:
     return sorted(found, key=numel, reverse=True)
 
 
+def labels_of(node: fx.Node) -> Labelled:
+    """The labels of a call of an op that is no view."""
+    labels = rule_of(node).labels
+    assert labels is not None
+    return labels(node)
+
+
+def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
+    """What a node makes of the rows of an argument: rows, a part of a sum, or None: it mixes them.
+
+    Raises:
+        Conflict: the op has no rule, or changes the order of the rows.
+    """
+    if rule_of(node).labels is None:
+        return reshape(rows, shape(arg), shape(node))
+    labelled = labels_of(node)
+    for labels in labelled.args[arg]:
+        found = labels[rows.lo : rows.hi]
+        if all(label is not None and label in labelled.out for label in found):
+            lo = labelled.out.index(found[0])
+            if labelled.out[lo : lo + len(found)] != found:
+                raise Conflict("reorders tokens")
+            return canonical(Rows(lo, lo + len(found), rows.per), shape(node))
+        if all(label in labelled.sums for label in found):
+            return Partial(labelled.mean)
+    return None
+
+
 class _Found(Exception):
     """Another product amplifies tokens too."""
 
@@ -229,26 +257,17 @@ class _Propagation:
 
     def result(self, node: fx.Node, known: list[fx.Node]) -> Layout:
         """What the layouts of arguments make of a node."""
-        rule, arg = rule_of(node), known[0]
+        arg = known[0]
         rows = self.span.layouts[arg]
         assert isinstance(rows, Rows)
-        if rule.labels is None:
-            return reshape(rows, shape(arg), shape(node))
-        labelled = rule.labels(node)
-        for labels in labelled.args[arg]:
-            found = labels[rows.lo : rows.hi]
-            if all(label is not None and label in labelled.out for label in found):
-                lo = labelled.out.index(found[0])
-                if labelled.out[lo : lo + len(found)] != found:
-                    raise Conflict("reorders tokens")
-                return canonical(Rows(lo, lo + len(found), rows.per), shape(node))
-            if all(label in labelled.sums for label in found):
-                return Partial(labelled.mean)
-        self.raise_mixing(labelled, arg, rows)
-        raise AssertionError
+        found = follow(node, arg, rows)
+        if found is None:
+            raise self.mixing(node, arg, rows)
+        return found
 
-    def raise_mixing(self, labelled: Labelled, arg: fx.Node, rows: Rows) -> None:
-        """Say why an op cannot be given a slice: it mixes tokens, perhaps only within groups."""
+    def mixing(self, node: fx.Node, arg: fx.Node, rows: Rows) -> Exception:
+        """Why an op cannot be given a slice: it mixes tokens, perhaps only within groups."""
+        labelled = labels_of(node)
         labels = labelled.args[arg][0]
         kept = rows.lo
         while kept < rows.hi and labels[kept] is not None and labels[kept] in labelled.out:
@@ -256,10 +275,10 @@ class _Propagation:
         if kept > rows.lo:
             mixed = math.prod(shape(arg)[kept : rows.hi])
             if same(mixed, 0):
-                raise Conflict("works on no tokens")
+                return Conflict("works on no tokens")
             shared = math.gcd(mixed, rows.per) if isinstance(mixed, int) else 1
-            raise Regroup(self.span.step * mixed // shared)
-        raise Conflict("mixes tokens")
+            return Regroup(self.span.step * mixed // shared)
+        return Conflict("mixes tokens")
 
     def needs(self, node: fx.Node, out: Layout) -> list[tuple[fx.Node, Layout]]:
         """In which layouts a node reads its arguments."""

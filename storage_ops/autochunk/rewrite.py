@@ -65,8 +65,9 @@ class Builder:
 
     def size(self, size: Size) -> int | fx.Node:
         """A size as a number or as a node that has it."""
-        if isinstance(size, int):
-            return size
+        number = size if isinstance(size, int) else size.node.maybe_as_int()
+        if number is not None:  # also a symbol that was found to have one value only
+            return int(number)
         found = self.sizes.get(str(size))
         if found is None:
             raise Conflict(f"the size {size} is not that of an input")

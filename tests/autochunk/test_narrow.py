@@ -1,0 +1,166 @@
+"""Tokens that are dropped after the product are dropped before it, and chunks need not know."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from storage_ops.autochunk import chunker
+from storage_ops.autochunk.state import Conflict
+
+from .losses import D, V, arguments, interpreted, run
+
+LINEAR = "storage_ops.linear_cross_entropy.default"
+
+
+def nll(z, t):
+    return F.cross_entropy(z.flatten(0, -2).float(), t.flatten())
+
+
+def log_prob(z, t):
+    return torch.log_softmax(z.float(), -1).gather(-1, t.clamp(min=0)[..., None])[..., 0]
+
+
+def contiguous(x, w, t):
+    z = F.linear(x, w)
+    return nll(z[..., :-1, :].contiguous(), t[..., 1:].contiguous())
+
+
+def capped(x, w, t):
+    z = 5 * torch.tanh(F.linear(x, w, w[:, 0]).float() / 5)
+    return nll(z[:, :-1], t[:, 1:])
+
+
+def padded_vocabulary(x, w, t):
+    z = F.linear(x, w)[..., : V - 20]
+    return nll(z[:, 2:-1], t[:, 3:].clamp(max=V - 21))
+
+
+def twice(x, w, t):
+    z = F.linear(x, w)[:, :-1]
+    return nll(z[:, -4:], t[:, -4:])
+
+
+def every_other(x, w, t):
+    return nll(F.linear(x, w)[:, ::2], t[:, ::2])
+
+
+def sequence_first(x, w, t):
+    z = F.linear(x.transpose(0, 1), w)
+    return nll(z[:-1], t.t()[1:])
+
+
+def sequences(x, w, t):
+    return nll(F.linear(x, w)[:2], t[:2])
+
+
+def after_the_softmax(x, w, t):
+    p = torch.log_softmax(F.linear(x, w).float(), -1)[:, :-1]
+    return -p.gather(-1, t[:, 1:, None].clamp(min=0)).mean()
+
+
+def after_the_gather(x, w, t):
+    return -log_prob(F.linear(x, w), t.roll(-1, 1))[:, :-1].sum()
+
+
+def preference(x, w, t):
+    z, mask = F.linear(x, w)[:, :-1], t[:, 1:] > 99
+    chosen = (log_prob(z, t[:, 1:]) * mask).sum(-1)
+    return -F.logsigmoid(chosen * 0.1).mean()
+
+
+def teacher(x, w, t):
+    p = torch.log_softmax(F.linear(x.detach() * 0.5, w.detach() + 0.1)[:, :-1].float(), -1)
+    q = torch.log_softmax(F.linear(x, w)[:, :-1].float(), -1)
+    return F.kl_div(q, p, log_target=True, reduction="batchmean")
+
+
+def one_hot(x, w, t):
+    z = F.linear(x, w).float()
+    z = z + torch.nn.functional.one_hot(t.clamp(min=0), V) * 0.5
+    return torch.logsumexp(z[:, 1:], -1).square().mean()
+
+
+def same_slice_for_two(x, w, t):
+    z = F.linear(x, w).float()
+    return nll(z[:, :-1], t[:, 1:]) + 1e-2 * torch.logsumexp(z[:, :-1], -1).square().sum()
+
+
+NARROWED = [
+    contiguous, capped, padded_vocabulary, twice, every_other, sequence_first, sequences,
+    after_the_softmax, after_the_gather, preference, teacher, one_hot, same_slice_for_two,
+]  # fmt: skip
+
+
+def two_slices(x, w, t):
+    z = F.linear(x, w).float()
+    return nll(z[:, :-1], t[:, 1:]) + torch.logsumexp(z[:, 1:], -1).square().mean()
+
+
+def all_tokens_too(x, w, t):
+    z = F.linear(x, w).float()
+    return nll(z[:, :-1], t[:, 1:]) + torch.logsumexp(z, -1).square().mean()
+
+
+def given(dtype, batch):
+    x, w, t = arguments(dtype)
+    return (x, w, t) if batch == 4 else (x.view(1, -1, D), w, t.view(1, -1))
+
+
+def check(loss, given, dtype, **options):
+    """Narrowed and chunked, with gradients as good as eager's; the op that it became."""
+    torch._dynamo.reset()
+    ops, reports = [], []
+    exact = run(loss, *(a.double() if a.is_floating_point() else a for a in given))
+    plain = run(loss, *given)
+    got = run(interpreted(loss, ops=ops, reports=reports, **options), *given)
+    floor = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, eager, want in zip(got, plain, exact, strict=True):
+        assert ours.dtype == eager.dtype and ours.shape == eager.shape
+        size = want.norm().clamp(min=1e-12)
+        assert (ours - want).norm() / size <= 1.5 * (eager - want).norm() / size + floor
+    return ops, reports[0]
+
+
+@pytest.mark.parametrize("batch", [4, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("loss", NARROWED, ids=lambda f: f.__name__)
+def test_gradients(loss, dtype, batch, monkeypatch):
+    refused = []
+    narrow = chunker.narrow.narrow
+
+    def watched(graph, amplifier):
+        try:
+            return narrow(graph, amplifier)
+        except Conflict as conflict:
+            refused.append(str(conflict))
+            raise
+
+    monkeypatch.setattr(chunker.narrow, "narrow", watched)
+    data = given(dtype, 4 if loss is sequences else batch)
+    ops, report = check(loss, data, dtype)
+    assert not refused
+    assert report.num_chunks >= 4
+    exactly = (contiguous, capped, twice, every_other, sequence_first, sequences, after_the_softmax)
+    if loss in exactly and dtype == torch.float32:
+        assert LINEAR in ops
+
+
+@pytest.mark.parametrize("loss", [contiguous, capped, preference], ids=lambda f: f.__name__)
+def test_dynamic_sizes(loss):
+    check(loss, given(torch.float32, 4), torch.float32, dynamic=True)
+
+
+@pytest.mark.parametrize("loss", [two_slices, all_tokens_too], ids=lambda f: f.__name__)
+def test_tokens_that_are_read_elsewhere(loss):
+    _, report = check(loss, given(torch.float32, 4), torch.float32)
+    assert report.chunked  # in whole sequences
+
+
+def test_a_dropped_token_that_is_not_finite():
+    torch._dynamo.reset()
+    x, w, t = given(torch.float32, 4)
+    spoilt = x.detach().clone()
+    spoilt[:, -1] = torch.inf
+    want = run(contiguous, x, w, t)
+    got = run(interpreted(contiguous), spoilt, w, t)
+    torch.testing.assert_close(got, want)
