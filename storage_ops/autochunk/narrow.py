@@ -161,6 +161,8 @@ class _Found:
             self.kept = _Kept(
                 math.prod(outer), sizes[dim], math.prod(inner), shape(node)[dim], bounds
             )
+            if same(self.kept.count, 0):
+                raise Conflict("keeps no tokens", node)
         if bounds != self.kept.bounds or self.kept.place(sizes, rows) != dim:
             raise Conflict("keeps other tokens", node)
         self.slices.append(node)
