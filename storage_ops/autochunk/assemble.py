@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -104,6 +105,40 @@ class Result:
             return self.out
         assert self.total is not None
         return self.total.to(self.dtype)
+
+
+class Waiting:
+    """A sum of products whose left factors wait in its own memory until all are there.
+
+    It is formed by one product of every slice of its rows then, which reads and writes it once and
+    needs no sums in fp32. There is room for as many tokens as a row of the result has numbers.
+    """
+
+    def __init__(self, spec: Output, shape: list[int], per: int, right: Tensor, chunks: int):
+        self.spec, self.per, self.right = spec, per, right
+        self.out = right.new_empty(shape, dtype=getattr(torch, spec.dtype))
+        self.width = tile_memory.unpadded(tile_memory.parts(shape[0], chunks))
+
+    def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the result's rows, and what waits in the memory of each: (tokens, rows)."""
+        for begin in range(0, len(self.out), self.width):
+            rows = slice(begin, begin + self.width)
+            memory = self.out[rows]
+            sizes = (len(self.right), len(memory))
+            yield rows, memory.view(-1).view(self.right.dtype)[: math.prod(sizes)].view(sizes)
+
+    def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
+        """Take the factors of a chunk's product."""
+        for rows, tile in self._tiles():
+            tile[begin * self.per : end * self.per] = left[rows].t()
+
+    def finish(self) -> Tensor:
+        """The result."""
+        scratch = self.right.new_empty(len(self.right) * min(self.width, len(self.out)))
+        for rows, tile in self._tiles():
+            left = scratch[: tile.numel()].view(tile.shape).copy_(tile)
+            products.weight_gradient(left, self.right, self.out[rows], False)
+        return self.out
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:

@@ -30,12 +30,15 @@ def peak(graph: fx.Graph) -> int:
     """
     nodes = list(graph.nodes)
     stored = {n for n in nodes if _is_stored(n)}
+    results = {n: _items(n) or [n] for n in stored}  # several have a life each
+    owned = {r for each in results.values() for r in each}
     sources: dict[fx.Node, set[fx.Node]] = {}
     last: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
+        last |= dict.fromkeys(results.get(node, ()), place)
         read: set[fx.Node] = set()
         for arg in node.all_input_nodes:
-            read |= {arg} if arg in stored else sources.get(arg, set())
+            read |= {arg} if arg in owned else sources.get(arg, set())
         sources[node] = read
         if node in stored or node.op == "output":
             for each in read:
@@ -46,15 +49,18 @@ def peak(graph: fx.Graph) -> int:
         dying.setdefault(place, []).append(node)
     for place, node in enumerate(nodes):
         if node in stored:
-            level += nbytes(node)
-            over = sum(
-                nbytes(n) for n in dying.get(place, ())[:1]
-                if kind_of(node) in _FUSED and nbytes(n) == nbytes(node)
-            )  # fmt: skip
-            highest = max(highest, level - over + _inside(node))
+            level += sum(map(nbytes, results[node]))
+            gone_sizes = [nbytes(n) for n in dying.get(place, ()) if n is not node]
+            over = kind_of(node) in _FUSED and nbytes(node) in gone_sizes
+            highest = max(highest, level - over * nbytes(node) + _inside(node))
         for gone in dying.get(place, ()):
             level -= nbytes(gone) if node.op != "output" else 0
     return highest
+
+
+def _items(node: fx.Node) -> list[fx.Node]:
+    """The results of a node that has several, where they are taken."""
+    return [u for u in node.users if name_of(u) == "getitem"]
 
 
 def _is_stored(node: fx.Node) -> bool:
@@ -94,11 +100,14 @@ def _inside(node: fx.Node) -> int:
 
 def wide_sums(node: fx.Node, program: Program) -> int:
     """Bytes of the fp32 sums that 16-bit results of a chunked span are rounded from."""
+    tensors: Any = node.args[0]
+    inputs = [([hint(s) for s in v.shape], v.element_size()) for t in tensors for v in values_of(t)]
     return sum(
         4 * elements(v)
         for spec, v in zip(program.outputs, values_of(node), strict=True)
         if spec.rows is None and v.element_size() == 2
-    )
+        and not program.waits(spec, [hint(s) for s in v.shape], inputs)
+    )  # fmt: skip
 
 
 def _value(item: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,6 +94,26 @@ class Program:
         """Where chunks begin, and the end of the last: sizes differ by one group at most."""
         count = self.count(groups)
         return [i * groups // count for i in range(count + 1)]
+
+    def waits(
+        self, output: Output, sizes: Sequence[int], inputs: Sequence[tuple[Sequence[int], int]]
+    ) -> bool:
+        """Whether the left factors of a sum of products fit in its memory until all are there.
+
+        Args:
+            output: the result, and `sizes`: its sizes.
+            inputs: sizes of all inputs, and bytes per element.
+        """
+        if output.rows is not None or output.factors is None:
+            return False
+        left, right = output.factors
+        if left.source != "value" or not left.transposed or right.source != "input":
+            return False
+        cut, (given, itemsize) = self.inputs[right.index], inputs[right.index]
+        if cut is None or cut.lo != 0 or len(given) != cut.hi + 1:
+            return False
+        wide = int(getattr(torch, output.dtype).itemsize)
+        return math.prod(given[: cut.hi]) * itemsize <= sizes[1] * wide
 
     def encode(self) -> str:
         """As text."""

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.library import register_fake
 
 from storage_ops import _schemas
-from storage_ops.autochunk.assemble import Input, Product, Result
+from storage_ops.autochunk.assemble import Input, Product, Result, Waiting
 from storage_ops.autochunk.program import Factor, Program, decode_graph
 
 BLOCK = {"cpu": 2 << 20, "cuda": 64 << 20}  # bytes of a product that the body works on at a time
@@ -158,19 +158,25 @@ def chunked_span(
     with below[0], below[1], torch.no_grad(), torch.autocast(device.type, enabled=False):
         cuts = [Input(t, c, 1 if c is None else _number(c.per, ints))
                 for t, c in zip(inputs, p.inputs, strict=True)]  # fmt: skip
-        results = [
-            Result(spec, shape, 1 if spec.rows is None else _number(spec.rows.per, ints), device)
-            for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True)
-        ]
-        _Run(body, cuts, ints, results)(p.bounds(groups))
-    return [result.finish() for result in results]
+        ends, given = p.bounds(groups), [(t.shape, t.element_size()) for t in inputs]
+        results: list[Result | Waiting] = []
+        for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True):
+            if len(ends) > 2 and p.waits(spec, shape, given):
+                assert spec.factors is not None
+                cut = cuts[spec.factors[1].index]
+                results.append(Waiting(spec, shape, cut.per, cut.tensor, len(ends) - 1))
+                continue
+            per = 1 if spec.rows is None else _number(spec.rows.per, ints)
+            results.append(Result(spec, shape, per, device))
+        _Run(body, cuts, ints, results)(ends)
+        return [result.finish() for result in results]
 
 
 class _Run:
     """All chunks, one after another."""
 
     def __init__(
-        self, body: Body, cuts: list[Input], ints: Sequence[int], results: list[Result]
+        self, body: Body, cuts: list[Input], ints: Sequence[int], results: list[Result | Waiting]
     ) -> None:
         self.body, self.cuts, self.ints, self.results = body, cuts, ints, results
         p = body.program
@@ -218,7 +224,7 @@ class _Run:
         tensors = [cut(begin, end) for cut in self.cuts]
         values = self.body(product, tensors, self.ints, self.dynamic)
         for result in self.results:
-            if result.spec.factors is None:
+            if isinstance(result, Result) and result.spec.factors is None:
                 assert result.spec.value is not None
                 result.put(values[result.spec.value], begin, end)
         return values

@@ -1,0 +1,92 @@
+"""With as many tokens as the hidden size, their gradient waits in the weight's."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import storage_ops
+from storage_ops.autochunk import assemble
+from storage_ops.autochunk.backend import backend
+
+from .losses import V, biased, distillation, focal, interpreted, policy_ratio, run, squared
+from .losses import z_loss_and_entropy as mixed
+
+LOSSES = [biased, distillation, focal, mixed, policy_ratio, squared]
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """Sums that waited; memory that nobody has written to is not a number."""
+    made = []
+
+    class Watched(assemble.Waiting):
+        def finish(self):
+            made.append(self)
+            return super().finish()
+
+    monkeypatch.setattr("storage_ops.autochunk.runtime.Waiting", Watched)
+    torch.use_deterministic_algorithms(True)
+    yield made
+    torch.use_deterministic_algorithms(False)
+
+
+def wide(dtype, hidden=40):
+    x = torch.randn(4, 8, hidden).to(dtype)
+    t = torch.randint(V, (4, 8))
+    t[0, :2] = -100
+    return x, (torch.randn(V, hidden) * 0.3).to(dtype), t
+
+
+def error(got, want):
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("num_chunks", [2, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_gradients(loss, dtype, num_chunks, waiting):
+    torch._dynamo.reset()
+    given = wide(dtype)
+    exact = run(loss, given[0].double(), given[1].double(), given[2])
+    plain = run(loss, *given)
+    ops = []
+    got = run(interpreted(loss, num_chunks, ops=ops), *given)
+    assert waiting or "storage_ops.linear_cross_entropy.default" in ops
+    for ours, eager, want in zip(got, plain, exact, strict=True):
+        assert ours.dtype == eager.dtype and ours.shape == eager.shape
+        floor = 1e-5 if dtype == torch.float32 else 1e-2
+        assert error(ours, want) <= 1.5 * error(eager, want) + floor
+
+
+def test_too_many_tokens_do_not_wait(waiting):
+    torch._dynamo.reset()
+    given = wide(torch.float32, hidden=31)
+    torch.testing.assert_close(run(interpreted(focal), *given), run(focal, *given))
+    assert not waiting
+
+
+def test_sizes_that_change(waiting):
+    """What fits for some tokens does not for others: the same graph takes both ways."""
+    torch._dynamo.reset()
+    compiled = interpreted(focal, dynamic=True)
+    for tokens, waits in ((8, True), (11, False), (9, True)):
+        x, w, t = torch.randn(4, tokens, 40), torch.randn(V, 40), torch.randint(V, (4, tokens))
+        torch.testing.assert_close(run(compiled, x, w, t), run(focal, x, w, t))
+        assert bool(waiting) == waits
+        waiting.clear()
+
+
+@pytest.mark.slow
+def test_no_sum_in_float32():
+    torch._dynamo.reset()
+    x, w = torch.randn(256, 256).bfloat16(), torch.randn(8192, 256).bfloat16()
+
+    def loss(x, w, t):
+        return torch.softmax(F.linear(x, w), -1).square().sum()
+
+    compiled = torch.compile(loss, backend=backend, options={"num_chunks": 8, "strict": True})
+    run(compiled, x, w, None)
+    with storage_ops.memory.measure(device="cpu") as m:
+        run(compiled, x, w, None)
+    logits, gradients = 2 * 256 * 8192, 2 * (x.numel() + w.numel())
+    assert m.peak_bytes < 1.1 * (gradients + logits / 8) + w.numel() * 2
