@@ -91,7 +91,8 @@ class Result:
     def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
         """Take a product of a chunk, formed in place."""
         if self.out is not None:
-            _multiply(left, right, self._slot(begin, end), False)
+            form = products.input_gradient if len(right) > tile_memory.ONE_PASS else _multiply
+            form(left, right, self._slot(begin, end), False)
             return
         first = self.total is None
         if first:
