@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.nodes import name_of, shape
+from storage_ops.autochunk.nodes import name_of, shape, viewed
 from storage_ops.autochunk.propagate import Span
 from storage_ops.autochunk.state import Rows, equal, same
 
@@ -65,9 +65,7 @@ def _overwrite(span: Span, one: Any, amplifier: fx.Node, place: fx.Node) -> int 
 
 def _is_view(node: fx.Node, of: fx.Node) -> bool:
     """Whether a value shares memory with another."""
-    while node is not of:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not node.args or schema.returns[0].alias_info is None:
-            return False
-        node = node.args[0]  # type: ignore[assignment]
-    return True
+    base: fx.Node | None = node
+    while base is not None and base is not of:
+        base = viewed(base)
+    return base is of

@@ -102,7 +102,7 @@ def _chunk(
 ) -> None:  # fmt: skip
     graph.eliminate_dead_code()
     tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
-    changed = new_values(graph, visible)
+    work = _Work(graph, tangents, new_values(graph, visible), num_chunks, memory_budget)
     total.peak_before = total.peak_after = predict.peak(graph)
     largest = 0
     tried: set[fx.Node] = set()
@@ -113,26 +113,109 @@ def _chunk(
         if not found or len(tried) == TRIES:
             break
         tried.add(found[0])
-        undo = Undo(graph)
-        try:
-            count = _chunk_at(graph, found[0], tangents, changed, num_chunks, memory_budget)
-            graph.lint()
-            if num_chunks is None:
-                _check_saving(graph, found[0])
-        except Conflict as conflict:
-            undo()
-            log.debug("%s: %s", found[0], describe(conflict))
-            total.reason = total.reason or describe(conflict)
-            continue
-        except Exception as error:
-            undo()
-            _fail(total, error)
-            continue
-        graph.eliminate_dead_code()
-        total.chunked, total.num_chunks = True, max(count, total.num_chunks)
+        outcome = work.chunk(found[0])
+        if isinstance(outcome.error, Conflict):
+            log.debug("%s: %s", found[0], describe(outcome.error))
+            total.reason = total.reason or describe(outcome.error)
+        elif outcome.error is not None:
+            _fail(total, outcome.error)
+        else:
+            graph.eliminate_dead_code()
+            total.chunked, total.num_chunks = True, max(outcome.count, total.num_chunks)
     if total.chunked:
         total.peak_after = predict.peak(graph)
     total.reason = total.reason or "no matrix product is larger than its input"
+
+
+@dataclass
+class _Outcome:
+    """What became of an amplifier: a number of chunks and the peak, or an error and no change."""
+
+    undo: Undo
+    narrowed: bool = False
+    count: int = 0
+    peak: int = 0
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A graph and what is asked for."""
+
+    graph: fx.Graph
+    tangents: list[fx.Node]
+    changed: set[fx.Node]
+    num_chunks: int | None
+    memory_budget: int | None
+
+    def chunk(self, amplifier: fx.Node) -> _Outcome:
+        """Chunk what an amplifier leads to, without dropped tokens where that takes less memory."""
+        before = predict.peak(self.graph)
+        narrowed = self.attempt(amplifier, True)
+        if not narrowed.narrowed or (narrowed.error is None and narrowed.peak < before):
+            return narrowed
+        narrowed.undo()
+        plain = self.attempt(amplifier, False)
+        if narrowed.error or (plain.error is None and plain.peak < narrowed.peak):
+            return plain
+        plain.undo()
+        return self.attempt(amplifier, True)
+
+    def attempt(self, amplifier: fx.Node, narrowing: bool) -> _Outcome:
+        outcome = _Outcome(Undo(self.graph))
+        try:
+            tangents = self.prepare(amplifier)
+            if narrowing:
+                amplifier, outcome.narrowed = _narrow(self.graph, amplifier)
+            outcome.count = self.rewrite(amplifier, tangents)
+            self.graph.lint()
+            if self.num_chunks is None:
+                _check_saving(self.graph, amplifier)
+            outcome.peak = predict.peak(self.graph)
+        except Exception as error:
+            outcome.undo()
+            outcome.error = error
+        return outcome
+
+    def prepare(self, amplifier: fx.Node) -> list[fx.Node]:
+        """Check that there is something to gain, decompose ops without a rule; the tangents."""
+        graph, size = self.graph, propagate.nbytes(amplifier)
+        _own_sizes(graph, amplifier)
+        if size == 0:
+            raise Conflict("is empty", amplifier)
+        budget = self.budget(amplifier)
+        if self.num_chunks is None and size <= budget:
+            raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
+        after = propagate.reached([amplifier], lambda n: not propagate.ends(n))
+        least = propagate.numel(amplifier) // propagate.LARGE
+        for node in reversed(graph.nodes):  # what is large and read there may be in chunks too
+            large = propagate.numel(node) > least and not propagate.is_product(node)
+            if large and any(user in after for user in node.users):
+                after.add(node)
+        for node in decompose(graph, after):
+            node.args, node.kwargs = (), {}  # it goes with the dead code
+        return self.tangents or [detach(graph, start) for start in starts(graph)]
+
+    def budget(self, amplifier: fx.Node) -> int:
+        given = self.memory_budget
+        return default_budget(amplifier) if given is None else given
+
+    def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node]) -> int:
+        """Chunk what an amplifier leads to; into how many chunks."""
+        graph, budget = self.graph, self.budget(amplifier)
+        mutations = Mutations(graph)
+        wanted = max(2, -(-propagate.nbytes(amplifier) // max(budget, 1)))
+        span = propagate.propagate(graph, amplifier, self.num_chunks or wanted)
+        read = {arg for reads in span.reads.values() for arg, _ in reads}
+        for arg in read:
+            if owner(arg) in self.changed:
+                raise Conflict("is changed in place by the function", arg)
+        mutations.check_reads(read, span.layouts)
+        ordered = passes.order(graph, span, tangents)
+        limits = rewrite.Limits(self.num_chunks, self.memory_budget, budget)
+        counts = rewrite.rewrite(graph, span, ordered, limits)
+        mutations.check_order(graph)
+        return max(counts)
 
 
 class Undo:
@@ -175,59 +258,15 @@ def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     rewrite.sort(graph)
 
 
-def _narrow(graph: fx.Graph, amplifier: fx.Node) -> fx.Node:
+def _narrow(graph: fx.Graph, amplifier: fx.Node) -> tuple[fx.Node, bool]:
     """The product without the tokens that are dropped after it, likewise others of its size."""
-    least = propagate.numel(amplifier)
+    least, narrowed = propagate.numel(amplifier), False
     for product in propagate.candidates(graph, set()):
-        if propagate.numel(product) * propagate.LARGE <= least:
-            break
-        undo = Undo(graph)
-        try:
+        if propagate.numel(product) * propagate.LARGE > least and product.args:
             new = narrow.narrow(graph, product)
-        except Conflict as conflict:
-            undo()
-            log.debug("%s: %s", product, describe(conflict))
-            continue
-        amplifier = new if product is amplifier else amplifier
-    return amplifier
-
-
-def _chunk_at(
-    graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node], changed: set[fx.Node],
-    num_chunks: int | None, memory_budget: int | None,
-) -> int:  # fmt: skip
-    mutations = Mutations(graph)
-    _own_sizes(graph, amplifier)
-    if propagate.numel(amplifier) == 0:
-        raise Conflict("is empty", amplifier)
-    budget = memory_budget if memory_budget is not None else default_budget(amplifier)
-    size = propagate.nbytes(amplifier)
-    if num_chunks is None and size <= budget:
-        raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
-    after = propagate.reached([amplifier], lambda n: not propagate.ends(n))
-    limit = propagate.numel(amplifier)
-    for node in reversed(
-        graph.nodes
-    ):  # what is large and read there may be evaluated in chunks too
-        large = propagate.numel(node) * propagate.LARGE > limit and not propagate.is_product(node)
-        if large and any(user in after for user in node.users):
-            after.add(node)
-    for node in decompose(graph, after):
-        node.args, node.kwargs = (), {}  # nothing leads to it any more; it goes with the dead code
-    tangents = tangents or [detach(graph, start) for start in starts(graph)]
-    amplifier = _narrow(graph, amplifier)
-    span = propagate.propagate(graph, amplifier, num_chunks or max(2, -(-size // max(budget, 1))))
-    read = {arg for reads in span.reads.values() for arg, _ in reads}
-    for arg in read:
-        if owner(arg) in changed:
-            raise Conflict("is changed in place by the function", arg)
-    mutations.check_reads(read, span.layouts)
-    ordered = passes.order(graph, span, tangents)
-    counts = rewrite.rewrite(
-        graph, span, ordered, rewrite.Limits(num_chunks, memory_budget, budget)
-    )
-    mutations.check_order(graph)
-    return max(counts)
+            narrowed = narrowed or new is not product
+            amplifier = new if product is amplifier else amplifier
+    return amplifier, narrowed
 
 
 def _check_saving(graph: fx.Graph, amplifier: fx.Node) -> None:

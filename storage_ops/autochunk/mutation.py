@@ -7,16 +7,14 @@ from typing import Any
 
 from torch import fx
 
-from storage_ops.autochunk import nodes, predict
+from storage_ops.autochunk.nodes import ends, leading_to, viewed
 from storage_ops.autochunk.state import Conflict
 
 
 def owner(node: fx.Node) -> fx.Node:
     """The node whose memory a node is a view of: itself, if it is none."""
-    while predict.kind_of(node) in ("view", "expand", "permute") or (
-        node.op == "call_function" and nodes.name_of(node) == "aten.alias.default"
-    ):
-        node = node.args[0]  # type: ignore[assignment]
+    while (base := viewed(node)) is not None:
+        node = base
     return node
 
 
@@ -59,7 +57,7 @@ class Mutations:
         if not self.changes:
             return
         now = {node: i for i, node in enumerate(graph.nodes)}
-        alive = _alive(graph)
+        alive = leading_to(ends(graph))
         for change, written in self.changes.items():
             for node in alive:
                 if node is change or not any(owner(a) in written for a in node.all_input_nodes):
@@ -80,14 +78,3 @@ def _written(node: fx.Node) -> set[fx.Node]:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             fx.map_arg(given, found.append)
     return {owner(n) for n in found}
-
-
-def _alive(graph: fx.Graph) -> set[fx.Node]:
-    stack = [n for n in graph.nodes if n.op == "output" or n.is_impure()]
-    found = set(stack)
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node not in found:
-                found.add(node)
-                stack.append(node)
-    return found

@@ -11,7 +11,7 @@ of the input. The result differs only where a dropped token is not finite: zero 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,16 @@ from torch import fx
 
 from storage_ops.autochunk.degrees import Degree
 from storage_ops.autochunk.log import log
-from storage_ops.autochunk.nodes import argument, is_tensor, is_zero, name_of, shape
+from storage_ops.autochunk.mutation import Mutations
+from storage_ops.autochunk.nodes import (
+    argument,
+    ends,
+    is_tensor,
+    is_zero,
+    leading_to,
+    name_of,
+    shape,
+)
 from storage_ops.autochunk.propagate import (
     LARGE,
     Span,
@@ -31,8 +40,17 @@ from storage_ops.autochunk.propagate import (
     reached,
 )
 from storage_ops.autochunk.rewrite import Builder, sort
-from storage_ops.autochunk.rules import RULES, rule_of
-from storage_ops.autochunk.state import Conflict, Partial, Rows, Size, canonical, equal, same
+from storage_ops.autochunk.rules import rule_of
+from storage_ops.autochunk.state import (
+    Conflict,
+    Partial,
+    Rows,
+    Size,
+    canonical,
+    equal,
+    reshape,
+    same,
+)
 
 _ATEN = torch.ops.aten
 
@@ -40,16 +58,18 @@ _ATEN = torch.ops.aten
 def narrow(graph: fx.Graph, amplifier: fx.Node) -> fx.Node:
     """The product of those tokens alone that the graph keeps, in the place of an amplifier.
 
-    The amplifier itself if the graph keeps all tokens.
-
-    Raises:
-        Conflict: dropped tokens are read elsewhere, or dropped in a way that is not understood.
+    The amplifier itself if the graph keeps all tokens, reads dropped ones elsewhere, or drops them
+    in a way that is not understood. What is replaced stays in the graph, without arguments.
     """
     while name_of(amplifier) != "aten.bmm.default":
-        found = _Found(graph, amplifier)
-        if found.kept is None:
+        try:
+            reach = _Reach(graph, amplifier)
+            if reach.kept is None:
+                break
+            amplifier = _Narrowing(graph, reach, reach.kept).run()
+        except Conflict as conflict:
+            log.debug("%s: all tokens stay: %s, %s", amplifier, conflict.node, conflict)
             break
-        amplifier = _Narrowing(graph, amplifier, found, found.kept).run()
     return amplifier
 
 
@@ -68,7 +88,7 @@ class _Kept:
     bounds: tuple[Any, ...]
 
     def place(self, sizes: Sequence[Size], rows: Rows) -> int | None:
-        """The dimension that the slice is of; None if it is one with others."""
+        """The dimension that the slice is of; None if all dimensions of the tokens are one."""
         for dim in range(rows.lo, rows.hi):
             if (
                 same(math.prod(sizes[rows.lo : dim]), self.outer)
@@ -94,7 +114,7 @@ class _Kept:
         return [*sizes[: rows.lo], self.outer, middle, self.inner, *sizes[rows.hi :]]
 
 
-class _Found:
+class _Reach:
     """What a product leads to.
 
     Attributes:
@@ -102,7 +122,7 @@ class _Found:
         kept: which of them are kept.
         slices: nodes that keep those.
         scatters: nodes that put zeros around them.
-        zeros: those, and what is zero for the other tokens since it depends on them.
+        zeros: what is zero for the other tokens: the scatters, and what is made of them.
     """
 
     def __init__(self, graph: fx.Graph, amplifier: fx.Node):
@@ -113,20 +133,22 @@ class _Found:
         self.scatters: set[fx.Node] = set()
         self.zeros: dict[fx.Node, None] = {}
         # Also what meets the logits later: the gradient of a gather does not depend on them.
-        related = _leading_to(reached([amplifier])) - _leading_to([amplifier])
+        related = leading_to(reached([amplifier])) - leading_to([amplifier])
         for node in graph.nodes:
             if node not in related or not is_tensor(node):
                 continue
             name = name_of(node)
-            if (name == "aten.slice.Tensor" and self.is_slice(node)) or (
-                name == "aten.slice_scatter.default" and self.is_scatter(node)
+            if (name == "aten.slice.Tensor" and self.take_slice(node)) or (
+                name == "aten.slice_scatter.default" and self.take_scatter(node)
             ):
                 continue
-            # What comes after another product has no logits.
-            known = [a for a in node.all_input_nodes if a in self.rows]
-            known = [a for a in known if a is amplifier or not is_product(a)]
+            known = [a for a in node.all_input_nodes if a in self.rows and not self.ends(a)]
             if known:
                 self.visit(node, known)
+
+    def ends(self, node: fx.Node) -> bool:
+        """Whether what comes after a node has no logits."""
+        return is_product(node) and node is not self.amplifier
 
     def visit(self, node: fx.Node, known: list[fx.Node]) -> None:
         try:
@@ -149,13 +171,17 @@ class _Found:
         except Conflict:
             return False
 
-    def is_slice(self, node: fx.Node) -> bool:
+    def take_slice(self, node: fx.Node) -> bool:
         """Whether a node drops tokens; the first one says which."""
         source: Any = node.args[0]
         sizes, rows = shape(source), self.rows.get(source)
         dim, bounds = _bounds(node, 1, len(sizes))
-        if rows is None or not rows.lo <= dim < rows.hi or same(shape(node)[dim], sizes[dim]):
+        if rows is None or self.ends(source) or not rows.lo <= dim < rows.hi:
             return False
+        if same(shape(node)[dim], sizes[dim]):
+            return False
+        if not same(math.prod(sizes[rows.lo : rows.hi]), shape(self.amplifier)[0]):
+            raise Conflict("drops parts of tokens", node)
         if self.kept is None:
             outer, inner = sizes[rows.lo : dim], sizes[dim + 1 : rows.hi]
             self.kept = _Kept(
@@ -168,7 +194,7 @@ class _Found:
         self.slices.append(node)
         return True
 
-    def is_scatter(self, node: fx.Node) -> bool:
+    def take_scatter(self, node: fx.Node) -> bool:
         """Whether a node puts zeros around the tokens that are kept."""
         source, small, sizes = node.args[0], node.args[1], shape(node)
         dim, bounds = _bounds(node, 2, len(sizes))
@@ -190,71 +216,98 @@ class _Found:
 class _Narrowing:
     """Moves slices up and zeros down."""
 
-    def __init__(self, graph: fx.Graph, amplifier: fx.Node, found: _Found, kept: _Kept):
-        self.graph, self.amplifier, self.found, self.kept = graph, amplifier, found, kept
-        tokens = found.rows[amplifier]
-        self.builder = Builder(graph, Span({amplifier: tokens}, kept.tokens, 1))
+    def __init__(self, graph: fx.Graph, reach: _Reach, kept: _Kept):
+        self.graph, self.reach, self.kept = graph, reach, kept
+        self.amplifier = reach.amplifier
+        span = Span({self.amplifier: reach.rows[self.amplifier]}, kept.tokens, 1)
+        self.builder = Builder(graph, span)
         self.call = self.builder.call
-        self.narrowed: dict[fx.Node, fx.Node] = {}
+        self.parts: dict[fx.Node, fx.Node] = {}
         self.slices: dict[tuple[fx.Node, int, int], fx.Node] = {}
+        self.read: set[fx.Node] = set()
 
     def run(self) -> fx.Node:
         """The product of the tokens that are kept, which takes the place of the other."""
-        found = self.found
-        replaced = {node: self.narrow(node.args[0]) for node in found.slices}
-        for node in found.zeros:
-            users = [u for u in node.users if u not in found.zeros]
-            sums = [u for u in users if self.sums(u, node)]
-            replaced |= {u: self.rebuild(u, labels_of(u).sums) for u in sums}
-            if len(users) > len(sums):
-                if numel(node) * LARGE > numel(self.amplifier):
-                    raise Conflict("reads the gradient of dropped tokens", users[0])
-                replaced[node] = self.spread(node)
-        new = self.narrow(self.amplifier)
+        old = list(self.graph.nodes)
+        try:
+            replaced = self.plan()
+            new = self.part(self.amplifier)
+            moved = {**self.reach.rows, **replaced}
+            Mutations(self.graph).check_reads(self.read, moved)
+            live = leading_to(ends(self.graph), replaced)
+            if self.amplifier in live:
+                raise Conflict("is read for tokens that are dropped elsewhere", self.amplifier)
+        except Conflict:
+            for node in reversed(list(self.graph.nodes)[len(old) :]):
+                self.graph.erase_node(node)
+            raise
         for node, value in replaced.items():
             node.replace_all_uses_with(value)
         sort(self.graph)
-        live = _leading_to(n for n in self.graph.nodes if n.op == "output")
-        if self.amplifier in live:
-            raise Conflict("is read for tokens that are dropped elsewhere", self.amplifier)
-        for node in {**found.rows, **replaced}:
+        for node in moved:
             if node not in live:  # what it reads has one user less; it goes with the dead code
                 node.args, node.kwargs = (), {}
         log.debug("%s: the tokens that are dropped after it are dropped before", self.amplifier)
         return new
 
+    def plan(self) -> dict[fx.Node, fx.Node]:
+        """What takes the place of what: slices, sums over tokens, small values with zeros."""
+        reach = self.reach
+        replaced = {node: self.part(node.args[0]) for node in reach.slices}
+        for node in reach.zeros:
+            users = [u for u in node.users if u not in reach.zeros]
+            sums = [u for u in users if self.sums(u, node)]
+            replaced |= {u: self.rebuild(u, labels_of(u).sums) for u in sums}
+            if len(users) > len(sums):
+                if self.is_large(node):
+                    raise Conflict("reads the gradient of dropped tokens", users[0])
+                replaced[node] = self.spread(node)
+        return replaced
+
+    def is_large(self, node: fx.Node) -> bool:
+        return numel(node) * LARGE > numel(self.amplifier)
+
     def sums(self, user: fx.Node, arg: fx.Node) -> bool:
         """Whether a node sums an argument over the tokens."""
         try:
-            found = follow(user, arg, self.found.rows[arg])
+            found = follow(user, arg, self.reach.rows[arg])
         except Conflict:
             return False
         return isinstance(found, Partial) and not found.mean
 
-    def narrow(self, node: Any) -> fx.Node:
+    def part(self, node: Any) -> fx.Node:
         """The kept tokens of a value that the product leads to."""
-        if node not in self.narrowed:
-            self.narrowed[node] = self.form(node, self.found.rows[node])
-        return self.narrowed[node]
+        if node not in self.parts:
+            self.parts[node] = self.form(node, self.reach.rows[node])
+        return self.parts[node]
 
     def form(self, node: fx.Node, rows: Rows) -> fx.Node:
-        if node in self.found.scatters:
+        if node in self.reach.scatters:
             return node.args[1]  # type: ignore[return-value]
-        if rule_of(node).labels is None:
-            return self.reshape(self.narrow(node.args[0]), self.kept.sizes(shape(node), rows))
-        return self.rebuild(node, tuple(labels_of(node).out[rows.lo : rows.hi]), rows)
+        if rule_of(node).labels is not None:
+            return self.rebuild(node, tuple(labels_of(node).out[rows.lo : rows.hi]), rows)
+        source: Any = node.args[0]
+        given = reshape(rows, shape(node), shape(source))
+        return self.reshape(self.take(node, source, given), self.kept.sizes(shape(node), rows))
 
-    def rebuild(self, node: fx.Node, found: tuple[Any, ...], rows: Rows | None = None) -> fx.Node:
-        """A node that works on the kept tokens, whose dimensions have these labels."""
+    def rebuild(self, node: fx.Node, labels: tuple[Any, ...], rows: Rows | None = None) -> fx.Node:
+        """A node that works on the kept tokens, whose dimensions have these labels.
+
+        Args:
+            node: the node for all tokens.
+            labels: those of the tokens' dimensions.
+            rows: where these are in its value; None if it sums over them.
+        """
         rule, new = rule_of(node), {}
         for arg, given in labels_of(node).args.items():
-            places = [[i for i, label in enumerate(labels) if label in found] for labels in given]
+            places = [[i for i, label in enumerate(own) if label in labels] for own in given]
+            self.read.add(arg)
             if any(p != places[0] for p in places):
                 raise Conflict(f"reads {arg} in two ways", node)
             if not places[0]:
                 continue
             lo, hi = places[0][0], places[0][-1] + 1
-            if tuple(given[0][lo:hi]) != found:
+            if tuple(given[0][lo:hi]) != labels:
                 raise Conflict(f"reads {arg} along some dimensions of the tokens", node)
             new[arg] = self.take(node, arg, canonical(Rows(lo, hi), shape(arg)))
         args = [
@@ -263,27 +316,31 @@ class _Narrowing:
         ]
         if rule.sizes is not None:
             assert rows is not None
-            args[rule.sizes] = self.numbers(self.kept.sizes(shape(node), rows))
+            args[rule.sizes] = list(map(self.builder.size, self.kept.sizes(shape(node), rows)))
         return self.call(node.target, *args, **node.kwargs)
 
     def take(self, node: fx.Node, arg: fx.Node, rows: Rows) -> fx.Node:
         """The kept tokens of an argument of a node."""
-        if not equal(self.found.rows.get(arg, rows), rows):
+        if not equal(self.reach.rows.get(arg, rows), rows):
             raise Conflict(f"reads {arg} in another way", node)
-        if arg in self.found.rows:
-            return self.narrow(arg)
+        if arg in self.reach.rows:
+            return self.part(arg)
         place = (arg, rows.lo, rows.hi)
         if place not in self.slices:
-            self.slices[place] = self.slice(arg, rows)
+            self.slices[place] = self.outside(arg, rows)
         return self.slices[place]
 
+    def outside(self, arg: fx.Node, rows: Rows) -> fx.Node:
+        """The kept tokens of what the product does not lead to; a large value is none of all."""
+        self.read.add(arg)
+        if arg.op == "call_function" and self.is_large(arg):
+            if is_product(arg) or rule_of(arg).kind == "getitem":
+                raise Conflict("would be read whole", arg)
+            return self.form(arg, rows)
+        return self.slice(arg, rows)
+
     def slice(self, arg: fx.Node, rows: Rows) -> fx.Node:
-        """The kept tokens of what the product does not lead to."""
-        sizes, rule, kept = shape(arg), RULES.get(name_of(arg)), self.kept
-        if rule is not None and rule.kind == "create" and rule.sizes is not None:
-            args = list(arg.args)
-            args[rule.sizes] = self.numbers(kept.sizes(sizes, rows))
-            return self.call(arg.target, *args, **arg.kwargs)
+        sizes, kept = shape(arg), self.kept
         dim = kept.place(sizes, rows)
         if dim is not None:
             return self.call(_ATEN.slice.Tensor, arg, dim, *kept.bounds)
@@ -293,23 +350,30 @@ class _Narrowing:
 
     def spread(self, node: fx.Node) -> fx.Node:
         """A small value of the kept tokens, with zeros for the others."""
-        rows, sizes, kept, value = self.found.rows[node], shape(node), self.kept, node.meta["val"]
-        part, whole, dim = self.narrow(node), sizes, kept.place(sizes, rows)
+        rows, sizes, kept, value = self.reach.rows[node], shape(node), self.kept, node.meta["val"]
+        part, whole, dim = self.part(node), sizes, kept.place(sizes, rows)
         if dim is None:
             whole, dim = kept.split(sizes, rows, kept.tokens), rows.lo + 1
             part = self.reshape(part, kept.split(sizes, rows, kept.count))
         zeros = self.call(
-            _ATEN.full.default, self.numbers(whole), 0, dtype=value.dtype, device=value.device
+            _ATEN.full.default,
+            [self.builder.size(s) for s in whole],
+            0,
+            dtype=value.dtype,
+            device=value.device,
         )
         put = self.call(_ATEN.slice_scatter.default, zeros, part, dim, *kept.bounds)
         return put if whole is sizes else self.reshape(put, sizes)
 
     def reshape(self, node: fx.Node, sizes: list[Size]) -> fx.Node:
-        return self.call(_ATEN.reshape.default, node, self.numbers(sizes))
+        return self.call(_ATEN.reshape.default, node, [self.number(s, -1) for s in sizes])
 
-    def numbers(self, sizes: list[Size]) -> list[int | fx.Node]:
-        """Sizes as arguments of a call."""
-        return [self.builder.size(s) for s in sizes]
+    def number(self, size: Size, default: int) -> int | fx.Node:
+        """A size as an argument of a call, or the default if no value has it yet."""
+        try:
+            return self.builder.size(size)
+        except Conflict:
+            return default
 
 
 def _bounds(node: fx.Node, at: int, rank: int) -> tuple[int, tuple[Any, ...]]:
@@ -317,15 +381,3 @@ def _bounds(node: fx.Node, at: int, rank: int) -> tuple[int, tuple[Any, ...]]:
     given = {"dim": 0, "start": 0, "end": None, "step": 1}
     dim, *rest = (argument(node, at + i, *item) for i, item in enumerate(given.items()))
     return int(dim) % rank, tuple(rest)
-
-
-def _leading_to(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, their arguments, their arguments and so on."""
-    found = set(nodes)
-    stack = list(found)
-    while stack:
-        for arg in stack.pop().all_input_nodes:
-            if arg not in found:
-                found.add(arg)
-                stack.append(arg)
-    return found

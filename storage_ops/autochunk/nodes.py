@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import fx
@@ -53,3 +54,37 @@ def is_zero(node: Any) -> bool:
         value = node.args[filled[name]]
         return isinstance(value, (int, float)) and value == 0
     return name in ("aten.zeros.default", "aten.zeros_like.default")
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """What a node's value is a view of, or one of several views; None if it is no view."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.target is operator.getitem:
+        return node.args[0] if viewed(node.args[0]) is not None else None
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return None
+    alias = schema.returns[0].alias_info
+    fresh_by_name = "_unsafe_view" in name_of(node)  # a view in fact, which its schema does not say
+    return node.args[0] if fresh_by_name or (alias is not None and not alias.is_write) else None
+
+
+def ends(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph is evaluated for: its output, and what changes something."""
+    return [n for n in graph.nodes if n.op == "output" or n.is_impure()]
+
+
+def leading_to(
+    nodes: Iterable[fx.Node], replaced: Mapping[fx.Node, fx.Node] | None = None
+) -> set[fx.Node]:
+    """Nodes, their arguments, their arguments and so on; some nodes have others in their place."""
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        for arg in stack.pop().all_input_nodes:
+            now = (replaced or {}).get(arg, arg)
+            if now not in found:
+                found.add(now)
+                stack.append(now)
+    return found

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from storage_ops.autochunk.nodes import name_of
+from storage_ops.autochunk.nodes import ends, leading_to, name_of
 from storage_ops.autochunk.program import Program
 from storage_ops.autochunk.propagate import elements, hint, nbytes, values_of
 from storage_ops.autochunk.rules import RULES
@@ -28,7 +28,8 @@ def peak(graph: fx.Graph) -> int:
     product, a reduction or the graph's end reads them. A value made from one of its own size that
     nothing else reads takes over its memory.
     """
-    nodes = list(graph.nodes)
+    alive = leading_to(ends(graph))
+    nodes = [n for n in graph.nodes if n in alive]
     stored = {n for n in nodes if _is_stored(n)}
     results = {n: _items(n) or [n] for n in stored}  # several have a life each
     owned = {r for each in results.values() for r in each}

@@ -45,6 +45,7 @@ class Builder:
         self.sizes: dict[str, fx.Node | tuple[fx.Node, int]] = {}
         after = reached(span.amplifiers)  # what needs the span's results cannot give it sizes
         before = [n for n in graph.nodes if n not in after and n not in span.layouts]
+        before = [n for n in before if n.op != "call_function" or n.args]  # those without are dead
         for node in before:
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt):

@@ -158,6 +158,8 @@ def gathering(node: fx.Node) -> Labelled:
     dim = dims_of(dim, len(sizes))[0]
     out: Labels = list(range(len(found)))
     whole = [None if d == dim or not same(sizes[d], found[d]) else d for d in out]
+    if x is index:
+        return Labelled(out, {x: [whole, out]})  # type: ignore[dict-item]
     return Labelled(out, {x: [whole], index: [out]})  # type: ignore[dict-item]
 
 
