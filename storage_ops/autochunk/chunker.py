@@ -6,7 +6,6 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import fx
 
 from storage_ops.autochunk import narrow, nodes, passes, predict, propagate, rewrite
@@ -15,7 +14,7 @@ from storage_ops.autochunk.log import log
 from storage_ops.autochunk.mutation import Mutations, new_values, owner
 from storage_ops.autochunk.program import Program
 from storage_ops.autochunk.runtime import in_body
-from storage_ops.autochunk.state import Conflict
+from storage_ops.autochunk.state import Conflict, Rows
 from storage_ops.ops.sizes import readable
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -246,15 +245,15 @@ def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
              and n.args[0] in after]  # fmt: skip
     if not asked:
         return
-    others: dict[str, tuple[fx.Node, int]] = {}
-    for node in graph.nodes:
-        if node not in after and isinstance(node.meta.get("val"), torch.Tensor):
-            for dim, size in enumerate(nodes.shape(node)):
-                others.setdefault(str(size), (node, dim))
+    builder = rewrite.Builder(graph, propagate.Span({amplifier: Rows(0, 1)}, 0, 1))
     for node in asked:
-        found = others.get(str(node.meta["val"]))
-        if found is not None:
-            node.args = found
+        try:
+            found = builder.size(node.meta["val"])
+        except Conflict:
+            continue
+        if isinstance(found, fx.Node):
+            node.replace_all_uses_with(found)
+            node.args = ()  # it goes with the dead code
     rewrite.sort(graph)
 
 

@@ -316,7 +316,7 @@ class _Narrowing:
         ]
         if rule.sizes is not None:
             assert rows is not None
-            args[rule.sizes] = list(map(self.builder.size, self.kept.sizes(shape(node), rows)))
+            args[rule.sizes] = self.numbers(self.kept.sizes(shape(node), rows))
         return self.call(node.target, *args, **node.kwargs)
 
     def take(self, node: fx.Node, arg: fx.Node, rows: Rows) -> fx.Node:
@@ -366,14 +366,11 @@ class _Narrowing:
         return put if whole is sizes else self.reshape(put, sizes)
 
     def reshape(self, node: fx.Node, sizes: list[Size]) -> fx.Node:
-        return self.call(_ATEN.reshape.default, node, [self.number(s, -1) for s in sizes])
+        return self.call(_ATEN.reshape.default, node, self.numbers(sizes))
 
-    def number(self, size: Size, default: int) -> int | fx.Node:
-        """A size as an argument of a call, or the default if no value has it yet."""
-        try:
-            return self.builder.size(size)
-        except Conflict:
-            return default
+    def numbers(self, sizes: list[Size]) -> list[int | fx.Node]:
+        """Sizes as arguments of a call."""
+        return [self.builder.size(s) for s in sizes]
 
 
 def _bounds(node: fx.Node, at: int, rank: int) -> tuple[int, tuple[Any, ...]]:

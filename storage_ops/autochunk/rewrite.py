@@ -22,6 +22,7 @@ from storage_ops.autochunk.passes import Passes
 from storage_ops.autochunk.program import Factor, Output, Program, Slice, encode_graph
 from storage_ops.autochunk.propagate import Span, hint, is_product, nbytes, reached, values_of
 from storage_ops.autochunk.rules import is_transposition, rule_of
+from storage_ops.autochunk.sizes import Sizes
 from storage_ops.autochunk.state import Conflict, Layout, Partial, Rows, Size, Spread, same
 
 _ATEN = torch.ops.aten
@@ -42,19 +43,10 @@ class Builder:
     def __init__(self, graph: fx.Graph, span: Span):
         self.graph = graph
         self.mode = next(iter(span.amplifiers)).meta["val"].fake_mode
-        self.sizes: dict[str, fx.Node | tuple[fx.Node, int]] = {}
         after = reached(span.amplifiers)  # what needs the span's results cannot give it sizes
-        before = [n for n in graph.nodes if n not in after and n not in span.layouts]
-        before = [n for n in before if n.op != "call_function" or n.args]  # those without are dead
-        for node in before:
-            value = node.meta.get("val")
-            if isinstance(value, torch.SymInt):
-                self.sizes.setdefault(str(value), node)
-        for node in before:
-            if isinstance(node.meta.get("val"), torch.Tensor):
-                for dim, size in enumerate(shape(node)):
-                    if not isinstance(size, int):
-                        self.sizes.setdefault(str(size), (node, dim))
+        self.size = Sizes(
+            self.call, [n for n in graph.nodes if n not in after and n not in span.layouts]
+        )
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call with the value that it would have."""
@@ -63,18 +55,6 @@ class Builder:
         with self.mode:
             node.meta["val"] = target(*values[0], **values[1])
         return node
-
-    def size(self, size: Size) -> int | fx.Node:
-        """A size as a number or as a node that has it."""
-        number = size if isinstance(size, int) else size.node.maybe_as_int()
-        if number is not None:  # also a symbol that was found to have one value only
-            return int(number)
-        found = self.sizes.get(str(size))
-        if found is None:
-            raise Conflict(f"the size {size} is not that of an input")
-        if isinstance(found, tuple):
-            found = self.sizes[str(size)] = self.call(_ATEN.sym_size.int, *found)
-        return found
 
 
 class _Pass:

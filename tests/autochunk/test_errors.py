@@ -81,7 +81,7 @@ def test_a_compiled_function_runs_unchunked(monkeypatch):
     x = torch.randn(N, D)
     with pytest.warns(UserWarning, match="internal error"):
         got = torch.compile(loss, backend="storage_ops", options={"num_chunks": 4})(x)
-    torch.testing.assert_close(got, loss(x))
+    torch.testing.assert_close(got, loss(x), rtol=1e-5, atol=1e-5)
     assert "internal error" in explain(loss, x, num_chunks=4).reason
 
 

@@ -167,9 +167,22 @@ def test_gradients(loss, dtype, batch, monkeypatch):
         assert LINEAR in ops
 
 
-@pytest.mark.parametrize("loss", [contiguous, capped, preference], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss", [contiguous, capped, preference, teacher, twice, one_token], ids=lambda f: f.__name__
+)
 def test_dynamic_sizes(loss):
-    check(loss, given(torch.float32, 4), torch.float32, dynamic=True)
+    _, report = check(loss, given(torch.float32, 4), torch.float32, dynamic=True)
+    assert report.chunked
+
+
+def test_dynamic_sizes_that_no_input_has():
+    torch._dynamo.reset()
+    losses = [
+        lambda x, w, t: torch.logsumexp(F.linear(x, w)[:, :-1], -1).square().sum(),
+        lambda x, w, t: F.linear(x, w).cumsum(1)[:, :-1].logsumexp(-1).sum(),
+    ]
+    for loss in losses:
+        check(loss, given(torch.float32, 4), torch.float32, dynamic=True)
 
 
 @pytest.mark.parametrize(
