@@ -151,9 +151,12 @@ class _Work:
         """Chunk what an amplifier leads to, without dropped tokens where that takes less memory."""
         before = predict.peak(self.graph)
         narrowed = self.attempt(amplifier, True)
-        if not narrowed.narrowed or (narrowed.error is None and narrowed.peak < before):
+        if narrowed.error is None:
+            if not narrowed.narrowed or narrowed.peak < before:
+                return narrowed
+            narrowed.undo()
+        elif isinstance(narrowed.error, Conflict) and not narrowed.narrowed:
             return narrowed
-        narrowed.undo()
         plain = self.attempt(amplifier, False)
         if narrowed.error or (plain.error is None and plain.peak < narrowed.peak):
             return plain

@@ -331,7 +331,7 @@ class _Narrowing:
         return self.slices[place]
 
     def outside(self, arg: fx.Node, rows: Rows) -> fx.Node:
-        """The kept tokens of what the product does not lead to; a large value is none of all."""
+        """The kept tokens of what the product does not lead to; large values have no others."""
         self.read.add(arg)
         if arg.op == "call_function" and self.is_large(arg):
             if is_product(arg) or rule_of(arg).kind == "getitem":
@@ -355,13 +355,8 @@ class _Narrowing:
         if dim is None:
             whole, dim = kept.split(sizes, rows, kept.tokens), rows.lo + 1
             part = self.reshape(part, kept.split(sizes, rows, kept.count))
-        zeros = self.call(
-            _ATEN.full.default,
-            [self.builder.size(s) for s in whole],
-            0,
-            dtype=value.dtype,
-            device=value.device,
-        )
+        options = {"dtype": value.dtype, "device": value.device}
+        zeros = self.call(_ATEN.full.default, self.numbers(whole), 0, **options)
         put = self.call(_ATEN.slice_scatter.default, zeros, part, dim, *kept.bounds)
         return put if whole is sizes else self.reshape(put, sizes)
 
