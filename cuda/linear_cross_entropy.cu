@@ -8,8 +8,8 @@
 #include "cross_entropy_rows.h"
 #include "launch.cuh"
 
-namespace storage_ops {
-namespace {
+// Not without a name: nvcc would name what is in it by the number of its process.
+namespace storage_ops::kernels {
 
 // Threads of a block at most. With 1024, double does not fit into its share of the registers.
 template <typename A>
@@ -288,9 +288,8 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
   });
 }
 
-}  // namespace
-}  // namespace storage_ops
+}  // namespace storage_ops::kernels
 
 STABLE_TORCH_LIBRARY_IMPL(storage_ops, CUDA, m) {
-  m.impl("_cross_entropy_rows", TORCH_BOX(&storage_ops::cross_entropy_rows));
+  m.impl("_cross_entropy_rows", TORCH_BOX(&storage_ops::kernels::cross_entropy_rows));
 }
