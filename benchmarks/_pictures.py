@@ -100,7 +100,7 @@ def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -
         label = case.replace("storage_ops, ", "").replace(" budget", "")
         axes.annotate(label, (mib, time), (6, 3), textcoords="offset points",
                       fontsize="x-small", color=OURS)  # fmt: skip
-    sizes = [mib for _, mib, _ in found]
+    sizes = [mib for case, mib, _ in found if styles.get(case, ("", ""))[1] != FLOOR]
     if max(sizes) > 3 * min(sizes):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
