@@ -201,8 +201,8 @@ class _Reach:
         kept = self.kept
         if kept is None or not is_zero(source) or bounds != kept.bounds:
             return False
-        ends = range(dim + 1, len(sizes) + 1)
-        hi = [i for i in ends if same(math.prod(sizes[dim + 1 : i]), kept.inner)]
+        places = range(dim + 1, len(sizes) + 1)
+        hi = [i for i in places if same(math.prod(sizes[dim + 1 : i]), kept.inner)]
         if not hi or not same(shape(small)[dim], kept.count):  # type: ignore[arg-type]
             return False
         rows = canonical(Rows(0, hi[0]), sizes)
