@@ -112,7 +112,7 @@ def _chunk(
         if not found or len(tried) == TRIES:
             break
         tried.add(found[0])
-        outcome = work.chunk(found[0])
+        outcome = work.chunk(found[0], total.peak_after)
         if isinstance(outcome.error, Conflict):
             log.debug("%s: %s", found[0], describe(outcome.error))
             total.reason = total.reason or describe(outcome.error)
@@ -121,8 +121,7 @@ def _chunk(
         else:
             graph.eliminate_dead_code()
             total.chunked, total.num_chunks = True, max(outcome.count, total.num_chunks)
-    if total.chunked:
-        total.peak_after = predict.peak(graph)
+            total.peak_after = outcome.peak
     total.reason = total.reason or "no matrix product is larger than its input"
 
 
@@ -147,9 +146,11 @@ class _Work:
     num_chunks: int | None
     memory_budget: int | None
 
-    def chunk(self, amplifier: fx.Node) -> _Outcome:
-        """Chunk what an amplifier leads to, without dropped tokens where that takes less memory."""
-        before = predict.peak(self.graph)
+    def chunk(self, amplifier: fx.Node, before: int) -> _Outcome:
+        """Chunk what an amplifier leads to, without dropped tokens where that takes less memory.
+
+        `before`: the predicted peak of the graph as it is.
+        """
         narrowed = self.attempt(amplifier, True)
         if narrowed.error is None:
             if not narrowed.narrowed or narrowed.peak < before:

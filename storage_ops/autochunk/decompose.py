@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node.op != "call_function" or not _values(node):
             continue
         with graph.inserting_before(node):
-            if _rows_indexed(graph, node):
+            if _rows_indexed(graph, node) or _selected(graph, node):
                 replaced.add(node)
                 continue
             if name_of(node) not in RULES:
@@ -136,13 +137,7 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
     if columns.meta["val"].dtype != torch.int64:
         return False
 
-    def call(target: Any, *given: Any) -> fx.Node:
-        made = graph.call_function(target, given)
-        with x.meta["val"].fake_mode:
-            made.meta["val"] = target(*fx.map_arg(given, lambda a: a.meta["val"]))
-        made.meta["stack_trace"] = node.meta.get("stack_trace")
-        return made
-
+    call = _caller(graph, node)
     column = call(_ATEN.unsqueeze.default, columns, 1)
     if name == "aten.index.Tensor":
         made = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
@@ -154,6 +149,38 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
         made = call(_ATEN.scatter_add.default, x, 1, column, value)
     node.replace_all_uses_with(made)
     return True
+
+
+def _selected(graph: fx.Graph, node: fx.Node) -> bool:
+    """x[i] is a slice of one without its dimension, and its gradient puts that slice into zeros."""
+    name = name_of(node)
+    if name not in ("aten.select.int", "aten.select_scatter.default"):
+        return False
+    args, call = node.args, _caller(graph, node)
+    x, (dim, index) = args[0], args[-2:]
+    if not isinstance(dim, int) or not isinstance(index, int):
+        return False
+    end = sys.maxsize if index == -1 else index + 1
+    if name == "aten.select.int":
+        made = call(_ATEN.squeeze.dim, call(_ATEN.slice.Tensor, x, dim, index, end), dim)
+    else:
+        part = call(_ATEN.unsqueeze.default, args[1], dim)
+        made = call(_ATEN.slice_scatter.default, x, part, dim, index, end)
+    node.replace_all_uses_with(made)
+    return True
+
+
+def _caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
+    """Makes calls that take the place of a node."""
+
+    def call(target: Any, *given: Any) -> fx.Node:
+        made = graph.call_function(target, given)
+        with node.meta["val"].fake_mode:
+            made.meta["val"] = target(*fx.map_arg(given, lambda a: a.meta["val"]))
+        made.meta["stack_trace"] = node.meta.get("stack_trace")
+        return made
+
+    return call
 
 
 def _is_range(node: fx.Node, size: Any) -> bool:

@@ -36,7 +36,8 @@ class Explanation:
         if not self.chunked:
             return f"not chunked: {self.reason}\n  predicted peak  {before}"
         after = readable(self.peak_after)
-        return f"{self.num_chunks} chunks\n  predicted peak  {after}, was {before}"
+        chunks = f"{self.num_chunks} chunk{'s' if self.num_chunks > 1 else ''}"
+        return f"{chunks}\n  predicted peak  {after}, was {before}"
 
 
 def explain(
