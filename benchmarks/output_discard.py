@@ -1,12 +1,13 @@
 """Memory and time of output discarding against plain autograd and torch.utils.checkpoint.
 
 Ways: plain autograd; the producer under torch.utils.checkpoint; its output discarded, and bound
-back without a copy; the same by a copy, as where no native library is. Peaks at the published size
-are simulated by storage_ops.memory.estimate, parameters and input included, beside what OLMo-core
-publishes of its own. The other peaks and the times are measured: on a CPU at a reduced size,
-parameters and input not included. Times are ratios of medians within one process, on a CPU those
-of the CPU time of one thread, which holds on a shared machine. "host us" is what one region with
-tiny tensors adds to forward and backward.
+back without a copy; the same by a copy, as where no native library is; the classes of other
+packages, where they are installed and the block has the same region for them. Peaks at the
+published size are simulated by storage_ops.memory.estimate, parameters and input included, beside
+what OLMo-core publishes of its own. The other peaks and the times are measured: on a CPU at a
+reduced size, parameters and input not included. Times are ratios of medians within one process, on
+a CPU those of the CPU time of one thread, which holds on a shared machine. "host us" is what one
+region with tiny tensors adds to forward and backward.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import storage_ops
 from benchmarks._blocks import BLOCKS, PUBLISHED_MB, WAYS, Block, stack, step
+from benchmarks._discarding import Make, by_hook, peers
 from benchmarks._harness import MIB, expect, finish, interleave, parser, peak, ratios
 from storage_ops.ops.storage_kernels import storage_path
 
@@ -44,7 +46,7 @@ def run_of(way: str) -> Callable[[Block, Tensor], Tensor]:
     return WAYS[DISCARD if way == COPY else way]
 
 
-def make(
+def build(
     name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str
 ) -> tuple[nn.ModuleList, Tensor]:
     """A stack and its input."""
@@ -58,7 +60,7 @@ def simulated(name: str, layers: int, dtype: torch.dtype) -> dict[str, float]:
     peaks = {}
     for way in (*WAYS, COPY):
         with path_of(way):
-            blocks, x = make(name, layers, PUBLISHED_SIZE, dtype, "meta")
+            blocks, x = build(name, layers, PUBLISHED_SIZE, dtype, "meta")
             estimate = storage_ops.memory.estimate(step, blocks, x, run_of(way))
             peaks[way] = round(estimate.peak_bytes / MIB, 1)
     return peaks
@@ -71,16 +73,25 @@ def clean_step(blocks: nn.ModuleList, x: Tensor, run: Callable[[Block, Tensor], 
     step(blocks, x, run)
 
 
+def _by_peer(make: Make, block: Block, x: Tensor) -> Tensor:
+    return block.hooked(make, x)
+
+
 def measured(
-    name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str, repeats: int
-) -> dict[str, dict[str, Any]]:
+    name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str, repeats: int,
+    makes: dict[str, Make],
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Peak MiB above parameters and input, and times, of every way; run interleaved."""
-    blocks, x = make(name, layers, size, dtype, device)
+    blocks, x = build(name, layers, size, dtype, device)
     label = f"{name} x{layers}"
     cases = {way: partial(clean_step, blocks, x, run_of(way)) for way in WAYS}
+    if type(blocks[0]).discarded is Block.discarded:
+        for peer, make in makes.items():
+            cases[peer] = partial(clean_step, blocks, x, partial(_by_peer, make))
+    ways = [*cases, COPY]
     seconds = interleave(dict(cases), repeats, device, label)
     result: dict[str, dict[str, Any]] = {}
-    for way in (*WAYS, COPY):
+    for way in ways:
         with path_of(way):
             if way == COPY:
                 cases = {PLAIN: cases[PLAIN], CHECKPOINT: cases[CHECKPOINT], COPY: cases[DISCARD]}
@@ -95,25 +106,23 @@ def measured(
     return result
 
 
-def host_overhead() -> dict[str, float]:
+def host_overhead(makes: dict[str, Make]) -> dict[str, float]:
     """Microseconds that one region with tiny tensors adds to forward and backward."""
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
     def producer(x: Tensor) -> Tensor:
         return torch.nn.functional.gelu(x @ w)
 
-    def with_region(x: Tensor) -> Tensor:
-        ckpt = storage_ops.OutputDiscardCheckpoint()
-        y = ckpt.checkpoint(producer, x) @ w
-        ckpt.discard_output_and_register_recompute(y)
-        return y
+    def consumer(h: Tensor) -> Tensor:
+        return h @ w
 
     forwards = {
-        PLAIN: lambda x: producer(x) @ w,
-        CHECKPOINT: lambda x: checkpoint(producer, x, use_reentrant=False) @ w,
-        DISCARD: with_region,
-        "output_discard()": storage_ops.output_discard(producer, lambda h: h @ w),
+        PLAIN: lambda x: consumer(producer(x)),
+        CHECKPOINT: lambda x: consumer(checkpoint(producer, x, use_reentrant=False)),
+        "output_discard()": storage_ops.output_discard(producer, consumer),
     }
+    for way, make in {DISCARD: storage_ops.OutputDiscardCheckpoint, **makes}.items():
+        forwards[way] = partial(by_hook, make, producer, consumer)
 
     def many(forward: Callable[[Tensor], Tensor]) -> None:
         for _ in range(CALLS_OF_A_REGION):
@@ -136,22 +145,22 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dtype = getattr(torch, arguments.dtype)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    makes = peers(device)
     expect(2 * len(arguments.only) * len(arguments.layers) + 1)
     for name in arguments.only:
         for layers in arguments.layers:
             fp32, bf16 = (simulated(name, layers, t) for t in (torch.float32, torch.bfloat16))
-            real = measured(name, layers, size, dtype, device, repeats)
+            real = measured(name, layers, size, dtype, device, repeats, makes)
             published = PUBLISHED_MB[name] if layers == 8 and name in PUBLISHED_MB else ("",) * 4
-            for way, theirs in zip(fp32, published, strict=True):
-                yield {
-                    "shape": f"{name} x{layers}",
-                    "case": way,
-                    **real[way],
+            theirs = dict(zip(fp32, published, strict=True))
+            for way, row in real.items():
+                simulated_peaks = {
                     "GPU, fp32 (MiB)": fp32[way],
-                    "GPU, fp32, published (MiB)": theirs,
+                    "GPU, fp32, published (MiB)": theirs[way],
                     "GPU, bf16 (MiB)": bf16[way],
-                }
-    for way, micros in host_overhead().items():
+                } if way in fp32 else {}  # fmt: skip
+                yield {"shape": f"{name} x{layers}", "case": way, **row, **simulated_peaks}
+    for way, micros in host_overhead(makes).items():
         yield {"shape": "tiny region", "case": way, "host us": micros}
     torch.set_num_threads(threads)
 

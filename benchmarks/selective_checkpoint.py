@@ -10,7 +10,6 @@ checkpoints in the same process; peaks are above parameters and input, gradients
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,19 +20,24 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import storage_ops
-from benchmarks._harness import Case, expect, finish, interleave, milliseconds, parser, peak, ratios
-from benchmarks._harness import skip as leave_out
+from benchmarks._discarding import by_hook, peers
+from benchmarks._harness import (
+    Case,
+    expect,
+    finish,
+    interleave,
+    milliseconds,
+    parser,
+    peak,
+    ratios,
+    skip,
+)
 
 PLAIN = "plain"
 PRODUCTS = ["aten.mm", "aten.addmm"]
 SIZES = {
     "cpu": {"layers": 4, "width": 256, "heads": 4, "batch": 4, "tokens": 256},
     "cuda": {"layers": 8, "width": 2048, "heads": 16, "batch": 4, "tokens": 2048},
-}
-# Classes with the calls of our OutputDiscardCheckpoint, as their packages have them.
-DISCARDING = {
-    "OLMo-core": ("olmo_core.nn.output_discard_checkpoint", "OutputDiscardCheckpoint"),
-    "Megatron-LM": ("megatron.core.tensor_parallel.random", "CheckpointWithoutOutput"),
 }
 Discard = Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Tensor], Tensor]
 
@@ -80,27 +84,6 @@ class Stack(nn.Module):
         return x
 
 
-def by_hook(make: Callable[[], Any]) -> Discard:
-    """Discarding by a class with the calls of OLMo-core's."""
-
-    def run(producer: Any, consumer: Any, x: Tensor) -> Tensor:
-        ckpt = make()
-        y: Tensor = consumer(ckpt.checkpoint(producer, x))
-        ckpt.discard_output_and_register_recompute(y)
-        return y
-
-    return run
-
-
-def discarding_peers() -> Iterator[tuple[str, Discard]]:
-    """The classes of other packages that are here."""
-    for name, (module, attribute) in DISCARDING.items():
-        try:
-            yield name, by_hook(getattr(importlib.import_module(module), attribute))
-        except Exception as error:  # a package without its own needs can fail in any way
-            leave_out(f"{name} {attribute}", f"not usable here ({type(error).__name__}: {error})")
-
-
 def stacks(sizes: dict[str, int], device: str, dtype: torch.dtype, mode: str) -> dict[str, Stack]:
     """Name -> a stack that is checkpointed so; all have the same parameters."""
 
@@ -135,8 +118,8 @@ def stacks(sizes: dict[str, int], device: str, dtype: torch.dtype, mode: str) ->
         discard=lambda producer, consumer, x: discard(producer, consumer)(x)
     )
     if mode == "eager":
-        for name, peer in discarding_peers():
-            found[f"{name}, activation discarded"] = stack(discard=peer)
+        for name, make in peers(device).items():
+            found[f"{name}, activation discarded"] = stack(discard=partial(by_hook, make))
     return found
 
 
@@ -176,7 +159,7 @@ def cases_of(
             try:
                 step = storage_ops.graph.trace_step(step, x)
             except Exception as error:
-                leave_out(f"traced: {name}", f"{type(error).__name__}: {error}")
+                skip(f"traced: {name}", f"{type(error).__name__}: {error}")
                 continue
         cases[name] = case(model, step)
         if mode == "compiled":

@@ -177,7 +177,9 @@ def test_gradients(loss, dtype, batch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "loss", [contiguous, capped, preference, teacher, twice, one_token, last_token], ids=lambda f: f.__name__
+    "loss",
+    [contiguous, capped, preference, teacher, twice, one_token, last_token],
+    ids=lambda f: f.__name__,
 )
 def test_dynamic_sizes(loss):
     _, report = check(loss, given(torch.float32, 4), torch.float32, dynamic=True)
