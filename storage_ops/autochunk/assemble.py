@@ -36,8 +36,8 @@ class Input:
 class Product:
     """The large product of a chunk, in memory that all chunks share."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, waiting: Waiting | None) -> None:
+        self.program, self.waiting = program, waiting
         self.buffer: Tensor | None = None
 
     def group_bytes(self, tensors: list[Tensor], begin: int, end: int) -> int:
@@ -47,17 +47,19 @@ class Product:
         *_, left, right = (tensors[i] for i in self.program.formed)
         return len(left) * right.shape[1] * left.element_size() // (end - begin)
 
-    def __call__(self, tensors: list[Tensor], most: float) -> Tensor | None:
-        """Form it; `most`: how much larger the largest chunk is."""
+    def __call__(self, tensors: list[Tensor], begin: int, end: int, largest: int) -> Tensor | None:
+        """That of the groups from begin to end, at most `largest`; `tensors`: their inputs."""
         if self.program.formed is None:
             return None
         *bias, left, right = (tensors[i] for i in self.program.formed)
         if self.buffer is None:
-            self.buffer = left.new_empty(math.ceil(len(left) * most), right.shape[1])
+            rows = math.ceil(len(left) * (largest / (end - begin)))
+            self.buffer = left.new_empty(rows, right.shape[1])
         out = self.buffer[: len(left)]
-        if bias:
-            out.copy_(bias[0])
-        _multiply(left, right, out, bool(bias))
+        if self.waiting is not None:
+            self.waiting.take(begin, end, out)
+        else:
+            form(left, right, out, bias)
         return out
 
 
@@ -100,12 +102,21 @@ class Result:
             self.total = torch.empty(self.shape, dtype=wide, device=self.device)
         _accumulate(self.total, left, right, first)  # type: ignore[arg-type]
 
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Add a product of all chunks to those that came before."""
+        assert self.out is not None
+        first = self.total is None
+        if first:
+            wide = _WIDE.get(self.dtype, self.dtype)
+            self.total = self.out if wide == self.dtype else torch.empty_like(self.out, dtype=wide)
+        _accumulate(self.total, left, right, first)  # type: ignore[arg-type]
+
     def finish(self) -> Tensor:
         """The result."""
-        if self.out is not None:
-            return self.out
-        assert self.total is not None
-        return self.total.to(self.dtype)
+        if self.out is None:
+            assert self.total is not None
+            return self.total.to(self.dtype)
+        return self.out if self.total is None else self.out.copy_(self.total)
 
 
 class Waiting:
@@ -113,12 +124,46 @@ class Waiting:
 
     It is formed by one product of every slice of its rows then, which reads and writes it once and
     needs no sums in fp32. There is room for as many tokens as a row of the result has numbers.
+
+    Factors that chunks write over their large product have that product wait there before, formed
+    of all tokens at once, and what else they are multiplied by is as well: so nothing large is
+    read, or multiplied, once per chunk.
     """
 
     def __init__(self, spec: Output, shape: list[int], per: int, right: Tensor, chunks: int):
         self.spec, self.per, self.right = spec, per, right
         self.out = right.new_empty(shape, dtype=getattr(torch, spec.dtype))
         self.width = tile_memory.unpadded(tile_memory.parts(shape[0], chunks))
+        self.others: list[tuple[Result, Tensor]] = []
+
+    def form(self, left: Tensor, right: Tensor, bias: list[Tensor]) -> None:
+        """Form the large product of all tokens."""
+        for rows, tile in self._tiles():
+            form(left, right[:, rows], tile, [b.expand(*b.shape[:-1], len(self.out))[..., rows]
+                                              for b in bias])  # fmt: skip
+
+    def take(self, begin: int, end: int, out: Tensor) -> None:
+        """Copy what waits for a chunk."""
+        for rows, tile in self._tiles():
+            out[:, rows] = tile[begin * self.per : end * self.per]
+
+    def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
+        """Take the factors of a chunk's product."""
+        for rows, tile in self._tiles():
+            tile[begin * self.per : end * self.per] = left[rows].t()
+
+    def settle(self) -> None:
+        """Form it, and products of the same factors."""
+        scratch = self.right.new_empty(len(self.right) * min(self.width, len(self.out)))
+        for rows, tile in self._tiles():
+            for result, right in self.others:
+                result.add(tile, right[rows])
+            left = scratch[: tile.numel()].view(tile.shape).copy_(tile)
+            products.weight_gradient(left, self.right, self.out[rows], False)
+
+    def finish(self) -> Tensor:
+        """The result."""
+        return self.out
 
     def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Slices of the result's rows, and what waits in the memory of each: (tokens, rows)."""
@@ -128,18 +173,12 @@ class Waiting:
             sizes = (len(self.right), len(memory))
             yield rows, memory.view(-1).view(self.right.dtype)[: math.prod(sizes)].view(sizes)
 
-    def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
-        """Take the factors of a chunk's product."""
-        for rows, tile in self._tiles():
-            tile[begin * self.per : end * self.per] = left[rows].t()
 
-    def finish(self) -> Tensor:
-        """The result."""
-        scratch = self.right.new_empty(len(self.right) * min(self.width, len(self.out)))
-        for rows, tile in self._tiles():
-            left = scratch[: tile.numel()].view(tile.shape).copy_(tile)
-            products.weight_gradient(left, self.right, self.out[rows], False)
-        return self.out
+def form(left: Tensor, right: Tensor, out: Tensor, bias: list[Tensor]) -> None:
+    """out = left @ right, plus the bias if there is one."""
+    if bias:
+        out.copy_(bias[0])
+    _multiply(left, right, out, bool(bias))
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:

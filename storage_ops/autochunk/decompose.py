@@ -156,9 +156,9 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
     name = name_of(node)
     if name not in ("aten.select.int", "aten.select_scatter.default"):
         return False
-    args, call = node.args, _caller(graph, node)
-    x, (dim, index) = args[0], args[-2:]
-    if not isinstance(dim, int) or not isinstance(index, int):
+    args: Any = node.args
+    x, (dim, index), call = args[0], args[-2:], _caller(graph, node)
+    if not isinstance(dim, int) or not isinstance(index, int) or same(shape(x)[dim], 1):
         return False
     end = sys.maxsize if index == -1 else index + 1
     if name == "aten.select.int":

@@ -103,12 +103,16 @@ def wide_sums(node: fx.Node, program: Program) -> int:
     """Bytes of the fp32 sums that 16-bit results of a chunked span are rounded from."""
     tensors: Any = node.args[0]
     inputs = [([hint(s) for s in v.shape], v.element_size()) for t in tensors for v in values_of(t)]
+    results = [(spec, v) for spec, v in zip(program.outputs, values_of(node), strict=True)
+               if v.element_size() == 2]  # fmt: skip
+    waiting = [spec for spec, v in results
+               if program.waits(spec, [hint(s) for s in v.shape], inputs)]  # fmt: skip
+    late = any(map(program.holds_product, waiting))
     return sum(
         4 * elements(v)
-        for spec, v in zip(program.outputs, values_of(node), strict=True)
-        if spec.rows is None and v.element_size() == 2
-        and not program.waits(spec, [hint(s) for s in v.shape], inputs)
-    )  # fmt: skip
+        for spec, v in results
+        if (spec.rows is None and spec not in waiting) or (late and program.shares_factor(spec))
+    )
 
 
 def _value(item: Any) -> Any:

@@ -115,6 +115,19 @@ class Program:
         wide = int(getattr(torch, output.dtype).itemsize)
         return math.prod(given[: cut.hi]) * itemsize <= sizes[1] * wide
 
+    def holds_product(self, output: Output) -> bool:
+        """Whether the left factors of a sum of products are what overwrites the large product."""
+        left = Factor("value", -1 if self.over is None else self.over, True)
+        return output.factors is not None and output.factors[0] == left
+
+    def shares_factor(self, output: Output) -> bool:
+        """Whether rows are products of what overwrites the large product, and all of an input."""
+        if output.rows is None or output.factors is None or self.over is None:
+            return False
+        left, right = output.factors
+        whole = right.source == "input" and self.inputs[right.index] is None
+        return whole and left == Factor("value", self.over, False)
+
     def encode(self) -> str:
         """As text."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

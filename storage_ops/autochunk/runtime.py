@@ -169,6 +169,9 @@ def chunked_span(
             per = 1 if spec.rows is None else _number(spec.rows.per, ints)
             results.append(Result(spec, shape, per, device))
         _Run(body, cuts, ints, results)(ends)
+        for result in results:
+            if isinstance(result, Waiting):
+                result.settle()
         return [result.finish() for result in results]
 
 
@@ -185,10 +188,28 @@ class _Run:
             f.source == "input" or f.index == p.over for f in used
         )
         self.dynamic = p.dynamic
+        self.waiting = self._holder()
+
+    def _holder(self) -> Waiting | None:
+        """The sum that the large product waits in, told of what has the same factors."""
+        p = self.body.program
+        for result in self.results:
+            if isinstance(result, Waiting) and p.holds_product(result.spec):
+                for other in self.results:
+                    if isinstance(other, Result) and p.shares_factor(other.spec):
+                        assert other.spec.factors is not None
+                        right = self.cuts[other.spec.factors[1].index].tensor
+                        result.others.append((other, right))
+                return result
+        return None
 
     def __call__(self, ends: list[int]) -> None:
         """Work through the groups between these places."""
-        product = Product(self.body.program)
+        p = self.body.program
+        product = Product(p, self.waiting)
+        if self.waiting is not None and p.formed is not None:
+            *bias, left, right = (self.cuts[i].tensor for i in p.formed)
+            self.waiting.form(left, right, bias)
         chunks = list(itertools.pairwise(ends))
         width = product.group_bytes([cut(*chunks[0]) for cut in self.cuts], *chunks[0])
         device = self.cuts[0].tensor.device
@@ -201,7 +222,7 @@ class _Run:
         largest = max(end - begin for begin, end in chunks)
         for (begin, end), each in zip(chunks, places, strict=True):
             tensors = [cut(begin, end) for cut in self.cuts]
-            formed = product(tensors, largest / (end - begin))
+            formed = product(tensors, begin, end, largest)
             values = self._values(formed, begin, each)
             self._multiply(values, tensors, begin, end)
             del values, formed  # before the next chunk makes its own
@@ -234,8 +255,9 @@ class _Run:
             found = (values if f.source == "value" else tensors)[f.index]
             return found.t() if f.transposed else found
 
+        late = [] if self.waiting is None else [other for other, _ in self.waiting.others]
         for result in self.results:
-            if result.spec.factors is not None:
+            if result.spec.factors is not None and result not in late:
                 left, right = result.spec.factors
                 result.multiply(factor(left), factor(right), begin, end)
 

@@ -171,7 +171,9 @@ def test_gradients(loss, dtype, batch, monkeypatch):
     ops, report = check(loss, data, dtype)
     assert narrowed and all(narrowed)
     assert report.chunked and report.num_chunks >= min(4, narrowed[-1].meta["val"].shape[0])
-    exactly = (contiguous, capped, twice, every_other, sequence_first, sequences, after_the_softmax)
+    exactly = [contiguous, capped, twice, every_other, sequence_first, sequences, after_the_softmax]
+    if batch > 1:  # a mean over one token is not recognized
+        exactly.append(last_token)
     if loss in exactly and dtype == torch.float32:
         assert LINEAR in ops
 

@@ -11,7 +11,14 @@ from storage_ops.autochunk.backend import backend
 from .losses import V, biased, distillation, focal, interpreted, policy_ratio, run, squared
 from .losses import z_loss_and_entropy as mixed
 
-LOSSES = [biased, distillation, focal, mixed, policy_ratio, squared]
+
+def focal_with_bias(x, w, t):
+    log_p = torch.log_softmax(F.linear(x, w, w[:, 0]).flatten(0, -2).float(), -1)
+    nll = -log_p.gather(-1, t.flatten().clamp(min=0)[:, None])
+    return (nll * (1 - (-nll).exp()) ** 2).mean()
+
+
+LOSSES = [biased, distillation, focal, focal_with_bias, mixed, policy_ratio, squared]
 
 
 @pytest.fixture
@@ -20,9 +27,9 @@ def waiting(monkeypatch):
     made = []
 
     class Watched(assemble.Waiting):
-        def finish(self):
+        def settle(self):
             made.append(self)
-            return super().finish()
+            super().settle()
 
     monkeypatch.setattr("storage_ops.autochunk.runtime.Waiting", Watched)
     torch.use_deterministic_algorithms(True)
@@ -56,6 +63,20 @@ def test_gradients(loss, dtype, num_chunks, waiting):
         assert ours.dtype == eager.dtype and ours.shape == eager.shape
         floor = 1e-5 if dtype == torch.float32 else 1e-2
         assert error(ours, want) <= 1.5 * error(eager, want) + floor
+
+
+@pytest.mark.parametrize("loss", [focal, focal_with_bias], ids=lambda f: f.__name__)
+def test_no_product_is_formed_chunk_by_chunk(loss, waiting, monkeypatch):
+    """All three are of all tokens, in slices of the vocabulary."""
+    torch._dynamo.reset()
+    rows, multiply = [], assemble._multiply
+    monkeypatch.setattr(assemble, "_multiply", lambda *a: rows.append(len(a[0])) or multiply(*a))
+    given = wide(torch.float32)
+    torch.testing.assert_close(run(interpreted(loss, 8), *given), run(loss, *given))
+    (one,) = waiting
+    slices = len(list(one._tiles()))
+    assert len(one.others) == 1 and slices > 1
+    assert rows == [32] * (2 * slices)  # logits and the input's gradient
 
 
 def test_too_many_tokens_do_not_wait(waiting):
