@@ -182,13 +182,17 @@ def train_gpt() -> str:
 
 
 def by_shape(stem: str) -> str:
-    """Every case of a benchmark, a column per shape."""
+    """Every case of a benchmark and every shape; those that are fewer are the columns."""
     text = ""
     for result in results_of(stem):
         found = shapes(result)
-        cases = dict.fromkeys(row["case"] for row in result["rows"])
-        lines = [[case, *(point(at(rows, case)) for rows in found.values())] for case in cases]
-        text += source(result) + table(["", *found], lines) + "\n"
+        cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
+        lines = [[shape, *(point(at(rows, case)) for case in cases)]
+                 for shape, rows in found.items()]  # fmt: skip
+        grid = [["", *cases], *lines]
+        if len(cases) > len(found):
+            grid = [list(column) for column in zip(*grid, strict=True)]
+        text += source(result) + table(grid[0], grid[1:]) + "\n"
     return text.removesuffix("\n")
 
 

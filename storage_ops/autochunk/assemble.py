@@ -93,8 +93,9 @@ class Result:
     def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
         """Take a product of a chunk, formed in place."""
         if self.out is not None:
-            form = products.input_gradient if len(right) > tile_memory.ONE_PASS else _multiply
-            form(left, right, self._slot(begin, end), False)
+            deep = len(right) > tile_memory.ONE_PASS
+            multiply = products.input_gradient if deep else _multiply
+            multiply(left, right, self._slot(begin, end), False)
             return
         first = self.total is None
         if first:
@@ -109,7 +110,7 @@ class Result:
         if first:
             wide = _WIDE.get(self.dtype, self.dtype)
             self.total = self.out if wide == self.dtype else torch.empty_like(self.out, dtype=wide)
-        _accumulate(self.total, left, right, first)  # type: ignore[arg-type]
+        products.input_gradient(left, right, self.total, not first)  # type: ignore[arg-type]
 
     def finish(self) -> Tensor:
         """The result."""

@@ -69,8 +69,10 @@ def test_gradients(loss, dtype, num_chunks, waiting):
 def test_no_product_is_formed_chunk_by_chunk(loss, waiting, monkeypatch):
     """All three are of all tokens, in slices of the vocabulary."""
     torch._dynamo.reset()
-    rows, multiply = [], assemble._multiply
-    monkeypatch.setattr(assemble, "_multiply", lambda *a: rows.append(len(a[0])) or multiply(*a))
+    rows = []
+    for module, name in (assemble, "_multiply"), (assemble.products, "input_gradient"):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=own: rows.append(len(a[0])) or f(*a))
     given = wide(torch.float32)
     torch.testing.assert_close(run(interpreted(loss, 8), *given), run(loss, *given))
     (one,) = waiting
