@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import storage_ops
 from benchmarks._blocks import BLOCKS, PUBLISHED_MB, WAYS, Block, stack, step
 from benchmarks._discarding import Make, by_hook, peers
-from benchmarks._harness import MIB, expect, finish, interleave, parser, peak, ratios
+from benchmarks._harness import MIB, expect, finish, interleave, parser, peak, ratios, skip
 from storage_ops.ops.storage_kernels import storage_path
 
 PLAIN, CHECKPOINT, DISCARD = WAYS
@@ -77,6 +77,25 @@ def _by_peer(make: Make, block: Block, x: Tensor) -> Tensor:
     return block.hooked(make, x)
 
 
+def _is_right(
+    name: str, blocks: nn.ModuleList, x: Tensor, run: Callable[[Block, Tensor], Tensor]
+) -> bool:
+    """Whether a way gives plain autograd's gradient; on a copy, for it may free its input."""
+    found = []
+    for each in (run_of(PLAIN), run):
+        copy = x.detach().clone().requires_grad_()
+        try:
+            clean_step(blocks, copy, each)
+        except RuntimeError as error:
+            skip(name, str(error).splitlines()[0])
+            return False
+        found.append(copy.grad)
+    if not torch.allclose(*found, rtol=1e-3):  # type: ignore[arg-type]
+        skip(name, "its gradient is not that of plain autograd")
+        return False
+    return True
+
+
 def measured(
     name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str, repeats: int,
     makes: dict[str, Make],
@@ -87,7 +106,9 @@ def measured(
     cases = {way: partial(clean_step, blocks, x, run_of(way)) for way in WAYS}
     if type(blocks[0]).discarded is Block.discarded:
         for peer, make in makes.items():
-            cases[peer] = partial(clean_step, blocks, x, partial(_by_peer, make))
+            run = partial(_by_peer, make)
+            if _is_right(f"{peer}, {label}", blocks, x, run):
+                cases[peer] = partial(clean_step, blocks, x, run)
     ways = [*cases, COPY]
     seconds = interleave(dict(cases), repeats, device, label)
     result: dict[str, dict[str, Any]] = {}
