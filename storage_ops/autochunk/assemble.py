@@ -134,29 +134,38 @@ class Waiting:
     def __init__(self, spec: Output, shape: list[int], per: int, right: Tensor, chunks: int):
         self.spec, self.per, self.right = spec, per, right
         self.out = right.new_empty(shape, dtype=getattr(torch, spec.dtype))
-        self.width = tile_memory.unpadded(tile_memory.parts(shape[0], chunks))
         self.others: list[tuple[Result, Tensor]] = []
+        # Slices of the result's rows: all of one width but the last. In the memory of each waits a
+        # matrix (tokens, rows).
+        tokens, width = len(right), tile_memory.unpadded(tile_memory.parts(shape[0], chunks))
+        memory = self.out.view(right.dtype)
+        whole = shape[0] // width
+        self.split = whole * width
+        slices = memory[: self.split].view(whole, width * memory.shape[1])
+        self.slices = slices[:, : tokens * width].view(whole, tokens, width)
+        last = memory[self.split :]
+        self.last = last.view(-1)[: tokens * len(last)].view(tokens, len(last))
 
     def form(self, left: Tensor, right: Tensor, bias: list[Tensor]) -> None:
         """Form the large product of all tokens."""
-        for rows, tile in self._tiles():
+        for rows, tile in self.tiles():
             form(left, right[:, rows], tile, [b.expand(*b.shape[:-1], len(self.out))[..., rows]
                                               for b in bias])  # fmt: skip
 
     def take(self, begin: int, end: int, out: Tensor) -> None:
         """Copy what waits for a chunk."""
-        for rows, tile in self._tiles():
-            out[:, rows] = tile[begin * self.per : end * self.per]
+        for part, memory in self._parts(out, begin, end):
+            part.copy_(memory)
 
     def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
         """Take the factors of a chunk's product."""
-        for rows, tile in self._tiles():
-            tile[begin * self.per : end * self.per] = left[rows].t()
+        for part, memory in self._parts(left.t(), begin, end):
+            memory.copy_(part)
 
     def settle(self) -> None:
         """Form it, and products of the same factors."""
-        scratch = self.right.new_empty(len(self.right) * min(self.width, len(self.out)))
-        for rows, tile in self._tiles():
+        scratch = self.right.new_empty(max(tile.numel() for _, tile in self.tiles()))
+        for rows, tile in self.tiles():
             for result, right in self.others:
                 result.add(tile, right[rows])
             left = scratch[: tile.numel()].view(tile.shape).copy_(tile)
@@ -166,13 +175,19 @@ class Waiting:
         """The result."""
         return self.out
 
-    def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of the result's rows, and what waits in the memory of each: (tokens, rows)."""
-        for begin in range(0, len(self.out), self.width):
-            rows = slice(begin, begin + self.width)
-            memory = self.out[rows]
-            sizes = (len(self.right), len(memory))
-            yield rows, memory.view(-1).view(self.right.dtype)[: math.prod(sizes)].view(sizes)
+    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the result's rows, and what waits in the memory of each."""
+        width = self.slices.shape[2]
+        for index, tile in enumerate(self.slices):
+            yield slice(index * width, (index + 1) * width), tile
+        if self.split < len(self.out):
+            yield slice(self.split, len(self.out)), self.last
+
+    def _parts(self, chunk: Tensor, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Of a chunk (tokens, rows of the result) the parts, and the memory where they wait."""
+        tokens, shape = slice(begin * self.per, end * self.per), self.slices.shape
+        whole = chunk[:, : self.split].unflatten(1, (shape[0], shape[2])).transpose(0, 1)
+        return [(whole, self.slices[:, tokens]), (chunk[:, self.split :], self.last[tokens])]
 
 
 def form(left: Tensor, right: Tensor, out: Tensor, bias: list[Tensor]) -> None:

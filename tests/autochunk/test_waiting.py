@@ -76,9 +76,19 @@ def test_no_product_is_formed_chunk_by_chunk(loss, waiting, monkeypatch):
     given = wide(torch.float32)
     torch.testing.assert_close(run(interpreted(loss, 8), *given), run(loss, *given))
     (one,) = waiting
-    slices = len(list(one._tiles()))
+    slices = len(list(one.tiles()))
     assert len(one.others) == 1 and slices > 1
     assert rows == [32] * (2 * slices)  # logits and the input's gradient
+
+
+@pytest.mark.parametrize("vocabulary", [60, 64, 65, 130])
+def test_slices_of_a_small_vocabulary(vocabulary, waiting):
+    torch._dynamo.reset()
+    given = torch.randn(2, 3, 7), torch.randn(vocabulary, 7), torch.randint(vocabulary, (2, 3))
+    torch.testing.assert_close(run(interpreted(focal, 3), *given), run(focal, *given))
+    assert [(rows.start, rows.stop) for rows, _ in waiting[0].tiles()] == [
+        (begin, min(begin + 64, vocabulary)) for begin in range(0, vocabulary, 64)
+    ]
 
 
 def test_too_many_tokens_do_not_wait(waiting):
