@@ -33,12 +33,12 @@ def merged(old: Result | None, new: Result) -> Result:
     """`new` in place of what `old` has of the same shapes; the rest of `old` stays."""
     if old is None:
         return new
-    again = {row.get("shape", "") for row in new["rows"]}
-    rows = [row for row in old["rows"] if row.get("shape", "") not in again]
-    if not rows:
+    again = shapes(new)
+    if shapes(old).keys() <= again.keys():
         return new
     commits = dict.fromkeys([*old["commit"].split(", "), new["commit"]])
-    kept = {"commit": ", ".join(commits), "rows": rows + new["rows"]}
+    rows = [row for each in (shapes(old) | again).values() for row in each]
+    kept = {"commit": ", ".join(commits), "rows": rows}
     skipped = {**old.get("skipped", {}), **new.get("skipped", {})}
     return {**old, **new, **kept, "skipped": skipped}
 

@@ -54,7 +54,7 @@ def test_results_are_taken_in(tmp_path, monkeypatch):
     files[1].write_text(text_of(result("three", ("A", 5))))
     assert [path.name for path in _results.take(files)] == ["x.json"] * 3
     found = json.loads((tmp_path / "kept" / "h" / "x.json").read_text())
-    assert [(row["shape"], row["ms"]) for row in found["rows"]] == [("B", 3), ("A", 5)]
+    assert [(row["shape"], row["ms"]) for row in found["rows"]] == [("A", 5), ("B", 3)]
     assert found["commit"] == "one, two, three" and "running" not in found
 
 
