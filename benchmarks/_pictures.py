@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.transforms import Bbox
 
 from benchmarks._report import PEAK, Result, Row, curve_of, is_ours, points, shapes, time_of
 
@@ -21,6 +23,8 @@ Point = tuple[str, float, float]
 PAPER, INK, OURS = "#fbfaf7", "#222222", "#009e73"
 COLORS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 FLOOR = "_"  # a line across the panel, not a point
+# Where a label may stand: the offset from its point, in points.
+PLACES = [(6, 3), (-6, 3), (6, -9), (-6, -9)]
 MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 
 
@@ -79,6 +83,7 @@ def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
                 for case, (color, marker) in styles.items()]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=2 if wide == 1 else 3,
                   fontsize="small", frameon=False, labelcolor=INK)  # fmt: skip
+    _spread_labels(figure)
     return figure
 
 
@@ -111,6 +116,29 @@ def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.12, y=0.18)
     axes.set_xlabel("peak memory (MiB)")
+
+
+def _spread_labels(figure: Figure) -> None:
+    """Put labels where they cover neither a point nor one another, or leave them out."""
+    figure.draw_without_rendering()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    for axes in figure.axes:
+        marked = [line for line in axes.lines if line.get_marker() not in ("", "None", None)]
+        taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for line in marked
+                 for x, y in axes.transData.transform(line.get_xydata())]  # fmt: skip
+        taken += [line.get_window_extent(renderer).padded(2) for line in axes.lines
+                  if line.get_linestyle() == "--"]  # fmt: skip
+        for label in list(axes.texts):
+            for x, y in PLACES:
+                label.xyann = x, y  # type: ignore[attr-defined]
+                label.set_horizontalalignment("left" if x > 0 else "right")
+                box = label.get_window_extent(renderer)
+                inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
+                if inside and not any(box.overlaps(other) for other in taken):
+                    taken.append(box)
+                    break
+            else:
+                label.remove()
 
 
 def _front(ours: list[Point]) -> Iterator[Point]:
