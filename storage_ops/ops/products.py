@@ -174,6 +174,10 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool, direct: bool =
             for begin in range(0, len(out), SLICE):
                 rows = slice(begin, begin + SLICE)
                 out[rows] += torch.ops.aten.mm.dtype(left[rows], right, out.dtype)
+    elif out.shape[1] == 1 and not out.is_contiguous():
+        # In bf16 torch 2.10 writes only the first element of a column whose elements lie apart.
+        column = torch.mm(left, right)
+        out.copy_(out + column if add else column)
     elif add:
         torch.addmm(out, left, right, out=out)
     else:

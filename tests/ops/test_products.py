@@ -75,6 +75,18 @@ def test_a_product_is_that_of_float64(m, n, k, dtype, add, transposed, gap, thre
     check(m, n, k, dtype, add, transposed, gap, threads=threads, direct=direct)
 
 
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_column_whose_elements_lie_apart(dtype, add):
+    """The last slice of a vocabulary may have one class; torch 2.10 wrote one element of it."""
+    left, right = torch.randn(57, 72).to(dtype), torch.randn(72, 1).to(dtype)
+    memory = torch.full((57, 64), 0.5 if add else torch.nan, dtype=dtype)
+    products.multiply(left, right, memory[:, :1], add)
+    want = left.double() @ right.double() + 0.5 * add
+    torch.testing.assert_close(memory[:, :1].double(), want, rtol=1e-2, atol=0.1)
+    assert not add or (memory[:, 1:] == 0.5).all()
+
+
 needs_rounding = pytest.mark.skipif(
     not products.rounds(torch.bfloat16, "cpu"), reason="this processor has no AVX-512 BF16"
 )
