@@ -36,9 +36,10 @@ def error(got, want):
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     names(HEADS), names(LARGE, 3), names(SMALL), names(AFTER, 2), names(LAST),
-    st.integers(2, 6), st.booleans(),
+    st.integers(2, 6), st.booleans(), st.sampled_from([8, 2]),
 )  # fmt: skip
-def test_random_tails(head, large, small, after, last, num_chunks, dynamic):
+def test_random_tails(head, large, small, after, last, num_chunks, dynamic, length):
+    """With sequences of 2, logits have room in the gradient of the weight."""
     torch._dynamo.reset()
 
     def loss(x, w, t):
@@ -50,7 +51,8 @@ def test_random_tails(head, large, small, after, last, num_chunks, dynamic):
             value = AFTER[name](value)
         return LAST[last](value)
 
-    given_, reports = arguments(), []
+    x, w, t = arguments()
+    given_, reports = (x[:, :length], w, t[:, :length]), []
     exact = weighted(loss, *(a.double() if a.is_floating_point() else a for a in given_))
     plain = weighted(loss, *given_)
     with warnings.catch_warnings():
@@ -64,7 +66,7 @@ def test_random_tails(head, large, small, after, last, num_chunks, dynamic):
     floor = 2e-2 if "cast" in large else 1e-5
     for ours, eager, want in zip(got, plain, exact, strict=True):
         assert ours.shape == eager.shape and ours.dtype == eager.dtype
-        if want.norm() < 1e-12:  # sums of numbers near 1 that cancel, each rounded
+        if want.norm() < 1e-6:  # sums of numbers near 1 that cancel, each rounded
             assert ours.norm() < max(1e-5, 4 * eager.norm())
             continue
         assert error(ours, want) <= 4 * error(eager, want) + floor
