@@ -117,16 +117,19 @@ class Program:
 
     def holds_product(self, output: Output) -> bool:
         """Whether the left factors of a sum of products are what overwrites the large product."""
-        left = Factor("value", -1 if self.over is None else self.over, True)
-        return output.factors is not None and output.factors[0] == left
+        return self._multiplies_overwritten(output, transposed=True)
 
     def shares_factor(self, output: Output) -> bool:
         """Whether rows are products of what overwrites the large product, and all of an input."""
-        if output.rows is None or output.factors is None or self.over is None:
+        if output.rows is None or not self._multiplies_overwritten(output, transposed=False):
             return False
-        left, right = output.factors
-        whole = right.source == "input" and self.inputs[right.index] is None
-        return whole and left == Factor("value", self.over, False)
+        right = output.factors[1]  # type: ignore[index]
+        return right.source == "input" and self.inputs[right.index] is None
+
+    def _multiplies_overwritten(self, output: Output, transposed: bool) -> bool:
+        if self.over is None or output.factors is None:
+            return False
+        return output.factors[0] == Factor("value", self.over, transposed)
 
     def encode(self) -> str:
         """As text."""

@@ -189,6 +189,8 @@ class _Run:
         )
         self.dynamic = p.dynamic
         self.waiting = self._holder()
+        late = [] if self.waiting is None else [other for other, _ in self.waiting.others]
+        self.products = [r for r in results if r.spec.factors is not None and r not in late]
 
     def _holder(self) -> Waiting | None:
         """The sum that the large product waits in, told of what has the same factors."""
@@ -255,11 +257,10 @@ class _Run:
             found = (values if f.source == "value" else tensors)[f.index]
             return found.t() if f.transposed else found
 
-        late = [] if self.waiting is None else [other for other, _ in self.waiting.others]
-        for result in self.results:
-            if result.spec.factors is not None and result not in late:
-                left, right = result.spec.factors
-                result.multiply(factor(left), factor(right), begin, end)
+        for result in self.products:
+            assert result.spec.factors is not None
+            left, right = result.spec.factors
+            result.multiply(factor(left), factor(right), begin, end)
 
 
 _schemas.library.impl("_chunked_span", chunked_span, "CompositeExplicitAutograd")

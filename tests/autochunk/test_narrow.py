@@ -163,19 +163,23 @@ def test_gradients(loss, dtype, batch, monkeypatch):
 
     def watched(graph, amplifier):
         product = narrow(graph, amplifier)
-        narrowed.append(product if product is not amplifier else None)
+        narrowed.append(product is not amplifier)
         return product
 
     monkeypatch.setattr(chunker.narrow, "narrow", watched)
-    data = given(dtype, 4 if loss is sequences else batch)
+    data = given(dtype, 4 if loss in (sequences, last_token, first_token) else batch)
     ops, report = check(loss, data, dtype)
     assert narrowed and all(narrowed)
-    assert report.chunked and report.num_chunks >= min(4, narrowed[-1].meta["val"].shape[0])
-    exactly = [contiguous, capped, twice, every_other, sequence_first, sequences, after_the_softmax]
-    if batch > 1:  # a mean over one token is not recognized
-        exactly.append(last_token)
-    if loss in exactly and dtype == torch.float32:
+    assert report.num_chunks >= 4
+    exactly = (contiguous, capped, twice, every_other, sequence_first, sequences, after_the_softmax)
+    if loss in (*exactly, last_token) and dtype == torch.float32:
         assert LINEAR in ops
+
+
+@pytest.mark.parametrize("loss", [last_token, first_token], ids=lambda f: f.__name__)
+def test_one_token_of_one_sequence(loss):
+    _, report = check(loss, given(torch.float32, 1), torch.float32)
+    assert report.chunked and report.peak_after < report.peak_before / 2
 
 
 @pytest.mark.parametrize(
