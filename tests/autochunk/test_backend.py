@@ -113,6 +113,21 @@ def test_a_graph_of_a_whole_step():
     torch.testing.assert_close(gm(x, w, t), step(x, w, t))
 
 
+def test_as_a_pass_of_inductor():
+    torch._dynamo.reset()
+    ops = []
+
+    def one_pass(graph):
+        chunk(graph, num_chunks=8)
+        ops.extend(str(node.target) for node in graph.nodes)
+
+    x, w, t = data()
+    with torch._inductor.config.patch(joint_custom_pre_pass=one_pass):
+        got = torch.autograd.grad(torch.compile(softmax_sum)(x, w, t), (x, w))
+    assert "storage_ops._chunked_span.default" in ops
+    torch.testing.assert_close(got, torch.autograd.grad(softmax_sum(x, w, t), (x, w)))
+
+
 @pytest.mark.parametrize("focal", [False, True])
 def test_a_traced_step(focal):
     model, tokens = Model(), torch.randint(V, (4, 33))
