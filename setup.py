@@ -107,7 +107,7 @@ class BuildNative(build_ext):
             "version": version,
             "compiler": toolchain.version_of(toolchain.compiler(), r"(.+)"),
             "cuda": " ".join(map(toolchain.cuda_version, nvccs)),
-            "cuda_archs": ninja_file.archs() if nvccs else "",
+            "cuda_archs": ninja_file.archs(nvccs) if nvccs else "",
             "torch_target": "{}.{}".format(*toolchain.TARGET),
             "torch_built_with": minors[-1],
             "bindings": " ".join(minors),

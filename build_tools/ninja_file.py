@@ -5,14 +5,15 @@ the same bytes.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from build_tools.toolchain import TARGET, python_includes, torch_headers
+from build_tools.toolchain import TARGET, gpu_archs, python_includes, torch_headers
 
 STABLE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 ALIAS_TARGET = (2, 12)  # from here on torch can swap storages in Python
 ALIAS_STABLE = "-DTORCH_TARGET_VERSION=0x020c000000000000"
-ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 HOST = "-std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra"  # torch 2.15 headers need C++20
 OPTIMISE = "-O3 -fno-math-errno -fno-trapping-math -fopenmp-simd"
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
@@ -26,8 +27,11 @@ def on(variable: str) -> bool:
     return os.environ.get(variable) == "1"
 
 
-def archs() -> str:
-    return os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHS
+def archs(nvccs: Iterable[str]) -> str:
+    """The GPUs to compile for: by default those of ARCHS that every toolkit at hand knows."""
+    known = [gpu_archs(nvcc) for nvcc in nvccs]
+    usual = ";".join(arch for arch in ARCHS if all(arch in each for each in known)) + "+PTX"
+    return os.environ.get("TORCH_CUDA_ARCH_LIST") or usual
 
 
 def gencode(listed: str) -> list[str]:
@@ -39,11 +43,11 @@ def gencode(listed: str) -> list[str]:
     return flags
 
 
-def rules(cxx: str) -> list[str]:
+def rules(cxx: str, gpus: str) -> list[str]:
     sanitize, debug, werror = map(on, ("STORAGE_OPS_SANITIZE", "DEBUG", "STORAGE_OPS_WERROR"))
     host = [HOST, "-O0 -g" if debug else OPTIMISE, "-Werror" if werror else ""]
     host += [f"{SANITIZERS} -g -O1"] if sanitize else []
-    device = [DEVICE, *gencode(archs()), "-Werror=all-warnings" if werror else ""]
+    device = [DEVICE, *gencode(gpus), "-Werror=all-warnings" if werror else ""]
     device += [DEVICE_HOST, f"--threads={os.environ.get('NVCC_THREADS', '2')}"]
     common = "-I../../csrc $flags -c $in -o $out"
     link = SANITIZERS if sanitize else "" if debug else "-Xlinker -s"
@@ -77,7 +81,7 @@ def includes(ext) -> list[str]:
 def write(build, extensions, cxx: str, info: dict[str, str]) -> None:
     """Write `build`/build.ninja; every extension becomes `build`/STEM.so."""
     facts = [f"'-DSTORAGE_OPS_{key.upper()}=\"{value}\"'" for key, value in info.items()]
-    lines = rules(cxx)
+    lines = rules(cxx, info["cuda_archs"])
     for ext in extensions:
         macros = ext.macros if ext.torch else facts
         objects = {f"{ext.stem}-{Path(source).stem}.o": source for source in ext.sources}

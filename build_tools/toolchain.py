@@ -97,6 +97,12 @@ def cuda_version(nvcc: str) -> str:
     return version_of(nvcc, r"release ([\d.]+)")
 
 
+def gpu_archs(nvcc: str) -> set[str]:
+    """What a toolkit can compile for: {"8.0", "9.0", ...}."""
+    listed = subprocess.check_output([nvcc, "--list-gpu-arch"], text=True)
+    return {f"{major}.{minor}" for major, minor in re.findall(r"compute_(\d+)(\d)\b", listed)}
+
+
 def compiler() -> str:
     found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     return found or stop("no C++ compiler was found; install g++ or set CXX.")

@@ -40,7 +40,7 @@ def info(status: _library.Status) -> dict[str, Any]:
         "guard": guard,
         "row_kernel": f"C++, {build.get('cpu_capability', 'generic')}" if on_cpu else "plain torch",
         "cpu_products": f"C++ for {', '.join(own)}" if own else "those of torch",
-        "row_kernel_cuda": f"CUDA {build.get('cuda', '')}" if on_cuda else "plain torch",
+        "row_kernel_cuda": toolkit(build, torch.version.cuda) if on_cuda else "plain torch",
         "loaded": list(status.loaded),
         "skipped": dict(status.skipped),
         "missing": dict(status.missing),
@@ -82,6 +82,18 @@ def problems(facts: Mapping[str, Any]) -> list[str]:
                 "build from source with TORCH_CUDA_ARCH_LIST."
             )
     return found
+
+
+def toolkit(build: Mapping[str, str], torch_cuda: str | None) -> str:
+    """The toolkit of the CUDA library that is loaded: a package can hold one for every major.
+
+    Example:
+        >>> toolkit({"cuda": "13.0 12.8"}, "12.6")
+        'CUDA 12.8'
+    """
+    major = str(torch_cuda).partition(".")[0]
+    versions = [v for v in build.get("cuda", "").split() if v.partition(".")[0] == major]
+    return " ".join(["CUDA", *versions])
 
 
 def runs_on(arch: str, built_for: str) -> bool:

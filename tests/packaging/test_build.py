@@ -117,9 +117,9 @@ LOGS = sorted((ROOT / "build").glob("native-*/*.log"))
 
 
 @pytest.mark.skipif(not LOGS, reason="no CUDA code was compiled in this tree (no nvcc)")
-def test_cuda_kernels_are_compiled_for_every_gpu_and_spill_no_registers():
-    log = LOGS[-1].read_text()
-    ninja = LOGS[-1].with_name("build.ninja").read_text()
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_cuda_kernels_are_compiled_for_every_gpu_and_spill_no_registers(path):
+    log, ninja = path.read_text(), path.with_name("build.ninja").read_text()
     wanted = set(re.findall(r"code=sm_(\d+)", ninja))
     assert wanted and set(re.findall(r"for 'sm_(\d+)'", log)) == wanted
     kernels = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)

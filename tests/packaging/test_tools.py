@@ -48,6 +48,19 @@ def test_several_toolkits_are_found_by_major(monkeypatch, tmp_path):
     assert toolchain.nvccs() == {}
 
 
+def test_gpus_are_those_that_every_toolkit_knows(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    old, new = tmp_path / "old", tmp_path / "new"
+    for nvcc, listed in (old, "80 86 87 89 90"), (new, "75 80 86 89 90 90a 100 103 120"):
+        lines = "\\n".join(f"compute_{number}" for number in listed.split())
+        nvcc.write_text(f"#!/bin/sh\n[ $1 = --list-gpu-arch ] && printf '{lines}\\n'\n")
+        nvcc.chmod(0o755)
+    assert ninja_file.archs([str(new)]) == "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+    assert ninja_file.archs([str(new), str(old)]) == "8.0;8.6;8.9;9.0+PTX"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5")
+    assert ninja_file.archs([str(old)]) == "7.5"
+
+
 def test_gencode():
     assert ninja_file.gencode("8.0;12.0+PTX") == [
         "-gencode=arch=compute_80,code=sm_80",
