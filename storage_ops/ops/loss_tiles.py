@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +91,7 @@ class Buffer:
     """Memory of one tile. Rows start on 64 elements: odd sizes stay on the fast paths."""
 
     def __init__(self, like: Tensor, plan: Plan) -> None:
-        self._flat = like.new_empty(plan.rows * tile_memory.padded(plan.columns))
+        self._flat = new_tile(like, plan)
 
     def form(self, x: Tensor, w: Tensor, parked: Tensor | None = None) -> Tensor:
         """The logits of these tokens (rows, D) and classes (columns, D); `parked`: the first."""
@@ -102,6 +102,11 @@ class Buffer:
         if known < len(x):
             products.logits(x[known:], w, tile[known:])
         return tile
+
+
+def new_tile(like: Tensor, plan: Plan) -> Tensor:
+    """Memory of the largest tile."""
+    return like.new_empty(plan.rows * tile_memory.padded(plan.columns))
 
 
 def _tile(memory: Tensor, rows: int, columns: int) -> Tensor:
@@ -152,6 +157,53 @@ def sweep(
                 gradients.end_slice(columns)
 
     _each_tile(task, plan, visit)
+
+
+def sweep_waiting(
+    task: Task,
+    plan: Plan,
+    state: Tensor,
+    upstream: Tensor,
+    argmax: Tensor | None,
+    gradients: Gradients,
+    blocks: list[int],
+) -> None:
+    """Statistics and then gradients of all tokens, whose logits wait meanwhile.
+
+    Those of a block of classes wait in the rows of the weight's gradient that the next block's is
+    written to; the last's have memory of their own.
+    """
+    rows, start, p = slice(0, task.tokens.count), 0, task.problem
+    x = task.tokens.gather(rows)
+    tiles = []
+    for width, following in zip(blocks, [*blocks[1:], 0], strict=True):
+        stop = start + width
+        memory = gradients.memory(slice(stop, stop + following)) if following else new_tile(x, plan)
+        tiles.append((start, _tile(memory, len(x), width)))
+        start = stop
+    # Products take scratch memory for a part at a time; the native row kernel takes none.
+    at_once = plan.widest if p.plain or p.cast_bytes else max(blocks)
+
+    def sweep_rows(start: int, tile: Tensor, upstream: Tensor | None, phases: int) -> None:
+        largest = argmax if phases & UPDATE else None
+        for columns, part in _parts(start, tile, at_once):
+            _rows_kernel(task, part, rows, columns, state, upstream, largest, phases)
+
+    for start, tile in tiles:
+        for columns, part in _parts(start, tile, plan.widest):
+            products.logits(x, task.weight[columns], part)
+        sweep_rows(start, tile, None, UPDATE)
+    _merge(task, state, argmax, rows)
+    for start, tile in tiles:
+        sweep_rows(start, tile, upstream, GRADIENT)
+        for columns, part in _parts(start, tile, plan.widest):
+            gradients.add(rows, columns, x, task.weight[columns], part, columns.start > 0)
+
+
+def _parts(start: int, tile: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Classes, from `start` on, and columns of a tile, up to so many at a time."""
+    for part in _slices(tile.shape[1], size):
+        yield slice(start + part.start, start + part.stop), tile[:, part]
 
 
 def sweep_keeping(
@@ -273,14 +325,18 @@ class Gradients:
                 width = columns.stop - columns.start
                 products.weight_gradient(dz, x, self._slice_sum[first : first + width], again)
 
+    def memory(self, columns: slice) -> Tensor:
+        """That of the weight's gradient of these classes, before it is written."""
+        assert self.weight is not None
+        return self.weight[columns].view(-1)
+
     def parking(self, columns: slice) -> Tensor | None:
         """Logits (tokens, classes) in the memory of the weight's gradient; the first that fit."""
         if not self._parks:
             return None
-        assert self.weight is not None
         width, tokens = columns.stop - columns.start, self._task.tokens.count
-        count = tile_memory.parked_rows(tokens, width, self.weight.shape[1])
-        return _tile(self.weight[columns].view(-1), count, width)
+        count = tile_memory.parked_rows(tokens, width, self._problem.hidden)
+        return _tile(self.memory(columns), count, width)
 
     def end_slice(self, columns: slice) -> None:
         """Round the sum of a slice of the vocabulary into its place."""
@@ -381,7 +437,10 @@ def loss_and_gradients(
         statistics(task, plan, state, argmax, entropy=False)
         return gradients_of(task, plan, state, upstream)
     sums = Gradients(task, plan)
-    if plan.num_slices > 1:
+    blocks = planner.waiting(task.problem, plan.strategy, plan.rows, plan.columns)
+    if blocks:
+        sweep_waiting(task, plan, state, upstream, argmax, sums, blocks)
+    elif plan.num_slices > 1:
         sweep_keeping(task, plan, state, upstream, argmax, sums)
     else:
         phases = UPDATE | GRADIENT

@@ -10,9 +10,11 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from storage_ops.ops import tile_memory
 from storage_ops.ops.rates import CPU, Rates
 from storage_ops.ops.sizes import metric, readable
 from storage_ops.ops.tile_memory import (
+    ONE_PASS,
     ROWS,
     SLICE,
     padded,
@@ -29,6 +31,7 @@ KEPT = 16  # no plan keeps less than this part of the logits of its rows and for
 PLAIN_COPIES = 9  # of the rows that it works on, most of them, by the row kernel in plain torch
 COPYING = 10  # of an operand's number, in multiplications
 PIECE = 256  # tokens whose rescaled sums are finished at a time
+WIDTHS = tuple(unpadded(ONE_PASS >> k) for k in range(4))  # of slices that wait, if they fit
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
 
 TOKEN_CHUNKED = "token-chunked"
@@ -98,12 +101,13 @@ class Plan:
     Attributes:
         strategy: "token-chunked": whole rows of logits, turned into their gradient at once. Where
             `columns` is less than the vocabulary, that many are kept. If there is one chunk, the
-            others wait in the memory of the weight's gradient, as far as they fit: as many rows as
-            the hidden size. What fits nowhere is formed twice.
+            others wait in the memory of the weight's gradient: all of them where there are no more
+            tokens than the hidden size, else as many rows. What fits nowhere is formed twice.
             "vocab-sliced": one pass for the statistics of the rows, one more product to form the
             logits again for the gradient. "running-rescale": slices of the vocabulary with a frozen
             weight, in one pass; the sum is rescaled whenever a row's maximum grows.
-        rows, columns: tokens and classes of the largest tile.
+        rows, columns: tokens and classes of the tile of logits in scratch memory.
+        widest: classes that are worked on at a time: `columns`, unless all logits wait.
         num_chunks, num_slices: tiles along the tokens and along the vocabulary.
         products: matrix products of size N x D x V, forward and backward together; not a whole
             number where a part of the logits is formed twice.
@@ -117,6 +121,7 @@ class Plan:
     strategy: str
     rows: int
     columns: int
+    widest: int
     num_chunks: int
     num_slices: int
     products: float
@@ -129,7 +134,8 @@ class Plan:
     @property
     def key(self) -> str:
         """The choice as text, for the op's argument `plan`."""
-        return f"{self.strategy} {self.rows} {self.columns}"
+        key = f"{self.strategy} {self.rows} {self.columns}"
+        return key if self.widest == self.columns else f"{key} {self.widest}"
 
     def __str__(self) -> str:
         products = f"{self.products:.3g} product{'s' if self.products > 1 else ''}"
@@ -197,14 +203,19 @@ def token_bytes(p: Problem) -> int:
     return p.tokens * (numbers * p.arithmetic + (32 if p.gather else 8)) + 8 * p.left_out + 512
 
 
-def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
+def _working_bytes(p: Problem, rows: int, columns: int) -> int:
+    """What working on a tile takes besides the tile."""
+    copies = PLAIN_COPIES * p.arithmetic * plain_rows(rows, columns) * columns if p.plain else 0
+    return max(product_bytes(p, rows, columns), copies) + rows * columns * p.cast_bytes
+
+
+def peak_bytes(p: Problem, strategy: str, rows: int, columns: int, widest: int = 0) -> int:
     """Peak scratch memory beyond inputs, outputs and returned gradients."""
     chunks, slices = parts(p.tokens, rows), parts(p.vocab, columns)
     item, wide = p.itemsize, p.arithmetic
     base = token_bytes(p) + p.fixed_bytes
-    tile = rows * (padded(columns) * item + columns * p.cast_bytes)
-    copies = PLAIN_COPIES * wide * plain_rows(rows, columns) * columns if p.plain else 0
-    tile += max(product_bytes(p, rows, columns), copies)
+    most = min(widest, p.vocab) if widest and waiting(p, strategy, rows, columns) else columns
+    tile = rows * padded(columns) * item + _working_bytes(p, rows, most)
     if strategy == RUNNING_RESCALE:
         tile += rows * p.hidden * wide if p.gather else 0
         tile = max(tile, 3 * min(PIECE, p.tokens) * p.hidden * wide)
@@ -212,7 +223,7 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
         part = 0 if not p.grads[0] else 4 if p.mixed and slices > 1 else item
         tile += rows * p.hidden * (item + part)
     if p.grads[2]:
-        base += p.vocab * wide + 2 * columns * wide
+        base += p.vocab * wide + 2 * most * wide
     if not any(p.grads):
         return base + tile
     weight, weight_sum = p.vocab * p.hidden, 0
@@ -230,9 +241,12 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int) -> int:
     return base + max(sums + tile - returned_late, sums)
 
 
-def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple[int, int, float]:
+def _cost(
+    p: Problem, strategy: str, rows: int, columns: int, slices: int, r: Rates
+) -> tuple[int, int, float]:
     """FLOPs and bytes moved of all products, and the time they take with the row kernel."""
-    chunks, slices = parts(p.tokens, rows), parts(p.vocab, columns)
+    chunks, again = parts(p.tokens, rows), _formed_again(p, strategy, rows, columns)
+    columns = parts(p.vocab, slices)
     item, n, d, v = p.itemsize, p.tokens, p.hidden, p.vocab
     rate = r.flops(item, p.upcast)
     if item < 4 and not p.upcast and not p.rounds:
@@ -250,7 +264,6 @@ def _cost(p: Problem, strategy: str, rows: int, columns: int, r: Rates) -> tuple
     n_rows, n_columns = max(min(rows, n), 1), max(min(columns, v), 1)
     copied = 1 / n_rows
     forward = (each, read_weight + slices * n * d * item + logits, 0, copied)
-    again = _formed_again(p, strategy, rows, columns)
     whole = any(p.grads) and (strategy == RUNNING_RESCALE or slices == 1)
     work: list[tuple[float, float, int, float]] = [forward]
     work.append((0, (2 if whole else 1) * logits, 0, 0))
@@ -290,6 +303,13 @@ def parks(p: Problem, rows: int) -> bool:
     return p.early and p.grads[1] and not p.into and rows >= p.tokens
 
 
+def waiting(p: Problem, strategy: str, rows: int, columns: int) -> list[int]:
+    """Widths of the slices of the vocabulary if the logits of all but the last wait; or empty."""
+    if strategy != TOKEN_CHUNKED or not parks(p, rows) or columns >= p.vocab:
+        return []
+    return tile_memory.blocks(p.vocab, p.tokens, p.hidden, columns)
+
+
 def _formed_again(p: Problem, strategy: str, rows: int, columns: int) -> float:
     """The share of the logits that is formed a second time, for the gradient."""
     if strategy == RUNNING_RESCALE or not any(p.grads):
@@ -309,7 +329,9 @@ def _mode(p: Problem, strategy: str, products: float) -> str:
     return f"{frozen}{strategy} {products:.3g}-GEMM"
 
 
-def make(p: Problem, strategy: str, rows: int, columns: int, rates: Rates = CPU) -> Plan:
+def make(
+    p: Problem, strategy: str, rows: int, columns: int, rates: Rates = CPU, widest: int = 0
+) -> Plan:
     """The plan with tiles up to these, made equal."""
     columns, rows = max(1, min(columns, p.vocab)), max(1, min(rows, p.tokens))
     if strategy == TOKEN_CHUNKED and not any(p.grads):
@@ -324,19 +346,22 @@ def make(p: Problem, strategy: str, rows: int, columns: int, rates: Rates = CPU)
             columns = min(columns, padded(parts(p.vocab, slices)))
         elif columns > 64:
             columns = unpadded(columns)
-        slices = parts(p.vocab, columns)
+    blocks = waiting(p, strategy, rows, columns)
+    widest = min(widest or columns, max(blocks)) if blocks else columns
+    slices = sum(parts(width, widest) for width in blocks) or parts(p.vocab, columns)
     products = 1 + p.grads[0] + p.grads[1] + _formed_again(p, strategy, rows, columns)
-    flops, moved, seconds = _cost(p, strategy, rows, columns, rates)
+    flops, moved, seconds = _cost(p, strategy, rows, columns, slices, rates)
+    peak = peak_bytes(p, strategy, rows, columns, widest)
     return Plan(
-        strategy, rows, columns, chunks, slices, products,
-        peak_bytes(p, strategy, rows, columns), flops, moved, seconds, _mode(p, strategy, products),
+        strategy, rows, columns, widest, chunks, slices, products, peak, flops, moved, seconds,
+        _mode(p, strategy, products),
     )  # fmt: skip
 
 
 def parse(p: Problem, key: str, rates: Rates = CPU) -> Plan:
     """The plan that `Plan.key` stands for."""
-    strategy, rows, columns = key.split()
-    return make(p, strategy, int(rows), int(columns), rates)
+    strategy, rows, columns, *widest = key.split()
+    return make(p, strategy, int(rows), int(columns), rates, int(widest[0]) if widest else 0)
 
 
 def _most(limit: int, fits: object, step: int = 1) -> int:
@@ -378,31 +403,42 @@ def candidates(
     cached = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize) // 64 * 64, 64)
     halved = {parts(tokens, 1 << k) for k in range((tokens - 1).bit_length() + 1)}
     heights = halved if num_chunks is None else {parts(tokens, num_chunks)}
-    tiles: set[tuple[str, int, int]] = set()
+    tiles: set[tuple[str, int, int, int]] = set()
     for name in allowed(p) if strategy is None else [strategy]:
 
-        def fits(rows: int, columns: int, name: str = name) -> bool:
-            return peak_bytes(p, name, rows, columns) <= budget
+        def fits(rows: int, columns: int, widest: int = 0, name: str = name) -> bool:
+            return peak_bytes(p, name, rows, columns, widest) <= budget
 
         if name != RUNNING_RESCALE:
             most = _most(tokens, lambda rows: fits(rows, vocab)) if num_chunks is None else 0
-            tiles |= {(name, rows, vocab) for rows in heights | {most}}
+            tiles |= {(name, rows, vocab, vocab) for rows in heights | {most}}
         if name == TOKEN_CHUNKED:
             # Fewer chunks than fit, but for a part of the logits: those are formed twice.
             whole = parts(tokens, most) if most else 0
             fewer = {parts(tokens, whole - k) for k in (1, 2) if k < whole}
             for rows in heights | fewer if any(p.grads) else ():
-                columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
-                if parks(p, rows) or columns * KEPT >= vocab:
-                    tiles.add((name, rows, columns))
+                # What waits can be worked on in wider slices than what is kept, with more scratch.
+                for widest in {0, *WIDTHS, vocab} if parks(p, rows) else {0}:
+                    columns = _most(
+                        vocab,
+                        lambda columns, rows=rows, widest=widest: fits(rows, columns, widest),
+                        64,
+                    )
+                    if _keeps(p, rows, columns):
+                        tiles.add((name, rows, columns, widest))
             continue
         for rows in heights:
             columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
             sizes = (columns, cached, padded(TILE_BYTES // (rows * p.itemsize) + 1))
-            tiles |= {(name, rows, min(columns, size)) for size in sizes}
-    for name, rows, columns in sorted(tiles):
-        if rows and columns and peak_bytes(p, name, rows, columns) <= budget:
-            yield make(p, name, rows, columns, rates)
+            tiles |= {(name, rows, min(columns, size), 0) for size in sizes}
+    for name, rows, columns, widest in sorted(tiles):
+        if rows and columns and peak_bytes(p, name, rows, columns, widest) <= budget:
+            yield make(p, name, rows, columns, rates, widest)
+
+
+def _keeps(p: Problem, rows: int, columns: int) -> bool:
+    """Whether token chunks with room for so many classes are worth a look."""
+    return parks(p, rows) or columns * KEPT >= p.vocab
 
 
 def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | None = None) -> int:
@@ -414,7 +450,8 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
         peak_bytes(p, name, rows, columns)
         for name in (allowed(p) if strategy is None else [strategy])
         for rows in heights
-        for columns in {min(64, vocab) if name != TOKEN_CHUNKED or parks(p, rows) else vocab, vocab}
+        for columns in {min(64, vocab), vocab}
+        if columns == vocab or name != TOKEN_CHUNKED or (any(p.grads) and _keeps(p, rows, columns))
     )
 
 

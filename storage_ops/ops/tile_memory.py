@@ -28,6 +28,25 @@ def parked_rows(rows: int, columns: int, hidden: int) -> int:
     return rows if room >= rows else room // ROWS * ROWS
 
 
+def blocks(vocab: int, rows: int, hidden: int, columns: int) -> list[int]:
+    """Widths of slices of the vocabulary whose logits all wait in the weight's gradient, in order.
+
+    Those of a slice wait in the rows that the gradient of the next slice is written to afterwards.
+    Those of the last, `columns` wide, have memory of their own. With fewer tokens than the hidden
+    size the rows of a slice have room for more logits than its own, so that slices grow from the
+    last on. Empty where they would shrink instead.
+    """
+    sizes, left = [columns], vocab - columns
+    while left > 0:
+        room = hidden * sizes[-1] // max(rows, 1)
+        width = min(unpadded(room), left) if room >= 64 else 0
+        if width < min(sizes[-1], left):
+            return []
+        sizes.append(width)
+        left -= width
+    return sizes[::-1]
+
+
 def unpadded(columns: int) -> int:
     """The largest width of a tile, up to this, whose rows need no padding."""
     width = max(columns // 64, 1) * 64

@@ -105,11 +105,11 @@ def test_options_while_logits_wait_in_the_gradient_of_the_weight(choice, hidden,
 @settings(deadline=None, max_examples=100)
 @given(
     st.integers(1, 80), st.integers(1, 80), st.integers(2, 700), st.integers(1, 700),
-    st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(),
+    st.integers(0, 700), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(),
 )  # fmt: skip
-def test_logits_that_wait_are_not_formed_again(tokens, hidden, vocab, columns, dtype, own):
+def test_logits_that_wait_are_not_formed_again(tokens, hidden, vocab, columns, widest, dtype, own):
     p = planner.Problem(tokens, hidden, vocab, dtype.itemsize, sums_fp32=not own)
-    plan = planner.make(p, planner.TOKEN_CHUNKED, tokens, columns)
+    plan = planner.make(p, planner.TOKEN_CHUNKED, tokens, columns, widest=widest)
     x, w = (torch.randn(n, hidden).to(dtype).requires_grad_() for n in (tokens, vocab))
     target, formed, form = torch.randint(vocab, (tokens,)), 0, products.logits
 
@@ -135,8 +135,9 @@ def test_logits_that_wait_are_not_formed_again(tokens, hidden, vocab, columns, d
     # All slices but the narrower last one of the others have room for as many rows as planned.
     predicted = (plan.products - 2) * tokens * vocab
     assert predicted - 1 <= formed <= predicted + tokens * plan.columns
-    if hidden >= tokens and plan.num_slices > 1 and plan.columns % 64 == 0:
-        assert formed < 1.5 * tokens * vocab
+    if hidden >= tokens and 64 <= plan.columns < vocab:
+        assert planner.waiting(p, plan.strategy, tokens, plan.columns)
+        assert formed == tokens * vocab
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c[0]}{c[1]}")

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -33,12 +34,26 @@ def test_plans_keep_to_the_budget(p, data):
     plan = planner.choose(p, budget)
     assert plan.peak_bytes <= budget
     assert (plan.num_chunks - 1) * plan.rows < p.tokens <= plan.num_chunks * plan.rows
-    assert (plan.num_slices - 1) * plan.columns < p.vocab <= plan.num_slices * plan.columns
+    blocks = planner.waiting(p, plan.strategy, plan.rows, plan.columns) or [p.vocab]
+    assert sum(blocks) == p.vocab and plan.widest <= max(blocks)
+    assert plan.num_slices == sum(tile_memory.parts(width, plan.widest) for width in blocks)
     assert plan.strategy in planner.allowed(p)
     assert planner.parse(p, plan.key) == plan
     assert plan.seconds <= min(c.seconds for c in planner.candidates(p, budget))
     with pytest.raises(ValueError, match=f"expected at least {least}"):
         planner.choose(p, least - 1)
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_logits_wait_where_nothing_is_written_before_them(vocab, rows, hidden, columns):
+    columns = min(columns, vocab)
+    sizes = tile_memory.blocks(vocab, rows, hidden, columns)
+    if rows <= hidden and columns >= 64 and columns == tile_memory.unpadded(columns):
+        assert sizes
+    if sizes:
+        assert sum(sizes) == vocab and sizes[-1] == columns and min(sizes) > 0
+    for width, following in itertools.pairwise(sizes):
+        assert rows * tile_memory.padded(width) <= following * hidden
 
 
 @settings(deadline=None)
