@@ -167,7 +167,7 @@ def _table(found: Curve, rates: Rates, budget: int) -> Table:
         table.add_row(
             f"{mark}{readable(point, up=True)}",
             f"[{COLORS[plan.strategy]}]{plan.strategy}[/]",
-            f"{plan.num_chunks}x{plan.num_slices} of {plan.rows}x{plan.columns}",
+            f"{plan.num_chunks}x{plan.num_slices} of {plan.rows}x{plan.widest}",
             readable(plan.peak_bytes, up=True),
             metric(plan.seconds, "s"),
             f"{plan.seconds / found.floor:.2f}" if found.floor else "",

@@ -139,7 +139,7 @@ class Plan:
 
     def __str__(self) -> str:
         products = f"{self.products:.3g} product{'s' if self.products > 1 else ''}"
-        tiles = f"{self.num_chunks} x {self.num_slices} tiles of {self.rows} x {self.columns}"
+        tiles = f"{self.num_chunks} x {self.num_slices} tiles of {self.rows} x {self.widest}"
         return (
             f"{self.mode}: {tiles} (tokens x classes)\n"
             f"  peak extra memory  {readable(self.peak_bytes, up=True)}\n"
