@@ -106,8 +106,9 @@ GRADS = [(True, True), (True, False), (False, True), (False, False)]
     "dtype, own", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_measured_peak_is_what_was_planned(dtype, own, share, grads, late, plans):
-    tokens, hidden, vocab = 2000, 128, 16001
+@pytest.mark.parametrize("sizes", [(2000, 128, 16001), (500, 600, 32001)])
+def test_measured_peak_is_what_was_planned(sizes, dtype, own, share, grads, late, plans):
+    tokens, hidden, vocab = sizes
     x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=grads[0])
     w = torch.randn(vocab, hidden, dtype=dtype, requires_grad=grads[1])
     target = torch.randint(vocab, (tokens,))
@@ -143,8 +144,9 @@ def test_measured_peak_is_what_was_planned(dtype, own, share, grads, late, plans
     "kind",
     ["ignored", "mostly ignored", "bias", "probabilities", "strided", "outputs", "accumulate_into"],
 )
-def test_no_option_goes_beyond_the_budget(dtype, kind):
-    tokens, hidden, vocab = 700, 96, 6001
+@pytest.mark.parametrize("tokens, hidden", [(700, 96), (300, 700)])
+def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
+    vocab = 6001
     x, w = torch.randn(tokens, hidden).to(dtype), torch.randn(vocab, hidden).to(dtype)
     target, budget = torch.randint(vocab, (tokens,)), 4 << 20
     options = {}
