@@ -15,15 +15,16 @@ from rich.table import Table
 
 import storage_ops
 from storage_ops.ops import plan as plans
-from storage_ops.ops import planner, tile_memory
-from storage_ops.ops.planner import Plan, Problem
+from storage_ops.ops import plan_memory, planner, tile_memory
+from storage_ops.ops.plan_memory import Problem
+from storage_ops.ops.planner import Plan
 from storage_ops.ops.rates import DEVICES, Rates
 from storage_ops.ops.sizes import metric, parse_bytes, readable
 
 COLORS = {
-    planner.TOKEN_CHUNKED: "green",
-    planner.VOCAB_SLICED: "cyan",
-    planner.RUNNING_RESCALE: "magenta",
+    plan_memory.TOKEN_CHUNKED: "green",
+    plan_memory.VOCAB_SLICED: "cyan",
+    plan_memory.RUNNING_RESCALE: "magenta",
 }
 
 
@@ -66,7 +67,7 @@ def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
     logits = p.tokens * tile_memory.padded(p.vocab) * p.itemsize
     least = planner.smallest_budget(p)
     # The logits in one tile, with all that goes with them.
-    most = max(planner.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)
+    most = max(plan_memory.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)
     octaves = math.log2(max(logits / least, 1))
     # Eight or so: half steps on a short way, double ones on a long one.
     step = 0.5 if octaves < 5 else 1 if octaves < 10 else 2

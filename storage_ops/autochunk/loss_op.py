@@ -13,7 +13,7 @@ from torch import fx
 from storage_ops.autochunk.match import Match
 from storage_ops.autochunk.nodes import shape
 from storage_ops.autochunk.propagate import Span, hint
-from storage_ops.ops import planner, products, tile_memory
+from storage_ops.ops import plan_memory, planner, products, tile_memory
 
 _ATEN = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -24,10 +24,10 @@ _GRADIENTS = {"input": 6, "weight": 7, "weight.t": 7, "bias": 8}
 
 def _problem(
     x: torch.Tensor, vocabulary: int, grads: list[bool], found: Match | None
-) -> planner.Problem:
+) -> plan_memory.Problem:
     """What the op's plan depends on."""
     dense = found is not None and found.roles.dense
-    p = planner.Problem(
+    p = plan_memory.Problem(
         hint(x.shape[0]), hint(x.shape[1]), vocabulary, x.element_size(),
         (grads[0], grads[1], grads[2]),
         **products.traits(x.dtype, x.device.type),
@@ -59,7 +59,7 @@ def plan_of(
     if num_chunks is not None:
         # A chunk of tokens, padding and products included; the few numbers per token on top.
         share = tile_memory.parts(p.tokens, num_chunks) * tile_memory.padded(vocabulary)
-        budget = share * p.itemsize * 51 // 50 + planner.token_bytes(p)
+        budget = share * p.itemsize * 51 // 50 + plan_memory.token_bytes(p)
     budget = budget if budget is None else max(budget, least)
     return budget, planner.choose(p, budget, rates)
 

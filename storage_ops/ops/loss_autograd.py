@@ -17,7 +17,7 @@ from torch.library import register_autograd, register_fake, register_vmap
 
 from storage_ops import _schemas
 from storage_ops.distributed import vocab_parallel
-from storage_ops.ops import loss_reference, loss_tiles, planner, products
+from storage_ops.ops import loss_reference, loss_tiles, plan_memory, planner, products
 from storage_ops.ops.loss_rows import (
     STATE_ROWS,
     Outputs,
@@ -44,14 +44,14 @@ _NOT_TWICE = (
 def problem_of(
     tokens: Tokens, weight: Tensor, spec: Spec, grads: tuple[bool, bool, bool], early: bool,
     into: Tensor | None = None,
-) -> planner.Problem:  # fmt: skip
+) -> plan_memory.Problem:  # fmt: skip
     """What the plan of a call depends on."""
     x, cast = tokens.x, 0
     if tokens.probabilities and tokens.target.dtype != arithmetic(x.dtype):
         cast = arithmetic(x.dtype).itemsize
     copies = sum(t.nbytes for t in (x, weight) if not products.takes(t))
     own = spec.accumulate_dtype == x.dtype
-    return planner.Problem(
+    return plan_memory.Problem(
         tokens.count,
         x.shape[1],
         len(weight),
@@ -83,7 +83,7 @@ def _task(
     else:
         plan = planner.choose(p, spec.memory_budget, products.rates_of(input.device))
     if plan.strategy not in planner.allowed(p):
-        plan = planner.make(p, planner.VOCAB_SLICED, plan.rows, plan.columns)
+        plan = planner.make(p, plan_memory.VOCAB_SLICED, plan.rows, plan.columns)
     tokens.x = tokens.x if products.takes(tokens.x) else tokens.x.contiguous()
     weight = weight if products.takes(weight) else weight.contiguous()
     bias = None if bias is None else bias.contiguous()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.distributed import vocab_parallel
-from storage_ops.ops import planner, products, tile_memory
+from storage_ops.ops import plan_memory, products, tile_memory
 from storage_ops.ops.loss_rows import (
     EXPONENTIALS,
     GRADIENT,
@@ -20,7 +20,8 @@ from storage_ops.ops.loss_rows import (
     Tokens,
     arithmetic,
 )
-from storage_ops.ops.planner import Plan, Problem
+from storage_ops.ops.plan_memory import Problem
+from storage_ops.ops.planner import Plan
 
 _OPS = torch.ops.storage_ops
 
@@ -266,13 +267,13 @@ class Gradients:
         p, x, w = task.problem, task.tokens.x, task.weight
         wide = arithmetic(x.dtype)
         mixed, many = p.mixed, plan.num_slices > 1
-        by_slice = many and plan.strategy != planner.TOKEN_CHUNKED
+        by_slice = many and plan.strategy != plan_memory.TOKEN_CHUNKED
         gathered = task.tokens.kept is not None
         self.input: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias = w.new_zeros(len(w), dtype=wide) if p.grads[2] else None
         if p.grads[0]:
-            fp32 = mixed and (many or plan.strategy == planner.RUNNING_RESCALE)
+            fp32 = mixed and (many or plan.strategy == plan_memory.RUNNING_RESCALE)
             dtype = wide if fp32 else x.dtype
             # Rows that are left out, and inputs without a class, keep their 0.
             fresh = x.new_zeros if gathered or not plan.num_slices else x.new_empty
@@ -280,7 +281,7 @@ class Gradients:
             if len(x) > task.tokens.count and not gathered:
                 self.input[task.tokens.count :] = 0
         self._slice_sum: Tensor | None = None
-        self._parks = planner.parks(p, plan.rows)
+        self._parks = plan_memory.parks(p, plan.rows)
         self._direct = not mixed or plan.num_chunks <= 1
         if p.grads[1]:
             if task.into is not None:
@@ -401,11 +402,11 @@ def _finish_rescaled(task: Task, state: Tensor, upstream: Tensor, total: Tensor)
         each = tokens.class_weight
         each = total.new_ones(len(task.weight), dtype=wide) if each is None else each
         smooth = total.new_zeros(1, total.shape[1], dtype=wide)
-        for part in _slices(len(task.weight), planner.PIECE):
+        for part in _slices(len(task.weight), plan_memory.PIECE):
             smooth.addmm_(each[part].unsqueeze(0), task.weight[part].to(wide))
         smooth *= spec.logit_scale * spec.label_smoothing / task.vocabulary
     classes = tokens.target.clamp(0, max(len(task.weight) - 1, 0))
-    for part in _slices(tokens.count, planner.PIECE):
+    for part in _slices(tokens.count, plan_memory.PIECE):
         place = part if tokens.kept is None else tokens.kept[part]
         value = total[place].to(wide).mul_(factor[part].unsqueeze(1))
         value -= task.weight[classes[part]].to(wide).mul_(hit[part].unsqueeze(1))
@@ -431,13 +432,13 @@ def loss_and_gradients(
     task: Task, plan: Plan, state: Tensor, upstream: Tensor, argmax: Tensor | None
 ) -> list[Tensor]:
     """State of the rows and gradients together, the way the plan says."""
-    if plan.strategy == planner.RUNNING_RESCALE:
+    if plan.strategy == plan_memory.RUNNING_RESCALE:
         return running_rescale(task, plan, state, upstream, argmax)
-    if plan.strategy == planner.VOCAB_SLICED:
+    if plan.strategy == plan_memory.VOCAB_SLICED:
         statistics(task, plan, state, argmax, entropy=False)
         return gradients_of(task, plan, state, upstream)
     sums = Gradients(task, plan)
-    blocks = planner.waiting(task.problem, plan.strategy, plan.rows, plan.columns)
+    blocks = plan_memory.waiting(task.problem, plan.strategy, plan.rows, plan.columns)
     if blocks:
         sweep_waiting(task, plan, state, upstream, argmax, sums, blocks)
     elif plan.num_slices > 1:

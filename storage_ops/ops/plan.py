@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from storage_ops.ops import planner
-from storage_ops.ops.planner import Plan, Problem
+from storage_ops.ops.plan_memory import Problem
+from storage_ops.ops.planner import Plan
 from storage_ops.ops.rates import DEVICES, Rates
 from storage_ops.ops.sizes import metric, parse_bytes, readable
 
@@ -182,8 +183,8 @@ def plan(
 
     Returns:
         The plan, which `linear_cross_entropy` takes as its argument `plan`. Its fields are those of
-        `storage_ops.ops.planner.Plan`: strategy, rows, columns, num_chunks, num_slices, products,
-        peak_bytes, flops, bytes_moved, seconds and mode.
+        `storage_ops.ops.planner.Plan`: strategy, rows, columns, widest, num_chunks, num_slices,
+        products, peak_bytes, flops, bytes_moved, seconds and mode.
 
     Raises:
         TypeError, ValueError: an argument that is wrong, with its value and what was expected; a

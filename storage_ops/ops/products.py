@@ -96,7 +96,7 @@ def has_row_kernel(device: str) -> bool:
 
 
 def traits(dtype: torch.dtype, device: str) -> dict[str, bool]:
-    """What a plan has to know of the kernels here: fields of `planner.Problem`."""
+    """What a plan has to know of the kernels here: fields of `plan_memory.Problem`."""
     return {
         "upcast": not has_fast_products(dtype, device),
         "packs": packs(dtype, device),

@@ -38,13 +38,22 @@ def blocks(vocab: int, rows: int, hidden: int, columns: int) -> list[int]:
     """
     sizes, left = [columns], vocab - columns
     while left > 0:
-        room = hidden * sizes[-1] // max(rows, 1)
-        width = min(unpadded(room), left) if room >= 64 else 0
-        if width < min(sizes[-1], left):
+        width = block_before(sizes[-1], left, rows, hidden)
+        if not width:
             return []
         sizes.append(width)
         left -= width
     return sizes[::-1]
+
+
+def block_before(columns: int, left: int, rows: int, hidden: int) -> int:
+    """The width of the slice, of so many classes left, before one; 0 if it would be narrower.
+
+    If the last slice has one before it, then that has one too, and so on.
+    """
+    room = hidden * columns // max(rows, 1)
+    width = min(unpadded(room), left) if room >= 64 else 0
+    return width if width >= min(columns, left) else 0
 
 
 def unpadded(columns: int) -> int:

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 from benchmarks._blocks import PUBLISHED_BLOCKS, WAYS, stack, step
-from storage_ops.ops import planner
+from storage_ops.ops import plan_memory, planner
 
 from .devices import each_device, requested
 
@@ -141,7 +141,7 @@ def test_the_loss_keeps_to_its_budget_and_plan(dtype, share, grads, reduction):
         ((problem, plan),) = chosen
         assert m.peak_bytes - returned <= plan.peak_bytes
         # 16-bit products may take less than the plan has to reserve for them.
-        reserved = planner.product_bytes(problem, plan.rows, plan.widest)
+        reserved = plan_memory.product_bytes(problem, plan.rows, plan.widest)
         assert m.peak_bytes >= 0.95 * plan.peak_bytes - reserved
 
 

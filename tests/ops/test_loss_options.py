@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import storage_ops as so
 from storage_ops.ops import loss_reference as reference
-from storage_ops.ops import planner, products
+from storage_ops.ops import plan_memory, planner, products
 
 TOKENS, HIDDEN, VOCAB = 6, 3, 70
 # Option -> the values it takes besides leaving it out. Tensors are made fresh for every test.
@@ -136,7 +136,7 @@ def test_logits_that_wait_are_not_formed_again(tokens, hidden, vocab, columns, w
     predicted = (plan.products - 2) * tokens * vocab
     assert predicted - 1 <= formed <= predicted + tokens * plan.columns
     if hidden >= tokens and 64 <= plan.columns < vocab:
-        assert planner.waiting(p, plan.strategy, tokens, plan.columns)
+        assert plan_memory.waiting(p, plan.strategy, tokens, plan.columns)
         assert formed == tokens * vocab
 
 

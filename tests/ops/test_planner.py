@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import storage_ops as so
-from storage_ops.ops import loss_autograd, planner, tile_memory
+from storage_ops.ops import loss_autograd, plan_memory, planner, tile_memory
 
 SIZES = st.integers(1, 5000)
 PROBLEMS = st.builds(
@@ -34,7 +34,7 @@ def test_plans_keep_to_the_budget(p, data):
     plan = planner.choose(p, budget)
     assert plan.peak_bytes <= budget
     assert (plan.num_chunks - 1) * plan.rows < p.tokens <= plan.num_chunks * plan.rows
-    blocks = planner.waiting(p, plan.strategy, plan.rows, plan.columns) or [p.vocab]
+    blocks = plan_memory.waiting(p, plan.strategy, plan.rows, plan.columns) or [p.vocab]
     assert sum(blocks) == p.vocab and plan.widest <= max(blocks)
     assert plan.num_slices == sum(tile_memory.parts(width, plan.widest) for width in blocks)
     assert plan.strategy in planner.allowed(p)
@@ -50,6 +50,9 @@ def test_logits_wait_where_nothing_is_written_before_them(vocab, rows, hidden, c
     sizes = tile_memory.blocks(vocab, rows, hidden, columns)
     if rows <= hidden and columns >= 64 and columns == tile_memory.unpadded(columns):
         assert sizes
+    if columns < vocab:
+        left = vocab - columns
+        assert bool(sizes) == (tile_memory.block_before(columns, left, rows, hidden) > 0)
     if sizes:
         assert sum(sizes) == vocab and sizes[-1] == columns and min(sizes) > 0
     for width, following in itertools.pairwise(sizes):
@@ -135,7 +138,7 @@ def test_measured_peak_is_what_was_planned(sizes, dtype, own, share, grads, late
     # kernel in plain torch makes fewer copies without options.
     reserved = (1 << 20) * torch.get_num_threads() * (dtype.itemsize < 4)
     if so.info()["row_kernel"] == "plain torch":
-        reserved += 4 * planner.PLAIN_COPIES * tile_memory.plain_rows(tokens, vocab) * vocab
+        reserved += 4 * plan_memory.PLAIN_COPIES * tile_memory.plain_rows(tokens, vocab) * vocab
     assert m.peak_bytes >= 0.95 * max(predicted) - reserved
 
 
