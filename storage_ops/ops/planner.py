@@ -18,6 +18,7 @@ from storage_ops.ops.plan_memory import (
     parks,
     peak_bytes,
     waiting,
+    waits,
     wide_sums,
 )
 from storage_ops.ops.rates import CPU, Rates
@@ -157,6 +158,8 @@ def _formed_again(p: Problem, strategy: str, rows: int, columns: int) -> float:
         return 0
     if strategy == VOCAB_SLICED:
         return 1
+    if waits(p, strategy, rows, columns):
+        return 0
     parked = parked_rows(p.tokens, columns, p.hidden) if parks(p, rows) else 0
     return (1 - columns / max(p.vocab, 1)) * (1 - parked / max(p.tokens, 1))
 

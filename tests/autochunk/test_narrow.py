@@ -170,7 +170,8 @@ def test_gradients(loss, dtype, batch, monkeypatch):
     data = given(dtype, 4 if loss in (sequences, last_token, first_token) else batch)
     ops, report = check(loss, data, dtype)
     assert narrowed and all(narrowed)
-    assert report.num_chunks >= 4
+    # The op works in as few tiles as its budget allows; the rewrite in chunks of tokens.
+    assert report.num_chunks >= (2 if LINEAR in ops else 4)
     exactly = (contiguous, capped, twice, every_other, sequence_first, sequences, after_the_softmax)
     if loss in (*exactly, last_token) and dtype == torch.float32:
         assert LINEAR in ops
