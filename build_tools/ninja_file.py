@@ -29,9 +29,10 @@ def on(variable: str) -> bool:
 
 def archs(nvccs: Iterable[str]) -> str:
     """The GPUs to compile for: by default those of ARCHS that every toolkit at hand knows."""
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return listed
     known = [gpu_archs(nvcc) for nvcc in nvccs]
-    usual = ";".join(arch for arch in ARCHS if all(arch in each for each in known)) + "+PTX"
-    return os.environ.get("TORCH_CUDA_ARCH_LIST") or usual
+    return ";".join(arch for arch in ARCHS if all(arch in each for each in known)) + "+PTX"
 
 
 def gencode(listed: str) -> list[str]:
