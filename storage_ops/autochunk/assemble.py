@@ -21,7 +21,12 @@ class Input:
 
     def __init__(self, tensor: Tensor, cut: Slice | None, per: int):
         self.cut, self.per = cut, per
-        self.tensor = tensor if cut is None else tensor.flatten(cut.lo, cut.hi - 1)
+        if cut is None:
+            # Below autograd an alias has no base. Dynamo would take in that of a caller's view as
+            # well, and fail on a guard for one of its sizes: they are no argument of the body.
+            self.tensor = torch.ops.aten.alias.default(tensor)
+        else:
+            self.tensor = tensor.flatten(cut.lo, cut.hi - 1)
 
     def __call__(self, begin: int, end: int) -> Tensor:
         """The slice for the groups from begin to end."""

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from storage_ops.autochunk import runtime
 from storage_ops.autochunk.backend import backend
+from storage_ops.autochunk.program import decode_graph
 
 from .losses import LOSSES, D, V, arguments, interpreted, run
 
@@ -35,6 +37,26 @@ def test_as_many_tokens_as_classes():
     given = (x, w, None)
     exact = run(loss, x.double(), w.double(), None)
     check(run(interpreted(loss), *given), run(loss, *given), exact, torch.float32)
+
+
+def test_the_base_of_a_view_stays_outside(monkeypatch):
+    """Dynamo would take in the base as well, and could not name its sizes where they are symbols."""
+    torch._dynamo.reset()
+    bases = []
+
+    def first_that_compiles(program, dynamic):
+        body = decode_graph(program.body)
+
+        def run_body(*args):
+            bases.extend(a._base for a in args if isinstance(a, torch.Tensor))
+            return body(*args)
+
+        return run_body
+
+    monkeypatch.setattr(runtime, "_first_that_compiles", first_that_compiles)
+    loss = next(f for f in LOSSES if f.__name__ == "heads")
+    run(interpreted(loss), *arguments())
+    assert bases and all(base is None for base in bases)
 
 
 def check(chunked, plain, exact, dtype):
