@@ -40,7 +40,7 @@ def test_as_many_tokens_as_classes():
 
 
 def test_the_base_of_a_view_stays_outside(monkeypatch):
-    """Dynamo would take in the base as well, and could not name its sizes where they are symbols."""
+    """Dynamo would take the base in as well, and fail to name its sizes where they are symbols."""
     torch._dynamo.reset()
     bases = []
 
