@@ -24,7 +24,7 @@ class Input:
         if cut is None:
             # Below autograd an alias has no base. Dynamo would take in that of a caller's view as
             # well, and fail on a guard for one of its sizes: they are no argument of the body.
-            self.tensor = torch.ops.aten.alias.default(tensor)
+            self.tensor: Tensor = torch.ops.aten.alias.default(tensor)
         else:
             self.tensor = tensor.flatten(cut.lo, cut.hi - 1)
 
