@@ -3,7 +3,8 @@
 // with
 //   STORAGE_OPS_LANES  floats in a vector register,
 //   STORAGE_OPS_ROWS   rows of the tile of results that the registers hold,
-//   STORAGE_OPS_DOT    the instruction that multiplies pairs of bf16 and adds to fp32, if any.
+//   STORAGE_OPS_DOT    the instruction that multiplies pairs of bf16 and adds to fp32, if any,
+//   STORAGE_OPS_TILES  if registers hold tiles of 16 rows (AMX): for bf16 alone, with fp32 results.
 //
 // The order of the loops is that of Goto and van de Geijn (2008, doi:10.1145/1356052.1356053): a
 // block of the right operand is copied so that it is read in order; then blocks of the left one, in
@@ -57,6 +58,62 @@ struct Left {
   int64_t row, slot;
 };
 
+#if defined(STORAGE_OPS_TILES)
+// The shape of a thread's registers: 16 rows of 64 bytes each, while this lives.
+struct Registers {
+  Registers() {
+    struct Shapes {
+      uint8_t palette, first_row, unused[14];
+      uint16_t bytes[16];
+      uint8_t rows[16];
+    };
+    alignas(64) static const Shapes shapes = {
+        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&shapes);
+  }
+  ~Registers() { _tile_release(); }
+};
+
+// out = left @ right, or out += it, for a whole tile of it. Its four registers are fed by two of
+// rows and two of columns. The compiler has to be told that their instructions use memory.
+template <bool kDot, bool kAdd, typename Out>
+__attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
+                                    const Place<Out>& place) {
+  asm volatile("" ::: "memory");
+  Out *top = place.out, *bottom = top + 16 * place.stride;
+  const int64_t stride = place.stride * sizeof(Out), row = left.row;
+  if constexpr (kAdd) {
+    _tile_loadd(0, top, stride);
+    _tile_loadd(1, top + 16, stride);
+    _tile_loadd(2, bottom, stride);
+    _tile_loadd(3, bottom + 16, stride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  const char* rows = left.from;
+  const float* last = right + depth * kTileColumns;
+  for (; right < last; right += kSquare * kTileColumns, rows += kSquare * left.slot) {
+    _tile_loadd(4, rows, row);
+    _tile_loadd(6, right, 4 * kTileColumns);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, right + 16, 4 * kTileColumns);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, rows + 16 * row, row);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, top, stride);
+  _tile_stored(1, top + 16, stride);
+  _tile_stored(2, bottom, stride);
+  _tile_stored(3, bottom + 16, stride);
+  asm volatile("" ::: "memory");
+}
+#else
+struct Registers {};
+
 // out = left @ right (+ sums), or out += it, for a whole tile of it. What is fetched of the tile
 // after this one while this one is computed need not be waited for.
 template <bool kDot, bool kAdd, typename Out>
@@ -95,6 +152,7 @@ __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float
     }
   }
 }
+#endif
 
 // Fetches the part of an operand that is copied next, a little with every tile: memory is idle
 // while tiles are computed. Runs are what lies together: a row of it, or a column.
@@ -147,7 +205,7 @@ struct Part {
 
   void run() const {
     const int64_t all_panels = parts(last_column - first_column, kTileColumns);
-    const int64_t all_slots = parts(product.depth, kGroup<T>);
+    const int64_t all_slots = slots_of<T>(product.depth);
     // All of the depth, or as much as leaves room for all panels.
     int64_t slots = all_slots;
     if (all_slots * all_panels > room)
@@ -188,7 +246,7 @@ struct Part {
     const int64_t panels = parts(b.columns, kTileColumns);
     for (int64_t k = 0; k < b.depth; k += kStepNumbers) {
       const int64_t begin = k / numbers() * numbers();
-      const int64_t slots = parts(std::min(numbers(), b.depth - begin), kGroup<T>);
+      const int64_t slots = slots_of<T>(std::min(numbers(), b.depth - begin));
       for (int64_t j = 0; j < panels; ++j) {
         uint32_t* to = right + begin / kGroup<T> * panels * kTileColumns;
         to += j * kTileColumns * slots + (k - begin) / kGroup<T> * kTileColumns;
@@ -222,15 +280,15 @@ struct Part {
 
   void multiply_rows(const Block& block, const Rows& now, const Rows& next, Ahead& ahead) const {
     const Product& p = product;
-    const int64_t panels = parts(block.columns, kTileColumns), slots = parts(now.depth, kGroup<T>);
+    const int64_t panels = parts(block.columns, kTileColumns), slots = slots_of<T>(now.depth);
     // What is read where it is has whole tiles of rows: the last ones may have to be copied.
     const int64_t whole = direct ? now.count / kTileRows * kTileRows : 0;
     for (int64_t k = 0; k < now.depth; k += kStepNumbers) {
       for (int64_t i = whole; i < now.count; i += kTileRows) {
-        pack<kTileRows>(start(now) + i * p.left_row + k * p.left_column, p.left_row, p.left_column,
-                        std::min<int64_t>(kTileRows, now.count - i),
-                        std::min(kStepNumbers, now.depth - k),
-                        left + (i - whole) * slots + k / kGroup<T> * kTileRows);
+        pack_rows(start(now) + i * p.left_row + k * p.left_column, p.left_row, p.left_column,
+                  std::min<int64_t>(kTileRows, now.count - i),
+                  std::min(kStepNumbers, now.depth - k),
+                  left + (i - whole) * slots + k / kGroup<T> * kTileRows);
       }
     }
     Ahead left_ahead(start(next), next.count, p.left_row, next.depth, p.left_column,
@@ -244,7 +302,7 @@ struct Part {
         const Left a = i < whole ? Left{reinterpret_cast<const char*>(start(now) + i * p.left_row),
                                         p.left_row * int64_t(sizeof(T)), p.left_column * kSlotBytes}
                                  : Left{reinterpret_cast<const char*>(left + (i - whole) * slots),
-                                        4, 4 * kTileRows};
+                                        4 * kSquare, 4 * kTileRows};
         const float* b = reinterpret_cast<const float*>(packed + j * kTileColumns * slots);
         const int64_t high = std::min<int64_t>(kTileRows, now.count - i);
         const int64_t wide = std::min<int64_t>(kTileColumns, last_column - column);
@@ -310,7 +368,7 @@ inline Grid grid_of(const Product& p, int64_t threads, bool direct) {
 // once, as long as a panel of the right operand stays in the second-level cache.
 template <typename T>
 int64_t group_of(const Product& p) {
-  const int64_t slots = parts(p.depth, kGroup<T>);
+  const int64_t slots = slots_of<T>(p.depth);
   return p.narrow && slots <= kDeep ? slots : std::min(kDepth<T>, slots);
 }
 
@@ -351,10 +409,10 @@ void multiply_into(Product p) {
     return;
   }
   const bool in_slots = (sizeof(T) == 4 || kPairs<T>) && p.left_column == 1;
-  const bool direct = p.paired || (in_slots && p.depth % kGroup<T> == 0);
+  const bool direct = p.paired || (in_slots && p.depth % (kGroup<T> * kSquare) == 0);
   const Grid grid = grid_of(p, torch::stable::get_num_threads(), direct);
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
-  const int64_t group = group_of<T>(p), all_slots = parts(p.depth, kGroup<T>);
+  const int64_t group = group_of<T>(p), all_slots = slots_of<T>(p.depth);
   const int64_t count = grid.rows * grid.columns, each = p.scratch_slots / count;
   // An eighth of the scratch is for the left operand, if it is copied, and what whole panels of the
   // right one leave.
@@ -366,7 +424,7 @@ void multiply_into(Product p) {
   const int64_t panels_slots = (each - rows_in(each / 8) * group) / panel * panel;
   const int64_t left_slots = rows_in(each - panels_slots) * group;
   const int64_t height = direct ? kBlockRows : left_slots / group;
-  if constexpr (kPairs<T>) {
+  if constexpr (kPairs<T> && kSquare == 1) {
     // More copies than these of an operand that may be spent cost more than interleaving it.
     constexpr int64_t kCopies = 4;
     const int64_t at_once = std::max<int64_t>(panels_slots / panel * group / all_slots, 1);
@@ -379,6 +437,7 @@ void multiply_into(Product p) {
                   " beside the sums; expected at least ",
                   count * (kTileRows + kTileColumns) * group);
   torch::stable::parallel_for(0, count, 1, [&](int64_t one, int64_t last) {
+    [[maybe_unused]] const Registers registers{};
     for (int64_t t = one; t < last; ++t) {
       const int64_t i = t / grid.columns, j = t % grid.columns;
       uint32_t* left = p.scratch + t * each;
@@ -398,6 +457,7 @@ void multiply_into(Product p) {
   });
 }
 
+#if !defined(STORAGE_OPS_TILES)
 template <typename T>
 void multiply(Product p) {
   if (!p.narrow) return multiply_into<T, float>(p);
@@ -409,3 +469,4 @@ void multiply(Product p) {
   }
   if constexpr (kPairs<T>) multiply_into<T, T>(p);
 }
+#endif

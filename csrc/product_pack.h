@@ -2,7 +2,14 @@
 // bf16, neighbours in depth. Part of product_loops.h, and included with it for each instruction
 // set.
 
-constexpr int kLanes = STORAGE_OPS_LANES, kVectors = 3;
+#if defined(STORAGE_OPS_TILES)
+constexpr int kVectors = 2;
+constexpr int64_t kSquare = 16;  // slots of depth that a register has of each row
+#else
+constexpr int kVectors = 3;
+constexpr int64_t kSquare = 1;
+#endif
+constexpr int kLanes = STORAGE_OPS_LANES;
 constexpr int kTileRows = STORAGE_OPS_ROWS, kTileColumns = kVectors * kLanes;
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Eight __attribute__((vector_size(32)));
@@ -18,15 +25,23 @@ STORAGE_OPS_INLINE V load(const void* from) {
 
 template <typename T>
 constexpr bool kPairs = false;
-#if defined(STORAGE_OPS_DOT)
+#if defined(STORAGE_OPS_DOT) || defined(STORAGE_OPS_TILES)
 template <>
 inline constexpr bool kPairs<BFloat16> = true;
 #endif
 
 template <typename T>
 constexpr int64_t kGroup = kPairs<T> ? 2 : 1;  // numbers in a slot
+// Slots of depth that a tile is computed in at a time: as many as leave a panel in the first-level
+// cache, or nearly.
 template <typename T>
-constexpr int64_t kDepth = kPairs<T> ? 256 : 128;  // slots of depth a tile is computed in at a time
+constexpr int64_t kDepth = kPairs<T> && kSquare == 1 ? 256 : 128;
+
+// Slots that so many numbers in depth take, with those that fill the last registers.
+template <typename T>
+constexpr int64_t slots_of(int64_t depth) {
+  return parts(depth, kGroup<T> * kSquare) * kSquare;
+}
 
 // Eight neighbours in depth, one slot each.
 template <typename T>
@@ -90,7 +105,7 @@ template <int kWidth, typename T>
 void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t depth,
           uint32_t* to) {
   constexpr int64_t kNumbers = kGroup<T>;
-  const int64_t slots = parts(depth, kNumbers), full = depth / kNumbers;
+  const int64_t slots = slots_of<T>(depth), full = depth / kNumbers;
   const T zero(0.0f);
   int64_t p = 0;
   if (count == kWidth && across == 1) {
@@ -124,9 +139,48 @@ void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t d
   for (; p < slots; ++p) {
     for (int u = 0; u < kWidth; ++u) {
       const T* first = from + u * across + p * kNumbers * along;
-      const bool pair = (p + 1) * kNumbers <= depth;
+      const bool some = u < count && p * kNumbers < depth, pair = (p + 1) * kNumbers <= depth;
       to[p * kWidth + u] =
-          u < count ? make_slot(*first, pair ? first[(kNumbers - 1) * along] : zero) : 0;
+          some ? make_slot(*first, pair ? first[(kNumbers - 1) * along] : zero) : 0;
     }
   }
 }
+
+#if defined(STORAGE_OPS_TILES)
+// Copies `count` rows of the left operand, at most kTileRows, into squares of (kTileRows, kSquare)
+// slots, one for every kSquare slots of depth.
+template <typename T>
+void pack_rows(const T* from, int64_t across, int64_t along, int64_t count, int64_t depth,
+               uint32_t* to) {
+  constexpr int64_t kNumbers = kGroup<T> * kSquare;
+  for (int64_t k = 0; k < depth; k += kNumbers, from += kNumbers * along) {
+    const bool whole = count == kTileRows && depth - k >= kNumbers;
+    for (int u = 0; whole && across == 1 && u < kTileRows; u += 8) {
+      for (int half = 0; half < 2; ++half) {
+        Eight block[8];
+        for (int i = 0; i < 8; ++i) {
+          const T* first = from + u + 2 * (8 * half + i) * along;
+          block[i] = make_slots(first, first + along);
+        }
+        transpose(block);
+        for (int i = 0; i < 8; ++i) {
+          std::memcpy(to + (u + i) * kSquare + 8 * half, &block[i], sizeof(Eight));
+        }
+      }
+    }
+    for (int u = 0; !(whole && across == 1) && u < kTileRows; ++u) {
+      alignas(64) T row[kNumbers] = {};
+      const int64_t numbers = u < count ? std::min(kNumbers, depth - k) : 0;
+      for (int64_t i = 0; i < numbers; ++i) row[i] = from[u * across + i * along];
+      std::memcpy(to + u * kSquare, row, sizeof row);
+    }
+    to += kTileRows * kSquare;
+  }
+}
+#else
+template <typename T>
+void pack_rows(const T* from, int64_t across, int64_t along, int64_t count, int64_t depth,
+               uint32_t* to) {
+  pack<kTileRows>(from, across, along, count, depth, to);
+}
+#endif

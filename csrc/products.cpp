@@ -16,6 +16,8 @@
 // Other compilers select instruction sets in other ways: there, ATen's products are used.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace storage_ops {
 namespace {
@@ -41,6 +43,19 @@ constexpr int64_t kDeep = 2048;      // slots of depth that are computed in at a
 constexpr int64_t kStep = 32;        // slots of depth of the right one that are copied at a time
 
 int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }
+
+#define STORAGE_OPS_TILES
+#define STORAGE_OPS_LANES 16
+#define STORAGE_OPS_ROWS 32
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16,avx2,fma,f16c")
+namespace amx_bf16 {
+#include "product_loops.h"
+}
+#pragma GCC pop_options
+#undef STORAGE_OPS_TILES
+#undef STORAGE_OPS_LANES
+#undef STORAGE_OPS_ROWS
 
 #define STORAGE_OPS_DOT _mm512_dpbf16_ps
 #define STORAGE_OPS_LANES 16
@@ -71,7 +86,13 @@ namespace avx2 {
 }
 #pragma GCC pop_options
 
-enum Level : int64_t { kNone, kAvx2, kAvx512, kAvx512Bf16 };
+enum Level : int64_t { kNone, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
+
+// Linux lets a process use the registers of AMX after it has asked for them.
+bool gives_tiles() {
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
 
 // The best that this processor has, or what torch's own variable limits it to.
 int64_t level() {
@@ -84,14 +105,26 @@ int64_t level() {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (!wide || limit == "avx2") return kAvx2;
     const bool dots = __builtin_cpu_supports("avx512bf16") && limit != "avx512";
-    return dots ? kAvx512Bf16 : kAvx512;
+    if (!dots) return kAvx512;
+    const bool tiles = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16");
+    return tiles && gives_tiles() ? kAmxBf16 : kAvx512Bf16;
   }();
   return found;
+}
+
+// Whether a product is large enough for registers of 16 rows, and its scratch for their blocks.
+bool fills_tiles(const Product& p) {
+  return !p.narrow && p.rows >= 16 && p.columns >= 32 && p.depth >= 64;
 }
 
 template <typename T>
 void multiply(const Product& p) {
   switch (level()) {
+    case kAmxBf16:
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        if (fills_tiles(p)) return amx_bf16::multiply_into<T, float>(p);
+      }
+      [[fallthrough]];
     case kAvx512Bf16:
       return avx512_bf16::multiply<T>(p);
     case kAvx512:
