@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -107,10 +106,7 @@ def traits(dtype: torch.dtype, device: str) -> dict[str, bool]:
 
 
 def _is_of_amd() -> bool:
-    try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()[:4096]
-    except OSError:
-        return False
+    return "AuthenticAMD" in rates.processor()
 
 
 def _widens(dz: Tensor, out: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -41,9 +42,22 @@ def _gpu(name: str, flops16: float, flops32: float, bandwidth: float, cache: int
     return Rates(name, flops16, flops32, flops32 / 2, bandwidth, cache, 5e-6, True)
 
 
-# Two cores of an AMD EPYC with AVX-512, torch 2.13: fitted to the times of the products alone, in
-# chunks and in slices. Other processors differ in all of these alike, and plans depend on ratios.
-CPU = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0)
+@functools.cache
+def processor() -> str:
+    """What Linux says of the first processor; nothing on other systems."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return file.read(4096)
+    except OSError:
+        return ""
+
+
+# Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in
+# chunks and in slices; of an Intel Xeon with AMX, to which plans were the fastest. Processors of
+# one kind differ in all of these alike, and plans depend on ratios.
+_AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0)
+_AMX = Rates("cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, 20.0)
+CPU = _AMX if " amx_bf16" in processor() else _AVX512
 
 # Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
 # on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
