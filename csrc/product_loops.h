@@ -30,7 +30,7 @@ STORAGE_OPS_INLINE void store_result(const Lanes& value, float* to) {
   std::memcpy(to, &value, sizeof value);
 }
 
-#if defined(STORAGE_OPS_DOT)
+#if defined(STORAGE_OPS_DOT) || defined(STORAGE_OPS_TILES)
 STORAGE_OPS_INLINE Lanes load_result(const BFloat16* from) {
   typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
   typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
@@ -74,17 +74,17 @@ struct Registers {
   ~Registers() { _tile_release(); }
 };
 
-// out = left @ right, or out += it, for a whole tile of it. Its four registers are fed by two of
-// rows and two of columns. The compiler has to be told that their instructions use memory.
-template <bool kDot, bool kAdd, typename Out>
-__attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
-                                    const Place<Out>& place) {
+// Adds up left @ right in four registers, which two of rows and two of columns feed, and stores or
+// adds to `to`. The compiler has to be told that their instructions use memory.
+template <bool kAdd>
+STORAGE_OPS_INLINE void multiply_tile(int64_t depth, const Left& left, const float* right,
+                                      float* to, int64_t to_stride) {
   asm volatile("" ::: "memory");
-  Out *top = place.out, *bottom = top + 16 * place.stride;
-  const int64_t stride = place.stride * sizeof(Out), row = left.row;
+  float* bottom = to + 16 * to_stride;
+  const int64_t stride = to_stride * sizeof(float), row = left.row;
   if constexpr (kAdd) {
-    _tile_loadd(0, top, stride);
-    _tile_loadd(1, top + 16, stride);
+    _tile_loadd(0, to, stride);
+    _tile_loadd(1, to + 16, stride);
     _tile_loadd(2, bottom, stride);
     _tile_loadd(3, bottom + 16, stride);
   } else {
@@ -105,11 +105,32 @@ __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, top, stride);
-  _tile_stored(1, top + 16, stride);
+  _tile_stored(0, to, stride);
+  _tile_stored(1, to + 16, stride);
   _tile_stored(2, bottom, stride);
   _tile_stored(3, bottom + 16, stride);
   asm volatile("" ::: "memory");
+}
+
+// out = left @ right (+ sums), or out += it, for a whole tile of it.
+template <bool kDot, bool kAdd, typename Out>
+__attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
+                                    const Place<Out>& place) {
+  if constexpr (sizeof(Out) == 4) {
+    multiply_tile<kAdd>(depth, left, right, place.out, place.stride);
+    return;
+  }
+  alignas(64) float found[kTileRows * kTileColumns];
+  multiply_tile<false>(depth, left, right, found, kTileColumns);
+  for (int i = 0; i < kTileRows; ++i) {
+    for (int j = 0; j < kTileColumns; j += kLanes) {
+      Out* to = place.out + i * place.stride + j;
+      Lanes value = load<Lanes>(found + i * kTileColumns + j);
+      if constexpr (kAdd) value += load_result(to);
+      if (place.sums != nullptr) value += load_result(place.sums + i * place.sums_stride + j);
+      store_result(value, to);
+    }
+  }
 }
 #else
 struct Registers {};
@@ -197,6 +218,7 @@ struct Part {
   int64_t group;    // slots of depth a tile is computed in at a time
   int64_t height;   // rows of the left operand that are worked on at a time
   bool direct;      // and read where they are
+  float* partial;   // room for sums of `height` x a block's columns, if that has all of the depth
 
   static constexpr int64_t kSlotBytes = kGroup<T> * sizeof(T);
   static constexpr int64_t kStepNumbers = kStep * kGroup<T>;
@@ -208,7 +230,7 @@ struct Part {
     const int64_t all_slots = slots_of<T>(product.depth);
     // All of the depth, or as much as leaves room for all panels.
     int64_t slots = all_slots;
-    if (all_slots * all_panels > room)
+    if (all_slots * all_panels > room && partial == nullptr)
       slots = std::max(room / all_panels / group, int64_t(1)) * group;
     slots = std::min(slots, all_slots);
     const int64_t depth = slots * kGroup<T>;
@@ -308,12 +330,17 @@ struct Part {
         const int64_t wide = std::min<int64_t>(kTileColumns, last_column - column);
         Out* out = static_cast<Out*>(p.out) + (now.row + i) * p.out_row + column;
         float* sums = p.sums == nullptr ? nullptr : p.sums + (now.row + i) * p.columns + column;
-        if (sums == nullptr) {
-          one_tile(high, wide, slots, a, b, Place<Out>{out, p.out_row}, p.add || now.begin > 0);
-        } else if (now.begin + now.depth < p.depth) {
-          one_tile(high, wide, slots, a, b, Place<float>{sums, p.columns}, now.begin > 0);
+        int64_t across = p.columns;
+        if (partial != nullptr) {
+          across = panels * kTileColumns;
+          sums = partial + i * across + j * kTileColumns;
+        }
+        if (now.begin + now.depth < p.depth && sums != nullptr) {
+          one_tile(high, wide, slots, a, b, Place<float>{sums, across}, now.begin > 0);
+        } else if (now.begin > 0 && sums != nullptr) {
+          one_tile(high, wide, slots, a, b, Place<Out>{out, p.out_row, sums, across}, p.add);
         } else {
-          one_tile(high, wide, slots, a, b, Place<Out>{out, p.out_row, sums, p.columns}, p.add);
+          one_tile(high, wide, slots, a, b, Place<Out>{out, p.out_row}, p.add || now.begin > 0);
         }
       }
     }
@@ -364,12 +391,30 @@ inline Grid grid_of(const Product& p, int64_t threads, bool direct) {
   return best;
 }
 
-// Slots of depth that a tile is computed in at a time: all of them where it can only be rounded
-// once, as long as a panel of the right operand stays in the second-level cache.
+// Whether a product that can only be rounded once is computed in all of its depth at a time, as
+// long as a panel of the right operand stays in the second-level cache.
+template <typename T>
+bool in_one_pass(const Product& p) {
+  return p.narrow && slots_of<T>(p.depth) <= kDeep;
+}
+
+// Slots of depth that a tile is computed in at a time. Tiles of AMX are loaded from the first-level
+// cache or wait for it: with these, the sums of a block are kept in fp32 meanwhile.
 template <typename T>
 int64_t group_of(const Product& p) {
   const int64_t slots = slots_of<T>(p.depth);
-  return p.narrow && slots <= kDeep ? slots : std::min(kDepth<T>, slots);
+  return in_one_pass<T>(p) && kSquare == 1 ? slots : std::min(kDepth<T>, slots);
+}
+
+// The scratch that a product cannot do without, in slots.
+template <typename T>
+int64_t least_scratch(const Product& p) {
+  const int64_t threads = torch::stable::get_num_threads(), group = group_of<T>(p);
+  if (in_one_pass<T>(p)) {
+    const int64_t slots = slots_of<T>(p.depth), sums = slots > group ? kTileRows : 0;
+    return threads * (kTileRows * group + kTileColumns * (slots + sums));
+  }
+  return (p.narrow ? p.rows * p.columns : 0) + threads * (kTileRows + kTileColumns) * group;
 }
 
 // Interleaves neighbouring rows of the left operand, which is given transposed, in place: then a
@@ -422,8 +467,8 @@ void multiply_into(Product p) {
   };
   const int64_t panel = kTileColumns * group;
   const int64_t panels_slots = (each - rows_in(each / 8) * group) / panel * panel;
-  const int64_t left_slots = rows_in(each - panels_slots) * group;
-  const int64_t height = direct ? kBlockRows : left_slots / group;
+  int64_t left_slots = rows_in(each - panels_slots) * group;
+  int64_t height = direct ? kBlockRows : left_slots / group;
   if constexpr (kPairs<T> && kSquare == 1) {
     // More copies than these of an operand that may be spent cost more than interleaving it.
     constexpr int64_t kCopies = 4;
@@ -432,7 +477,17 @@ void multiply_into(Product p) {
         pair_rows<T>(p))
       return multiply_into<T, Out>(p);
   }
-  const int64_t room = (each - left_slots) / kTileColumns;
+  int64_t room = (each - left_slots) / kTileColumns;
+  const bool keeps = in_one_pass<T>(p) && group < all_slots;
+  if (keeps) {  // whole panels, and sums of as many rows as that leaves room for
+    height = std::min(row_tiles * kTileRows, kBlockRows);
+    const auto panels_beside = [&](int64_t rows) {
+      left_slots = (direct ? kTileRows : rows) * group;
+      return (each - left_slots) / (kTileColumns * (all_slots + rows));
+    };
+    while (height > kTileRows && panels_beside(height) == 0) height -= kTileRows;
+    room = panels_beside(height) * all_slots;
+  }
   STD_TORCH_CHECK(room >= group, "_product: scratch has too few elements, ", p.scratch_slots,
                   " beside the sums; expected at least ",
                   count * (kTileRows + kTileColumns) * group);
@@ -441,6 +496,7 @@ void multiply_into(Product p) {
     for (int64_t t = one; t < last; ++t) {
       const int64_t i = t / grid.columns, j = t % grid.columns;
       uint32_t* left = p.scratch + t * each;
+      float* sums = reinterpret_cast<float*>(left + left_slots + room * kTileColumns);
       const Part<T, Out> part{p,
                               row_tiles * i / grid.rows * kTileRows,
                               std::min(row_tiles * (i + 1) / grid.rows * kTileRows, p.rows),
@@ -451,13 +507,13 @@ void multiply_into(Product p) {
                               room,
                               group,
                               height,
-                              direct};
+                              direct,
+                              keeps ? sums : nullptr};
       part.run();
     }
   });
 }
 
-#if !defined(STORAGE_OPS_TILES)
 template <typename T>
 void multiply(Product p) {
   if (!p.narrow) return multiply_into<T, float>(p);
@@ -469,4 +525,3 @@ void multiply(Product p) {
   }
   if constexpr (kPairs<T>) multiply_into<T, T>(p);
 }
-#endif

@@ -5,9 +5,11 @@
 #if defined(STORAGE_OPS_TILES)
 constexpr int kVectors = 2;
 constexpr int64_t kSquare = 16;  // slots of depth that a register has of each row
+constexpr int64_t kDeep = 4096;  // slots of depth that a rounded product has in one pass, at most
 #else
 constexpr int kVectors = 3;
 constexpr int64_t kSquare = 1;
+constexpr int64_t kDeep = 2048;
 #endif
 constexpr int kLanes = STORAGE_OPS_LANES;
 constexpr int kTileRows = STORAGE_OPS_ROWS, kTileColumns = kVectors * kLanes;

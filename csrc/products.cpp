@@ -39,7 +39,6 @@ struct Product {
 };
 
 constexpr int64_t kBlockRows = 128;  // rows of the left operand that are copied at a time
-constexpr int64_t kDeep = 2048;      // slots of depth that are computed in at a time, at most
 constexpr int64_t kStep = 32;        // slots of depth of the right one that are copied at a time
 
 int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }
@@ -48,7 +47,7 @@ int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }
 #define STORAGE_OPS_LANES 16
 #define STORAGE_OPS_ROWS 32
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")
 namespace amx_bf16 {
 #include "product_loops.h"
 }
@@ -112,17 +111,12 @@ int64_t level() {
   return found;
 }
 
-// Whether a product is large enough for registers of 16 rows, and its scratch for their blocks.
-bool fills_tiles(const Product& p) {
-  return !p.narrow && p.rows >= 16 && p.columns >= 32 && p.depth >= 64;
-}
-
 template <typename T>
 void multiply(const Product& p) {
   switch (level()) {
-    case kAmxBf16:
+    case kAmxBf16:  // unless the depth does not fill a register: then there may be less scratch
       if constexpr (std::is_same_v<T, BFloat16>) {
-        if (fills_tiles(p)) return amx_bf16::multiply_into<T, float>(p);
+        if (p.scratch_slots >= amx_bf16::least_scratch<T>(p)) return amx_bf16::multiply<T>(p);
       }
       [[fallthrough]];
     case kAvx512Bf16:

@@ -32,6 +32,7 @@ class Problem:
         upcast: products of 16-bit arguments are formed in fp32, slice by slice.
         packs: products with an fp32 result are our own, which copy operands into scratch memory.
         rounds: so are products with a result in 16 bits, but for the logits.
+        forms: and the logits.
         plain: the row kernel is plain torch, which makes copies of some rows of a tile.
         cuda: the arguments are on a GPU.
         threads: CPU threads.
@@ -53,6 +54,7 @@ class Problem:
     upcast: bool = False
     packs: bool = False
     rounds: bool = False
+    forms: bool = False
     plain: bool = False
     cuda: bool = False
     threads: int = 1
@@ -94,8 +96,8 @@ def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
     """The most scratch that one of our own products of a tile takes."""
     weight_sum, input_sum = wide_sums(p, rows, columns)
     work = []  # rows, columns and depth; whether it is rounded, whether left is read in place
-    if p.itemsize >= 4 or p.upcast:
-        work.append((rows, columns, p.hidden, False, True))
+    if p.itemsize >= 4 or p.upcast or p.forms:
+        work.append((rows, columns, p.hidden, p.forms, True))
     if p.grads[0]:
         work.append((rows, p.hidden, columns, p.rounds and not input_sum, True))
     if p.grads[1]:
@@ -118,6 +120,8 @@ def product_bytes(p: Problem, rows: int, columns: int) -> int:
     wide = 4 * (rows * p.hidden + piece * (p.hidden + rows))
     if p.upcast:
         return wide
+    if p.forms:
+        return _packed_bytes(p, rows, columns)
     # What a thread of oneDNN packs operands in, measured: more where the strides of input and
     # weight are powers of two, and in proportion to the tokens for the weight's gradient.
     packed = 1_750_000 if rows >= SLICE and p.hidden % 4096 == 0 else 200_000

@@ -22,9 +22,15 @@ for _name, _kernel in (
 
 @functools.cache
 def has_fast_products(dtype: torch.dtype, device: str) -> bool:
-    """Whether ATen multiplies matrices of this dtype fast; 16-bit ones on a CPU it may not."""
+    """Whether products of this dtype are fast; 16-bit ones on a CPU may not be.
+
+    Those that ATen forms in AMX pack their operands in several MB, whatever the budget: they are
+    not counted.
+    """
     if device != "cpu" or dtype.itemsize >= 4:
         return True
+    if rates.has_amx():
+        return rounds(dtype, device)
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
     try:
         return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
@@ -72,11 +78,13 @@ def packs(dtype: torch.dtype, device: str) -> bool:
 
 @functools.cache
 def rounds(dtype: torch.dtype, device: str) -> bool:
-    """Whether gradients in 16 bits are our own products too: faster than torch's on AMD's.
+    """Whether gradients in 16 bits are our own products too.
 
-    Processors of others multiply bf16 in tiles of their own (AMX), several times as fast.
+    They are faster than torch's on AMD's processors. On those with AMX they are not always, but
+    keep to the budget.
     """
-    if dtype != torch.bfloat16 or not packs(dtype, device) or not _is_of_amd():
+    own = _is_of_amd() or rates.has_amx()
+    if dtype != torch.bfloat16 or not packs(dtype, device) or not own:
         return False
     one, scratch = torch.zeros(1, 1, dtype=dtype), torch.empty(tile_memory.packed_slots(1, 1, 1, 1))
     try:
@@ -84,6 +92,12 @@ def rounds(dtype: torch.dtype, device: str) -> bool:
     except RuntimeError:  # there is no instruction for it
         return False
     return True
+
+
+@functools.cache
+def forms(dtype: torch.dtype, device: str) -> bool:
+    """Whether logits in 16 bits are our own products as well."""
+    return rates.has_amx() and rounds(dtype, device)
 
 
 @functools.cache
@@ -100,6 +114,7 @@ def traits(dtype: torch.dtype, device: str) -> dict[str, bool]:
         "upcast": not has_fast_products(dtype, device),
         "packs": packs(dtype, device),
         "rounds": rounds(dtype, device),
+        "forms": forms(dtype, device),
         "plain": not has_row_kernel(device),
         "cuda": device == "cuda",
     }
@@ -182,18 +197,20 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool, direct: bool =
 
 def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
     """out (rows, columns) = x (rows, D) @ w (columns, D).T."""
-    if not upcasts(x):
+    if forms(x.dtype, x.device.type):
+        _pack(x, w.t(), out, False)
+    elif not upcasts(x):
         multiply(x, w.t(), out, False, direct=True)
-        return
-    packed = packs(x.dtype, x.device.type)
-    wide = x if packed else x.float()
-    for begin in range(0, len(w), SLICE):
-        columns = slice(begin, begin + SLICE)
-        part = w[columns] if packed else w[columns].float()
-        piece = x.new_empty(len(x), len(part), dtype=torch.float32)
-        multiply(wide, part.t(), piece, False, direct=True)
-        out[:, columns] = piece
-        del part, piece  # or two of them are alive at a time
+    else:
+        packed = packs(x.dtype, x.device.type)
+        wide = x if packed else x.float()
+        for begin in range(0, len(w), SLICE):
+            columns = slice(begin, begin + SLICE)
+            part = w[columns] if packed else w[columns].float()
+            piece = x.new_empty(len(x), len(part), dtype=torch.float32)
+            multiply(wide, part.t(), piece, False, direct=True)
+            out[:, columns] = piece
+            del part, piece  # or two of them are alive at a time
 
 
 def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:

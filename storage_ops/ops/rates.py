@@ -52,12 +52,17 @@ def processor() -> str:
         return ""
 
 
+def has_amx() -> bool:
+    """Whether the processor multiplies bf16 in tiles of its own, several times as fast."""
+    return " amx_bf16" in processor()
+
+
 # Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in
 # chunks and in slices; of an Intel Xeon with AMX, to which plans were the fastest. Processors of
 # one kind differ in all of these alike, and plans depend on ratios.
 _AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0)
 _AMX = Rates("cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, 20.0)
-CPU = _AMX if " amx_bf16" in processor() else _AVX512
+CPU = _AMX if has_amx() else _AVX512
 
 # Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
 # on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two

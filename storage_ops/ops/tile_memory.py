@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from storage_ops.ops import rates
+
 SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
 ROWS = 16  # chunks of tokens are multiples of this
-ONE_PASS = 4096  # depth of a 16-bit product of our own that needs no sums beside its result
+# Rows and columns of the tile of our own products that registers hold, and the slots of depth that
+# these have of each row.
+TILE = (32, 32, 16) if rates.has_amx() else (8, 48, 1)
+# Depth of a 16-bit product of our own that needs no sums beside its result.
+ONE_PASS = 8192 if rates.has_amx() else 4096
 
 
 def padded(columns: int) -> int:
@@ -69,19 +75,25 @@ def packed_slots(
 
     Room for blocks of both operands for each thread, in its second-level cache: all that is copied,
     up to 640 KiB a thread, but not beyond 256 KiB in all, or half of the tile of logits if that is
-    the left operand and copied, unless that were less than eight rows and a panel of columns.
+    the left operand and copied, unless that were less than a tile's rows and columns.
 
     Args:
         narrow: the result is in 16 bits: pairs of numbers are copied, and the depth is not divided
             up to ONE_PASS.
         direct: the left operand is read in place.
     """
-    slots = parts(depth, 2) if narrow else depth
-    group = slots if narrow and depth <= ONE_PASS else min(slots, 256)
-    height = 8 if direct else min(-(-rows // 8) * 8, 128)
-    whole = height * group + -(-columns // 48) * 48 * slots
-    half = 0 if direct else rows * depth // (4 if narrow else 2)
-    return threads * max(min(whole, 160 << 10, max(half, 1 << 16) // threads), (8 + 48) * group)
+    high, wide, square = TILE
+    slots = parts(depth, 2 * square) * square if narrow else depth
+    height = high if direct else min(-(-rows // high) * high, 128)
+    across = -(-columns // wide) * wide
+    half = max(0 if direct else rows * depth // (4 if narrow else 2), 1 << 16)
+    if narrow and depth <= ONE_PASS and square > 1:  # sums of a block lie beside its operands
+        group = min(slots, 128)
+        whole, least = height * group + across * (slots + 128), high * group + wide * (slots + high)
+    else:
+        group = slots if narrow and depth <= ONE_PASS else min(slots, 256)
+        whole, least = height * group + across * slots, (high + wide) * group
+    return threads * max(min(whole, 160 << 10, half // threads), least)
 
 
 def rounded_rows(rows: int, columns: int, depth: int) -> int:
