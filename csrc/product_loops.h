@@ -116,6 +116,11 @@ STORAGE_OPS_INLINE void multiply_tile(int64_t depth, const Left& left, const flo
 template <bool kDot, bool kAdd, typename Out>
 __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
                                     const Place<Out>& place) {
+  for (int i = 0; i < kTileRows; ++i) {
+    const char* line = reinterpret_cast<const char*>(place.out + (kTileRows + i) * place.stride);
+    for (int byte = 0; byte < kTileColumns * int(sizeof(Out)); byte += 64)
+      __builtin_prefetch(line + byte, 1);
+  }
   if constexpr (sizeof(Out) == 4) {
     multiply_tile<kAdd>(depth, left, right, place.out, place.stride);
     return;
@@ -375,9 +380,10 @@ struct Grid {
 // Every thread computes a part alone, so that none waits for another before the end: one that the
 // system has taken off its processor would hold up all of them, block after block.
 inline Grid grid_of(const Product& p, int64_t threads, bool direct) {
-  constexpr int64_t kCopying = 32;  // copying an operand's number, in multiplications
+  // Copying an operand's number, in multiplications.
+  constexpr int64_t kCopying = kSquare > 1 ? 256 : 32;
   // Parts beside each other share pages of the result, which wait for each other if they are new.
-  constexpr int64_t kSharing = 4 * kCopying;
+  constexpr int64_t kSharing = 128;
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
   Grid best{};
   int64_t least = std::numeric_limits<int64_t>::max();

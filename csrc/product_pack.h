@@ -81,6 +81,22 @@ STORAGE_OPS_INLINE uint32_t make_slot(const T& first, const T& second) {
   }
 }
 
+#if defined(STORAGE_OPS_TILES)
+// As make_slots, of 32 neighbours across.
+STORAGE_OPS_INLINE void store_line(const BFloat16* first, const BFloat16* second, uint32_t* to) {
+  typedef uint16_t Line __attribute__((vector_size(64)));
+  const Line a = load<Line>(first), b = load<Line>(second);
+  const Line low =
+      __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40,
+                              9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
+  const Line high =
+      __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+                              24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
+  std::memcpy(to, &low, sizeof low);
+  std::memcpy(to + 16, &high, sizeof high);
+}
+#endif
+
 STORAGE_OPS_INLINE void transpose(Eight (&r)[8]) {
   Eight s[8];
   for (int i = 0; i < 8; i += 2) {
@@ -114,6 +130,9 @@ void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t d
     for (; p < full; ++p) {
       const T *first = from + p * kNumbers * along, *second = first + (kNumbers - 1) * along;
       int u = 0;
+#if defined(STORAGE_OPS_TILES)
+      for (; u + 32 <= kWidth; u += 32) store_line(first + u, second + u, to + p * kWidth + u);
+#endif
       for (; u + 8 <= kWidth; u += 8) {
         const Eight eight = make_slots(first + u, second + u);
         std::memcpy(to + p * kWidth + u, &eight, sizeof eight);

@@ -9,6 +9,12 @@ ROWS = 16  # chunks of tokens are multiples of this
 # Rows and columns of the tile of our own products that registers hold, and the slots of depth that
 # these have of each row.
 TILE = (32, 32, 16) if rates.has_amx() else (8, 48, 1)
+# Slots of a thread's scratch, at most: they lie in its second-level cache. AMX computes so fast that
+# fewer copies of the left operand gain more than they take from its other uses.
+MOST = 160 << 10
+MOST_COPIED = (320 if rates.has_amx() else 160) << 10
+# Rows of a 16-bit product of our own that are formed at a time, at most.
+ROUNDED = 2048 if rates.has_amx() else SLICE
 # Depth of a 16-bit product of our own that needs no sums beside its result.
 ONE_PASS = 8192 if rates.has_amx() else 4096
 
@@ -74,7 +80,7 @@ def packed_slots(
     """Scratch of 4 bytes each that our own product (rows, depth) @ (depth, columns) works in.
 
     Room for blocks of both operands for each thread, in its second-level cache: all that is copied,
-    up to 640 KiB a thread, but not beyond 256 KiB in all, or half of the tile of logits if that is
+    up to MOST a thread, but not beyond 256 KiB in all, or half of the tile of logits if that is
     the left operand and copied, unless that were less than a tile's rows and columns.
 
     Args:
@@ -86,14 +92,17 @@ def packed_slots(
     slots = parts(depth, 2 * square) * square if narrow else depth
     height = high if direct else min(-(-rows // high) * high, 128)
     across = -(-columns // wide) * wide
-    half = max(0 if direct else rows * depth // (4 if narrow else 2), 1 << 16)
+    half = rows * depth // (4 if narrow else 2)
+    if direct:
+        half = rows * min(columns, depth) // 4 if square > 1 else 0
+    half = max(half, 1 << 16)
     if narrow and depth <= ONE_PASS and square > 1:  # sums of a block lie beside its operands
         group = min(slots, 128)
         whole, least = height * group + across * (slots + 128), high * group + wide * (slots + high)
     else:
         group = slots if narrow and depth <= ONE_PASS else min(slots, 256)
         whole, least = height * group + across * slots, (high + wide) * group
-    return threads * max(min(whole, 160 << 10, half // threads), least)
+    return threads * max(min(whole, MOST if direct else MOST_COPIED, half // threads), least)
 
 
 def rounded_rows(rows: int, columns: int, depth: int) -> int:
@@ -104,7 +113,7 @@ def rounded_rows(rows: int, columns: int, depth: int) -> int:
     """
     if depth <= ONE_PASS:
         return rows
-    return max(ROWS, min(rows, SLICE, rows * depth // (8 * max(columns, 1))))
+    return max(ROWS, min(rows, ROUNDED, rows * depth // (8 * max(columns, 1))))
 
 
 def sum_slots(rows: int, columns: int, depth: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from storage_ops.ops import products, tile_memory
+from storage_ops.ops import products, rates, tile_memory
 
 OP = torch.ops.storage_ops._product
 NAN = float("nan")
