@@ -2,7 +2,7 @@
 //
 // ATen's products of 16-bit operands on a CPU round their result to 16 bits, which makes sums over
 // chunks worse than an unchunked product. Those here can keep what they add up in fp32. Where they
-// round it as well, they are faster for results larger than their operands.
+// round it as well, they are faster for results larger than their operands, or take less memory.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>

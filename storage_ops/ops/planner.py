@@ -35,7 +35,6 @@ from storage_ops.ops.tile_memory import (
 
 MIB, GIB = 1 << 20, 1 << 30
 KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms others twice
-COPYING = 10  # of an operand's number, in multiplications
 WIDTHS = tuple(unpadded(ONE_PASS >> k) for k in range(4))  # of parts of waiting logits
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
 
@@ -140,7 +139,7 @@ def _cost(
         seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s, _ in work)
     elif p.rounds:  # all is fetched while our own products compute
         seconds = sum(
-            max(f / rate * (1 + COPYING * copied), (b + s) / r.bandwidth)
+            max(f / rate * (1 + r.copying * copied), (b + s) / r.bandwidth)
             for f, b, s, copied in work
         )
     else:

@@ -19,6 +19,8 @@ class Rates:
         launch_seconds: fixed cost of one operation.
         overlaps: products hide the shorter of arithmetic and traffic.
         few_rows16: 16-bit products of n rows take 1 + few_rows16 / n times as long.
+        copying: multiplications that copying an operand's number takes as long as, where products
+            are the package's own.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Rates:
     launch_seconds: float
     overlaps: bool
     few_rows16: float = 0.0
+    copying: float = 10.0
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Rate of products of elements of this size."""
@@ -61,7 +64,7 @@ def has_amx() -> bool:
 # chunks and in slices; of an Intel Xeon with AMX, to which plans were the fastest. Processors of
 # one kind differ in all of these alike, and plans depend on ratios.
 _AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0)
-_AMX = Rates("cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, 20.0)
+_AMX = Rates("cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0)
 CPU = _AMX if has_amx() else _AVX512
 
 # Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs

@@ -9,8 +9,8 @@ ROWS = 16  # chunks of tokens are multiples of this
 # Rows and columns of the tile of our own products that registers hold, and the slots of depth that
 # these have of each row.
 TILE = (32, 32, 16) if rates.has_amx() else (8, 48, 1)
-# Slots of a thread's scratch, at most: they lie in its second-level cache. AMX computes so fast that
-# fewer copies of the left operand gain more than they take from its other uses.
+# Slots of a thread's scratch, at most: they lie in its second-level cache. AMX computes so fast
+# that fewer copies of the left operand are worth more of that.
 MOST = 160 << 10
 MOST_COPIED = (320 if rates.has_amx() else 160) << 10
 # Rows of a 16-bit product of our own that are formed at a time, at most.

@@ -1,0 +1,169 @@
+// A tile of a matrix product: what is added up in registers. Part of product_loops.h, and included
+// with it for each instruction set.
+
+template <bool kDot>
+STORAGE_OPS_INLINE void accumulate(Lanes& sum, Lanes left, Lanes right) {
+#if defined(STORAGE_OPS_DOT)
+  if constexpr (kDot) {
+    sum = (Lanes)STORAGE_OPS_DOT((__m512)sum, (__m512bh)left, (__m512bh)right);
+    return;
+  }
+#endif
+  sum += left * right;
+}
+
+STORAGE_OPS_INLINE Lanes load_result(const float* from) { return load<Lanes>(from); }
+
+STORAGE_OPS_INLINE void store_result(const Lanes& value, float* to) {
+  std::memcpy(to, &value, sizeof value);
+}
+
+#if defined(STORAGE_OPS_DOT) || defined(STORAGE_OPS_TILES)
+STORAGE_OPS_INLINE Lanes load_result(const BFloat16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+  return (Lanes)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+}
+
+STORAGE_OPS_INLINE void store_result(const Lanes& value, BFloat16* to) {
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+  std::memcpy(to, &rounded, sizeof rounded);
+}
+#endif
+
+// Where a tile of results goes, and what is added to it.
+template <typename Out>
+struct Place {
+  Out* out;
+  int64_t stride;
+  const float* sums = nullptr;  // of what came before in depth, if it is not in `out`
+  int64_t sums_stride = 0;
+};
+
+// Some rows of the left operand: bytes from one row to the next, and from one slot to the next.
+struct Left {
+  const char* from;
+  int64_t row, slot;
+};
+
+#if defined(STORAGE_OPS_TILES)
+// The shape of a thread's registers: 16 rows of 64 bytes each, while this lives.
+struct Registers {
+  Registers() {
+    struct Shapes {
+      uint8_t palette, first_row, unused[14];
+      uint16_t bytes[16];
+      uint8_t rows[16];
+    };
+    alignas(64) static const Shapes shapes = {
+        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&shapes);
+  }
+  ~Registers() { _tile_release(); }
+};
+
+// Adds up left @ right in four registers, which two of rows and two of columns feed, and stores or
+// adds to `to`. The compiler has to be told that their instructions use memory.
+template <bool kAdd>
+STORAGE_OPS_INLINE void multiply_tile(int64_t depth, const Left& left, const float* right,
+                                      float* to, int64_t to_stride) {
+  asm volatile("" ::: "memory");
+  float* bottom = to + 16 * to_stride;
+  const int64_t stride = to_stride * sizeof(float), row = left.row;
+  if constexpr (kAdd) {
+    _tile_loadd(0, to, stride);
+    _tile_loadd(1, to + 16, stride);
+    _tile_loadd(2, bottom, stride);
+    _tile_loadd(3, bottom + 16, stride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  const char* rows = left.from;
+  const float* last = right + depth * kTileColumns;
+  for (; right < last; right += kSquare * kTileColumns, rows += kSquare * left.slot) {
+    _tile_loadd(4, rows, row);
+    _tile_loadd(6, right, 4 * kTileColumns);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, right + 16, 4 * kTileColumns);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, rows + 16 * row, row);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, to, stride);
+  _tile_stored(1, to + 16, stride);
+  _tile_stored(2, bottom, stride);
+  _tile_stored(3, bottom + 16, stride);
+  asm volatile("" ::: "memory");
+}
+
+// out = left @ right (+ sums), or out += it, for a whole tile of it.
+template <bool kDot, bool kAdd, typename Out>
+__attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
+                                    const Place<Out>& place) {
+  for (int i = 0; i < kTileRows; ++i) {
+    const char* line = reinterpret_cast<const char*>(place.out + (kTileRows + i) * place.stride);
+    for (int byte = 0; byte < kTileColumns * int(sizeof(Out)); byte += 64)
+      __builtin_prefetch(line + byte, 1);
+  }
+  if constexpr (sizeof(Out) == 4) {
+    multiply_tile<kAdd>(depth, left, right, place.out, place.stride);
+    return;
+  }
+  alignas(64) float found[kTileRows * kTileColumns];
+  multiply_tile<false>(depth, left, right, found, kTileColumns);
+  for (int i = 0; i < kTileRows; ++i) {
+    for (int j = 0; j < kTileColumns; j += kLanes) {
+      Out* to = place.out + i * place.stride + j;
+      Lanes value = load<Lanes>(found + i * kTileColumns + j);
+      if constexpr (kAdd) value += load_result(to);
+      if (place.sums != nullptr) value += load_result(place.sums + i * place.sums_stride + j);
+      store_result(value, to);
+    }
+  }
+}
+#else
+struct Registers {};
+
+// out = left @ right (+ sums), or out += it, for a whole tile of it. What is fetched of the tile
+// after this one while this one is computed need not be waited for.
+template <bool kDot, bool kAdd, typename Out>
+__attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
+                                    const Place<Out>& place) {
+  const auto [out, stride, before, before_stride] = place;
+  constexpr int kBytes = sizeof(Out) * kTileColumns;
+  Lanes sums[kTileRows][kVectors] = {};
+  for (int i = 0; i < kTileRows; ++i) {
+    const char* line = reinterpret_cast<const char*>(out + (kTileRows + i) * stride);
+    for (int byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(line + byte, 1);
+  }
+  const char* slot = left.from;
+  const int64_t row_bytes = left.row, slot_bytes = left.slot;
+  for (int64_t p = 0; p < depth; ++p, slot += slot_bytes) {
+    Lanes columns[kVectors];
+#pragma GCC unroll 3
+    for (int j = 0; j < kVectors; ++j) {
+      columns[j] = load<Lanes>(right + p * kTileColumns + j * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kTileRows; ++i) {
+      const Lanes row = load<float>(slot + i * row_bytes) - Lanes{};
+#pragma GCC unroll 3
+      for (int j = 0; j < kVectors; ++j) accumulate<kDot>(sums[i][j], row, columns[j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 3
+    for (int j = 0; j < kVectors; ++j) {
+      Out* to = out + i * stride + j * kLanes;
+      if constexpr (kAdd) sums[i][j] += load_result(to);
+      if (before != nullptr) sums[i][j] += load_result(before + i * before_stride + j * kLanes);
+      store_result(sums[i][j], to);
+    }
+  }
+}
+#endif
