@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -214,6 +215,7 @@ def hardware(device: str | None = None) -> str:
     if cpuinfo.exists():
         names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         model = names[0].partition(":")[2].strip() if names else model
+        model = re.sub(r"\((r|tm)\)", "", model, flags=re.IGNORECASE)
     return f"{'-'.join(model.lower().split())}-{torch.get_num_threads()}-threads"
 
 
