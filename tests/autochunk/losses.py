@@ -145,6 +145,8 @@ def run(f, x, w, t):
 def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=None):
     """Compiled as the backend does it, but run op by op: a test takes a second.
 
+    Until the end of the test: a chunk of the backward is compiled when that runs.
+
     Appends to `reports` what became of each graph, and to `ops` the names of ops that it got.
     """
 
@@ -164,11 +166,7 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
         decompositions=select_decomp_table,
     )
     runtime.body_of.cache_clear()
-    body_compiler = functools.partial(torch.compile, backend="eager")
     compiled = torch.compile(f, backend=compiler, dynamic=dynamic)
-
-    def call(*args):
-        with patch.object(runtime.torch, "compile", body_compiler):
-            return compiled(*args)
-
-    return call
+    body_compiler = functools.partial(torch.compile, backend="eager")
+    patch.object(runtime.torch, "compile", body_compiler).start()
+    return compiled

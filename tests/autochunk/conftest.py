@@ -1,0 +1,11 @@
+"""What `losses.interpreted` changes is undone after every test."""
+
+from unittest.mock import patch
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    patch.stopall()
