@@ -81,7 +81,8 @@ def packed_slots(
 
     Room for blocks of both operands for each thread, in its second-level cache: all that is copied,
     up to MOST a thread, but not beyond 256 KiB in all, or half of the tile of logits if that is
-    the left operand and copied, unless that were less than a tile's rows and columns.
+    the left operand and copied (with AMX: of any), unless that were less than a tile's rows and
+    columns.
 
     Args:
         narrow: the result is in 16 bits: pairs of numbers are copied, and the depth is not divided
