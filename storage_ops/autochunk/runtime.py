@@ -42,7 +42,8 @@ class Body:
         """The values of one chunk. `product`: the first argument, where the body takes one."""
         run = self._compiled.get(dynamic)
         if run is None:
-            run = self._compiled[dynamic] = _first_that_compiles(self.program, dynamic)
+            device = tensors[0].device.type
+            run = self._compiled[dynamic] = _first_that_compiles(self.program, dynamic, device)
         if dynamic:
             for tensor, cut in zip(tensors, self.program.inputs, strict=True):
                 if cut is not None:
@@ -57,13 +58,16 @@ class Body:
             _in_body.reset(mark)
 
 
-def _first_that_compiles(program: Program, dynamic: bool) -> Callable[..., Any]:
+def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callable[..., Any]:
     """A chunk compiled; without the overwriting of its product where the compiler fails on that.
 
     Inductor of torch 2.13 does on some variances. Where it fails again, the chunk runs op by op. In
     torch 2.10 and 2.11 it overwrites the product before it reads the last of it, where sizes are
-    symbols.
+    symbols. On a CPU chunks run op by op in those: Inductor compiles some to wrong gradients, such
+    as that of a gated unit under a binary cross-entropy.
     """
+    if device == "cpu" and torch.__version__ < "2.12":
+        return decode_graph(program.body)
 
     def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
         return torch.compile(graph, dynamic=None if dynamic else False)
