@@ -152,7 +152,8 @@ def _timed(run: Case, device: str) -> tuple[float, float]:
     if device == "cpu":
         wall, cpu = time.perf_counter(), time.process_time()
         run()
-        return time.perf_counter() - wall, time.process_time() - cpu
+        cpu = time.process_time() - cpu
+        return time.perf_counter() - wall, cpu
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     wall = time.perf_counter()
