@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.chunker import ChunkError, Report, chunk_graph
+from storage_ops.autochunk.inductor import mended
 from storage_ops.ops.sizes import parse_bytes
 
 _reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
@@ -214,7 +215,7 @@ def backend(
         >>> f = torch.compile(torch.nn.Linear(8, 99), backend=backend, options=options)
     """
     from torch._inductor import config, list_mode_options
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     given = dict(options or {})
     own = [given.pop(name, default) for name, default in
@@ -225,5 +226,7 @@ def backend(
     visible = len(returned) if isinstance(returned, (tuple, list)) else 1
     earlier = patches.get(_PASS, getattr(config, _PASS))
     patches[_PASS] = _make_pass(checked(*own), visible, earlier)
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
+    compiled: Any = compile_fx(
+        gm, example_inputs, inner_compile=mended()(compile_fx_inner), config_patches=patches
+    )
     return compiled  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.library import register_fake
 
 from storage_ops import _schemas
+from storage_ops.autochunk import inductor
 from storage_ops.autochunk.assemble import Input, Product, Result, Waiting
 from storage_ops.autochunk.program import Factor, Program, decode_graph
 
@@ -53,7 +54,8 @@ class Body:
         mark = _in_body.set(True)
         try:
             first = () if product is None else (product,)
-            return list(run(*first, *tensors, *ints))
+            with inductor.mended():
+                return list(run(*first, *tensors, *ints))
         finally:
             _in_body.reset(mark)
 
@@ -63,18 +65,17 @@ def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callab
 
     Inductor of torch 2.13 does on some variances. Where it fails again, the chunk runs op by op. In
     torch 2.10 and 2.11 it overwrites the product before it reads the last of it, where sizes are
-    symbols. On a CPU chunks run op by op in those: Inductor compiles some to wrong gradients, such
-    as that of a gated unit under a binary cross-entropy.
+    symbols.
     """
-    if device == "cpu" and torch.__version__ < "2.12":
-        return decode_graph(program.body)
+    if inductor.miscompiled(body := decode_graph(program.body), device):
+        return body
 
     def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
         return torch.compile(graph, dynamic=None if dynamic else False)
 
     ways = []
     if program.over is None or torch.__version__ >= "2.12":
-        ways.append(compiled(decode_graph(program.body)))
+        ways.append(compiled(body))
     if program.over is not None:
         ways.append(_overwriting(compiled(_without_copy(program)), program.over))
     ways.append(decode_graph(program.body))

@@ -1,0 +1,67 @@
+"""Faults of Inductor on a CPU that chunks are kept from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import fx
+
+_ONE_ROW_FOR_SEVERAL = torch.__version__ < "2.14"
+_mending: ContextVar[bool] = ContextVar("mending", default=False)
+_ARG_REDUCTIONS = {
+    torch.ops.aten.argmax.default,
+    torch.ops.aten.argmin.default,
+    torch.ops.aten.max.dim,
+    torch.ops.aten.min.dim,
+}
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """Compile without rows that overwrite each other.
+
+    Before torch 2.14, what one loop over the columns leaves to the next may be kept in a buffer of
+    a single row although the loop around both takes several rows at a time, as where a bias is not
+    contiguous: values and gradients are wrong, silently, with a plain `torch.compile` too
+    (https://github.com/pytorch/pytorch/pull/185855).
+    """
+    if _ONE_ROW_FOR_SEVERAL:
+        _guard_local_buffers()
+    mark = _mending.set(True)
+    try:
+        yield
+    finally:
+        _mending.reset(mark)
+
+
+@functools.cache
+def _guard_local_buffers() -> None:
+    from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
+    from torch._inductor.virtualized import V
+
+    fits = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr
+
+    def checked(self: Any, kernels: list[Any], depth: int) -> bool:
+        several_rows = any(loop.steps != 1 for k in kernels for loop in k.loop_nest.loops[:depth])
+        in_one_row = getattr(V.local_buffer_context, "local_buffers", None)
+        if _mending.get() and in_one_row and several_rows:
+            return False  # Inductor then generates each loop on its own, through whole buffers
+        return bool(fits(self, kernels, depth))
+
+    OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr = checked
+
+
+def miscompiled(body: fx.GraphModule, device: str) -> bool:
+    """Whether Inductor may compile this to wrong values, whatever it is told.
+
+    In torch 2.10 and 2.11 it does so with indices of the largest or smallest of a row on a CPU
+    (https://github.com/pytorch/pytorch/issues/178964).
+    """
+    if device != "cpu" or torch.__version__ >= "2.12":
+        return False
+    return any(node.target in _ARG_REDUCTIONS for node in body.graph.nodes)

@@ -1,0 +1,67 @@
+"""Graphs that Inductor compiles to wrong values on a CPU: ours are right."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from storage_ops.autochunk import inductor, runtime
+
+from .losses import arguments
+from .tails import HEADS, LARGE, LAST, SMALL
+from .test_fuzz import error, weighted
+
+
+def compare(loss, arguments, options=None):
+    """Errors of results and gradients, compiled by our backend, against float64."""
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="storage_ops", options=options or {}, dynamic=False)
+    got = weighted(compiled, *arguments)
+    exact = weighted(loss, *(a.double() if a.is_floating_point() else a for a in arguments))
+    return [error(ours, want) for ours, want in zip(got, exact, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "small, last", [("binary", "masked"), ("gather", "mean")], ids=["rows", "argmax"]
+)
+def test_chunks(monkeypatch, small, last):
+    """A bias whose elements are far from each other makes Inductor take several rows at a time."""
+    first = runtime._first_that_compiles
+
+    def without_overwriting(program, *rest):  # the second way of a chunk, the first in torch 2.11
+        if program.over is None:
+            return first(program, *rest)
+        body = torch.compile(runtime._without_copy(program), dynamic=False)
+        return runtime._overwriting(body, program.over)
+
+    if small == "binary":
+        monkeypatch.setattr(runtime, "_first_that_compiles", without_overwriting)
+
+    def loss(x, w, t):
+        value = HEADS["bias"](x, w)
+        return LAST[last](SMALL[small](LARGE["glu"](value) if small == "binary" else value))
+
+    x, w, t = arguments()
+    assert max(compare(loss, (x, w, t), {"num_chunks": 2})) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:storage_ops.autochunk. not chunked")
+def test_what_is_not_chunked():
+    def loss(x, w, t):
+        logits = x + w[:, 0]
+        return (F.log_softmax(logits, -1).exp() * logits).sum(-1)
+
+    assert max(compare(loss, (torch.randn(16, 320), torch.randn(320, 16), torch.zeros(1)))) < 1e-5
+
+
+def test_indices_of_the_largest_run_op_by_op_where_they_are_wrong(monkeypatch):
+    def graph(f):
+        return torch.fx.experimental.proxy_tensor.make_fx(f)(torch.randn(4, 8))
+
+    largest, sums = graph(lambda z: z.max(-1)[1]), graph(lambda z: z.amax(-1))
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    assert inductor.miscompiled(largest, "cpu") and not inductor.miscompiled(sums, "cpu")
+    assert not inductor.miscompiled(largest, "cuda")
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.0"))
+    assert not inductor.miscompiled(largest, "cpu")
