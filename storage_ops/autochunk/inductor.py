@@ -41,10 +41,11 @@ def mended() -> Iterator[None]:
 
 @functools.cache
 def _guard_local_buffers() -> None:
-    from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
+    from torch._inductor.codegen import cpp
     from torch._inductor.virtualized import V
 
-    fits = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr
+    node: Any = cpp.OuterLoopFusedSchedulerNode
+    fits = node.check_outer_fusion_loop_level_attr
 
     def checked(self: Any, kernels: list[Any], depth: int) -> bool:
         several_rows = any(loop.steps != 1 for k in kernels for loop in k.loop_nest.loops[:depth])
@@ -53,7 +54,7 @@ def _guard_local_buffers() -> None:
             return False  # Inductor then generates each loop on its own, through whole buffers
         return bool(fits(self, kernels, depth))
 
-    OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr = checked
+    node.check_outer_fusion_loop_level_attr = checked
 
 
 def miscompiled(body: fx.GraphModule, device: str) -> bool:
