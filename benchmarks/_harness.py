@@ -208,16 +208,21 @@ def curve(m: Measurement) -> list[list[float]]:
 
 
 def hardware(device: str | None = None) -> str:
-    """The processor's name as a folder name; of a GPU if there is one and no device is given."""
+    """The processor's name as a folder name; of a GPU if there is one and no device is given.
+
+    A cloud gives one name to processors of several generations: what they compute with is told too.
+    """
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_name().lower().replace(" ", "-")
-    model = platform.machine()
+    model, unit = platform.machine(), torch.backends.cpu.get_cpu_capability()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        text = cpuinfo.read_text()
+        names = [line for line in text.splitlines() if line.startswith("model name")]
         model = names[0].partition(":")[2].strip() if names else model
         model = re.sub(r"\((r|tm)\)", "", model, flags=re.IGNORECASE)
-    return f"{'-'.join(model.lower().split())}-{torch.get_num_threads()}-threads"
+        unit = "AMX" if "amx_bf16" in text.split() else unit
+    return f"{'-'.join((model + ' ' + unit).lower().split())}-{torch.get_num_threads()}-threads"
 
 
 def provenance(device: str | None = None) -> dict[str, Any]:
