@@ -79,7 +79,8 @@ def linear_cross_entropy(
             added to it in the backward instead of being returned, and linear_weight.grad stays as
             it is.
         accumulate_dtype: gradients of 16-bit arguments are summed in float32 (None); their own
-            dtype takes less memory and loses accuracy with every tile.
+            dtype takes less memory and loses accuracy with every tile. A processor without 16-bit
+            products sums in float32 in any case.
         memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
             number or text such as "400 MiB". None takes a quarter of the logits, at least 32 MiB
             and at most 1 GiB, plus, with more tokens than the hidden size, a float32 sum for the

@@ -264,7 +264,10 @@ def test_accumulate_dtype_trades_accuracy_for_memory():
         so.linear_cross_entropy(x, leaf, target, accumulate_dtype=dtype,
                                 plan=Forced("token-chunked 16 3000")).backward()  # fmt: skip
         errors.append((leaf.grad.double() - exact.grad).norm())
-    assert wide[0] < narrow[0]
+    if products.upcasts(x):
+        assert wide == narrow
+    else:
+        assert wide[0] < narrow[0]
     p = planner.Problem(512, 64, 3000, 2)
     own = planner.Problem(512, 64, 3000, 2, sums_fp32=False)
     assert planner.smallest_budget(own) < planner.smallest_budget(p)
