@@ -60,9 +60,9 @@ def _guard_local_buffers() -> None:
 def miscompiled(body: fx.GraphModule, device: str) -> bool:
     """Whether Inductor may compile this to wrong values, whatever it is told.
 
-    In torch 2.10 and 2.11 it does so with indices of the largest or smallest of a row on a CPU
+    Before torch 2.13 it does so with indices of the largest or smallest of a row on a CPU
     (https://github.com/pytorch/pytorch/issues/178964).
     """
-    if device != "cpu" or torch.__version__ >= "2.12":
+    if device != "cpu" or torch.__version__ >= "2.13":
         return False
     return any(node.target in _ARG_REDUCTIONS for node in body.graph.nodes)

@@ -60,8 +60,8 @@ def test_indices_of_the_largest_run_op_by_op_where_they_are_wrong(monkeypatch):
         return torch.fx.experimental.proxy_tensor.make_fx(f)(torch.randn(4, 8))
 
     largest, sums = graph(lambda z: z.max(-1)[1]), graph(lambda z: z.amax(-1))
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.1"))
     assert inductor.miscompiled(largest, "cpu") and not inductor.miscompiled(sums, "cpu")
     assert not inductor.miscompiled(largest, "cuda")
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.0"))
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0"))
     assert not inductor.miscompiled(largest, "cpu")
