@@ -25,6 +25,7 @@ from rich.table import Table
 import storage_ops
 from benchmarks._report import columns
 from storage_ops.memory import Measurement
+from storage_ops.ops import rates
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -215,13 +216,10 @@ def hardware(device: str | None = None) -> str:
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_name().lower().replace(" ", "-")
     model, unit = platform.machine(), torch.backends.cpu.get_cpu_capability()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        text = cpuinfo.read_text()
-        names = [line for line in text.splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-        model = re.sub(r"\((r|tm)\)", "", model, flags=re.IGNORECASE)
-        unit = "AMX" if "amx_bf16" in text.split() else unit
+    found = re.search(r"^model name\s*:(.*)$", rates.processor(), re.MULTILINE)
+    if found:
+        model = re.sub(r"\((r|tm)\)", "", found[1], flags=re.IGNORECASE)
+    unit = "AMX" if rates.has_amx() else unit
     return f"{'-'.join((model + ' ' + unit).lower().split())}-{torch.get_num_threads()}-threads"
 
 
