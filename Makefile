@@ -10,8 +10,9 @@ NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/* cuda/*)
 demo: $(VENV)/built  ## train a small GPT with and without storage_ops
 	$(BIN)/python -m storage_ops demo
 
+# In two processes, whose threads share the processors: waiting ones leave them to the others.
 test: $(VENV)/built  ## run the tests
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2
 
 # A second build of the package, beside a copy of the tests, which import what lies beside them. The
 # runtime is preloaded since python lacks it, and libstdc++ since the runtime looks up its functions
