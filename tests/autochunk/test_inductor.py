@@ -21,11 +21,8 @@ def compare(loss, arguments, options=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "small, last", [("binary", "masked"), ("gather", "mean")], ids=["rows", "argmax"]
-)
-def test_chunks(monkeypatch, small, last):
-    """A bias whose elements are far from each other makes Inductor take several rows at a time."""
+def test_chunks_of_several_rows_at_a_time(monkeypatch):
+    """The bias, whose elements are far from each other, makes Inductor take several rows."""
     first = runtime._first_that_compiles
 
     def without_overwriting(program, *rest):  # the second way of a chunk, the first in torch 2.11
@@ -34,15 +31,20 @@ def test_chunks(monkeypatch, small, last):
         body = torch.compile(runtime._without_copy(program), dynamic=False)
         return runtime._overwriting(body, program.over)
 
-    if small == "binary":
-        monkeypatch.setattr(runtime, "_first_that_compiles", without_overwriting)
+    monkeypatch.setattr(runtime, "_first_that_compiles", without_overwriting)
 
     def loss(x, w, t):
-        value = HEADS["bias"](x, w)
-        return LAST[last](SMALL[small](LARGE["glu"](value) if small == "binary" else value))
+        return LAST["masked"](SMALL["binary"](LARGE["glu"](HEADS["bias"](x, w))))
 
-    x, w, t = arguments()
-    assert max(compare(loss, (x, w, t), {"num_chunks": 2})) < 1e-5
+    assert max(compare(loss, arguments(), {"num_chunks": 2})) < 1e-5
+
+
+@pytest.mark.slow
+def test_chunks_with_the_index_of_the_largest():
+    def loss(x, w, t):
+        return LAST["mean"](SMALL["gather"](HEADS["bias"](x, w)))
+
+    assert max(compare(loss, arguments(), {"num_chunks": 2})) < 1e-5
 
 
 @pytest.mark.slow
