@@ -50,7 +50,10 @@ def test_every_dtype_reduction_and_budget(device, dtype, reduction, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_larger_and_odd_shapes(device, dtype, tokens, hidden, vocab):
     x, w, target, _ = problem(tokens, hidden, vocab, dtype, bias=False, ignored=0.0)
-    compare(device, (x * hidden**-0.5, w, target, None))
+    # Logits below 2, which bfloat16 rounds by 2**-8 at most: the one row of two classes is off by
+    # as much as two of them are, and nothing averages that.
+    x *= 1.9 / (x.float() @ w.float().T).abs().max()
+    compare(device, (x, w, target, None))
 
 
 def check_options(device, choices, dtype=torch.float64, tolerance=1e-10):
