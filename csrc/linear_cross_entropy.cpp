@@ -85,7 +85,8 @@ STORAGE_OPS_INLINE void load(const RowArguments<T, A>& a, int64_t row, int64_t b
   const T* products = a.logits + row * a.stride + begin;
   // The hardware prefetches within a page only, and a block is about a page.
   const auto* ahead = reinterpret_cast<const char*>(products + kBlock);
-  for (size_t byte = 0; byte < kBlock * sizeof(T); byte += 64) __builtin_prefetch(ahead + byte);
+  const size_t bytes = n * sizeof(T);
+  for (size_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(ahead + byte);
   widen(products, z, n);
   if (a.bias != nullptr) {
     Block<A> bias;
@@ -178,7 +179,7 @@ STORAGE_OPS_INLINE void overwrite_row(const RowArguments<T, A>& a, int64_t i,
   const Transform<A> transform = a.transform;
   const bool spread = gradient.spread != 0 && a.spread();
   const bool full = spread || gradient.entropy != 0 || transform.softcap != 0;
-  if (!spread) std::fill(share.values, share.values + kBlock, A(0));
+  if (full && !spread) std::fill(share.values, share.values + std::min(kBlock, a.columns), A(0));
   for (int64_t begin = 0; begin < a.columns; begin += kBlock) {
     const int64_t n = std::min(kBlock, a.columns - begin);
     load(a, i, begin, n, z);

@@ -246,15 +246,24 @@ int64_t group_of(const Product& p) {
   return in_one_pass<T>(p) && kSquare == 1 ? slots : std::min(kDepth<T>, slots);
 }
 
+// The scratch that a thread cannot do without, in slots.
+template <typename T>
+int64_t least_of_thread(const Product& p) {
+  const int64_t group = group_of<T>(p);
+  if (!in_one_pass<T>(p)) return (kTileRows + kTileColumns) * group;
+  const int64_t slots = slots_of<T>(p.depth), sums = slots > group ? kTileRows : 0;
+  return kTileRows * group + kTileColumns * (slots + sums);
+}
+
+// As many threads as there is scratch for.
+inline int64_t threads_with(int64_t each, int64_t scratch_slots) {
+  return std::min<int64_t>(torch::stable::get_num_threads(), scratch_slots / each);
+}
+
 // The scratch that a product cannot do without, in slots.
 template <typename T>
 int64_t least_scratch(const Product& p) {
-  const int64_t threads = torch::stable::get_num_threads(), group = group_of<T>(p);
-  if (in_one_pass<T>(p)) {
-    const int64_t slots = slots_of<T>(p.depth), sums = slots > group ? kTileRows : 0;
-    return threads * (kTileRows * group + kTileColumns * (slots + sums));
-  }
-  return (p.narrow ? p.rows * p.columns : 0) + threads * (kTileRows + kTileColumns) * group;
+  return (p.narrow && !in_one_pass<T>(p) ? p.rows * p.columns : 0) + least_of_thread<T>(p);
 }
 
 // Interleaves neighbouring rows of the left operand, which is given transposed, in place: then a
@@ -262,9 +271,9 @@ int64_t least_scratch(const Product& p) {
 // little scratch.
 template <typename T>
 bool pair_rows(Product& p) {
-  const int64_t threads = torch::stable::get_num_threads(), pairs = p.depth / 2, width = p.rows;
+  const int64_t pairs = p.depth / 2, width = p.rows, threads = threads_with(width, p.scratch_slots);
   if (p.depth % 2 != 0 || width % 8 != 0 || p.left_row != 1 || p.left_column < width ||
-      p.scratch_slots < threads * width)
+      threads == 0)
     return false;
   T* rows = static_cast<T*>(p.spent);
   torch::stable::parallel_for(0, threads, 1, [&](int64_t one, int64_t last) {
@@ -293,9 +302,12 @@ void multiply_into(Product p) {
     }
     return;
   }
+  const int64_t threads = threads_with(least_of_thread<T>(p), p.scratch_slots);
+  STD_TORCH_CHECK(threads > 0, "_product: scratch has too few elements, ", p.scratch_slots,
+                  " beside the sums; expected at least ", least_of_thread<T>(p));
   const bool in_slots = (sizeof(T) == 4 || kPairs<T>) && p.left_column == 1;
   const bool direct = p.paired || (in_slots && p.depth % (kGroup<T> * kSquare) == 0);
-  const Grid grid = grid_of(p, torch::stable::get_num_threads(), direct);
+  const Grid grid = grid_of(p, threads, direct);
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
   const int64_t group = group_of<T>(p), all_slots = slots_of<T>(p.depth);
   const int64_t count = grid.rows * grid.columns, each = p.scratch_slots / count;
@@ -328,9 +340,6 @@ void multiply_into(Product p) {
     while (height > kTileRows && panels_beside(height) == 0) height -= kTileRows;
     room = panels_beside(height) * all_slots;
   }
-  STD_TORCH_CHECK(room >= group, "_product: scratch has too few elements, ", p.scratch_slots,
-                  " beside the sums; expected at least ",
-                  count * (kTileRows + kTileColumns) * group);
   torch::stable::parallel_for(0, count, 1, [&](int64_t one, int64_t last) {
     [[maybe_unused]] const Registers registers{};
     for (int64_t t = one; t < last; ++t) {

@@ -24,8 +24,7 @@ def info(status: _library.Status) -> dict[str, Any]:
     on_cpu, on_cuda = products.has_row_kernel("cpu"), products.has_row_kernel("cuda")
     kinds = {"16-bit sums": torch.bfloat16, "fp32": torch.float32}
     own = [kind for kind, dtype in kinds.items() if products.packs(dtype, "cpu")]
-    own += ["bf16 gradients"] if products.rounds(torch.bfloat16, "cpu") else []
-    own += ["bf16 logits"] if products.forms(torch.bfloat16, "cpu") else []
+    own += ["bf16"] if products.rounds(torch.bfloat16, "cpu") else []
     gpu = torch.cuda.is_available()
     build = _library.build_info()
     facts: dict[str, Any] = {

@@ -7,6 +7,7 @@ forms the logits once more in the backward, when it knows what each of them is w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,7 @@ def _task(
         plan = planner.choose(p, spec.memory_budget, products.rates_of(input.device))
     if plan.strategy not in planner.allowed(p):
         plan = planner.make(p, plan_memory.VOCAB_SLICED, plan.rows, plan.columns)
+    p = dataclasses.replace(p, threads=plan.threads)
     tokens.x = tokens.x if products.takes(tokens.x) else tokens.x.contiguous()
     weight = weight if products.takes(weight) else weight.contiguous()
     bias = None if bias is None else bias.contiguous()

@@ -92,7 +92,7 @@ class Buffer:
     """Memory of one tile. Rows start on 64 elements: odd sizes stay on the fast paths."""
 
     def __init__(self, like: Tensor, plan: Plan) -> None:
-        self._flat = new_tile(like, plan)
+        self._flat, self._threads = new_tile(like, plan), plan.threads
 
     def form(self, x: Tensor, w: Tensor, parked: Tensor | None = None) -> Tensor:
         """The logits of these tokens (rows, D) and classes (columns, D); `parked`: the first."""
@@ -101,7 +101,7 @@ class Buffer:
         if parked is not None:
             tile[:known] = parked
         if known < len(x):
-            products.logits(x[known:], w, tile[known:])
+            products.logits(x[known:], w, tile[known:], self._threads)
         return tile
 
 
@@ -192,7 +192,7 @@ def sweep_waiting(
 
     for start, tile in tiles:
         for columns, part in _parts(start, tile, plan.widest):
-            products.logits(x, task.weight[columns], part)
+            products.logits(x, task.weight[columns], part, plan.threads)
         sweep_rows(start, tile, None, UPDATE)
     _merge(task, state, argmax, rows)
     for start, tile in tiles:
@@ -230,7 +230,7 @@ def sweep_keeping(
             w, first = task.weight[columns], rows.start
             parked = None if columns is kept else gradients.parking(columns)
             if parked is not None:
-                products.logits(x[: len(parked)], w, parked)
+                products.logits(x[: len(parked)], w, parked, plan.threads)
                 top = slice(0, first := len(parked))
                 _rows_kernel(task, parked, top, columns, state, None, argmax, UPDATE)
             if first < rows.stop:
@@ -301,13 +301,14 @@ class Gradients:
 
         The tile may be overwritten.
         """
+        threads = self._problem.threads
         if self.input is not None:
             if self._task.tokens.kept is None:
-                products.input_gradient(dz, w, self.input[rows], again)
+                products.input_gradient(dz, w, self.input[rows], again, threads)
             else:
                 index = self._task.tokens.kept[rows]
                 part = x.new_empty(x.shape, dtype=self.input.dtype)
-                products.input_gradient(dz, w, part, False)
+                products.input_gradient(dz, w, part, False, threads)
                 if again:
                     self.input.index_add_(0, index, part)
                 else:
@@ -319,12 +320,12 @@ class Gradients:
             if self._direct:
                 assert self.weight is not None
                 again = again or self._task.into is self.weight
-                products.weight_gradient(dz, x, self.weight[columns], again)
+                products.weight_gradient(dz, x, self.weight[columns], again, threads)
             else:
                 assert self._slice_sum is not None
                 first = columns.start if self.weight is None else 0
-                width = columns.stop - columns.start
-                products.weight_gradient(dz, x, self._slice_sum[first : first + width], again)
+                part = self._slice_sum[first : first + columns.stop - columns.start]
+                products.weight_gradient(dz, x, part, again, threads)
 
     def memory(self, columns: slice) -> Tensor:
         """That of the weight's gradient of these classes, before it is written."""

@@ -31,11 +31,10 @@ class Problem:
         left_out: how many rows are; the gradient of the input has them too.
         upcast: products of 16-bit arguments are formed in fp32, slice by slice.
         packs: products with an fp32 result are our own, which copy operands into scratch memory.
-        rounds: so are products with a result in 16 bits, but for the logits.
-        forms: and the logits.
+        rounds: so are products with a result in 16 bits.
         plain: the row kernel is plain torch, which makes copies of some rows of a tile.
         cuda: the arguments are on a GPU.
-        threads: CPU threads.
+        threads: CPU threads that products have scratch for.
         cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
         fixed_bytes: copies of arguments whose strides no matrix product takes.
     """
@@ -54,7 +53,6 @@ class Problem:
     upcast: bool = False
     packs: bool = False
     rounds: bool = False
-    forms: bool = False
     plain: bool = False
     cuda: bool = False
     threads: int = 1
@@ -96,10 +94,14 @@ def _packed_bytes(p: Problem, rows: int, columns: int) -> int:
     """The most scratch that one of our own products of a tile takes."""
     weight_sum, input_sum = wide_sums(p, rows, columns)
     work = []  # rows, columns and depth; whether it is rounded, whether left is read in place
-    if p.itemsize >= 4 or p.upcast or p.forms:
-        work.append((rows, columns, p.hidden, p.forms, True))
+    if p.itemsize >= 4 or p.upcast or p.rounds:
+        work.append((rows, columns, p.hidden, p.rounds, True))
     if p.grads[0]:
-        work.append((rows, p.hidden, columns, p.rounds and not input_sum, True))
+        rounded = p.rounds and not input_sum
+        work.append((rows, p.hidden, columns, rounded, True))
+        if rounded and tile_memory.ONE_PASS < columns < p.vocab:
+            # Other slices may be narrow enough for one pass, which takes more scratch.
+            work.append((rows, p.hidden, tile_memory.ONE_PASS, rounded, True))
     if p.grads[1]:
         work.append((columns, p.hidden, rows, p.rounds and not weight_sum, False))
     slots = [piece(m, n, depth, p.threads, *how)[1] for m, n, depth, *how in work]
@@ -120,16 +122,14 @@ def product_bytes(p: Problem, rows: int, columns: int) -> int:
     wide = 4 * (rows * p.hidden + piece * (p.hidden + rows))
     if p.upcast:
         return wide
-    if p.forms:
+    if p.rounds:
         return _packed_bytes(p, rows, columns)
     # What a thread of oneDNN packs operands in, measured: more where the strides of input and
     # weight are powers of two, and in proportion to the tokens for the weight's gradient.
     packed = 1_750_000 if rows >= SLICE and p.hidden % 4096 == 0 else 200_000
-    if p.grads[1] and not p.rounds:
+    if p.grads[1]:
         packed = max(packed, min(1_400_000, 60_000 + (750 if rows <= 512 else 1400) * rows))
     weight_sum, input_sum = wide_sums(p, rows, columns)
-    if p.rounds or (p.packs and (weight_sum or input_sum)):
-        return max(packed * p.threads, _packed_bytes(p, rows, columns))
     if weight_sum or input_sum:
         wide -= 0 if weight_sum else 4 * rows * p.hidden
         return max(packed * p.threads, wide)
@@ -159,7 +159,9 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int, widest: int =
     chunks, slices = parts(p.tokens, rows), parts(p.vocab, columns)
     item, wide = p.itemsize, p.arithmetic
     base = token_bytes(p) + p.fixed_bytes
-    most = min(widest, p.vocab) if widest and waits(p, strategy, rows, columns) else columns
+    most = columns
+    if widest and waits(p, strategy, rows, columns):  # no other slice has more than the others have
+        most = max(columns, min(widest, p.vocab - columns))
     tile = rows * padded(columns) * item + _working_bytes(p, rows, most)
     if strategy == RUNNING_RESCALE:
         tile += rows * p.hidden * wide if p.gather else 0

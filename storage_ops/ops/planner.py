@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from storage_ops.ops.plan_memory import (
     RUNNING_RESCALE,
@@ -53,6 +53,8 @@ class Plan:
             weight, in one pass; the sum is rescaled whenever a row's maximum grows.
         rows, columns: tokens and classes of the tile of logits in scratch memory.
         widest: classes that are worked on at a time: `columns`, unless all logits wait.
+        threads: how many threads of a CPU have scratch memory to form products in. A budget may
+            have no room for all of them.
         num_chunks, num_slices: tiles along the tokens and along the vocabulary.
         products: matrix products of size N x D x V, forward and backward together; not a whole
             number where a part of the logits is formed twice.
@@ -67,6 +69,7 @@ class Plan:
     rows: int
     columns: int
     widest: int
+    threads: int
     num_chunks: int
     num_slices: int
     products: float
@@ -79,8 +82,7 @@ class Plan:
     @property
     def key(self) -> str:
         """The choice as text, for the op's argument `plan`."""
-        key = f"{self.strategy} {self.rows} {self.columns}"
-        return key if self.widest == self.columns else f"{key} {self.widest}"
+        return f"{self.strategy} {self.rows} {self.columns} {self.widest} {self.threads}"
 
     def __str__(self) -> str:
         products = f"{self.products:.3g} product{'s' if self.products > 1 else ''}"
@@ -196,15 +198,17 @@ def make(
     flops, moved, seconds = _cost(p, strategy, rows, columns, slices, rates)
     peak = peak_bytes(p, strategy, rows, columns, widest)
     return Plan(
-        strategy, rows, columns, widest, chunks, slices, products, peak, flops, moved, seconds,
-        _mode(p, strategy, products),
+        strategy, rows, columns, widest, p.threads, chunks, slices, products, peak, flops, moved,
+        seconds, _mode(p, strategy, products),
     )  # fmt: skip
 
 
 def parse(p: Problem, key: str, rates: Rates = CPU) -> Plan:
-    """The plan that `Plan.key` stands for."""
-    strategy, rows, columns, *widest = key.split()
-    return make(p, strategy, int(rows), int(columns), rates, int(widest[0]) if widest else 0)
+    """The plan that `Plan.key` stands for; its last two numbers may be left out."""
+    strategy, rows, columns, *more = key.split()
+    widest = int(more[0]) if more else 0
+    fewer = replace(p, threads=min(p.threads, int(more[1]))) if more[1:] else p
+    return _slowed(p, make(fewer, strategy, int(rows), int(columns), rates, widest))
 
 
 def _most(limit: int, fits: object, step: int = 1) -> int:
@@ -243,7 +247,9 @@ def candidates(
     Larger budgets lose none but for larger tiles of the same kind, so they never give slower plans.
     """
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
-    cached = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize) // 64 * 64, 64)
+    in_cache = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize), 64)
+    # The widest slices that stay there when they are made equal.
+    cached = _most(vocab, lambda columns: parts(vocab, parts(vocab, columns)) <= in_cache, 64)
     halved = {parts(tokens, 1 << k) for k in range((tokens - 1).bit_length() + 1)}
     heights = halved if num_chunks is None else {parts(tokens, num_chunks)}
     tiles: set[tuple[str, int, int, int]] = set()
@@ -286,6 +292,7 @@ def _keeps(p: Problem, rows: int, columns: int) -> bool:
 
 def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | None = None) -> int:
     """The least scratch memory that any plan needs, with this strategy and number of chunks."""
+    p = _with_fewer_threads(p)[-1]
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     # One token, or all of them: a single product needs no sum.
     heights = {1, tokens} if num_chunks is None else {parts(tokens, num_chunks)}
@@ -296,6 +303,20 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
         for columns in {min(64, vocab), vocab}
         if columns == vocab or name != TOKEN_CHUNKED or (any(p.grads) and _keeps(p, rows, columns))
     )
+
+
+def _with_fewer_threads(p: Problem) -> list[Problem]:
+    """The problem as it is, and with scratch for half of the threads and so on, down to one.
+
+    Scratch of other products than our own cannot be limited.
+    """
+    numbers = [p.threads >> k for k in range(p.threads.bit_length())] if p.packs else [p.threads]
+    return [replace(p, threads=threads) for threads in numbers]
+
+
+def _slowed(p: Problem, plan: Plan) -> Plan:
+    """The plan, for a problem with fewer threads, with the time that it takes with those."""
+    return replace(plan, seconds=plan.seconds * (p.threads / plan.threads))
 
 
 def default_budget(p: Problem) -> int:
@@ -326,11 +347,17 @@ def choose(
     """
     least = smallest_budget(p, strategy, num_chunks)
     budget = max(default_budget(p), least) if memory_budget is None else memory_budget
-    plans = [
-        plan
-        for plan in candidates(p, budget, rates, strategy, num_chunks)
-        if plan.peak_bytes <= budget
-    ]
+    forward_and_gradients = (1 + sum(p.grads[:2])) * 2 * p.tokens * p.hidden * p.vocab
+    least_seconds = forward_and_gradients / rates.flops(p.itemsize, p.upcast)
+    plans: list[Plan] = []
+    for fewer in _with_fewer_threads(p):
+        if any(plan.seconds <= least_seconds * p.threads / fewer.threads for plan in plans):
+            break
+        plans += [
+            _slowed(p, plan)
+            for plan in candidates(fewer, budget, rates, strategy, num_chunks)
+            if plan.peak_bytes <= budget
+        ]
     if not plans:
         raise ValueError(
             f"memory_budget is {budget} bytes; expected at least {least} "

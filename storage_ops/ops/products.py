@@ -24,12 +24,12 @@ for _name, _kernel in (
 def has_fast_products(dtype: torch.dtype, device: str) -> bool:
     """Whether products of this dtype are fast; 16-bit ones on a CPU may not be.
 
-    Those that ATen forms in AMX pack their operands in several MB, whatever the budget: they are
-    not counted.
+    There they are our own, where those exist: torch's pack their operands in as much memory as
+    they like, up to several MB in AMX, whatever the budget.
     """
     if device != "cpu" or dtype.itemsize >= 4:
         return True
-    if rates.has_amx():
+    if rates.has_amx() or packs(dtype, device):
         return rounds(dtype, device)
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
     try:
@@ -78,13 +78,8 @@ def packs(dtype: torch.dtype, device: str) -> bool:
 
 @functools.cache
 def rounds(dtype: torch.dtype, device: str) -> bool:
-    """Whether gradients in 16 bits are our own products too.
-
-    They are faster than torch's on AMD's processors. On those with AMX they are not always, but
-    keep to the budget.
-    """
-    own = _is_of_amd() or rates.has_amx()
-    if dtype != torch.bfloat16 or not packs(dtype, device) or not own:
+    """Whether products with a result in 16 bits are our own too."""
+    if dtype != torch.bfloat16 or not packs(dtype, device):
         return False
     one, scratch = torch.zeros(1, 1, dtype=dtype), torch.empty(tile_memory.packed_slots(1, 1, 1, 1))
     try:
@@ -92,12 +87,6 @@ def rounds(dtype: torch.dtype, device: str) -> bool:
     except RuntimeError:  # there is no instruction for it
         return False
     return True
-
-
-@functools.cache
-def forms(dtype: torch.dtype, device: str) -> bool:
-    """Whether logits in 16 bits are our own products as well."""
-    return rates.has_amx() and rounds(dtype, device)
 
 
 @functools.cache
@@ -114,7 +103,6 @@ def traits(dtype: torch.dtype, device: str) -> dict[str, bool]:
         "upcast": not has_fast_products(dtype, device),
         "packs": packs(dtype, device),
         "rounds": rounds(dtype, device),
-        "forms": forms(dtype, device),
         "plain": not has_row_kernel(device),
         "cuda": device == "cuda",
     }
@@ -136,16 +124,18 @@ def _pack(
     add: bool,
     direct: bool = True,
     spent: Tensor | None = None,
+    threads: int | None = None,
 ) -> None:
     """out = left @ right, or out += it, by the package's own product.
 
     Args:
         direct: there is little scratch for copies of `left`, which has whole rows as a rule.
         spent: left.T, if it may be overwritten.
+        threads: there is scratch for so many, not for all. No more compute than it is enough for.
     """
     (m, k), n = left.shape, right.shape[1]
-    rounded = out.dtype != torch.float32
-    height, slots = tile_memory.piece(m, n, k, torch.get_num_threads(), rounded, direct)
+    rounded, threads = out.dtype != torch.float32, threads or torch.get_num_threads()
+    height, slots = tile_memory.piece(m, n, k, threads, rounded, direct)
     scratch = torch.empty(slots, dtype=torch.float32)
     if spent is not None and height >= m:
         torch.ops.storage_ops._transposed_product(out, spent, right, scratch, add)
@@ -166,16 +156,24 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool, direct: bool = False) -> None:
+def multiply(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    add: bool,
+    direct: bool = False,
+    threads: int | None = None,
+) -> None:
     """out = left @ right, or out += it. `out` may be wider on a GPU, and where `packs` says so.
 
     Args:
         direct: if the product is our own, there is little scratch for copies of `left`.
+        threads: there is scratch for so many, not for all.
     """
     # Of a few rows, a copy of the right operand costs more than it gains.
     few = left.dtype == out.dtype and len(left) < tile_memory.ROWS
     if out.dtype == torch.float32 and packs(left.dtype, left.device.type) and not few:
-        _pack(left, right, out, add, direct)
+        _pack(left, right, out, add, direct, threads=threads)
     elif out.dtype != left.dtype:
         if not add:
             torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
@@ -195,12 +193,12 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool, direct: bool =
         torch.mm(left, right, out=out)
 
 
-def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
+def logits(x: Tensor, w: Tensor, out: Tensor, threads: int | None = None) -> None:
     """out (rows, columns) = x (rows, D) @ w (columns, D).T."""
-    if forms(x.dtype, x.device.type):
-        _pack(x, w.t(), out, False)
+    if rounds(x.dtype, x.device.type):
+        _pack(x, w.t(), out, False, threads=threads)
     elif not upcasts(x):
-        multiply(x, w.t(), out, False, direct=True)
+        multiply(x, w.t(), out, False, True, threads)
     else:
         packed = packs(x.dtype, x.device.type)
         wide = x if packed else x.float()
@@ -208,24 +206,26 @@ def logits(x: Tensor, w: Tensor, out: Tensor) -> None:
             columns = slice(begin, begin + SLICE)
             part = w[columns] if packed else w[columns].float()
             piece = x.new_empty(len(x), len(part), dtype=torch.float32)
-            multiply(wide, part.t(), piece, False, direct=True)
+            multiply(wide, part.t(), piece, False, True, threads)
             out[:, columns] = piece
             del part, piece  # or two of them are alive at a time
 
 
-def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
+def input_gradient(
+    dz: Tensor, w: Tensor, out: Tensor, add: bool, threads: int | None = None
+) -> None:
     """out (rows, D) = dz (rows, columns) @ w (columns, D), or += it."""
     if out.dtype == dz.dtype and rounds(dz.dtype, dz.device.type):
-        _pack(dz, w, out, add)
+        _pack(dz, w, out, add, threads=threads)
         return
     if not _widens(dz, out):
-        multiply(dz, w, out, add, direct=True)
+        multiply(dz, w, out, add, True, threads)
         return
     wide = out
     if out.dtype != torch.float32:
         wide = out.float() if add else out.new_empty(out.shape, dtype=torch.float32)
     if packs(dz.dtype, dz.device.type):
-        multiply(dz, w, wide, add, direct=True)
+        multiply(dz, w, wide, add, True, threads)
     else:
         for begin in range(0, len(w), SLICE):
             columns = slice(begin, begin + SLICE)
@@ -234,14 +234,16 @@ def input_gradient(dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
         out.copy_(wide)
 
 
-def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
+def weight_gradient(
+    dz: Tensor, x: Tensor, out: Tensor, add: bool, threads: int | None = None
+) -> None:
     """out (columns, D) = dz (rows, columns).T @ x (rows, D), or += it; dz may be overwritten."""
     packed = packs(dz.dtype, dz.device.type)
     if out.dtype == dz.dtype and rounds(dz.dtype, dz.device.type):
-        _pack(dz.t(), x, out, add, direct=False, spent=dz)
+        _pack(dz.t(), x, out, add, False, dz, threads)
         return
     if not _widens(dz, out) or (packed and out.dtype == torch.float32):
-        multiply(dz.t(), x, out, add)
+        multiply(dz.t(), x, out, add, threads=threads)
         return
     wide = x if packed else x.float()
     for begin in range(0, len(out), SLICE):
@@ -249,10 +251,10 @@ def weight_gradient(dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
         part = dz[:, columns] if packed else dz[:, columns].float()
         piece = out[columns]
         if out.dtype == torch.float32:
-            multiply(part.t(), wide, piece, add)
+            multiply(part.t(), wide, piece, add, threads=threads)
         else:
             product = piece.new_empty(piece.shape, dtype=torch.float32)
-            multiply(part.t(), wide, product, False)
+            multiply(part.t(), wide, product, False, threads=threads)
             out[columns] = product.add_(piece) if add else product
             del product  # or two of them are alive at a time
         del part  # as well

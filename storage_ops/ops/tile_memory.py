@@ -103,7 +103,8 @@ def packed_slots(
     else:
         group = slots if narrow and depth <= ONE_PASS else min(slots, 256)
         whole, least = height * group + across * slots, (high + wide) * group
-    return threads * max(min(whole, MOST if direct else MOST_COPIED, half // threads), least)
+    most = min(MOST if direct else MOST_COPIED, parts(half, threads))
+    return threads * max(min(whole, most), least)
 
 
 def rounded_rows(rows: int, columns: int, depth: int) -> int:

@@ -95,5 +95,6 @@ def test_random_tails(head, large, small, after, last, num_chunks, dynamic, leng
             assert ours.norm() < max(1e-5, 4 * eager.norm())
         elif want.norm() <= rounding:  # what cancels: nothing is left of it but its rounding
             assert (ours - want).norm() <= 4 * rounding
-        else:
-            assert error(ours, want) <= 4 * error(eager, want) + floor
+        else:  # eager may be lucky: what all that it rounds may come to counts as well
+            allowed = 4 * max(error(eager, want), error(off, want)) + floor
+            assert error(ours, want) <= allowed

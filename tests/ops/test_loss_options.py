@@ -114,10 +114,10 @@ def test_logits_that_wait_are_not_formed_again(tokens, hidden, vocab, columns, w
     x, w = (torch.randn(n, hidden).to(dtype).requires_grad_() for n in (tokens, vocab))
     target, formed, form = torch.randint(vocab, (tokens,)), 0, products.logits
 
-    def counted(x, w, out):
+    def counted(x, w, out, threads):
         nonlocal formed
         formed += out.numel()
-        form(x, w, out.fill_(torch.nan))
+        form(x, w, out.fill_(torch.nan), threads)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "logits", counted)

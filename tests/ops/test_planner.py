@@ -1,9 +1,10 @@
 import dataclasses
 import itertools
+import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import storage_ops as so
@@ -21,8 +22,9 @@ PROBLEMS = st.builds(
     early=st.booleans(),
     gather=st.booleans(),
     left_out=st.integers(0, 5000),
+    packs=st.booleans(),
     threads=st.integers(1, 4),
-)
+).map(lambda p: dataclasses.replace(p, rounds=p.packs and p.itemsize == 2))
 
 
 @settings(deadline=None)
@@ -39,7 +41,8 @@ def test_plans_keep_to_the_budget(p, data):
     assert plan.num_slices == sum(tile_memory.parts(width, plan.widest) for width in blocks)
     assert plan.strategy in planner.allowed(p)
     assert planner.parse(p, plan.key) == plan
-    assert plan.seconds <= min(c.seconds for c in planner.candidates(p, budget))
+    others = [c.seconds for c in planner.candidates(p, budget)]  # none has room for all threads?
+    assert plan.seconds <= min(others) if others else plan.threads < p.threads
     with pytest.raises(ValueError, match=f"expected at least {least}"):
         planner.choose(p, least - 1)
 
@@ -137,6 +140,40 @@ def test_measured_peak_is_what_was_planned(sizes, dtype, own, share, grads, late
     if so.info()["row_kernel"] == "plain torch":
         reserved += 4 * plan_memory.PLAIN_COPIES * tile_memory.plain_rows(tokens, vocab) * vocab
     assert m.peak_bytes >= 0.95 * max(predicted) - reserved
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    tokens=st.integers(1, 40),
+    hidden=st.sampled_from([8, 60, 300, 2100]),
+    vocab=st.integers(2, 12000),
+    grads=st.sampled_from([(True, True), (True, False), (False, True)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    own=st.booleans(),
+    threads=st.sampled_from([1, 2, 3, 7, 64]),
+    room=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+)
+@example(250, 300, 64001, (True, True), torch.bfloat16, True, 2, 0.016)  # slices in one pass
+def test_any_number_of_threads_keeps_to_the_budget(
+    tokens, hidden, vocab, grads, dtype, own, threads, room
+):
+    x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=grads[0])
+    w = torch.randn(vocab, hidden, dtype=dtype, requires_grad=grads[1])
+    target, before = torch.randint(vocab, (tokens,)), torch.get_num_threads()
+    sums = dtype if own else None
+    torch.set_num_threads(threads)
+    try:
+        with pytest.raises(ValueError, match="memory_budget is 1 bytes") as error:
+            so.linear_cross_entropy(x, w, target, memory_budget=1, accumulate_dtype=sums)
+        least = int(re.search(r"expected at least (\d+)", str(error.value))[1])
+        budget = least + int(room * tokens * vocab * x.element_size())
+        with so.memory.measure() as m:
+            so.linear_cross_entropy(
+                x, w, target, memory_budget=budget, accumulate_dtype=sums
+            ).backward()
+    finally:
+        torch.set_num_threads(before)
+    assert m.peak_bytes - sum(t.grad.nbytes for t in (x, w) if t.grad is not None) <= budget
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
