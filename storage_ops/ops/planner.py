@@ -244,7 +244,9 @@ def candidates(
 ) -> Iterator[Plan]:
     """Every plan worth a look that keeps to the budget, with this strategy and number of chunks.
 
-    Larger budgets lose none but for larger tiles of the same kind, so they never give slower plans.
+    Larger budgets lose none but for larger tiles of the same kind, so they never give slower plans,
+    but for the fixed cost of a slice: where all logits wait, a wider last one may divide the others
+    into one more.
     """
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     in_cache = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize), 64)
