@@ -100,7 +100,7 @@ def _chunk(
     visible: int | None,
 ) -> None:  # fmt: skip
     graph.eliminate_dead_code()
-    tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
+    tangents = propagate.tangents_of(graph)
     work = _Work(graph, tangents, new_values(graph, visible), num_chunks, memory_budget)
     total.peak_before = total.peak_after = predict.peak(graph)
     largest = 0

@@ -90,6 +90,11 @@ def nbytes(node: fx.Node) -> int:
     return sum(elements(v) * v.element_size() for v in values_of(node))
 
 
+def tangents_of(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients of the results that a joint graph of forward and backward is given."""
+    return [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
+
+
 def reached(
     starts: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:

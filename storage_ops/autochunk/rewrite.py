@@ -20,7 +20,15 @@ from storage_ops.autochunk.match import match
 from storage_ops.autochunk.nodes import is_tensor, name_of, shape
 from storage_ops.autochunk.passes import Passes
 from storage_ops.autochunk.program import Factor, Output, Program, Slice, encode_graph
-from storage_ops.autochunk.propagate import Span, hint, is_product, nbytes, reached, values_of
+from storage_ops.autochunk.propagate import (
+    Span,
+    hint,
+    is_product,
+    nbytes,
+    reached,
+    tangents_of,
+    values_of,
+)
 from storage_ops.autochunk.rules import is_transposition, rule_of
 from storage_ops.autochunk.sizes import Sizes
 from storage_ops.autochunk.state import Conflict, Layout, Partial, Rows, Size, Spread, same
@@ -43,7 +51,9 @@ class Builder:
     def __init__(self, graph: fx.Graph, span: Span):
         self.graph = graph
         self.mode = next(iter(span.amplifiers)).meta["val"].fake_mode
-        after = reached(span.amplifiers)  # what needs the span's results cannot give it sizes
+        # What needs the span's results cannot give it sizes, nor can the backward to the forward.
+        tangents = tangents_of(graph)
+        after = {*tangents, *reached([*span.amplifiers, *tangents])}
         self.size = Sizes(
             self.call, [n for n in graph.nodes if n not in after and n not in span.layouts]
         )
@@ -249,9 +259,11 @@ class _Pass:
         """A number of the program: itself, or which of the op's integers it is."""
         if isinstance(size, int):
             return size
-        node = self.builder.size(size)
-        self._int(node)
-        return -1 - self.ints.index(node)
+        number = self.builder.size(size)
+        if isinstance(number, int):  # a symbol that has one value only
+            return number
+        self._int(number)
+        return -1 - self.ints.index(number)
 
     def slice(self, layout: Layout) -> Slice | None:
         """Rows as the program has them."""

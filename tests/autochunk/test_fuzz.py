@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -58,6 +58,9 @@ class Rounded(TorchDispatchMode):
     names(HEADS), names(LARGE, 3), names(SMALL), names(AFTER, 2), names(LAST),
     st.integers(2, 6), st.booleans(), st.sampled_from([8, 2]),
 )  # fmt: skip
+# A size that has one value only; a size that only the gradient of a result has by itself.
+@example("heads", ["product"], "binary", [], "all", 2, True, 8)
+@example("bias", ["product"], "cross entropy", [], "all", 2, True, 8)
 def test_random_tails(head, large, small, after, last, num_chunks, dynamic, length):
     """With sequences of 2, logits have room in the gradient of the weight."""
     torch._dynamo.reset()
