@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from storage_ops.ops import tile_memory
-from storage_ops.ops.tile_memory import SLICE, padded, parts, piece, plain_rows
+from storage_ops.ops.tile_memory import SLICE, padded, parts, piece, plain_elements
 
 PLAIN_COPIES = 9  # of the rows that it works on, most of them, by the row kernel in plain torch
 PIECE = 256  # tokens whose rescaled sums are finished at a time
@@ -150,7 +150,7 @@ def token_bytes(p: Problem) -> int:
 
 def _working_bytes(p: Problem, rows: int, columns: int) -> int:
     """What working on a tile takes besides the tile."""
-    copies = PLAIN_COPIES * p.arithmetic * plain_rows(rows, columns) * columns if p.plain else 0
+    copies = PLAIN_COPIES * p.arithmetic * plain_elements(rows, columns) if p.plain else 0
     return max(product_bytes(p, rows, columns), copies) + rows * columns * p.cast_bytes
 
 

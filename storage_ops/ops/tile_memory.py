@@ -15,6 +15,7 @@ MOST = 160 << 10
 MOST_COPIED = (320 if rates.has_amx() else 160) << 10
 # Rows of a 16-bit product of our own that are formed at a time, at most.
 ROUNDED = 2048 if rates.has_amx() else SLICE
+PLAIN = 1 << 17  # elements that the row kernel in plain torch works on at a time, or one row
 # Depth of a 16-bit product of our own that needs no sums beside its result.
 ONE_PASS = 8192 if rates.has_amx() else 4096
 
@@ -136,4 +137,9 @@ def piece(
 
 def plain_rows(rows: int, columns: int) -> int:
     """Rows that the row kernel in plain torch works on at a time."""
-    return max(1, min(rows, (1 << 17) // max(columns, 1)))
+    return max(1, min(rows, PLAIN // max(columns, 1)))
+
+
+def plain_elements(rows: int, columns: int) -> int:
+    """The most elements of a tile, or of one with fewer columns, that it works on at a time."""
+    return max(columns, min(rows * columns, PLAIN))
