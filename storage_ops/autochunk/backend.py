@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import warnings
@@ -16,6 +17,7 @@ from torch import fx
 
 from storage_ops.autochunk.chunker import ChunkError, Report, chunk_graph
 from storage_ops.autochunk.inductor import mended
+from storage_ops.ops import products, rates
 from storage_ops.ops.sizes import parse_bytes
 
 _reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
@@ -162,10 +164,17 @@ def _with_values(gm: fx.GraphModule) -> None:
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fresh)
 
 
+@functools.cache
 def _source_hash() -> str:
-    """Of the code of the pass: a graph compiled by another version is not taken from a cache."""
-    text = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")))
+    """Of the package's code: a graph compiled by another version is not taken from a cache."""
+    text = b"".join(p.read_bytes() for p in sorted(Path(__file__).parents[1].rglob("*.py")))
     return hashlib.sha256(text).hexdigest()
+
+
+def _circumstances() -> list[Any]:
+    """What else the chunks depend on: the plan of the op is made for this processor."""
+    kinds = [products.traits(d, "cpu") for d in (torch.float32, torch.bfloat16, torch.float16)]
+    return [rates.CPU.name, torch.get_num_threads(), kinds]
 
 
 def _make_pass(options: tuple[int | None, int | None, bool], visible: int, earlier: Any) -> Any:
@@ -181,7 +190,7 @@ def _make_pass(options: tuple[int | None, int | None, bool], visible: int, earli
         def uuid(self) -> Any:
             if _reports.get() is not None:
                 return None  # explain must see the graph, which a cache would keep from it
-            own = f"{_source_hash()}{json.dumps((options, visible))}"
+            own = f"{_source_hash()}{json.dumps((options, visible, _circumstances()))}"
             if earlier is None:
                 return own
             # A plain function has no id: then nothing is kept, as when it is used alone.

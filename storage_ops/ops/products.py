@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 from torch.library import register_fake
+from torch.utils._python_dispatch import _disable_current_modes
 
 from storage_ops import _schemas
 from storage_ops.ops import rates, reference, tile_memory
@@ -33,7 +34,8 @@ def has_fast_products(dtype: torch.dtype, device: str) -> bool:
         return rounds(dtype, device)
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
     try:
-        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+        with _disable_current_modes():
+            return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
     except (AttributeError, RuntimeError):
         return False
 
@@ -81,11 +83,13 @@ def rounds(dtype: torch.dtype, device: str) -> bool:
     """Whether products with a result in 16 bits are our own too."""
     if dtype != torch.bfloat16 or not packs(dtype, device):
         return False
-    one, scratch = torch.zeros(1, 1, dtype=dtype), torch.empty(tile_memory.packed_slots(1, 1, 1, 1))
-    try:
-        torch.ops.storage_ops._product(one, one, one.clone(), scratch, False)
-    except RuntimeError:  # there is no instruction for it
-        return False
+    with _disable_current_modes():  # the processor is asked, not a mode of fake tensors
+        one = torch.zeros(1, 1, dtype=dtype)
+        scratch = torch.empty(tile_memory.packed_slots(1, 1, 1, 1))
+        try:
+            torch.ops.storage_ops._product(one, one, one.clone(), scratch, False)
+        except RuntimeError:  # there is no instruction for it
+            return False
     return True
 
 

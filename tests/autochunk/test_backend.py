@@ -17,6 +17,7 @@ import storage_ops
 from storage_ops.autochunk import ChunkError, chunk, explain, log
 from storage_ops.autochunk import backend as backends
 from storage_ops.autochunk.backend import backend
+from storage_ops.ops import products
 
 N, D, V = 512, 16, 4096
 
@@ -233,6 +234,20 @@ def test_the_id_of_the_pass_is_stable():
     after, plain = (backends._make_pass((8, None, True), 1, f) for f in (one, lambda graph: None))
     assert after.uuid() == backends._make_pass((8, None, True), 1, two).uuid() != one.uuid()
     assert plain.uuid() is None  # then Inductor's caches are not used
+
+
+def test_what_the_plan_depends_on_is_in_the_id_of_the_pass(monkeypatch):
+    one = backends._make_pass((8, None, True), 1, None)
+    before, threads = one.uuid(), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert one.uuid() != before
+    finally:
+        torch.set_num_threads(threads)
+    assert one.uuid() == before
+    traits = products.traits
+    monkeypatch.setattr(products, "traits", lambda *a: {**traits(*a), "rounds": "as never before"})
+    assert one.uuid() != before
 
 
 def test_the_entry_point_names_the_backend():

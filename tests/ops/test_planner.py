@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import storage_ops as so
-from storage_ops.ops import loss_autograd, plan_memory, planner, tile_memory
+from storage_ops.ops import loss_autograd, plan_memory, planner, products, tile_memory
 
 SIZES = st.integers(1, 5000)
 PROBLEMS = st.builds(
@@ -213,3 +214,16 @@ def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
     returned = sum(t.grad.nbytes for t in leaves if t.grad is not None)
     returned += sum(t.nbytes for t in outputs)
     assert m.peak_bytes - returned <= budget
+
+
+@pytest.mark.parametrize("ask", [products.rounds, products.has_fast_products])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_processor_is_asked_and_no_mode_of_fake_tensors(ask, dtype):
+    class Fake(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            raise AssertionError(f"asked of {op}")
+
+    want = ask(dtype, "cpu")
+    ask.cache_clear()
+    with Fake():
+        assert ask(dtype, "cpu") == want
