@@ -16,6 +16,7 @@ PACKAGE = Path(storage_ops.__file__).parent
 MINOR = "_".join(torch.__version__.split(".")[:2])
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
 BINDING = f"libstorage_ops_binding_{MINOR}.so"
+CUDA = [path.name for path in (PACKAGE / "lib").glob("libstorage_ops_cu*.so")]
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 WORK = """
@@ -66,6 +67,7 @@ def python(folder, *arguments, **variables):
         ([BINDING], "", "alias" if CAN_SWAP else "copy", "C++"),
         ([BINDING], HIDE_SWAP if CAN_SWAP else "", "copy", "C++"),
         ([ALIAS], "", "binding", "C++"),
+        (CUDA, "", "binding", "C++"),
         ([CPU, BINDING, ALIAS], "", "copy", "plain torch"),
         (["build_info.json"], "", "binding", "C++"),
     ],
