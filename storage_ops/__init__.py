@@ -8,7 +8,10 @@ import_error: Exception | None = None
 
 try:
     # Plans are arithmetic: the command answers before torch, on which a GPU is found, is imported.
-    if _sys.orig_argv[1:4] == ["-m", "storage_ops", "plan"] and not _os.path.exists("/dev/nvidia0"):
+    # Those for the CPU depend on torch's threads and on the native kernels.
+    _words = _sys.orig_argv
+    _needs_torch = _os.path.exists("/dev/nvidia0") or any(_w.endswith("cpu") for _w in _words)
+    if _words[1:4] == ["-m", "storage_ops", "plan"] and not _needs_torch:
         raise ImportError("`python -m storage_ops plan` does without torch")
     import torch as _torch  # noqa: F401
 except (ImportError, OSError) as error:

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -5,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import storage_ops
 from storage_ops import cli
+from storage_ops.ops import products
 
 
 def test_info_as_json(capsys):
@@ -128,3 +131,21 @@ def test_plan_needs_no_torch(tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "rates              H200" in result.stdout
+
+
+def test_plan_for_the_cpu_is_the_one_that_the_loss_follows():
+    sizes = ["plan", "--tokens", "512", "--hidden", "64", "--vocab", "9000", "--dtype", "bf16"]
+    threads = str(torch.get_num_threads())
+    for option in (["--device", "cpu"], ["--device=cpu"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "storage_ops", *sizes, *option, "--budget", "1MiB", "--json"],
+            capture_output=True, text=True, timeout=60,
+            env=os.environ | {"OMP_NUM_THREADS": threads},
+            cwd=Path(storage_ops.__file__).parents[1],
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        facts = json.loads(result.stdout)
+        traits = products.traits(torch.bfloat16, "cpu")
+        assert {name: facts["problem"][name] for name in traits} == traits
+        plan = storage_ops.plan(512, 64, 9000, "bf16", memory_budget="1MiB", device="cpu")
+        assert facts["plan"] == dataclasses.asdict(plan) | {"mode": plan.mode}
