@@ -2,8 +2,10 @@
 // and the tile overwritten by its gradient. One read and one write of the tile; a row is revisited
 // in cache.
 #include <algorithm>
+#include <type_traits>
 
 #include "cross_entropy_rows.h"
+#include "row_loops_avx512.h"
 
 // The loops below are compiled for several instruction sets; the loader picks at run time.
 #if defined(__x86_64__) && defined(__linux__)
@@ -214,6 +216,38 @@ STORAGE_OPS_ROW_LOOPS(float, float)
 STORAGE_OPS_ROW_LOOPS(BFloat16, float)
 STORAGE_OPS_ROW_LOOPS(Half, float)
 
+// Whether logits are products as they are, and their share in a target is one class or nothing.
+template <typename T, typename A>
+bool is_bare(const RowArguments<T, A>& a) {
+  return a.bias == nullptr && a.transform.softcap == 0 && a.transform.scale == 1 && !a.spread();
+}
+
+// The loops for AVX-512 with BF16, where they apply and the processor has it.
+template <typename T, typename A>
+bool update_fast(const RowArguments<T, A>& a, int64_t i, RowState<A>& state) {
+#if defined(STORAGE_OPS_X86)
+  if constexpr (std::is_same_v<A, float>) {
+    if (level() >= kAvx512Bf16 && is_bare(a) && !a.slope && a.argmax == nullptr)
+      return avx512::update(a.logits + i * a.stride, a.columns, state);
+  }
+#endif
+  return false;
+}
+
+template <typename T, typename A>
+bool overwrite_fast(const RowArguments<T, A>& a, int64_t i, const RowGradient<A>& gradient) {
+#if defined(STORAGE_OPS_X86)
+  if constexpr (std::is_same_v<A, float>) {
+    if (level() >= kAvx512Bf16 && is_bare(a) && gradient.entropy == 0) {
+      const float factor = gradient.inverse_sum * gradient.probability;
+      avx512::overwrite(a.logits + i * a.stride, a.columns, gradient.shift, factor);
+      return true;
+    }
+  }
+#endif
+  return false;
+}
+
 template <typename T, typename A>
 void run_row(const RowArguments<T, A>& a, int64_t i) {
   T* row = a.logits + i * a.stride;
@@ -232,13 +266,13 @@ void run_row(const RowArguments<T, A>& a, int64_t i) {
   const A logit = here ? a.logit(row[column], column) : A(0);
   RowState<A> state = a.load_state(i);
   if (a.update) {
-    state = update(a, i, state);
+    if (!update_fast(a, i, state)) state = update(a, i, state);
     a.store_state(i, state);
     if (here) a.target_logit(i) = logit;
   }
   if (a.grad) {
     const RowGradient<A> gradient(state, a.load_upstream(i));
-    overwrite(a, i, gradient);
+    if (!overwrite_fast(a, i, gradient)) overwrite(a, i, gradient);
     if (here) {
       // Formed before any rounding to 16 bits, in which p - 1 loses most.
       const A share = a.spread() ? a.share(i, column) : A(0);
@@ -248,7 +282,7 @@ void run_row(const RowArguments<T, A>& a, int64_t i) {
   } else if (a.exponentials) {
     RowGradient<A> gradient(state, {});
     gradient.inverse_sum = gradient.probability = 1;
-    overwrite(a, i, gradient);
+    if (!overwrite_fast(a, i, gradient)) overwrite(a, i, gradient);
   }
 }
 

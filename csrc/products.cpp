@@ -4,20 +4,16 @@
 // chunks worse than an unchunked product. Those here can keep what they add up in fp32. Where they
 // round it as well, they are faster for results larger than their operands, or take less memory.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <string_view>
 #include <type_traits>
 
+#include "processor.h"
 #include "row_math.h"
 #include "stable.h"
 
-// Other compilers select instruction sets in other ways: there, ATen's products are used.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+// Elsewhere, ATen's products are used.
+#if defined(STORAGE_OPS_X86)
 
 namespace storage_ops {
 namespace {
@@ -84,32 +80,6 @@ namespace avx2 {
 #include "product_loops.h"
 }
 #pragma GCC pop_options
-
-enum Level : int64_t { kNone, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
-
-// Linux lets a process use the registers of AMX after it has asked for them.
-bool gives_tiles() {
-  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-}
-
-// The best that this processor has, or what torch's own variable limits it to.
-int64_t level() {
-  static const int64_t found = [] {
-    __builtin_cpu_init();
-    const char* given = std::getenv("ATEN_CPU_CAPABILITY");
-    const std::string_view limit = given == nullptr ? "" : given;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kNone;
-    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (!wide || limit == "avx2") return kAvx2;
-    const bool dots = __builtin_cpu_supports("avx512bf16") && limit != "avx512";
-    if (!dots) return kAvx512;
-    const bool tiles = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16");
-    return tiles && gives_tiles() ? kAmxBf16 : kAvx512Bf16;
-  }();
-  return found;
-}
 
 template <typename T>
 void multiply(const Product& p) {
