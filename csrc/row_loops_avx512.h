@@ -138,9 +138,9 @@ bool update(const T* row, int64_t columns, RowState<float>& state) {
       _mm512_max_ps(_mm512_max_ps(max[0], max[1]), _mm512_max_ps(max[2], max[3]));
   const float highest = _mm512_reduce_max_ps(largest), sum = _mm512_reduce_add_ps(total);
   if (!(highest - shift <= kFar) || std::isnan(sum)) return false;
-  const float old = state.max();
+  const float top = std::max(state.max(), highest);
   state.shift = shift, state.sum += sum;
-  state = moved(state, std::max(old, highest));
+  if (top != shift) state = moved(state, top);
   return true;
 }
 
