@@ -195,11 +195,27 @@ class _NotTwice(torch.autograd.Function):
 
 
 class _OnceDifferentiable(_NotTwice):
-    """Passes gradients on under create_graph=True, and raises when they are differentiated."""
+    """Passes the first tensors on under create_graph=True, and raises when they are differentiated.
+
+    The others are what they depend on: autograd runs what lies on the way to it, and nothing else.
+    """
 
     @staticmethod
-    def forward(anchor: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+    def forward(count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:count])
+
+
+class _Root(_NotTwice):
+    """Stands for a tensor in the graph of autograd, and holds none of its memory."""
+
+    @staticmethod
+    def forward(t: Tensor) -> Tensor:
+        return t.new_empty(0)
+
+
+def _roots(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
+    with torch.enable_grad():
+        return [_Root.apply(t) for t in tensors if t is not None and t.requires_grad]  # type: ignore[no-untyped-call]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -215,6 +231,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     )  # fmt: skip
     # Not saved: others add to it in between, and may.
     ctx.into = tensors[6]
+    ctx.roots = _roots(tensors[:_TENSORS]) if ctx.ready and not transforming() else []
     # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
     saved = [g.detach() for g in grads] if ctx.ready else [state.detach(), *tensors[:6]]
     ctx.save_for_backward(*saved)
@@ -248,11 +265,11 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         else:
             made, grad_target = _recomputed(ctx, given, needs)
     grads = [g if need else None for g, need in zip(made, needs, strict=True)]
+    grads.insert(2, grad_target)
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-        anchor = torch.zeros((), device=ctx.saved_tensors[0].device, requires_grad=True)
-        grads = list(_OnceDifferentiable.apply(anchor, *grads))  # type: ignore[no-untyped-call]
-    rest = [None] * (len(ctx.needs_input_grad) - 4)
-    return grads[0], grads[1], grad_target, grads[2], *rest
+        sources = [*given, *(ctx.roots if ctx.ready else ctx.saved_tensors)]
+        grads = list(_OnceDifferentiable.apply(len(grads), *grads, *sources))  # type: ignore[no-untyped-call]
+    return *grads, *([None] * (len(ctx.needs_input_grad) - len(grads)))
 
 
 def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tuple[Any, Any]:
@@ -260,26 +277,32 @@ def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tupl
     arguments = [*given, *ctx.saved_tensors]
     options = (*ctx.options, False, needs, ctx.wants)
     if ctx.into is not None:
-        made = _OPS.linear_cross_entropy_backward_into(*arguments, ctx.into, *options)
+        made = _once(_OPS.linear_cross_entropy_backward_into, *arguments, ctx.into, *options)
         needs[1], made = False, (made[0], None, made[1])
-    elif transforming():
-        with torch.enable_grad():  # or a second derivative would be lost without a word
-            made = _TransformableBackward.apply(*arguments, *options)  # type: ignore[no-untyped-call]
     else:
-        made = _OPS.linear_cross_entropy_backward(*arguments, *options)
+        made = _once(_OPS.linear_cross_entropy_backward, *arguments, *options)
     if not ctx.needs_input_grad[2]:
         return made, None
-    return made, _OPS.linear_cross_entropy_backward_target(*arguments, *options)
+    return made, _once(_OPS.linear_cross_entropy_backward_target, *arguments, *options)
+
+
+def _once(op: Callable[..., Any], *args: Any) -> Any:
+    """Calls an op of the backward in a form that cannot be differentiated without a word."""
+    if not transforming():  # what autograd itself sees is wrapped at the end
+        return op(*args)
+    with torch.enable_grad():
+        return _TransformableBackward.apply(op, *args)  # type: ignore[no-untyped-call]
 
 
 class _TransformableBackward(_NotTwice):
-    """The backward op for torch.func."""
+    """An op of the backward for torch.func."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(_OPS.linear_cross_entropy_backward(*args))
+    def forward(op: Callable[..., Any], *args: Any) -> Any:
+        result = op(*args)
+        return tuple(result) if isinstance(result, (tuple, list)) else result
 
 
 class _Transformable(torch.autograd.Function):
