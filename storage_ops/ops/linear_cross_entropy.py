@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from storage_ops.distributed import vocab_parallel
 from storage_ops.ops import loss_autograd
-from storage_ops.ops.loss_checks import check_arguments, check_types
+from storage_ops.ops.loss_checks import check_arguments, check_types, names_of
 from storage_ops.ops.planner import Plan
 from storage_ops.ops.sizes import parse_bytes
 
@@ -91,10 +91,10 @@ def linear_cross_entropy(
         process_group: torch.distributed group whose ranks hold consecutive, equal slices of the
             vocabulary (linear_weight, linear_bias, weight); target holds indices of the whole.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
-            "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target)
-            and "z_loss" (z_loss * lse^2). All but the loss have one value per token, which is 0
-            (-1 for argmax) where the token is ignored. loss, nll, lse and entropy are
-            differentiable.
+            "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
+            or the most probable class; not for distributions in a process_group) and "z_loss"
+            (z_loss * lse^2). All but the loss have one value per token, which is 0 (-1 for argmax)
+            where the token is ignored. loss, nll, lse and entropy are differentiable.
 
     Returns:
         The result, or a tuple if `returns` names several. The loss has shape () for "mean" and
@@ -135,8 +135,12 @@ def linear_cross_entropy(
         {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
          "logit_scale": logit_scale},
     )  # fmt: skip
-    if isinstance(memory_budget, (bool, float, str)):
+    counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
+    if memory_budget is not None and not counts:
         memory_budget = parse_bytes(memory_budget, "linear_cross_entropy: memory_budget")
+    if isinstance(memory_budget, int):
+        memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
+    returns = names_of(returns, RETURNS)
     device = input.device.type
     castable = input.is_floating_point() and input.dtype != torch.float64
     if castable and device != "meta" and torch.is_autocast_enabled(device):
@@ -148,7 +152,7 @@ def linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
         ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
-        returns=returns, allowed=RETURNS,
+        returns=returns, plan=plan, process_group=process_group,
     )  # fmt: skip
     _refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     given = (input, linear_weight, linear_bias)

@@ -44,13 +44,14 @@ _NOT_TWICE = (
 
 def problem_of(
     tokens: Tokens, weight: Tensor, spec: Spec, grads: tuple[bool, bool, bool], early: bool,
-    into: Tensor | None = None,
+    into: Tensor | None = None, bias: Tensor | None = None,
 ) -> plan_memory.Problem:  # fmt: skip
     """What the plan of a call depends on."""
-    x, cast = tokens.x, 0
-    if tokens.probabilities and tokens.target.dtype != arithmetic(x.dtype):
-        cast = arithmetic(x.dtype).itemsize
+    x = tokens.x
+    cast = arithmetic(x.dtype).itemsize if loss_tiles.casts(tokens) else 0
     copies = sum(t.nbytes for t in (x, weight) if not products.takes(t))
+    if bias is not None and not bias.is_contiguous():
+        copies += len(bias) * bias.element_size()
     own = spec.accumulate_dtype == x.dtype
     return plan_memory.Problem(
         tokens.count,
@@ -65,6 +66,7 @@ def problem_of(
         and not (spec.label_smoothing and spec.softcap),
         into=into is not None,
         gather=tokens.kept is not None,
+        masked=tokens.masked,
         left_out=0 if tokens.kept is None else len(x) - tokens.count,
         **products.traits(x.dtype, x.device.type),
         threads=1 if spec.group else torch.get_num_threads(),  # every rank must plan alike
@@ -78,7 +80,7 @@ def _task(
 ) -> tuple[Task, planner.Plan]:
     input, weight, target, bias, class_weight, token_weight, into = args
     tokens = tokens_of(input, target, token_weight, class_weight, spec)
-    p = problem_of(tokens, weight, spec, grads, early, into)
+    p = problem_of(tokens, weight, spec, grads, early, into, bias)
     if spec.plan:
         plan = planner.parse(p, spec.plan)
     else:
@@ -222,11 +224,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     tensors, options = inputs[:_TENSORS], inputs[_TENSORS:]
     *ctx.options, early, mask, ctx.wants = options
     state, *grads = output[_DIFFERENTIABLE + 1 :]
-    ctx.mark_non_differentiable(*output[_DIFFERENTIABLE:])
+    # Made in the forward, gradients are those of the loss alone.
+    ctx.mark_non_differentiable(*output[1 if early else _DIFFERENTIABLE :])
     ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
     needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
     # The mask of a direct caller of the op may promise less than autograd asks for.
-    ctx.ready = early and not any(ctx.wants[:3]) and all(
+    ctx.ready = early and all(
         have or not need for have, need in zip(mask, needs, strict=True)
     )  # fmt: skip
     # Not saved: others add to it in between, and may.
@@ -398,7 +401,7 @@ def _(input: Tensor, weight: Tensor, target: Tensor, *args: Any) -> tuple[Tensor
     wide = arithmetic(input.dtype)
     shape = list(input.shape[:-1])
     if spec.shift:
-        shape[-1] -= 1
+        shape[-1] -= not (isinstance(shape[-1], int) and shape[-1] == 0)
     per_token = [input.new_empty(shape if want else (0,), dtype=wide) for want in wants[:3]]
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
     loss = input.new_empty(shape if spec.reduction == "none" else (), dtype=wide)

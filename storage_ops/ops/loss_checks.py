@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int64, torch.int32)
 _REDUCTIONS = ("mean", "sum", "none")
+_INTEGERS = (int, torch.SymInt)
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 
 
 def _wrong(kind: type[Exception], argument: str, found: object, expected: str) -> Exception:
@@ -19,17 +21,27 @@ def _wrong(kind: type[Exception], argument: str, found: object, expected: str) -
 
 
 def check_types(
-    tensors: Mapping[str, object], optional: Mapping[str, object], numbers: Mapping[str, object]
+    tensors: Mapping[str, object], optional: Mapping[str, object], options: Mapping[str, object]
 ) -> None:
     """Raise a TypeError for what is no tensor, or a number that is one."""
     for name, value in (*tensors.items(), *optional.items()):
         if not (isinstance(value, Tensor) or (value is None and name in optional)):
             kind = "None" if value is None else f"a {type(value).__name__}"
             raise _wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
-    for name, value in numbers.items():
+    for name, value in options.items():
         if isinstance(value, Tensor):
             rule = "a number, for it gets no gradient: multiply input by a scale that is learned"
             raise _wrong(TypeError, f"{name} is", "a tensor", rule)
+        if not isinstance(value, _NUMBERS) and not (value is None and name == "softcap"):
+            raise _wrong(TypeError, f"{name} is", repr(value), "a number")
+
+
+def names_of(returns: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """`returns` as a tuple; raise a ValueError unless it has some of the allowed names alone."""
+    names = tuple(returns) if hasattr(returns, "__iter__") and not isinstance(returns, str) else ()
+    if not names or not set(names) <= set(allowed):
+        raise _wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
+    return names
 
 
 def check_arguments(
@@ -42,19 +54,28 @@ def check_arguments(
     accumulate_into: Tensor | None,
     *,
     ignore_index: int,
-    allowed: Sequence[str],
+    returns: Sequence[str],
+    process_group: Any,
     **options: Any,
 ) -> None:
     """Raise a TypeError or ValueError for arguments that do not fit together."""
-    _check_options(input, allowed, **options)
+    _check_options(input, **options)
+    if process_group is not None and not hasattr(process_group, "group_name"):
+        rule = "a process group of torch.distributed, or None"
+        raise _wrong(TypeError, "process_group is", repr(process_group), rule)
+    if process_group is not None and target.is_floating_point() and "correct" in returns:
+        rule = "class indices as target for 'correct' with a process_group"
+        raise _wrong(ValueError, "returns is", repr(returns), rule)
     if input.dtype not in _FLOATS:
         raise _wrong(TypeError, "input is", input.dtype, f"a floating dtype of {_FLOATS}")
     if input.dim() < 1 or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
         raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
-    if isinstance(ignore_index, (bool, float)):
-        raise _wrong(TypeError, "ignore_index is", ignore_index, "an int, or None")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, _INTEGERS):
+        raise _wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
     vocab = linear_weight.shape[0]
+    if vocab == 0:
+        raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
     _check_target(input, target, vocab, ignore_index)
     tokens = tuple(input.shape[:-1])
     for name, t, shape in (
@@ -87,7 +108,6 @@ def check_arguments(
 
 def _check_options(
     input: Tensor,
-    allowed: Sequence[str],
     *,
     reduction: str,
     label_smoothing: float,
@@ -95,25 +115,26 @@ def _check_options(
     shift: bool,
     max_valid: int | str | None,
     accumulate_dtype: torch.dtype | None,
-    returns: Sequence[str],
+    plan: Any,
 ) -> None:
     if reduction not in _REDUCTIONS:
         raise _wrong(ValueError, "reduction is", repr(reduction), f"one of {_REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
         raise _wrong(ValueError, "label_smoothing is", label_smoothing, "a number from 0 to 1")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise _wrong(ValueError, "softcap is", softcap, "None or a positive finite number")
+    least = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).tiny
+    if softcap is not None and not least <= softcap <= 1 / least:
+        rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
+        raise _wrong(ValueError, "softcap is", softcap, rule)
     if shift and input.dim() < 2:
         raise _wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
-    if (isinstance(max_valid, str) and max_valid != "sync") or (
-        isinstance(max_valid, int) and max_valid < 0
-    ):
+    counts = isinstance(max_valid, _INTEGERS) and max_valid >= 0
+    if not counts and max_valid is not None and max_valid != "sync":
         raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
     sums = (None, torch.float64 if input.dtype == torch.float64 else torch.float32, input.dtype)
     if accumulate_dtype not in sums:
         raise _wrong(ValueError, "accumulate_dtype is", accumulate_dtype, f"one of {sums}")
-    if isinstance(returns, str) or not returns or not set(returns) <= set(allowed):
-        raise _wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
+    if plan is not None and not hasattr(plan, "key"):
+        raise _wrong(TypeError, "plan is", repr(plan), "what storage_ops.plan returns, or None")
 
 
 def _check_target(input: Tensor, target: Tensor, vocab: int, ignore_index: int) -> None:
@@ -138,6 +159,10 @@ def _check_sum(into: Tensor, linear_weight: Tensor) -> None:
     wide = torch.float64 if linear_weight.dtype == torch.float64 else torch.float32
     if into.dtype != wide:
         raise _wrong(TypeError, "accumulate_into is", into.dtype, str(wide))
+    rows, size = into.shape
+    if (size > 1 and into.stride(1) != 1) or (rows > 1 and into.stride(0) < size):
+        rule = "rows that are contiguous and do not overlap"
+        raise _wrong(ValueError, "accumulate_into has strides", tuple(into.stride()), rule)
     if into.requires_grad:
         raise _wrong(ValueError, "accumulate_into", "requires grad", "a buffer that does not")
     if torch.is_grad_enabled() and not linear_weight.requires_grad:

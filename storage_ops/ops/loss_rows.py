@@ -87,8 +87,17 @@ class Tokens:
         """Whether targets are distributions over the classes."""
         return self.target.dim() == 2
 
+    @property
+    def masked(self) -> bool:
+        """Whether there are distributions whose weight may be 0, the input of which is not read."""
+        return self.probabilities and self.token_weight is not None
+
     def gather(self, rows: slice) -> Tensor:
-        """Input rows of a chunk of tokens."""
+        """Input rows of a chunk of tokens; 0 where `masked` and the weight is 0, even for a nan."""
+        if self.masked:
+            assert self.token_weight is not None
+            weightless = (self.token_weight[rows] == 0).unsqueeze(1)
+            return self.x[rows].masked_fill(weightless, 0)
         return self.x[rows] if self.kept is None else self.x.index_select(0, self.kept[rows])
 
     def spread(self, values: Tensor) -> Tensor:
@@ -105,8 +114,6 @@ class Tokens:
     def spread_state(self, state: Tensor) -> Tensor:
         """The state with one column for every token, as it is kept for the backward."""
         total = self.shape.numel()
-        if self.count == total:
-            return state
         if self.kept is None:
             return torch.nn.functional.pad(state, (0, total - self.count))
         return state.new_zeros(len(state), total).index_copy_(1, self.kept, state)
@@ -158,7 +165,8 @@ def tokens_of(
     if token_weight is not None:
         token_weight = token_weight.to(dtype)
     if class_weight is not None:
-        class_weight = class_weight.to(dtype).contiguous()
+        given, class_weight = class_weight, class_weight.to(dtype).contiguous()
+        copied += 0 if _same_storage(class_weight, given) else class_weight.nbytes
     if probabilities:
         flat = target.reshape(total, target.shape[-1])
         copied += 0 if _same_storage(flat, target) else flat.nbytes
@@ -305,7 +313,7 @@ class Outputs:
         if spec.z_loss:
             loss = loss + spec.z_loss * lse.square()
         if tokens.token_weight is not None:
-            loss = loss * tokens.token_weight
+            loss = torch.where(tokens.token_weight == 0, 0, loss * tokens.token_weight)
         if tokens.broken is not None:
             loss = torch.where(tokens.broken, float("nan"), loss)
         return Outputs(nll, lse, loss)

@@ -49,6 +49,13 @@ def new_state(task: Task) -> Tensor:
     return x.new_zeros(STATE_ROWS, task.tokens.count, dtype=arithmetic(x.dtype))
 
 
+def casts(tokens: Tokens) -> bool:
+    """Whether the row kernel takes a copy of the targets of a tile: the distributions' part."""
+    q = tokens.target
+    fits = q.dtype == arithmetic(tokens.x.dtype) and (q.stride(-1) == 1 or q.shape[-1] < 2)
+    return tokens.probabilities and not fits
+
+
 def _rows_kernel(
     task: Task,
     tile: Tensor,
@@ -62,8 +69,9 @@ def _rows_kernel(
     tokens, spec = task.tokens, task.spec
     target = tokens.target[rows]
     if tokens.probabilities:
-        target = target[:, columns].to(state.dtype)
-        target = target if target.stride(1) == 1 or target.shape[1] < 2 else target.contiguous()
+        target = target[:, columns]
+        if casts(tokens):
+            target = target.new_empty(target.shape, dtype=state.dtype).copy_(target)
     if upstream is not None and upstream.shape[1] > 1:
         upstream = upstream[:, rows]
     _OPS._cross_entropy_rows(

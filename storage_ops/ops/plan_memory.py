@@ -28,6 +28,7 @@ class Problem:
         rescale: a row's gradient is its probabilities times one number, less its target's part.
         into: the gradient of the weight is added to a given fp32 buffer, not returned.
         gather: rows of ignored tokens are left out; `tokens` counts the others.
+        masked: rows of the input are copied, for those of weight 0 to be 0.
         left_out: how many rows are; the gradient of the input has them too.
         upcast: products of 16-bit arguments are formed in fp32, slice by slice.
         packs: products with an fp32 result are our own, which copy operands into scratch memory.
@@ -36,7 +37,7 @@ class Problem:
         cuda: the arguments are on a GPU.
         threads: CPU threads that products have scratch for.
         cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
-        fixed_bytes: copies of arguments whose strides no matrix product takes.
+        fixed_bytes: copies of arguments whose strides or dtype no kernel takes.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class Problem:
     rescale: bool = True
     into: bool = False
     gather: bool = False
+    masked: bool = False
     left_out: int = 0
     upcast: bool = False
     packs: bool = False
@@ -166,6 +168,7 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int, widest: int =
     if strategy == RUNNING_RESCALE:
         tile += rows * p.hidden * wide if p.gather else 0
         tile = max(tile, 3 * min(PIECE, p.tokens) * p.hidden * wide)
+    tile += rows * p.hidden * item if p.masked else 0
     if p.gather:
         part = 0 if not p.grads[0] else 4 if p.mixed and slices > 1 else item
         tile += rows * p.hidden * (item + part)

@@ -1,4 +1,5 @@
 import functools
+import math
 
 import pytest
 import torch
@@ -295,6 +296,56 @@ def test_distributions_of_weight_zero_are_ignored():
         torch.testing.assert_close(ours[kept != 0], want)
     grads = [torch.autograd.grad(out[0].sum() + out[2].sum(), x)[0] for out in (got, alone)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("broken", ["input", "target"])
+def test_distributions_of_weight_zero_may_be_broken(reduction, shift, broken):
+    """Even a nan there reaches neither the loss nor any gradient."""
+    x, w = torch.randn(2, 5, 8), torch.randn(11, 8, requires_grad=True)
+    q = torch.softmax(torch.randn(2, 5, 11), -1)
+    weight = None if shift else torch.tensor([1.0, 0, 2, 1, 1]).expand(2, 5)
+    call = functools.partial(so.linear_cross_entropy, linear_weight=w, token_weight=weight)
+    results = []
+    for value in (1.0, math.nan):
+        # With shift, what has no part is the last input and the first target.
+        if broken == "input":
+            x[:, 4 if shift else 1] = value
+        else:
+            q[:, 0 if shift else 1] = value
+        given = x.clone().requires_grad_()
+        loss = call(given, target=q, shift=shift, reduction=reduction)
+        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (given, w))))
+    assert bool(results[0][1].isfinite().all())
+    for got, want in zip(results[1], results[0], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_z_loss_is_returned_at_the_price_of_the_loss():
+    """Its gradients are made in the forward too, so the smallest budget suffices for both."""
+    x, w = torch.randn(96, 32, requires_grad=True), torch.randn(700, 32, requires_grad=True)
+    t = torch.randint(700, (96,))
+    with pytest.raises(ValueError, match="expected at least") as error:
+        so.linear_cross_entropy(x, w, t, memory_budget=10)
+    least = int(str(error.value).split("at least ")[1].split()[0])
+    options = {"z_loss": 0.1, "memory_budget": least}
+    loss, z_loss = so.linear_cross_entropy(x, w, t, returns=("loss", "z_loss"), **options)
+    lse = torch.logsumexp(x.detach() @ w.detach().t(), 1)
+    torch.testing.assert_close(z_loss, 0.1 * lse.square())
+    assert not z_loss.requires_grad
+    alone = so.linear_cross_entropy(x, w, t, **options)
+    for got, want in zip(*(torch.autograd.grad(v, (x, w)) for v in (loss, alone)), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_no_token_is_left_by_a_shift():
+    x, w, t = torch.randn(3, 0, 8), torch.randn(11, 8), torch.zeros(3, 0).long()
+
+    def call(x, w, t):
+        return so.linear_cross_entropy(x, w, t, shift=True, reduction="none")
+
+    assert call(x, w, t).shape == torch.compile(call, backend="eager")(x, w, t).shape == (3, 0)
 
 
 def test_a_budget_in_words():

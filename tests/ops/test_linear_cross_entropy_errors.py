@@ -61,12 +61,38 @@ def arguments(**changes):
         ({"linear_bias": torch.randn(11).double()}, TypeError, "linear_bias is torch.float64"),
         ({"linear_weight": torch.randn(11, 8).bfloat16()}, TypeError, "expected torch.float32"),
         ({"linear_weight": torch.randn(11, 8, device="meta")}, ValueError, "is on meta; expected"),
+        ({"linear_weight": torch.randn(0, 8)}, ValueError, r"shape \(0, 8\); expected a class"),
+        ({"softcap": 1e39}, ValueError, "softcap is 1e[+]39; expected None or a positive number"),
+        ({"softcap": "3"}, TypeError, "softcap is '3'; expected a number"),
+        ({"label_smoothing": None}, TypeError, "label_smoothing is None; expected a number"),
+        ({"z_loss": [0.1]}, TypeError, r"z_loss is \[0.1\]; expected a number"),
+        ({"ignore_index": "a"}, TypeError, "ignore_index is 'a'; expected an int, or None"),
+        ({"max_valid": 1.5}, ValueError, "max_valid is 1.5; expected None, 'sync' or a count"),
+        ({"plan": "fast"}, TypeError, "plan is 'fast'; expected what storage_ops.plan returns"),
+        ({"process_group": "world"}, TypeError, "process_group is 'world'; expected a process"),
+        ({"returns": 3}, ValueError, "returns is 3; expected a sequence of some of"),
+        ({"memory_budget": [1]}, TypeError, r"memory_budget is \[1\]; expected a number of bytes"),
         ({"memory_budget": 10}, ValueError, "memory_budget is 10 bytes; expected at least"),
     ],
 )
 def test_wrong_arguments(changes, kind, message):
     with pytest.raises(kind, match=message):
         so.linear_cross_entropy(**arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    "into, strides",
+    [
+        (torch.zeros(1, 8).expand(11, 8), r"\(0, 1\)"),
+        (torch.zeros(8, 11).t(), r"\(1, 11\)"),
+        (torch.zeros(11, 16)[:, ::2], r"\(16, 2\)"),
+    ],
+)
+def test_sums_go_to_whole_rows(into, strides):
+    given = arguments(linear_weight=torch.randn(11, 8, requires_grad=True), accumulate_into=into)
+    rule = f"accumulate_into has strides {strides}; expected rows that are contiguous"
+    with pytest.raises(ValueError, match=rule):
+        so.linear_cross_entropy(**given)
 
 
 @pytest.mark.parametrize("wrong", [11, -1, 2**40])

@@ -1,5 +1,6 @@
 """Every option of linear cross-entropy, in pairs, against the definition in float64."""
 
+import functools
 import itertools
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 import storage_ops as so
 from storage_ops.ops import loss_reference as reference
-from storage_ops.ops import plan_memory, planner, products
+from storage_ops.ops import loss_rows, plan_memory, planner, products
 
 TOKENS, HIDDEN, VOCAB = 6, 3, 70
 # Option -> the values it takes besides leaving it out. Tensors are made fresh for every test.
@@ -283,6 +284,26 @@ def test_max_valid(kind):
     torch.testing.assert_close(ours, right)
     got, expected = (torch.autograd.grad(v, (x, w)) for v in (ours, right))
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"returns": ("nll", "entropy")}, {}])
+@pytest.mark.parametrize("most", [20, 33, 40])
+def test_max_valid_without_a_look_at_the_targets(options, most, monkeypatch):
+    """As on a GPU: tokens that count come first, and ignored ones fill the rest."""
+    monkeypatch.setattr(loss_rows, "FakeTensor", torch.Tensor)
+    x, w = torch.randn(40, 8, requires_grad=True), torch.randn(90, 8, requires_grad=True)
+    target = torch.randint(90, (40,))
+    target[::2] = -100
+    upstream = torch.randn(40)
+    both = []
+    for function in (
+        functools.partial(so.linear_cross_entropy, max_valid=most), reference.linear_cross_entropy
+    ):  # fmt: skip
+        out = function(x, w, target, **options)
+        out = sum(out) if isinstance(out, tuple) else out
+        both.append((out, *torch.autograd.grad((out * upstream).sum(), (x, w))))
+    for got, want in zip(*both, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_module_has_the_names_of_torch():

@@ -180,8 +180,9 @@ def test_any_number_of_threads_keeps_to_the_budget(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "kind",
-    ["ignored", "mostly ignored", "bias", "probabilities", "strided", "outputs", "accumulate_into"],
-)
+    ["ignored", "mostly ignored", "bias", "strided bias", "probabilities", "strided probabilities",
+     "weightless", "class weights", "strided", "outputs", "accumulate_into"],
+)  # fmt: skip
 @pytest.mark.parametrize("tokens, hidden", [(700, 96), (300, 700)])
 def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
     vocab = 6001
@@ -194,8 +195,16 @@ def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
         target[torch.rand(tokens) < 0.95], budget = -100, 3_500_000
     elif kind == "bias":
         options["linear_bias"] = torch.randn(vocab).to(dtype).requires_grad_()
-    elif kind == "probabilities":
+    elif kind == "strided bias":
+        options["linear_bias"] = torch.randn(vocab, 2).to(dtype)[:, 0]
+    elif kind in ("probabilities", "weightless"):
         target = torch.softmax(torch.randn(tokens, vocab), 1)
+        if kind == "weightless":
+            options["token_weight"] = (torch.rand(tokens) < 0.7).float()
+    elif kind == "strided probabilities":
+        target = torch.softmax(torch.randn(vocab, tokens), 0).t()
+    elif kind == "class weights":
+        options |= {"weight": torch.rand(vocab).double(), "label_smoothing": 0.1}
     elif kind == "strided":
         x = torch.randn(tokens, 2 * hidden).to(dtype)[:, ::2]
         w = torch.randn(vocab, 2 * hidden).to(dtype)[:, ::2]
@@ -214,6 +223,25 @@ def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
     returned = sum(t.grad.nbytes for t in leaves if t.grad is not None)
     returned += sum(t.nbytes for t in outputs)
     assert m.peak_bytes - returned <= budget
+
+
+@pytest.mark.parametrize("kind", ["class weights", "strided bias", "strided probabilities"])
+def test_the_smallest_budget_has_room_for_copies_of_arguments(kind):
+    tokens, hidden, vocab = 8, 8, 9000
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    w, target, options = torch.randn(vocab, hidden), torch.randint(vocab, (tokens,)), {}
+    if kind == "class weights":
+        options["weight"] = torch.rand(vocab).double()
+    elif kind == "strided bias":
+        options["linear_bias"] = torch.randn(vocab, 2)[:, 0]
+    else:
+        target = torch.softmax(torch.randn(vocab, tokens), 0).t()
+    with pytest.raises(ValueError, match="expected at least") as error:
+        so.linear_cross_entropy(x, w, target, memory_budget=0, **options)
+    least = int(str(error.value).split("at least ")[1].split()[0])
+    with so.memory.measure() as m:
+        so.linear_cross_entropy(x, w, target, memory_budget=least, **options).backward()
+    assert m.peak_bytes - x.grad.nbytes <= least
 
 
 @pytest.mark.parametrize("ask", [products.rounds, products.has_fast_products])
