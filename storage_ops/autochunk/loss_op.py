@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,32 +12,41 @@ from torch import fx
 from storage_ops.autochunk.match import Match
 from storage_ops.autochunk.nodes import shape
 from storage_ops.autochunk.propagate import Span, hint
-from storage_ops.ops import plan_memory, planner, products, tile_memory
+from storage_ops.ops import loss_rows, plan_memory, planner, products, tile_memory
 
 _ATEN = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 _INPUT, _WEIGHT, _BUDGET, _MASK = 0, 1, 16, 20  # arguments of the op
+_TENSORS = 6  # of them, the first ones
 _LOSS, _NLL, _LSE, _STATE = 0, 1, 2, 5  # its results
 _GRADIENTS = {"input": 6, "weight": 7, "weight.t": 7, "bias": 8}
 
 
 def _problem(
-    x: torch.Tensor, vocabulary: int, grads: list[bool], found: Match | None
+    x: torch.Tensor,
+    vocabulary: int,
+    grads: list[bool],
+    target: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor | None,
+    weighted: bool,
 ) -> plan_memory.Problem:
-    """What the op's plan depends on."""
-    dense = found is not None and found.roles.dense
-    p = plan_memory.Problem(
+    """What the op's plan depends on; `weighted`: the tokens are."""
+    wide = loss_rows.arithmetic(x.dtype)
+    dense = target is not None and target.is_floating_point()
+    copies = loss_rows.copy_elements(bias, x.dtype) * x.element_size()
+    copies += loss_rows.copy_elements(classes, wide) * wide.itemsize
+    return plan_memory.Problem(
         hint(x.shape[0]), hint(x.shape[1]), vocabulary, x.element_size(),
         (grads[0], grads[1], grads[2]),
         **products.traits(x.dtype, x.device.type),
         gather=not dense,
         rescale=not dense,
+        masked=dense and weighted,
         threads=torch.get_num_threads(),
+        cast_bytes=wide.itemsize if dense and target.dtype != wide else 0,  # type: ignore
+        fixed_bytes=hint(copies),
     )  # fmt: skip
-    if found is not None and found.roles.target is not None and dense:
-        size = found.roles.target.meta["val"].element_size()
-        p = replace(p, cast_bytes=0 if size == p.arithmetic else p.arithmetic)
-    return p
 
 
 def _grads_of(found: Match) -> list[bool]:
@@ -54,7 +62,10 @@ def plan_of(
     """The op's memory_budget (given, that of so many chunks, or its own default), and its plan."""
     vocabulary = hint(shape(next(iter(span.amplifiers)))[-1])
     x = found.roles.input.meta["val"]
-    p = _problem(x, vocabulary, _grads_of(found), found)
+    given = (found.roles.target, found.roles.bias, found.roles.classes)
+    target, bias, classes = (None if n is None else n.meta["val"] for n in given)
+    weighted = bool(found.factor.weights)
+    p = _problem(x, vocabulary, _grads_of(found), target, bias, classes, weighted)
     least, rates = planner.smallest_budget(p), products.rates_of(x.device)
     if num_chunks is not None:
         # A chunk of tokens, padding and products included; the few numbers per token on top.
@@ -66,8 +77,10 @@ def plan_of(
 
 def scratch(node: fx.Node) -> int:
     """What a call of the op holds besides its arguments and results, as planned."""
-    x, weight, budget, grads = (node.args[i] for i in (_INPUT, _WEIGHT, _BUDGET, _MASK))
-    p = _problem(x.meta["val"], hint(shape(weight)[0]), grads, None)  # type: ignore
+    weight, budget, grads = (node.args[i] for i in (_WEIGHT, _BUDGET, _MASK))
+    given = [None if n is None else n.meta["val"] for n in node.args[:_TENSORS]]  # type: ignore
+    x, _, target, bias, classes, tokens = given
+    p = _problem(x, hint(shape(weight)[0]), grads, target, bias, classes, tokens is not None)  # type: ignore
     least = planner.smallest_budget(p)
     return planner.choose(p, None if budget is None else max(budget, least)).peak_bytes  # type: ignore
 

@@ -25,6 +25,7 @@ from storage_ops.ops.loss_rows import (
     Spec,
     Tokens,
     arithmetic,
+    copy_elements,
     reduce,
     scale_of,
     tokens_of,
@@ -50,8 +51,7 @@ def problem_of(
     x = tokens.x
     cast = arithmetic(x.dtype).itemsize if loss_tiles.casts(tokens) else 0
     copies = sum(t.nbytes for t in (x, weight) if not products.takes(t))
-    if bias is not None and not bias.is_contiguous():
-        copies += len(bias) * bias.element_size()
+    copies += copy_elements(bias, x.dtype) * x.element_size()
     own = spec.accumulate_dtype == x.dtype
     return plan_memory.Problem(
         tokens.count,

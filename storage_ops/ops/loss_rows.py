@@ -148,6 +148,13 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
+def copy_elements(t: Tensor | None, dtype: torch.dtype) -> int:
+    """How many elements are copied for a tensor to be contiguous, and of this dtype."""
+    if t is None or (t.dtype == dtype and t.is_contiguous()):
+        return 0
+    return t.numel()
+
+
 def tokens_of(
     input: Tensor,
     target: Tensor,
@@ -165,8 +172,8 @@ def tokens_of(
     if token_weight is not None:
         token_weight = token_weight.to(dtype)
     if class_weight is not None:
-        given, class_weight = class_weight, class_weight.to(dtype).contiguous()
-        copied += 0 if _same_storage(class_weight, given) else class_weight.nbytes
+        copied += copy_elements(class_weight, dtype) * dtype.itemsize
+        class_weight = class_weight.to(dtype).contiguous()
     if probabilities:
         flat = target.reshape(total, target.shape[-1])
         copied += 0 if _same_storage(flat, target) else flat.nbytes
