@@ -21,8 +21,7 @@ namespace storage_ops::avx512 {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kVectors = 4;
-constexpr int64_t kAhead =
-    2048;  // bytes that are fetched ahead: the hardware stops at a page's end
+constexpr int64_t kAhead = 2048;  // bytes fetched ahead: the hardware stops at the end of a page
 
 // Sixteen logits from memory; -inf instead of those that the mask leaves out.
 STORAGE_OPS_INLINE __m512 load(const float* from, __mmask16 mask) {
@@ -54,27 +53,27 @@ STORAGE_OPS_INLINE void store(Half* to, __mmask16 mask, __m512 value) {
   _mm256_mask_storeu_epi16(to, mask, rounded);
 }
 
-// exp of several vectors, by the formula of `exponential`, also for positive numbers.
+STORAGE_OPS_INLINE __m512 all(float value) { return _mm512_set1_ps(value); }
+
+// `exponential` of several vectors, also for positive numbers.
 template <int64_t kCount>
 STORAGE_OPS_INLINE void exponentials(__m512 (&x)[kCount]) {
-  __mmask16 whole[kCount];  // where it is at least 2^-126, or nan
+  using E = Exponential;
+  __mmask16 whole[kCount];  // where the result is not made 0; nan stays
   __m512 n[kCount], p[kCount];
 #define STORAGE_OPS_EACH _Pragma("GCC unroll 4") for (int64_t v = 0; v < kCount; ++v)
-  STORAGE_OPS_EACH whole[v] = _mm512_cmp_ps_mask(x[v], _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
-  STORAGE_OPS_EACH n[v] =
-      _mm512_fmadd_ps(x[v], _mm512_set1_ps(1.44269504f), _mm512_set1_ps(12582912.0f));
-  STORAGE_OPS_EACH n[v] = _mm512_sub_ps(n[v], _mm512_set1_ps(12582912.0f));
-  STORAGE_OPS_EACH x[v] = _mm512_fnmadd_ps(n[v], _mm512_set1_ps(0.693359375f), x[v]);
-  STORAGE_OPS_EACH x[v] = _mm512_fmadd_ps(n[v], _mm512_set1_ps(2.12194440e-4f), x[v]);
-  STORAGE_OPS_EACH p[v] =
-      _mm512_fmadd_ps(x[v], _mm512_set1_ps(0.00138145406f), _mm512_set1_ps(0.00836874545f));
-  STORAGE_OPS_EACH p[v] = _mm512_fmadd_ps(p[v], x[v], _mm512_set1_ps(0.0416683890f));
-  STORAGE_OPS_EACH p[v] = _mm512_fmadd_ps(p[v], x[v], _mm512_set1_ps(0.166665211f));
-  STORAGE_OPS_EACH p[v] = _mm512_fmadd_ps(p[v], x[v], _mm512_set1_ps(0.499999940f));
-  STORAGE_OPS_EACH p[v] = _mm512_fmadd_ps(p[v], x[v], _mm512_set1_ps(1.0f));
-  STORAGE_OPS_EACH p[v] = _mm512_fmadd_ps(p[v], x[v], _mm512_set1_ps(1.0f));
+  STORAGE_OPS_EACH whole[v] = _mm512_cmp_ps_mask(x[v], all(E::kLeast), _CMP_NLT_UQ);
+  STORAGE_OPS_EACH n[v] = _mm512_fmadd_ps(x[v], all(E::kInverseLn2), all(E::kRound));
+  STORAGE_OPS_EACH n[v] = _mm512_sub_ps(n[v], all(E::kRound));
+  STORAGE_OPS_EACH x[v] = _mm512_fnmadd_ps(n[v], all(E::kLn2), x[v]);
+  STORAGE_OPS_EACH x[v] = _mm512_fnmadd_ps(n[v], all(E::kLn2Rest), x[v]);
+  STORAGE_OPS_EACH p[v] = all(E::kTerms[0]);
+#pragma GCC unroll 6
+  for (int64_t term = 1; term < 7; ++term)
+    STORAGE_OPS_EACH p[v] = _mm512_fmadd_ps(p[v], x[v], all(E::kTerms[term]));
   STORAGE_OPS_EACH x[v] = _mm512_maskz_scalef_ps(whole[v], p[v], n[v]);
 }
+#undef STORAGE_OPS_EACH
 
 // Calls `body<count>(begin, mask)` for every part of a row: `count` vectors of it from `begin` on.
 template <typename T, typename Body>
@@ -162,7 +161,6 @@ void overwrite(T* row, int64_t columns, float shift, float factor) {
 
 }  // namespace storage_ops::avx512
 
-#undef STORAGE_OPS_EACH
 #undef STORAGE_OPS_INLINED
 #pragma GCC pop_options
 #endif

@@ -27,34 +27,44 @@
 
 namespace storage_ops {
 
+// The numbers in exp of a float. With n = round(x / ln 2) and r = x - n ln 2, it is 2^n times a
+// polynomial that is within 3.1e-9 of exp(r), relatively, for |r| <= ln(2)/2: the best of degree 6
+// with exp(0) = 1 and slope 1 there, by Remez' algorithm.
+struct Exponential {
+  static constexpr float kInverseLn2 = 1.44269504f;
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
+  static constexpr float kLn2 = 0.693359375f, kLn2Rest = -2.12194440e-4f;
+  static constexpr float kTerms[] = {0.00138145406f, 0.00836874545f, 0.0416683890f, 0.166665211f,
+                                     0.499999940f,   1.0f,           1.0f};  // from r^6 to r^0
+  static constexpr float kLeast = -87.3f;  // under this the result is under 2^-126, and made 0
+};
+
 // exp of a float in plain arithmetic that compilers turn into vector code; relative error below
-// 2 ulp for x <= 0, results under 2^-126 are 0. With n = round(x / ln 2) and r = x - n ln 2, it is
-// 2^n times a polynomial that is within 3.1e-9 of exp(r), relatively, for |r| <= ln(2)/2: the best
-// of degree 6 with exp(0) = 1 and slope 1 there, by Remez' algorithm. A GPU has an instruction for
-// 2^x; with x / ln 2 rounded, its error is 2 + 1.2 |x| ulp.
+// 2 ulp for x <= 0. A GPU has an instruction for 2^x; with x / ln 2 rounded, its error is
+// 2 + 1.2 |x| ulp.
 STORAGE_OPS_INLINE float exponential(float x) {
 #if defined(__CUDA_ARCH__)
   float power;  // __expf also treats results under 2^-126, in three more instructions
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269504f));
   return power;
 #else
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
-  const float shifted = x * 1.44269504f + kRound;
-  const float n = shifted - kRound;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 0.00138145406f;
-  p = p * r + 0.00836874545f;
-  p = p * r + 0.0416683890f;
-  p = p * r + 0.166665211f;
-  p = p * r + 0.499999940f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
+  using E = Exponential;
+  const float shifted = x * E::kInverseLn2 + E::kRound;
+  const float n = shifted - E::kRound;
+  const float r = (x - n * E::kLn2) - n * E::kLn2Rest;
+  float p = E::kTerms[0];
+  p = p * r + E::kTerms[1];
+  p = p * r + E::kTerms[2];
+  p = p * r + E::kTerms[3];
+  p = p * r + E::kTerms[4];
+  p = p * r + E::kTerms[5];
+  p = p * r + E::kTerms[6];
   uint32_t bits;  // wraps around where the result is 0
   std::memcpy(&bits, &shifted, sizeof bits);
   bits = (bits - 0x4B400000 + 127) << 23;
   float power;
   std::memcpy(&power, &bits, sizeof power);
-  return x < -87.3f ? 0.0f : p * power;
+  return x < E::kLeast ? 0.0f : p * power;
 #endif
 }
 
