@@ -1,5 +1,7 @@
 """Wrong arguments, targets out of range, and the derivatives that do not exist."""
 
+import types
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -70,6 +72,15 @@ def arguments(**changes):
         ({"max_valid": 1.5}, ValueError, "max_valid is 1.5; expected None, 'sync' or a count"),
         ({"plan": "fast"}, TypeError, "plan is 'fast'; expected what storage_ops.plan returns"),
         ({"process_group": "world"}, TypeError, "process_group is 'world'; expected a process"),
+        (
+            {
+                "process_group": types.SimpleNamespace(group_name="all"),
+                "returns": ("correct",),
+                "target": torch.ones(5, 11) / 11,
+            },
+            ValueError,
+            "expected class indices as target for 'correct' with a process_group",
+        ),
         ({"returns": 3}, ValueError, "returns is 3; expected a sequence of some of"),
         ({"memory_budget": [1]}, TypeError, r"memory_budget is \[1\]; expected a number of bytes"),
         ({"memory_budget": 10}, ValueError, "memory_budget is 10 bytes; expected at least"),
