@@ -141,8 +141,7 @@ def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
     for label, options in settings:
         if not all_plans:
             bench.add_ours(f"storage_ops, default budget{label}", **options)
-        # Sums in fp32 do not fit in the smallest shares of 16-bit logits.
-        for share in shares[:2] if label else shares:
+        for share in shares:
             budget, name = logits // share, f"storage_ops, 1/{share}{label}"
             try:
                 bench.add_ours(name, memory_budget=budget, **options)
