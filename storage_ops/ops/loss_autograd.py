@@ -400,8 +400,8 @@ def _(input: Tensor, weight: Tensor, target: Tensor, *args: Any) -> tuple[Tensor
     spec = Spec(*args[_TENSORS - 3 : -3])
     wide = arithmetic(input.dtype)
     shape = list(input.shape[:-1])
-    if spec.shift:
-        shape[-1] -= not (isinstance(shape[-1], int) and shape[-1] == 0)
+    if spec.shift and not (isinstance(shape[-1], int) and shape[-1] == 0):
+        shape[-1] -= 1
     per_token = [input.new_empty(shape if want else (0,), dtype=wide) for want in wants[:3]]
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
     loss = input.new_empty(shape if spec.reduction == "none" else (), dtype=wide)
