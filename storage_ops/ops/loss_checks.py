@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from storage_ops.ops.loss_rows import arithmetic
+
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int64, torch.int32)
 _REDUCTIONS = ("mean", "sum", "none")
@@ -121,7 +123,7 @@ def _check_options(
         raise _wrong(ValueError, "reduction is", repr(reduction), f"one of {_REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
         raise _wrong(ValueError, "label_smoothing is", label_smoothing, "a number from 0 to 1")
-    least = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).tiny
+    least = torch.finfo(arithmetic(input.dtype)).tiny
     if softcap is not None and not least <= softcap <= 1 / least:
         rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
         raise _wrong(ValueError, "softcap is", softcap, rule)
@@ -130,7 +132,8 @@ def _check_options(
     counts = isinstance(max_valid, _INTEGERS) and max_valid >= 0
     if not counts and max_valid is not None and max_valid != "sync":
         raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
-    sums = (None, torch.float64 if input.dtype == torch.float64 else torch.float32, input.dtype)
+    wide = arithmetic(input.dtype)
+    sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
     if accumulate_dtype not in sums:
         raise _wrong(ValueError, "accumulate_dtype is", accumulate_dtype, f"one of {sums}")
     if plan is not None and not hasattr(plan, "key"):
@@ -156,7 +159,7 @@ def _check_target(input: Tensor, target: Tensor, vocab: int, ignore_index: int) 
 
 
 def _check_sum(into: Tensor, linear_weight: Tensor) -> None:
-    wide = torch.float64 if linear_weight.dtype == torch.float64 else torch.float32
+    wide = arithmetic(linear_weight.dtype)
     if into.dtype != wide:
         raise _wrong(TypeError, "accumulate_into is", into.dtype, str(wide))
     rows, size = into.shape

@@ -37,7 +37,7 @@ def arguments(**changes):
         ({"softcap": 0.0}, ValueError, "softcap is 0.0; expected None or a positive"),
         ({"max_valid": -1}, ValueError, "max_valid is -1; expected None, 'sync' or a count"),
         ({"max_valid": 4}, RuntimeError, "max_valid is 4; expected at least 5, the number of tok"),
-        ({"accumulate_dtype": torch.float16}, ValueError, "accumulate_dtype is torch.float16; exp"),
+        ({"accumulate_dtype": torch.float16}, ValueError, r"one of \(None, torch.float32\)"),
         ({"linear_weight": None}, TypeError, "linear_weight is None; expected a torch.Tensor"),
         ({"weight": [1.0]}, TypeError, "weight is a list; expected a torch.Tensor"),
         ({"logit_scale": torch.ones(())}, TypeError, "logit_scale is a tensor; expected a number"),
