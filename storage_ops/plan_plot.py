@@ -61,7 +61,8 @@ def draw(
     axes.set_axisbelow(True)
     axes.set_title(title, fontsize="medium")
     axes.legend(fontsize="small", framealpha=1)
-    figure.savefig(file)
+    # The format given, matplotlib leaves the name as it is: else a folder's gets ".png" added.
+    figure.savefig(file, format=file.suffix[1:] or "png")
 
 
 def _points(p: Problem, rates: Rates, most: float, exactly: set[int]) -> list[tuple[int, Plan]]:

@@ -110,6 +110,9 @@ def test_plan_complains(options, complaint, capsys):
 def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
     assert cli.main([*PLAN, "--plot", str(tmp_path / "no" / "plan.png")]) == 1
     assert "--plot is " in capsys.readouterr().err
+    assert cli.main([*PLAN, "--plot", str(tmp_path)]) == 1  # a folder
+    assert f"--plot is {tmp_path};" in capsys.readouterr().err
+    assert not tmp_path.with_name(f"{tmp_path.name}.png").exists()
     monkeypatch.delitem(sys.modules, "storage_ops.plan_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main([*PLAN, "--plot", str(tmp_path / "plan.png")]) == 1

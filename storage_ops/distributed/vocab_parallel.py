@@ -7,6 +7,7 @@ the state of the rows, and at the end the gradient of the input, to which every 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,10 @@ _distributed: Any = dist
 if dist.is_available():
     from torch.distributed import distributed_c10d as _distributed
 
+# Sizes of slices that every rank of a group is known to have. Asking costs a collective and, on a
+# GPU, a wait for the device.
+_equal: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+
 
 def name_of(process_group: Any) -> str:
     """The name by which the op's kernels find a group again; "" for no group."""
@@ -24,6 +29,31 @@ def name_of(process_group: Any) -> str:
 
 def _group(name: str) -> Any:
     return _distributed._resolve_process_group(name)
+
+
+def check_equal(name: str, weight: Tensor) -> None:
+    """Raise on every rank if slices differ in size, at a group's first call with this size.
+
+    Without it ranks would disagree about where each slice begins, and about the plan.
+    """
+    if not name:
+        return
+    group, classes = _group(name), len(weight)
+    known = _equal.setdefault(group, set())
+    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    if classes in known or capturing:  # nothing can be read in a capture: its warm-up has checked
+        return
+    sizes = torch.tensor([classes, -classes], device=weight.device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group)
+    most, least = sizes.tolist()
+    if most != -least:
+        raise ValueError(
+            f"linear_cross_entropy: linear_weight has {classes} classes on rank "
+            f"{dist.get_rank(group)} of process_group, and from {-least} to {most} on all ranks; "
+            f"expected equal slices: pad the vocabulary to a multiple of "
+            f"{dist.get_world_size(group)}"
+        )
+    known.add(classes)
 
 
 def place_of(name: str, classes: int) -> tuple[int, int]:

@@ -242,6 +242,7 @@ def unpatch_causal_lm(model: nn.Module) -> None:
         model: what was given to `patch_causal_lm`.
 
     Raises:
+        TypeError: not a module.
         RuntimeError: the class of the model was changed again since.
 
     Example:
@@ -252,6 +253,10 @@ def unpatch_causal_lm(model: nn.Module) -> None:
         >>> type(model) is GPT2LMHeadModel, type(model.lm_head) is torch.nn.Linear
         (True, True)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"unpatch_causal_lm: model is {type(model).__name__}; expected a torch.nn.Module"
+        )
     if not isinstance(model, _PatchedModel):
         return
     modules: list[Any] = [model, *(m for m in model.modules() if isinstance(m, _PatchedHead))]

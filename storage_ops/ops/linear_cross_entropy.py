@@ -74,7 +74,8 @@ def linear_cross_entropy(
         max_valid: on a GPU ignored tokens cost as much as others, for only the device knows how
             many there are. Given an upper bound for the number of tokens that are not ignored, no
             others are worked on (more than that make the loss nan); "sync" reads the number, which
-            waits for the device once. On a CPU ignored tokens cost nothing anyway.
+            waits for the device once. On a CPU ignored tokens cost nothing anyway. Without effect
+            on distributions, all of which are worked on.
         accumulate_into: (V, D), float32 (float64 for float64 weights): the weight's gradient is
             added to it in the backward instead of being returned, and linear_weight.grad stays as
             it is.
@@ -89,7 +90,8 @@ def linear_cross_entropy(
             tokens. `storage_ops.plan` shows what becomes of it.
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
         process_group: torch.distributed group whose ranks hold consecutive, equal slices of the
-            vocabulary (linear_weight, linear_bias, weight); target holds indices of the whole.
+            vocabulary (linear_weight, linear_bias, weight); target holds indices of the whole. The
+            first call with slices of some size asks all ranks whether they have it.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
             "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
             or the most probable class; not for distributions in a process_group) and "z_loss"
@@ -112,7 +114,8 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
-            memory_budget that no plan can keep, with the smallest that one can.
+            memory_budget that no plan can keep, with the smallest that one can; slices of
+            different sizes in a process_group.
         RuntimeError: a target out of range (on CUDA that token's loss is nan instead); more valid
             tokens than max_valid on a CPU; the gradient is differentiated again; forward-mode AD.
 

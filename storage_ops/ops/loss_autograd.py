@@ -79,6 +79,7 @@ def _task(
     args: tuple[Any, ...], spec: Spec, grads: tuple[bool, bool, bool], early: bool
 ) -> tuple[Task, planner.Plan]:
     input, weight, target, bias, class_weight, token_weight, into = args
+    vocab_parallel.check_equal(spec.group, weight)
     tokens = tokens_of(input, target, token_weight, class_weight, spec)
     p = problem_of(tokens, weight, spec, grads, early, into, bias)
     if spec.plan:
