@@ -31,7 +31,7 @@ from storage_ops.ops.loss_rows import (
     tokens_of,
     upstream_of,
 )
-from storage_ops.ops.loss_tiles import Task
+from storage_ops.ops.loss_task import Task, casts, new_state
 
 _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 4  # of the forward's outputs: loss, nll, lse, entropy
@@ -49,7 +49,7 @@ def problem_of(
 ) -> plan_memory.Problem:  # fmt: skip
     """What the plan of a call depends on."""
     x = tokens.x
-    cast = arithmetic(x.dtype).itemsize if loss_tiles.casts(tokens) else 0
+    cast = arithmetic(x.dtype).itemsize if casts(tokens) else 0
     copies = sum(t.nbytes for t in (x, weight) if not products.takes(t))
     copies += copy_elements(bias, x.dtype) * x.element_size()
     own = spec.accumulate_dtype == x.dtype
@@ -107,7 +107,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         )
     want_nll, want_lse, want_entropy, want_argmax = wants
     task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), early)
-    tokens, state = task.tokens, loss_tiles.new_state(task)
+    tokens, state = task.tokens, new_state(task)
     argmax = None
     if want_argmax:
         argmax = input.new_zeros(tokens.count, dtype=torch.int64)

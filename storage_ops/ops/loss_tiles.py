@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from storage_ops.distributed import vocab_parallel
-from storage_ops.ops import plan_memory, products, tile_memory
-from storage_ops.ops.loss_rows import (
-    EXPONENTIALS,
-    GRADIENT,
-    SLOPE,
-    STATE_ROWS,
-    UPDATE,
-    Spec,
-    Tokens,
-    arithmetic,
-)
-from storage_ops.ops.plan_memory import Problem
+from storage_ops.ops import plan_memory, products
+from storage_ops.ops.loss_gradients import Gradients
+from storage_ops.ops.loss_rows import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
+from storage_ops.ops.loss_task import Buffer, Task, casts, new_tile, slices, tile_of
 from storage_ops.ops.planner import Plan
 
 _OPS = torch.ops.storage_ops
-
-
-@dataclass
-class Task:
-    """One call of linear cross-entropy: its arguments, and what a plan depends on.
-
-    `vocabulary` and `first_class` are those of the whole vocabulary when `weight` holds a part.
-    """
-
-    tokens: Tokens
-    weight: Tensor
-    bias: Tensor | None
-    spec: Spec
-    problem: Problem
-    into: Tensor | None
-    vocabulary: int
-    first_class: int
-
-
-def new_state(task: Task) -> Tensor:
-    """The state of rows of which nothing was seen."""
-    x = task.tokens.x
-    return x.new_zeros(STATE_ROWS, task.tokens.count, dtype=arithmetic(x.dtype))
-
-
-def casts(tokens: Tokens) -> bool:
-    """Whether the row kernel takes a copy of the targets of a tile: the distributions' part."""
-    q = tokens.target
-    fits = q.dtype == arithmetic(tokens.x.dtype) and (q.stride(-1) == 1 or q.shape[-1] < 2)
-    return tokens.probabilities and not fits
 
 
 def _rows_kernel(
@@ -92,38 +53,6 @@ def _rows_kernel(
     )
 
 
-def _slices(total: int, size: int) -> list[slice]:
-    return [slice(begin, min(begin + size, total)) for begin in range(0, total, size)]
-
-
-class Buffer:
-    """Memory of one tile. Rows start on 64 elements: odd sizes stay on the fast paths."""
-
-    def __init__(self, like: Tensor, plan: Plan) -> None:
-        self._flat, self._threads = new_tile(like, plan), plan.threads
-
-    def form(self, x: Tensor, w: Tensor, parked: Tensor | None = None) -> Tensor:
-        """The logits of these tokens (rows, D) and classes (columns, D); `parked`: the first."""
-        tile = _tile(self._flat, len(x), len(w))
-        known = 0 if parked is None else len(parked)
-        if parked is not None:
-            tile[:known] = parked
-        if known < len(x):
-            products.logits(x[known:], w, tile[known:], self._threads)
-        return tile
-
-
-def new_tile(like: Tensor, plan: Plan) -> Tensor:
-    """Memory of the largest tile."""
-    return like.new_empty(plan.rows * tile_memory.padded(plan.columns))
-
-
-def _tile(memory: Tensor, rows: int, columns: int) -> Tensor:
-    """A matrix in flat memory that holds it."""
-    ld = tile_memory.padded(columns)
-    return memory[: rows * ld].view(rows, ld)[:, :columns]
-
-
 # Called with the rows and columns of a tile, what was multiplied, and their product.
 Visit = Callable[[slice, slice, Tensor, Tensor, Tensor], None]
 
@@ -131,9 +60,9 @@ Visit = Callable[[slice, slice, Tensor, Tensor, Tensor], None]
 def _each_tile(task: Task, plan: Plan, visit: Visit) -> None:
     """Form every tile of logits once, slice by slice of the vocabulary, in one buffer."""
     buffer = Buffer(task.tokens.x, plan)
-    for columns in _slices(len(task.weight), plan.columns):
+    for columns in slices(len(task.weight), plan.columns):
         w = task.weight[columns]
-        for rows in _slices(task.tokens.count, plan.rows):
+        for rows in slices(task.tokens.count, plan.rows):
             x = task.tokens.gather(rows)
             tile = buffer.form(x, w)
             visit(rows, columns, x, w, tile)
@@ -188,7 +117,7 @@ def sweep_waiting(
     for width, following in zip(blocks, [*blocks[1:], 0], strict=True):
         stop = start + width
         memory = gradients.memory(slice(stop, stop + following)) if following else new_tile(x, plan)
-        tiles.append((start, _tile(memory, len(x), width)))
+        tiles.append((start, tile_of(memory, len(x), width)))
         start = stop
     # Products take scratch memory for a part at a time; the native row kernel takes none.
     at_once = plan.widest if p.plain or p.cast_bytes else max(blocks)
@@ -211,7 +140,7 @@ def sweep_waiting(
 
 def _parts(start: int, tile: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Classes, from `start` on, and columns of a tile, up to so many at a time."""
-    for part in _slices(tile.shape[1], size):
+    for part in slices(tile.shape[1], size):
         yield slice(start + part.start, start + part.stop), tile[:, part]
 
 
@@ -231,8 +160,8 @@ def sweep_keeping(
     """
     buffer, vocab = Buffer(task.tokens.x, plan), len(task.weight)
     kept = slice(vocab - plan.columns, vocab)
-    others = _slices(kept.start, plan.columns)
-    for rows in _slices(task.tokens.count, plan.rows):
+    others = slices(kept.start, plan.columns)
+    for rows in slices(task.tokens.count, plan.rows):
         x = task.tokens.gather(rows)
         for columns in (*others, kept):
             w, first = task.weight[columns], rows.start
@@ -265,106 +194,6 @@ def _merge(task: Task, state: Tensor, argmax: Tensor | None, rows: slice) -> Non
         ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
     part = None if argmax is None else argmax[rows]
     vocab_parallel.merge_state(task.spec.group, state[:, rows], part, ignored, task.vocabulary)
-
-
-class Gradients:
-    """Sums of the tiles' gradients, in the widest dtype that the plan has memory for."""
-
-    def __init__(self, task: Task, plan: Plan) -> None:
-        self._task, self._problem = task, task.problem
-        p, x, w = task.problem, task.tokens.x, task.weight
-        wide = arithmetic(x.dtype)
-        mixed, many = p.mixed, plan.num_slices > 1
-        by_slice = many and plan.strategy != plan_memory.TOKEN_CHUNKED
-        gathered = task.tokens.kept is not None
-        self.input: Tensor | None = None
-        self.weight: Tensor | None = None
-        self.bias = w.new_zeros(len(w), dtype=wide) if p.grads[2] else None
-        if p.grads[0]:
-            fp32 = mixed and (many or plan.strategy == plan_memory.RUNNING_RESCALE)
-            dtype = wide if fp32 else x.dtype
-            # Rows that are left out, and inputs without a class, keep their 0.
-            fresh = x.new_zeros if gathered or not plan.num_slices else x.new_empty
-            self.input = fresh(x.shape, dtype=dtype)
-            if len(x) > task.tokens.count and not gathered:
-                self.input[task.tokens.count :] = 0
-        self._slice_sum: Tensor | None = None
-        self._parks = plan_memory.parks(p, plan.rows)
-        self._direct = not mixed or plan.num_chunks <= 1
-        if p.grads[1]:
-            if task.into is not None:
-                self.weight, self._direct = task.into, True
-            elif not plan.num_chunks:
-                self.weight = torch.zeros_like(w, memory_format=torch.contiguous_format)
-            elif self._direct or by_slice:
-                self.weight = torch.empty_like(w, memory_format=torch.contiguous_format)
-            if not self._direct:
-                height = plan.columns if by_slice else len(w)
-                self._slice_sum = w.new_empty(height, w.shape[1], dtype=wide)
-
-    def add(
-        self, rows: slice, columns: slice, x: Tensor, w: Tensor, dz: Tensor, again: bool
-    ) -> None:
-        """Add what the gradient of a tile of logits gives; `again`: not the first of these rows.
-
-        The tile may be overwritten.
-        """
-        threads = self._problem.threads
-        if self.input is not None:
-            if self._task.tokens.kept is None:
-                products.input_gradient(dz, w, self.input[rows], again, threads)
-            else:
-                index = self._task.tokens.kept[rows]
-                part = x.new_empty(x.shape, dtype=self.input.dtype)
-                products.input_gradient(dz, w, part, False, threads)
-                if again:
-                    self.input.index_add_(0, index, part)
-                else:
-                    self.input.index_copy_(0, index, part)
-        if self.bias is not None:
-            self.bias[columns] += dz.sum(0)  # dtype= would cast the whole tile first
-        if self._problem.grads[1]:
-            again = rows.start > 0
-            if self._direct:
-                assert self.weight is not None
-                again = again or self._task.into is self.weight
-                products.weight_gradient(dz, x, self.weight[columns], again, threads)
-            else:
-                assert self._slice_sum is not None
-                first = columns.start if self.weight is None else 0
-                part = self._slice_sum[first : first + columns.stop - columns.start]
-                products.weight_gradient(dz, x, part, again, threads)
-
-    def memory(self, columns: slice) -> Tensor:
-        """That of the weight's gradient of these classes, before it is written."""
-        assert self.weight is not None
-        return self.weight[columns].view(-1)
-
-    def parking(self, columns: slice) -> Tensor | None:
-        """Logits (tokens, classes) in the memory of the weight's gradient; the first that fit."""
-        if not self._parks:
-            return None
-        width, tokens = columns.stop - columns.start, self._task.tokens.count
-        count = tile_memory.parked_rows(tokens, width, self._problem.hidden)
-        return _tile(self.memory(columns), count, width)
-
-    def end_slice(self, columns: slice) -> None:
-        """Round the sum of a slice of the vocabulary into its place."""
-        if self._slice_sum is not None and self.weight is not None:
-            self.weight[columns] = self._slice_sum[: columns.stop - columns.start]
-
-    def finish(self) -> list[Tensor]:
-        """The gradients of input (N, D), weight and bias; empty where none was asked for."""
-        w = self._task.weight
-        result = w.new_empty(0)
-        if self.input is not None:
-            result = vocab_parallel.add_up(self._task.spec.group, self.input).to(w.dtype)
-        self.input = None
-        weight = self._slice_sum if self.weight is None else self.weight
-        if weight is None or weight is self._task.into:
-            weight = w.new_empty(0)
-        bias = w.new_empty(0) if self.bias is None else self.bias.to(w.dtype)
-        return [result, weight.to(w.dtype), bias]
 
 
 def running_rescale(
@@ -411,11 +240,11 @@ def _finish_rescaled(task: Task, state: Tensor, upstream: Tensor, total: Tensor)
         each = tokens.class_weight
         each = total.new_ones(len(task.weight), dtype=wide) if each is None else each
         smooth = total.new_zeros(1, total.shape[1], dtype=wide)
-        for part in _slices(len(task.weight), plan_memory.PIECE):
+        for part in slices(len(task.weight), plan_memory.PIECE):
             smooth.addmm_(each[part].unsqueeze(0), task.weight[part].to(wide))
         smooth *= spec.logit_scale * spec.label_smoothing / task.vocabulary
     classes = tokens.target.clamp(0, max(len(task.weight) - 1, 0))
-    for part in _slices(tokens.count, plan_memory.PIECE):
+    for part in slices(tokens.count, plan_memory.PIECE):
         place = part if tokens.kept is None else tokens.kept[part]
         value = total[place].to(wide).mul_(factor[part].unsqueeze(1))
         value -= task.weight[classes[part]].to(wide).mul_(hit[part].unsqueeze(1))

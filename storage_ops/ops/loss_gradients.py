@@ -1,0 +1,112 @@
+"""Where the gradients of linear cross-entropy are summed over tiles of logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from storage_ops.distributed import vocab_parallel
+from storage_ops.ops import plan_memory, products, tile_memory
+from storage_ops.ops.loss_rows import arithmetic
+from storage_ops.ops.loss_task import Task, tile_of
+from storage_ops.ops.planner import Plan
+
+
+class Gradients:
+    """Sums of the tiles' gradients, in the widest dtype that the plan has memory for."""
+
+    def __init__(self, task: Task, plan: Plan) -> None:
+        self._task, self._problem = task, task.problem
+        p, x, w = task.problem, task.tokens.x, task.weight
+        wide = arithmetic(x.dtype)
+        mixed, many = p.mixed, plan.num_slices > 1
+        by_slice = many and plan.strategy != plan_memory.TOKEN_CHUNKED
+        gathered = task.tokens.kept is not None
+        self.input: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias = w.new_zeros(len(w), dtype=wide) if p.grads[2] else None
+        if p.grads[0]:
+            fp32 = mixed and (many or plan.strategy == plan_memory.RUNNING_RESCALE)
+            dtype = wide if fp32 else x.dtype
+            # Rows that are left out, and inputs without a class, keep their 0.
+            fresh = x.new_zeros if gathered or not plan.num_slices else x.new_empty
+            self.input = fresh(x.shape, dtype=dtype)
+            if len(x) > task.tokens.count and not gathered:
+                self.input[task.tokens.count :] = 0
+        self._slice_sum: Tensor | None = None
+        self._parks = plan_memory.parks(p, plan.rows)
+        self._direct = not mixed or plan.num_chunks <= 1
+        if p.grads[1]:
+            if task.into is not None:
+                self.weight, self._direct = task.into, True
+            elif not plan.num_chunks:
+                self.weight = torch.zeros_like(w, memory_format=torch.contiguous_format)
+            elif self._direct or by_slice:
+                self.weight = torch.empty_like(w, memory_format=torch.contiguous_format)
+            if not self._direct:
+                height = plan.columns if by_slice else len(w)
+                self._slice_sum = w.new_empty(height, w.shape[1], dtype=wide)
+
+    def add(
+        self, rows: slice, columns: slice, x: Tensor, w: Tensor, dz: Tensor, again: bool
+    ) -> None:
+        """Add what the gradient of a tile of logits gives; `again`: not the first of these rows.
+
+        The tile may be overwritten.
+        """
+        threads = self._problem.threads
+        if self.input is not None:
+            if self._task.tokens.kept is None:
+                products.input_gradient(dz, w, self.input[rows], again, threads)
+            else:
+                index = self._task.tokens.kept[rows]
+                part = x.new_empty(x.shape, dtype=self.input.dtype)
+                products.input_gradient(dz, w, part, False, threads)
+                if again:
+                    self.input.index_add_(0, index, part)
+                else:
+                    self.input.index_copy_(0, index, part)
+        if self.bias is not None:
+            self.bias[columns] += dz.sum(0)  # dtype= would cast the whole tile first
+        if self._problem.grads[1]:
+            again = rows.start > 0
+            if self._direct:
+                assert self.weight is not None
+                again = again or self._task.into is self.weight
+                products.weight_gradient(dz, x, self.weight[columns], again, threads)
+            else:
+                assert self._slice_sum is not None
+                first = columns.start if self.weight is None else 0
+                part = self._slice_sum[first : first + columns.stop - columns.start]
+                products.weight_gradient(dz, x, part, again, threads)
+
+    def memory(self, columns: slice) -> Tensor:
+        """That of the weight's gradient of these classes, before it is written."""
+        assert self.weight is not None
+        return self.weight[columns].view(-1)
+
+    def parking(self, columns: slice) -> Tensor | None:
+        """Logits (tokens, classes) in the memory of the weight's gradient; the first that fit."""
+        if not self._parks:
+            return None
+        width, tokens = columns.stop - columns.start, self._task.tokens.count
+        count = tile_memory.parked_rows(tokens, width, self._problem.hidden)
+        return tile_of(self.memory(columns), count, width)
+
+    def end_slice(self, columns: slice) -> None:
+        """Round the sum of a slice of the vocabulary into its place."""
+        if self._slice_sum is not None and self.weight is not None:
+            self.weight[columns] = self._slice_sum[: columns.stop - columns.start]
+
+    def finish(self) -> list[Tensor]:
+        """The gradients of input (N, D), weight and bias; empty where none was asked for."""
+        w = self._task.weight
+        result = w.new_empty(0)
+        if self.input is not None:
+            result = vocab_parallel.add_up(self._task.spec.group, self.input).to(w.dtype)
+        self.input = None
+        weight = self._slice_sum if self.weight is None else self.weight
+        if weight is None or weight is self._task.into:
+            weight = w.new_empty(0)
+        bias = w.new_empty(0) if self.bias is None else self.bias.to(w.dtype)
+        return [result, weight.to(w.dtype), bias]
