@@ -86,8 +86,6 @@ def _task(
         plan = planner.parse(p, spec.plan)
     else:
         plan = planner.choose(p, spec.memory_budget, products.rates_of(input.device))
-    if plan.strategy not in planner.allowed(p):
-        plan = planner.make(p, plan_memory.VOCAB_SLICED, plan.rows, plan.columns)
     p = dataclasses.replace(p, threads=plan.threads)
     tokens.x = tokens.x if products.takes(tokens.x) else tokens.x.contiguous()
     weight = weight if products.takes(weight) else weight.contiguous()

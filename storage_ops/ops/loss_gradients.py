@@ -22,17 +22,10 @@ class Gradients:
         mixed, many = p.mixed, plan.num_slices > 1
         by_slice = many and plan.strategy != plan_memory.TOKEN_CHUNKED
         gathered = task.tokens.kept is not None
-        self.input: Tensor | None = None
+        self.input: Tensor | None = None  # the sums, until they are finished
+        self._input = w.new_empty(0)
         self.weight: Tensor | None = None
         self.bias = w.new_zeros(len(w), dtype=wide) if p.grads[2] else None
-        if p.grads[0]:
-            fp32 = mixed and (many or plan.strategy == plan_memory.RUNNING_RESCALE)
-            dtype = wide if fp32 else x.dtype
-            # Rows that are left out, and inputs without a class, keep their 0.
-            fresh = x.new_zeros if gathered or not plan.num_slices else x.new_empty
-            self.input = fresh(x.shape, dtype=dtype)
-            if len(x) > task.tokens.count and not gathered:
-                self.input[task.tokens.count :] = 0
         self._slice_sum: Tensor | None = None
         self._parks = plan_memory.parks(p, plan.rows)
         self._direct = not mixed or plan.num_chunks <= 1
@@ -46,6 +39,17 @@ class Gradients:
             if not self._direct:
                 height = plan.columns if by_slice else len(w)
                 self._slice_sum = w.new_empty(height, w.shape[1], dtype=wide)
+        if p.grads[0]:
+            fp32 = mixed and (many or plan.strategy == plan_memory.RUNNING_RESCALE)
+            if plan.lent:
+                self.input = self.memory(slice(0, plan.lent)).view(wide).view(x.shape)
+            else:
+                self.input = x.new_empty(x.shape, dtype=wide if fp32 else x.dtype)
+            # Rows that are left out, and inputs without a class, keep their 0.
+            if gathered or not plan.num_slices:
+                self.input.zero_()
+            else:
+                self.input[task.tokens.count :] = 0
 
     def add(
         self, rows: slice, columns: slice, x: Tensor, w: Tensor, dz: Tensor, again: bool
@@ -54,18 +58,28 @@ class Gradients:
 
         The tile may be overwritten.
         """
+        self.add_to_input(rows, x, w, dz, again)
+        self.add_to_weight(rows, columns, x, dz)
+
+    def add_to_input(self, rows: slice, x: Tensor, w: Tensor, dz: Tensor, again: bool) -> None:
+        """Add what a tile gives to the gradient of the input, if that is asked for."""
         threads = self._problem.threads
-        if self.input is not None:
-            if self._task.tokens.kept is None:
-                products.input_gradient(dz, w, self.input[rows], again, threads)
-            else:
-                index = self._task.tokens.kept[rows]
-                part = x.new_empty(x.shape, dtype=self.input.dtype)
-                products.input_gradient(dz, w, part, False, threads)
-                if again:
-                    self.input.index_add_(0, index, part)
-                else:
-                    self.input.index_copy_(0, index, part)
+        if self.input is None:
+            return
+        if self._task.tokens.kept is None:
+            products.input_gradient(dz, w, self.input[rows], again, threads)
+            return
+        index = self._task.tokens.kept[rows]
+        part = x.new_empty(x.shape, dtype=self.input.dtype)
+        products.input_gradient(dz, w, part, False, threads)
+        if again:
+            self.input.index_add_(0, index, part)
+        else:
+            self.input.index_copy_(0, index, part)
+
+    def add_to_weight(self, rows: slice, columns: slice, x: Tensor, dz: Tensor) -> None:
+        """Add what a tile gives to those of weight and bias; the tile may be overwritten."""
+        threads = self._problem.threads
         if self.bias is not None:
             self.bias[columns] += dz.sum(0)  # dtype= would cast the whole tile first
         if self._problem.grads[1]:
@@ -98,15 +112,18 @@ class Gradients:
         if self._slice_sum is not None and self.weight is not None:
             self.weight[columns] = self._slice_sum[: columns.stop - columns.start]
 
+    def finish_input(self) -> None:
+        """Round the sums of the input's gradient, which then need their memory no more."""
+        if self.input is not None:
+            total = vocab_parallel.add_up(self._task.spec.group, self.input)
+            self._input, self.input = total.to(self._task.weight.dtype), None
+
     def finish(self) -> list[Tensor]:
         """The gradients of input (N, D), weight and bias; empty where none was asked for."""
         w = self._task.weight
-        result = w.new_empty(0)
-        if self.input is not None:
-            result = vocab_parallel.add_up(self._task.spec.group, self.input).to(w.dtype)
-        self.input = None
+        self.finish_input()
         weight = self._slice_sum if self.weight is None else self.weight
         if weight is None or weight is self._task.into:
             weight = w.new_empty(0)
         bias = w.new_empty(0) if self.bias is None else self.bias.to(w.dtype)
-        return [result, weight.to(w.dtype), bias]
+        return [self._input, weight.to(w.dtype), bias]

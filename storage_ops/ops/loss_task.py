@@ -42,9 +42,9 @@ def casts(tokens: Tokens) -> bool:
     return tokens.probabilities and not fits
 
 
-def slices(total: int, size: int) -> list[slice]:
+def slices(stop: int, size: int, start: int = 0) -> list[slice]:
     """Pieces of up to this size."""
-    return [slice(begin, min(begin + size, total)) for begin in range(0, total, size)]
+    return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
 class Buffer:

@@ -57,10 +57,10 @@ def _rows_kernel(
 Visit = Callable[[slice, slice, Tensor, Tensor, Tensor], None]
 
 
-def _each_tile(task: Task, plan: Plan, visit: Visit) -> None:
-    """Form every tile of logits once, slice by slice of the vocabulary, in one buffer."""
-    buffer = Buffer(task.tokens.x, plan)
-    for columns in slices(len(task.weight), plan.columns):
+def _each_tile(task: Task, plan: Plan, visit: Visit, classes: slice | None = None) -> None:
+    """Form every tile of the logits of these classes once, slice by slice, in one buffer."""
+    buffer, classes = Buffer(task.tokens.x, plan), classes or slice(0, len(task.weight))
+    for columns in slices(classes.stop, plan.columns, classes.start):
         w = task.weight[columns]
         for rows in slices(task.tokens.count, plan.rows):
             x = task.tokens.gather(rows)
@@ -75,11 +75,13 @@ def sweep(
     state: Tensor,
     phases: int,
     *,
+    classes: slice | None = None,
     upstream: Tensor | None = None,
     argmax: Tensor | None = None,
     gradients: Gradients | None = None,
 ) -> None:
-    """Hand every tile of logits to the row kernel and to the gradients."""
+    """Hand every tile of the logits of these classes to the row kernel and to the gradients."""
+    first = classes.start if classes else 0
     merges = task.spec.group and phases & UPDATE and phases & GRADIENT
 
     def visit(rows: slice, columns: slice, x: Tensor, w: Tensor, tile: Tensor) -> None:
@@ -90,11 +92,36 @@ def sweep(
         else:
             _rows_kernel(task, tile, rows, columns, state, upstream, argmax, phases)
         if gradients is not None:
-            gradients.add(rows, columns, x, w, tile, columns.start > 0)
+            gradients.add(rows, columns, x, w, tile, columns.start > first)
             if rows.stop == task.tokens.count:
                 gradients.end_slice(columns)
 
-    _each_tile(task, plan, visit)
+    _each_tile(task, plan, visit, classes)
+
+
+def sweep_lent(
+    task: Task, plan: Plan, state: Tensor, upstream: Tensor, gradients: Gradients
+) -> None:
+    """Gradients of the classes that lend memory, when those of all others are there.
+
+    They complete the sums of the input's gradient, in their own gradient's memory. Then they are
+    formed once more for that.
+    """
+    lent = slice(0, plan.lent)
+
+    def complete_input(rows: slice, columns: slice, x: Tensor, w: Tensor, tile: Tensor) -> None:
+        _rows_kernel(task, tile, rows, columns, state, upstream, None, GRADIENT)
+        gradients.add_to_input(rows, x, w, tile, True)
+
+    def make_weight(rows: slice, columns: slice, x: Tensor, w: Tensor, tile: Tensor) -> None:
+        _rows_kernel(task, tile, rows, columns, state, upstream, None, GRADIENT)
+        gradients.add_to_weight(rows, columns, x, tile)
+        if rows.stop == task.tokens.count:
+            gradients.end_slice(columns)
+
+    _each_tile(task, plan, complete_input, lent)
+    gradients.finish_input()
+    _each_tile(task, plan, make_weight, lent)
 
 
 def sweep_waiting(
@@ -109,9 +136,9 @@ def sweep_waiting(
     """Statistics and then gradients of all tokens, whose logits wait meanwhile.
 
     Those of a block of classes wait in the rows of the weight's gradient that the next block's is
-    written to; the last's have memory of their own.
+    written to; the last's have memory of their own. The blocks come after the classes that lend.
     """
-    rows, start, p = slice(0, task.tokens.count), 0, task.problem
+    rows, start, p = slice(0, task.tokens.count), plan.lent, task.problem
     x = task.tokens.gather(rows)
     tiles = []
     for width, following in zip(blocks, [*blocks[1:], 0], strict=True):
@@ -135,7 +162,8 @@ def sweep_waiting(
     for start, tile in tiles:
         sweep_rows(start, tile, upstream, GRADIENT)
         for columns, part in _parts(start, tile, plan.widest):
-            gradients.add(rows, columns, x, task.weight[columns], part, columns.start > 0)
+            again = columns.start > plan.lent
+            gradients.add(rows, columns, x, task.weight[columns], part, again)
 
 
 def _parts(start: int, tile: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
@@ -156,11 +184,11 @@ def sweep_keeping(
 
     The logits of the last `plan.columns` classes are kept until their statistics are known. Those
     of the others, as few as the plan could make them, are formed a second time, or wait in the
-    gradient of their weight, which is written after them.
+    gradient of their weight, which is written after them. Classes that lend are left out.
     """
     buffer, vocab = Buffer(task.tokens.x, plan), len(task.weight)
     kept = slice(vocab - plan.columns, vocab)
-    others = slices(kept.start, plan.columns)
+    others = slices(kept.start, plan.columns, plan.lent)
     for rows in slices(task.tokens.count, plan.rows):
         x = task.tokens.gather(rows)
         for columns in (*others, kept):
@@ -261,8 +289,10 @@ def statistics(task: Task, plan: Plan, state: Tensor, argmax: Tensor | None, ent
 
 def gradients_of(task: Task, plan: Plan, state: Tensor, upstream: Tensor) -> list[Tensor]:
     """Gradients from the finished state of the rows, in a second pass over the logits."""
-    sums = Gradients(task, plan)
-    sweep(task, plan, state, GRADIENT, upstream=upstream, gradients=sums)
+    sums, others = Gradients(task, plan), slice(plan.lent, len(task.weight))
+    sweep(task, plan, state, GRADIENT, classes=others, upstream=upstream, gradients=sums)
+    if plan.lent:
+        sweep_lent(task, plan, state, upstream, sums)
     return sums.finish()
 
 
@@ -276,7 +306,10 @@ def loss_and_gradients(
         statistics(task, plan, state, argmax, entropy=False)
         return gradients_of(task, plan, state, upstream)
     sums = Gradients(task, plan)
-    blocks = plan_memory.waiting(task.problem, plan.strategy, plan.rows, plan.columns)
+    others = plan_memory.without_lent(task.problem, plan.lent)
+    blocks = plan_memory.waiting(others, plan.strategy, plan.rows, plan.columns)
+    if plan.lent:
+        sweep(task, plan, state, UPDATE, classes=slice(0, plan.lent), argmax=argmax)
     if blocks:
         sweep_waiting(task, plan, state, upstream, argmax, sums, blocks)
     elif plan.num_slices > 1:
@@ -284,6 +317,8 @@ def loss_and_gradients(
     else:
         phases = UPDATE | GRADIENT
         sweep(task, plan, state, phases, upstream=upstream, argmax=argmax, gradients=sums)
+    if plan.lent:
+        sweep_lent(task, plan, state, upstream, sums)
     return sums.finish()
 
 

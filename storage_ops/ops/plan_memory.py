@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from storage_ops.ops import tile_memory
 from storage_ops.ops.tile_memory import SLICE, padded, parts, piece, plain_elements
@@ -70,6 +70,23 @@ class Problem:
     def mixed(self) -> bool:
         """Whether gradients are summed in a wider dtype than they are returned in."""
         return self.itemsize < 4 and (self.sums_fp32 or self.upcast)
+
+
+def lent_classes(p: Problem) -> int:
+    """The classes whose part of the weight's gradient has room for fp32 sums of the input's.
+
+    0 if there are none to spare, or no such sums. Their own gradient is written when the sums are
+    done, from logits that are formed once more.
+    """
+    if not (p.mixed and p.grads[0] and p.grads[1] and p.tokens) or p.into:
+        return 0
+    classes = (p.tokens + p.left_out) * 4 // p.itemsize
+    return classes if classes < p.vocab else 0
+
+
+def without_lent(p: Problem, lent: int) -> Problem:
+    """The problem without the classes that lend memory."""
+    return replace(p, vocab=p.vocab - lent) if lent else p
 
 
 def parks(p: Problem, rows: int) -> bool:
@@ -146,7 +163,7 @@ def wide_sums(p: Problem, rows: int, columns: int) -> tuple[bool, bool]:
 
 def token_bytes(p: Problem) -> int:
     """Statistics, targets, losses and upstream gradients: a few numbers for each token."""
-    numbers = 10 if p.early else 16
+    numbers = 10 if p.early or not any(p.grads) else 16
     return p.tokens * (numbers * p.arithmetic + (32 if p.gather else 8)) + 8 * p.left_out + 512
 
 
@@ -156,14 +173,17 @@ def _working_bytes(p: Problem, rows: int, columns: int) -> int:
     return max(product_bytes(p, rows, columns), copies) + rows * columns * p.cast_bytes
 
 
-def peak_bytes(p: Problem, strategy: str, rows: int, columns: int, widest: int = 0) -> int:
+def peak_bytes(
+    p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, lent: int = 0
+) -> int:
     """Peak scratch memory beyond inputs, outputs and returned gradients."""
     chunks, slices = parts(p.tokens, rows), parts(p.vocab, columns)
     item, wide = p.itemsize, p.arithmetic
     base = token_bytes(p) + p.fixed_bytes
     most = columns
-    if widest and waits(p, strategy, rows, columns):  # no other slice has more than the others have
-        most = max(columns, min(widest, p.vocab - columns))
+    rest = without_lent(p, lent)
+    if widest and waits(rest, strategy, rows, columns):  # none has more than the others have
+        most = max(columns, min(widest, rest.vocab - columns))
     tile = rows * padded(columns) * item + _working_bytes(p, rows, most)
     if strategy == RUNNING_RESCALE:
         tile += rows * p.hidden * wide if p.gather else 0
@@ -185,7 +205,7 @@ def peak_bytes(p: Problem, strategy: str, rows: int, columns: int, widest: int =
     input_sum = 0
     if p.grads[0]:
         tokens = (p.tokens + p.left_out) * p.hidden
-        if p.mixed and (slices > 1 or strategy == RUNNING_RESCALE):
+        if p.mixed and not lent and (slices > 1 or strategy == RUNNING_RESCALE):
             input_sum, returned_late = tokens * 4, returned_late + tokens * item
     sums = weight_sum + input_sum
     return base + max(sums + tile - returned_late, sums)

@@ -15,11 +15,13 @@ from storage_ops.ops.plan_memory import (
     TOKEN_CHUNKED,
     VOCAB_SLICED,
     Problem,
+    lent_classes,
     parks,
     peak_bytes,
     waiting,
     waits,
     wide_sums,
+    without_lent,
 )
 from storage_ops.ops.rates import CPU, Rates
 from storage_ops.ops.sizes import metric, readable
@@ -55,6 +57,8 @@ class Plan:
         widest: classes that are worked on at a time: `columns`, unless all logits wait.
         threads: how many threads of a CPU have scratch memory to form products in. A budget may
             have no room for all of them.
+        lent: the first so many classes lend the memory of their part of the weight's gradient to
+            the input's, which 16-bit arguments sum in float32; their logits are formed three times.
         num_chunks, num_slices: tiles along the tokens and along the vocabulary.
         products: matrix products of size N x D x V, forward and backward together; not a whole
             number where a part of the logits is formed twice.
@@ -70,6 +74,7 @@ class Plan:
     columns: int
     widest: int
     threads: int
+    lent: int
     num_chunks: int
     num_slices: int
     products: float
@@ -82,7 +87,8 @@ class Plan:
     @property
     def key(self) -> str:
         """The choice as text, for the op's argument `plan`."""
-        return f"{self.strategy} {self.rows} {self.columns} {self.widest} {self.threads}"
+        tiles = f"{self.rows} {self.columns} {self.widest}"
+        return f"{self.strategy} {tiles} {self.threads} {int(self.lent > 0)}"
 
     def __str__(self) -> str:
         products = f"{self.products:.3g} product{'s' if self.products > 1 else ''}"
@@ -97,10 +103,10 @@ class Plan:
 
 
 def _cost(
-    p: Problem, strategy: str, rows: int, columns: int, slices: int, r: Rates
+    p: Problem, strategy: str, rows: int, columns: int, slices: int, again: float, r: Rates
 ) -> tuple[int, int, float]:
     """FLOPs and bytes moved of all products, and the time they take with the row kernel."""
-    chunks, again = parts(p.tokens, rows), _formed_again(p, strategy, rows, columns)
+    chunks = parts(p.tokens, rows)
     columns = parts(p.vocab, slices)
     item, n, d, v = p.itemsize, p.tokens, p.hidden, p.vocab
     rate = r.flops(item, p.upcast)
@@ -153,10 +159,14 @@ def _cost(
     return round(flops), round(moved), seconds + tiles * len(work) * r.launch_seconds
 
 
-def _formed_again(p: Problem, strategy: str, rows: int, columns: int) -> float:
-    """The share of the logits that is formed a second time, for the gradient."""
+def _formed_again(p: Problem, strategy: str, rows: int, columns: int, lent: int = 0) -> float:
+    """The share of the logits that is formed again for the gradient; 2 if twice."""
     if strategy == RUNNING_RESCALE or not any(p.grads):
         return 0
+    if lent:
+        share = lent / p.vocab
+        rest = _formed_again(without_lent(p, lent), strategy, rows, columns)
+        return 2 * share + (1 - share) * rest
     if strategy == VOCAB_SLICED:
         return 1
     if waits(p, strategy, rows, columns):
@@ -175,40 +185,54 @@ def _mode(p: Problem, strategy: str, products: float) -> str:
 
 
 def make(
-    p: Problem, strategy: str, rows: int, columns: int, rates: Rates = CPU, widest: int = 0
+    p: Problem,
+    strategy: str,
+    rows: int,
+    columns: int,
+    rates: Rates = CPU,
+    widest: int = 0,
+    lends: bool = False,
 ) -> Plan:
-    """The plan with tiles up to these, made equal."""
-    columns, rows = max(1, min(columns, p.vocab)), max(1, min(rows, p.tokens))
+    """The plan with tiles up to these, made equal; `lends`: if it can."""
+    lent = lent_classes(p) if lends and can_lend(p, strategy, rows) else 0
+    rest = without_lent(p, lent)
+    columns, rows = max(1, min(columns, rest.vocab)), max(1, min(rows, p.tokens))
     if strategy == TOKEN_CHUNKED and not any(p.grads):
         columns = max(1, p.vocab)  # nothing is formed again
-    slices = parts(p.vocab, columns)
+    slices = parts(rest.vocab, columns)
     # Products of 16 rows at a time have no remainder: up to a tenth faster, measured on a CPU.
     equal = max(1, parts(p.tokens, parts(p.tokens, rows) or 1))
     rows = min(rows, -(-equal // ROWS) * ROWS)
     chunks = parts(p.tokens, rows)
     if slices > 1:
         if strategy != TOKEN_CHUNKED:
-            columns = min(columns, padded(parts(p.vocab, slices)))
+            columns = min(columns, padded(parts(rest.vocab, slices)))
         elif columns > 64:
             columns = unpadded(columns)
-    blocks = waiting(p, strategy, rows, columns)
+    blocks = waiting(rest, strategy, rows, columns)
     widest = min(widest or columns, max(blocks)) if blocks else columns
-    slices = sum(parts(width, widest) for width in blocks) or parts(p.vocab, columns)
-    products = 1 + p.grads[0] + p.grads[1] + _formed_again(p, strategy, rows, columns)
-    flops, moved, seconds = _cost(p, strategy, rows, columns, slices, rates)
-    peak = peak_bytes(p, strategy, rows, columns, widest)
+    slices = sum(parts(width, widest) for width in blocks) or parts(rest.vocab, columns)
+    slices += parts(lent, columns)
+    again = _formed_again(p, strategy, rows, columns, lent)
+    products = 1 + p.grads[0] + p.grads[1] + again
+    flops, moved, seconds = _cost(p, strategy, rows, columns, slices, again, rates)
+    peak = peak_bytes(p, strategy, rows, columns, widest, lent)
     return Plan(
-        strategy, rows, columns, widest, p.threads, chunks, slices, products, peak, flops, moved,
-        seconds, _mode(p, strategy, products),
+        strategy, rows, columns, widest, p.threads, lent, chunks, slices, products, peak, flops,
+        moved, seconds, _mode(p, strategy, products),
     )  # fmt: skip
 
 
 def parse(p: Problem, key: str, rates: Rates = CPU) -> Plan:
-    """The plan that `Plan.key` stands for; its last two numbers may be left out."""
+    """The plan that `Plan.key` stands for; its last three numbers may be left out.
+
+    In slices of the vocabulary, which is right for every problem, if its strategy is not.
+    """
     strategy, rows, columns, *more = key.split()
-    widest = int(more[0]) if more else 0
-    fewer = replace(p, threads=min(p.threads, int(more[1]))) if more[1:] else p
-    return _slowed(p, make(fewer, strategy, int(rows), int(columns), rates, widest))
+    strategy = strategy if strategy in allowed(p) else VOCAB_SLICED
+    widest, threads, lends = map(int, (*more, *("0", p.threads, "0")[len(more) :]))
+    fewer = replace(p, threads=min(p.threads, threads))
+    return _slowed(p, make(fewer, strategy, int(rows), int(columns), rates, widest, lends > 0))
 
 
 def _most(limit: int, fits: object, step: int = 1) -> int:
@@ -235,6 +259,11 @@ def allowed(p: Problem) -> list[str]:
     return result
 
 
+def can_lend(p: Problem, strategy: str, rows: int) -> bool:
+    """Whether the gradient of some classes can wait until the input's is done."""
+    return strategy == VOCAB_SLICED or (strategy == TOKEN_CHUNKED and parks(p, rows))
+
+
 def candidates(
     p: Problem,
     budget: int,
@@ -254,20 +283,27 @@ def candidates(
     cached = _most(vocab, lambda columns: parts(vocab, parts(vocab, columns)) <= in_cache, 64)
     halved = {parts(tokens, 1 << k) for k in range((tokens - 1).bit_length() + 1)}
     heights = halved if num_chunks is None else {parts(tokens, num_chunks)}
-    tiles: set[tuple[str, int, int, int]] = set()
-    for name in allowed(p) if strategy is None else [strategy]:
+    tiles: set[tuple[str, int, int, int, int]] = set()
+    names = allowed(p) if strategy is None else [strategy]
+    for name, lent in ((name, lent) for name in names for lent in {0, lent_classes(p)}):
+        vocab = max(p.vocab - lent, 1)
 
-        def fits(rows: int, columns: int, widest: int = 0, name: str = name) -> bool:
-            return peak_bytes(p, name, rows, columns, widest) <= budget
+        def fits(
+            rows: int, columns: int, widest: int = 0, name: str = name, lent: int = lent
+        ) -> bool:
+            return peak_bytes(p, name, rows, columns, widest, lent) <= budget
 
-        if name != RUNNING_RESCALE:
-            most = _most(tokens, lambda rows: fits(rows, vocab)) if num_chunks is None else 0
-            tiles |= {(name, rows, vocab, vocab) for rows in heights | {most}}
+        most = 0
+        if name != RUNNING_RESCALE and not lent:
+            most = _most(tokens, lambda rows: fits(rows, p.vocab)) if num_chunks is None else 0
+            tiles |= {(name, rows, vocab, vocab, 0) for rows in heights | {most}}
         if name == TOKEN_CHUNKED:
             # Fewer chunks than fit, but for a part of the logits: those are formed twice.
             whole = parts(tokens, most) if most else 0
             fewer = {parts(tokens, whole - k) for k in (1, 2) if k < whole}
             for rows in heights | fewer if any(p.grads) else ():
+                if lent and not can_lend(p, name, rows):
+                    continue
                 # What waits can be worked on in wider slices than what is kept, with more scratch.
                 for widest in {0, *WIDTHS, vocab} if parks(p, rows) else {0}:
                     columns = _most(
@@ -276,15 +312,15 @@ def candidates(
                         64,
                     )
                     if _keeps(p, rows, columns):
-                        tiles.add((name, rows, columns, widest))
+                        tiles.add((name, rows, columns, widest, lent))
             continue
         for rows in heights:
             columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
             sizes = (columns, cached, padded(TILE_BYTES // (rows * p.itemsize) + 1))
-            tiles |= {(name, rows, min(columns, size), 0) for size in sizes}
-    for name, rows, columns, widest in sorted(tiles):
-        if rows and columns and peak_bytes(p, name, rows, columns, widest) <= budget:
-            yield make(p, name, rows, columns, rates, widest)
+            tiles |= {(name, rows, min(columns, size), 0, lent) for size in sizes}
+    for name, rows, columns, widest, lent in sorted(tiles):
+        if rows and columns and peak_bytes(p, name, rows, columns, widest, lent) <= budget:
+            yield make(p, name, rows, columns, rates, widest, lent > 0)
 
 
 def _keeps(p: Problem, rows: int, columns: int) -> bool:
@@ -299,10 +335,11 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
     # One token, or all of them: a single product needs no sum.
     heights = {1, tokens} if num_chunks is None else {parts(tokens, num_chunks)}
     return min(
-        peak_bytes(p, name, rows, columns)
+        peak_bytes(p, name, rows, columns, lent=lent)
         for name in (allowed(p) if strategy is None else [strategy])
         for rows in heights
-        for columns in {min(64, vocab), vocab}
+        for lent in {0, lent_classes(p) if can_lend(p, name, rows) else 0}
+        for columns in {min(64, vocab - lent), vocab - lent}
         if columns == vocab or name != TOKEN_CHUNKED or (any(p.grads) and _keeps(p, rows, columns))
     )
 

@@ -37,9 +37,11 @@ def test_plans_keep_to_the_budget(p, data):
     plan = planner.choose(p, budget)
     assert plan.peak_bytes <= budget
     assert (plan.num_chunks - 1) * plan.rows < p.tokens <= plan.num_chunks * plan.rows
-    blocks = plan_memory.waiting(p, plan.strategy, plan.rows, plan.columns) or [p.vocab]
-    assert sum(blocks) == p.vocab and plan.widest <= max(blocks)
-    assert plan.num_slices == sum(tile_memory.parts(width, plan.widest) for width in blocks)
+    rest = plan_memory.without_lent(p, plan.lent)
+    blocks = plan_memory.waiting(rest, plan.strategy, plan.rows, plan.columns) or [rest.vocab]
+    assert sum(blocks) == rest.vocab and plan.widest <= max(blocks)
+    others = sum(tile_memory.parts(width, plan.widest) for width in blocks)
+    assert plan.num_slices == others + tile_memory.parts(plan.lent, plan.columns)
     assert plan.strategy in planner.allowed(p)
     assert planner.parse(p, plan.key) == plan
     others = [c.seconds for c in planner.candidates(p, budget)]  # none has room for all threads?
@@ -107,7 +109,7 @@ def plans(monkeypatch):
 GRADS = [(True, True), (True, False), (False, True), (False, False)]
 
 
-@pytest.mark.parametrize("share", [0.5, 0.25, 1 / 16])
+@pytest.mark.parametrize("share", [0.5, 0.25, 1 / 16, 1 / 64])
 @pytest.mark.parametrize("grads", GRADS)
 @pytest.mark.parametrize(
     "dtype, own", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
