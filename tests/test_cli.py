@@ -94,7 +94,7 @@ def test_plan_is_drawn(tmp_path):
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        (["--budget", "1MiB"], "expected at least 134611456 (128.4 MiB)"),
+        (["--budget", "1MiB"], "expected at least 18219520 (17.4 MiB)"),
         (["--budget", "much"], "--budget is 'much'; expected a number of bytes"),
         (["--dtype", "int8"], "dtype is 'int8'; expected one of float64"),
         (["--device", "tpu"], "device is 'tpu'; expected one of cpu, h200"),

@@ -163,7 +163,7 @@ def wide_sums(p: Problem, rows: int, columns: int) -> tuple[bool, bool]:
 
 def token_bytes(p: Problem) -> int:
     """Statistics, targets, losses and upstream gradients: a few numbers for each token."""
-    numbers = 10 if p.early or not any(p.grads) else 16
+    numbers = 10 if p.early else 16
     return p.tokens * (numbers * p.arithmetic + (32 if p.gather else 8)) + 8 * p.left_out + 512
 
 
