@@ -117,9 +117,14 @@ def test_import_brings_nothing_heavy(installed):
     assert len(new - ours) <= 40, sorted(new - ours)
 
 
-def test_import_takes_less_than_150_ms_beyond_that_of_torch(installed):
-    """In processor seconds, of the best of three: the first one writes the byte code."""
-    code = "import time, torch; began = time.process_time(); import storage_ops\n"
-    code += "print(time.process_time() - began)"
+def test_import_takes_a_fraction_of_what_that_of_torch_takes(installed):
+    """In processor seconds, of the best of three: the first one writes the byte code.
+
+    A bound in seconds would be one for the machine: it was 150 ms, on one twice as fast as others.
+    """
+    code = (
+        "import time; t = time.process_time; a = t(); import torch; b = t(); import storage_ops\n"
+    )
+    code += "print((t() - b) / (b - a))"
     runs = [python(installed, "-c", code, PYTHONDONTWRITEBYTECODE="") for _ in range(3)]
-    assert min(float(run.stdout) for run in runs) < 0.15
+    assert min(float(run.stdout) for run in runs) < 0.3
