@@ -137,8 +137,8 @@ def test_measured_peak_is_what_was_planned(sizes, dtype, own, share, grads, late
     # The forward of a late plan runs before there are gradients.
     predicted = [plans[0].peak_bytes] + [p.peak_bytes + returned for p in plans[late:]]
     assert m.peak_bytes <= max(predicted)
-    # 16-bit products may pack their operands in less than the plan has to reserve, the row kernel in
-    # plain torch makes fewer copies without options, and tokens have fewer numbers.
+    # 16-bit products may pack their operands in less than the plan has to reserve, the row kernel
+    # in plain torch makes fewer copies without options, and tokens have fewer numbers.
     reserved = (1 << 20) * torch.get_num_threads() * (dtype.itemsize < 4) + 24 * tokens
     if so.info()["row_kernel"] == "plain torch":
         reserved += 4 * plan_memory.PLAIN_COPIES * tile_memory.plain_rows(tokens, vocab) * vocab
