@@ -39,7 +39,8 @@ def merged(old: Result | None, new: Result) -> Result:
     commits = dict.fromkeys([*old["commit"].split(", "), new["commit"]])
     rows = [row for each in (shapes(old) | again).values() for row in each]
     kept = {"commit": ", ".join(commits), "rows": rows}
-    skipped = {**old.get("skipped", {}), **new.get("skipped", {})}
+    still = {k: v for k, v in old.get("skipped", {}).items() if k.split(": ")[0] not in again}
+    skipped = {**still, **new.get("skipped", {})}
     return {**old, **new, **kept, "skipped": skipped}
 
 

@@ -106,12 +106,12 @@ def linear_cross_entropy(
         product runs in the autocast dtype, as F.linear does. A token with a nan or +inf logit, or
         with no logit above -inf, has a nan loss, as in F.cross_entropy.
 
-        A mean or a sum makes its gradients in the forward, and needs three matrix products (four
-        where a small budget makes slices of the vocabulary better). The backward multiplies them by
+        A mean or a sum makes its gradients in the forward, and needs three matrix products (more
+        where a small budget forms some logits again, up to five). The backward multiplies them by
         the upstream gradient, which costs those of 16-bit arguments a second rounding unless it is
         1 or another power of two. Reduction "none", float16, accumulate_into, and "nll", "lse" or
         "entropy" in `returns` keep a few numbers per token and form the logits again in the
-        backward: four. Nothing needing gradients: one. Two runs give the same bits.
+        backward: four, or up to five. Nothing needing gradients: one. Two runs give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a

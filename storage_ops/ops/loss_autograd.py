@@ -20,7 +20,6 @@ from storage_ops import _schemas
 from storage_ops.distributed import vocab_parallel
 from storage_ops.ops import loss_reference, loss_tiles, plan_memory, planner, products
 from storage_ops.ops.loss_rows import (
-    STATE_ROWS,
     Outputs,
     Spec,
     Tokens,
@@ -32,6 +31,7 @@ from storage_ops.ops.loss_rows import (
     upstream_of,
 )
 from storage_ops.ops.loss_task import Task, casts, new_state
+from storage_ops.ops.plan_memory import STATE_ROWS
 
 _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 4  # of the forward's outputs: loss, nll, lse, entropy
@@ -67,7 +67,7 @@ def problem_of(
         into=into is not None,
         gather=tokens.kept is not None,
         masked=tokens.masked,
-        left_out=0 if tokens.kept is None else len(x) - tokens.count,
+        left_out=len(x) - tokens.count,
         **products.traits(x.dtype, x.device.type),
         threads=1 if spec.group else torch.get_num_threads(),  # every rank must plan alike
         cast_bytes=cast,

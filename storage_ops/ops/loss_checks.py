@@ -40,7 +40,7 @@ def check_types(
 
 def names_of(returns: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
     """`returns` as a tuple; raise a ValueError unless it has some of the allowed names alone."""
-    names = tuple(returns) if hasattr(returns, "__iter__") and not isinstance(returns, str) else ()
+    names = tuple(returns) if isinstance(returns, (list, tuple)) else ()  # a set has no order
     if not names or not set(names) <= set(allowed):
         raise _wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
     return names

@@ -54,7 +54,7 @@ class Gradients:
     def add(
         self, rows: slice, columns: slice, x: Tensor, w: Tensor, dz: Tensor, again: bool
     ) -> None:
-        """Add what the gradient of a tile of logits gives; `again`: not the first of these rows.
+        """Add what the gradient of a tile of logits gives; `again`: not the rows' first classes.
 
         The tile may be overwritten.
         """

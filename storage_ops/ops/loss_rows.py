@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.distributed import vocab_parallel
 
-STATE_ROWS = 6  # shift, sum, slope, dot, mass, logit of the target; see csrc/row_math.h
 UPDATE, GRADIENT, EXPONENTIALS, SLOPE = 1, 2, 4, 8  # phases of the row kernel
 
 

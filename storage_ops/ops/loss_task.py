@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from storage_ops.ops import products, tile_memory
-from storage_ops.ops.loss_rows import STATE_ROWS, Spec, Tokens, arithmetic
-from storage_ops.ops.plan_memory import Problem
+from storage_ops.ops.loss_rows import Spec, Tokens, arithmetic
+from storage_ops.ops.plan_memory import STATE_ROWS, Problem
 from storage_ops.ops.planner import Plan
 
 

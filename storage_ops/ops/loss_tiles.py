@@ -79,9 +79,12 @@ def sweep(
     upstream: Tensor | None = None,
     argmax: Tensor | None = None,
     gradients: Gradients | None = None,
+    of: tuple[bool, bool] = (True, True),
 ) -> None:
-    """Hand every tile of the logits of these classes to the row kernel and to the gradients."""
-    first = classes.start if classes else 0
+    """Hand every tile of the logits of these classes to the row kernel and to the gradients.
+
+    `of`: to those of the input, and of weight and bias.
+    """
     merges = task.spec.group and phases & UPDATE and phases & GRADIENT
 
     def visit(rows: slice, columns: slice, x: Tensor, w: Tensor, tile: Tensor) -> None:
@@ -92,8 +95,11 @@ def sweep(
         else:
             _rows_kernel(task, tile, rows, columns, state, upstream, argmax, phases)
         if gradients is not None:
-            gradients.add(rows, columns, x, w, tile, columns.start > first)
-            if rows.stop == task.tokens.count:
+            if of[0]:
+                gradients.add_to_input(rows, x, w, tile, columns.start != plan.lent)
+            if of[1]:
+                gradients.add_to_weight(rows, columns, x, tile)
+            if of[1] and rows.stop == task.tokens.count:
                 gradients.end_slice(columns)
 
     _each_tile(task, plan, visit, classes)
@@ -107,21 +113,12 @@ def sweep_lent(
     They complete the sums of the input's gradient, in their own gradient's memory. Then they are
     formed once more for that.
     """
-    lent = slice(0, plan.lent)
-
-    def complete_input(rows: slice, columns: slice, x: Tensor, w: Tensor, tile: Tensor) -> None:
-        _rows_kernel(task, tile, rows, columns, state, upstream, None, GRADIENT)
-        gradients.add_to_input(rows, x, w, tile, True)
-
-    def make_weight(rows: slice, columns: slice, x: Tensor, w: Tensor, tile: Tensor) -> None:
-        _rows_kernel(task, tile, rows, columns, state, upstream, None, GRADIENT)
-        gradients.add_to_weight(rows, columns, x, tile)
-        if rows.stop == task.tokens.count:
-            gradients.end_slice(columns)
-
-    _each_tile(task, plan, complete_input, lent)
-    gradients.finish_input()
-    _each_tile(task, plan, make_weight, lent)
+    for of in ((True, False), (False, True)):
+        sweep(
+            task, plan, state, GRADIENT, classes=slice(0, plan.lent), upstream=upstream,
+            gradients=gradients, of=of,
+        )  # fmt: skip
+        gradients.finish_input()
 
 
 def sweep_waiting(
@@ -278,7 +275,7 @@ def _finish_rescaled(task: Task, state: Tensor, upstream: Tensor, total: Tensor)
         value -= task.weight[classes[part]].to(wide).mul_(hit[part].unsqueeze(1))
         if smooth is not None:
             value.addcmul_(torch.where(valid[part], spread[part], 0).unsqueeze(1), -smooth)
-        total[place] = value
+        total[place] = value.to(total.dtype)
 
 
 def statistics(task: Task, plan: Plan, state: Tensor, argmax: Tensor | None, entropy: bool) -> None:

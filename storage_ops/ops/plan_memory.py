@@ -8,6 +8,7 @@ from storage_ops.ops import tile_memory
 from storage_ops.ops.tile_memory import SLICE, padded, parts, piece, plain_elements
 
 PLAIN_COPIES = 9  # of the rows that it works on, most of them, by the row kernel in plain torch
+STATE_ROWS = 6  # of a token: shift, sum, slope, dot, mass, logit of the target; csrc/row_math.h
 PIECE = 256  # tokens whose rescaled sums are finished at a time
 
 TOKEN_CHUNKED = "token-chunked"
@@ -72,16 +73,19 @@ class Problem:
         return self.itemsize < 4 and (self.sums_fp32 or self.upcast)
 
 
-def lent_classes(p: Problem) -> int:
+def lent_classes(p: Problem, strategy: str, rows: int) -> int:
     """The classes whose part of the weight's gradient has room for fp32 sums of the input's.
 
-    0 if there are none to spare, or no such sums. Their own gradient is written when the sums are
-    done, from logits that are formed once more.
+    Their own gradient is written when the sums are done, from logits that are formed once more. 0
+    where it cannot wait for that, there are no such sums, or few classes are left: no tile is wider
+    than those.
     """
     if not (p.mixed and p.grads[0] and p.grads[1] and p.tokens) or p.into:
         return 0
+    if strategy != VOCAB_SLICED and not (strategy == TOKEN_CHUNKED and parks(p, rows)):
+        return 0
     classes = (p.tokens + p.left_out) * 4 // p.itemsize
-    return classes if classes < p.vocab else 0
+    return classes if 5 * classes <= 4 * p.vocab else 0
 
 
 def without_lent(p: Problem, lent: int) -> Problem:
@@ -164,7 +168,9 @@ def wide_sums(p: Problem, rows: int, columns: int) -> tuple[bool, bool]:
 def token_bytes(p: Problem) -> int:
     """Statistics, targets, losses and upstream gradients: a few numbers for each token."""
     numbers = 10 if p.early else 16
-    return p.tokens * (numbers * p.arithmetic + (32 if p.gather else 8)) + 8 * p.left_out + 512
+    kept = numbers * p.arithmetic + (32 if p.gather else 8)
+    # The state of the rows is returned with zeros for those that are left out.
+    return p.tokens * kept + p.left_out * STATE_ROWS * p.arithmetic + 512
 
 
 def _working_bytes(p: Problem, rows: int, columns: int) -> int:

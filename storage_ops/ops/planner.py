@@ -61,7 +61,7 @@ class Plan:
             the input's, which 16-bit arguments sum in float32; their logits are formed three times.
         num_chunks, num_slices: tiles along the tokens and along the vocabulary.
         products: matrix products of size N x D x V, forward and backward together; not a whole
-            number where a part of the logits is formed twice.
+            number where a part of the logits is formed more often than the rest.
         peak_bytes: scratch memory beyond inputs, outputs and returned gradients.
         flops: floating-point operations of the matrix products.
         bytes_moved: what the tiles read from and write to memory.
@@ -194,7 +194,7 @@ def make(
     lends: bool = False,
 ) -> Plan:
     """The plan with tiles up to these, made equal; `lends`: if it can."""
-    lent = lent_classes(p) if lends and can_lend(p, strategy, rows) else 0
+    lent = lent_classes(p, strategy, rows) if lends else 0
     rest = without_lent(p, lent)
     columns, rows = max(1, min(columns, rest.vocab)), max(1, min(rows, p.tokens))
     if strategy == TOKEN_CHUNKED and not any(p.grads):
@@ -226,11 +226,12 @@ def make(
 def parse(p: Problem, key: str, rates: Rates = CPU) -> Plan:
     """The plan that `Plan.key` stands for; its last three numbers may be left out.
 
-    In slices of the vocabulary, which is right for every problem, if its strategy is not.
+    Where its strategy would be wrong for the problem, it is that of slices of the vocabulary.
     """
     strategy, rows, columns, *more = key.split()
     strategy = strategy if strategy in allowed(p) else VOCAB_SLICED
-    widest, threads, lends = map(int, (*more, *("0", p.threads, "0")[len(more) :]))
+    defaults = ["0", str(p.threads), "0"]
+    widest, threads, lends = map(int, more + defaults[len(more) :])
     fewer = replace(p, threads=min(p.threads, threads))
     return _slowed(p, make(fewer, strategy, int(rows), int(columns), rates, widest, lends > 0))
 
@@ -259,11 +260,6 @@ def allowed(p: Problem) -> list[str]:
     return result
 
 
-def can_lend(p: Problem, strategy: str, rows: int) -> bool:
-    """Whether the gradient of some classes can wait until the input's is done."""
-    return strategy == VOCAB_SLICED or (strategy == TOKEN_CHUNKED and parks(p, rows))
-
-
 def candidates(
     p: Problem,
     budget: int,
@@ -273,9 +269,9 @@ def candidates(
 ) -> Iterator[Plan]:
     """Every plan worth a look that keeps to the budget, with this strategy and number of chunks.
 
-    Larger budgets lose none but for larger tiles of the same kind, so they never give slower plans,
-    but for the fixed cost of a slice: where all logits wait, a wider last one may divide the others
-    into one more.
+    Larger budgets lose none but for larger tiles of the same kind, so they give no slower plans,
+    but for the fixed cost of a slice (where all logits wait, a wider last one may divide the others
+    into one more) and a fraction of a percent where a wider tile is not the better one.
     """
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     in_cache = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize), 64)
@@ -285,7 +281,8 @@ def candidates(
     heights = halved if num_chunks is None else {parts(tokens, num_chunks)}
     tiles: set[tuple[str, int, int, int, int]] = set()
     names = allowed(p) if strategy is None else [strategy]
-    for name, lent in ((name, lent) for name in names for lent in {0, lent_classes(p)}):
+    kinds = [(each, lent) for each in names for lent in {0, lent_classes(p, each, tokens)}]
+    for name, lent in kinds:
         vocab = max(p.vocab - lent, 1)
 
         def fits(
@@ -302,7 +299,7 @@ def candidates(
             whole = parts(tokens, most) if most else 0
             fewer = {parts(tokens, whole - k) for k in (1, 2) if k < whole}
             for rows in heights | fewer if any(p.grads) else ():
-                if lent and not can_lend(p, name, rows):
+                if lent and not lent_classes(p, name, rows):
                     continue
                 # What waits can be worked on in wider slices than what is kept, with more scratch.
                 for widest in {0, *WIDTHS, vocab} if parks(p, rows) else {0}:
@@ -338,7 +335,7 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
         peak_bytes(p, name, rows, columns, lent=lent)
         for name in (allowed(p) if strategy is None else [strategy])
         for rows in heights
-        for lent in {0, lent_classes(p) if can_lend(p, name, rows) else 0}
+        for lent in {0, lent_classes(p, name, rows)}
         for columns in {min(64, vocab - lent), vocab - lent}
         if columns == vocab or name != TOKEN_CHUNKED or (any(p.grads) and _keeps(p, rows, columns))
     )

@@ -47,6 +47,7 @@ def arguments(**changes):
         ({"memory_budget": True}, TypeError, "memory_budget is True; expected a number of bytes"),
         ({"memory_budget": "much"}, ValueError, "memory_budget is 'much'; expected a number of"),
         ({"returns": "loss"}, ValueError, "returns is 'loss'; expected a sequence of some of"),
+        ({"returns": {"loss"}}, ValueError, r"returns is \{'loss'\}; expected a sequence"),
         ({"returns": ("los",)}, ValueError, r"returns is \('los',\); expected a sequence"),
         (
             {"shift": True, "input": torch.randn(8), "target": torch.tensor(1)},

@@ -28,7 +28,8 @@ OPTIONS = {
     "returns": [("nll", "lse", "entropy"), ("loss", "z_loss", "argmax", "correct")],
     "frozen": ["input", "linear_weight"],
     "plan": ["token-chunked 5 70", "token-chunked 5 30", "vocab-sliced 12 64", "vocab-sliced 5 64",
-             "running-rescale 5 64", "token-chunked 12 64"],
+             "running-rescale 5 64", "token-chunked 12 64", "token-chunked 12 64 0 1 1",
+             "vocab-sliced 5 64 0 1 1"],
 }  # fmt: skip
 CHOICES = [(name, i) for name, values in OPTIONS.items() for i in range(len(values))]
 PAIRS = [pair for pair in itertools.combinations(CHOICES, 2) if pair[0][0] != pair[1][0]]
@@ -101,6 +102,26 @@ def test_options_while_logits_wait_in_the_gradient_of_the_weight(choice, hidden,
     monkeypatch.setitem(globals(), "VOCAB", 200)  # 128 that wait, if there is room, 8, and 64
     monkeypatch.setitem(globals(), "HIDDEN", hidden)
     compare([*{"plan": 5, **dict([choice])}.items()])
+
+
+@pytest.mark.parametrize("key", ["token-chunked 12 64 0 1 1", "vocab-sliced 5 64 0 1 1"])
+@pytest.mark.parametrize("reduction", [[], [("reduction", 1)]])
+def test_sums_lie_there_for_shifted_distributions(key, reduction, monkeypatch):
+    """The input has a row more than there are tokens."""
+    monkeypatch.setitem(OPTIONS, "plan", [key])
+    compare([("plan", 0), ("shift", 0), ("target", 0), *reduction], torch.bfloat16, 0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rescaled_sums_in_the_dtype_of_a_frozen_weight(dtype):
+    x, w = torch.randn(40, 8).to(dtype).requires_grad_(), torch.randn(200, 8).to(dtype)
+    target = torch.randint(200, (40,))
+    target[::3] = -100
+    plan = Forced("running-rescale 16 64")
+    so.linear_cross_entropy(x, w, target, plan=plan, accumulate_dtype=dtype).backward()
+    a = x.detach().double().requires_grad_()
+    reference.linear_cross_entropy(a, w.double(), target).backward()
+    assert (x.grad.double() - a.grad).norm() <= 0.05 * a.grad.norm()
 
 
 @pytest.mark.parametrize(

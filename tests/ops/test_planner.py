@@ -249,6 +249,26 @@ def test_the_smallest_budget_has_room_for_copies_of_arguments(kind):
     assert m.peak_bytes - x.grad.nbytes <= least
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_smallest_budget_has_room_for_the_state_of_ignored_tokens(dtype, reduction):
+    x, w = torch.randn(9000, 4, dtype=dtype), torch.randn(70, 4, dtype=dtype)
+    target = torch.full((9000,), -100)
+    target[:20] = 3
+    budget = smallest(x.requires_grad_(), w.requires_grad_(), target, reduction=reduction)
+    with so.memory.measure() as m:
+        loss = so.linear_cross_entropy(x, w, target, memory_budget=budget, reduction=reduction)
+        loss.backward(torch.ones_like(loss))
+    assert m.peak_bytes - x.grad.nbytes - w.grad.nbytes - 2 * loss.nbytes <= budget
+
+
+@pytest.mark.parametrize("vocab", [2049, 2112, 2560, 3000])
+def test_tiles_do_not_get_narrow_for_lending_memory(vocab):
+    p = planner.Problem(1024, 256, vocab, 2, packs=True, rounds=True)
+    plan = planner.choose(p, max(1 << 20, planner.smallest_budget(p)))
+    assert plan.columns >= 64 and plan.seconds < 4 * planner.choose(p).seconds
+
+
 @pytest.mark.parametrize("ask", [products.rounds, products.has_fast_products])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_processor_is_asked_and_no_mode_of_fake_tensors(ask, dtype):
