@@ -203,7 +203,8 @@ def planned() -> str:
     rates = DEVICES["h200"]
     least = planner.smallest_budget(p)
     most = planner.peak_bytes(p, planner.allowed(p)[0], p.tokens, p.vocab)
-    budgets = {"smallest possible": least, "400 MiB": 400 << 20, "all logits at once": most}
+    some = {f"{size} MiB": size << 20 for size in (64, 400)}
+    budgets = {"smallest possible": least, **some, "all logits at once": most}
     lines = []
     for name, budget in budgets.items():
         chosen = planner.choose(p, budget, rates)
