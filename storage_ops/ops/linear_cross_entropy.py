@@ -200,10 +200,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError(
-            "linear_cross_entropy: an argument carries a tangent; forward-mode AD is not supported,"
-            " use torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) for it"
-        )
+        raise RuntimeError(loss_autograd.NOT_FORWARD)
 
 
 class LinearCrossEntropyLoss(nn.Module):

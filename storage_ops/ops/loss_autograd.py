@@ -41,6 +41,10 @@ _NOT_TWICE = (
     "linear_cross_entropy: its gradient was differentiated; double backward is not supported, use "
     "torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) where you need it"
 )
+NOT_FORWARD = (
+    "linear_cross_entropy: an argument carries a tangent; forward-mode AD is not supported, use "
+    "torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) for it"
+)
 
 
 def problem_of(
@@ -185,10 +189,15 @@ def _raise_not_twice(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError(_NOT_TWICE)
 
 
+def _raise_not_forward(ctx: Any, *tangents: Tensor) -> None:
+    raise RuntimeError(NOT_FORWARD)
+
+
 class _NotTwice(torch.autograd.Function):
     """A function whose results may be used in a graph, but not differentiated."""
 
     backward = staticmethod(_raise_not_twice)
+    jvp = staticmethod(_raise_not_forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -312,6 +321,7 @@ class _Transformable(torch.autograd.Function):
 
     generate_vmap_rule = True
     backward = staticmethod(_autograd)
+    jvp = staticmethod(_raise_not_forward)
     setup_context = staticmethod(_setup_context)
 
     @staticmethod

@@ -75,6 +75,8 @@ def check_arguments(
         raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, _INTEGERS):
         raise _wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
+    if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
+        raise _wrong(ValueError, "ignore_index is", ignore_index, "one that int64 holds")
     vocab = linear_weight.shape[0]
     if vocab == 0:
         raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
@@ -127,6 +129,8 @@ def _check_options(
     if softcap is not None and not least <= softcap <= 1 / least:
         rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
         raise _wrong(ValueError, "softcap is", softcap, rule)
+    if not isinstance(shift, bool):
+        raise _wrong(TypeError, "shift is", repr(shift), "True or False")
     if shift and input.dim() < 2:
         raise _wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
     counts = isinstance(max_valid, _INTEGERS) and max_valid >= 0
