@@ -283,7 +283,7 @@ def candidates(
     names = allowed(p) if strategy is None else [strategy]
     kinds = [(each, lent) for each in names for lent in {0, lent_classes(p, each, tokens)}]
     for name, lent in kinds:
-        vocab = max(p.vocab - lent, 1)
+        others = max(p.vocab - lent, 1)
 
         def fits(
             rows: int, columns: int, widest: int = 0, name: str = name, lent: int = lent
@@ -292,7 +292,7 @@ def candidates(
 
         most = 0
         if name != RUNNING_RESCALE and not lent:
-            most = _most(tokens, lambda rows: fits(rows, p.vocab)) if num_chunks is None else 0
+            most = _most(tokens, lambda rows: fits(rows, vocab)) if num_chunks is None else 0
             tiles |= {(name, rows, vocab, vocab, 0) for rows in heights | {most}}
         if name == TOKEN_CHUNKED:
             # Fewer chunks than fit, but for a part of the logits: those are formed twice.
@@ -302,9 +302,9 @@ def candidates(
                 if lent and not lent_classes(p, name, rows):
                     continue
                 # What waits can be worked on in wider slices than what is kept, with more scratch.
-                for widest in {0, *WIDTHS, vocab} if parks(p, rows) else {0}:
+                for widest in {0, *WIDTHS, others} if parks(p, rows) else {0}:
                     columns = _most(
-                        vocab,
+                        others,
                         lambda columns, rows=rows, widest=widest: fits(rows, columns, widest),
                         64,
                     )
@@ -312,7 +312,7 @@ def candidates(
                         tiles.add((name, rows, columns, widest, lent))
             continue
         for rows in heights:
-            columns = _most(vocab, lambda columns, rows=rows: fits(rows, columns), 64)
+            columns = _most(others, lambda columns, rows=rows: fits(rows, columns), 64)
             sizes = (columns, cached, padded(TILE_BYTES // (rows * p.itemsize) + 1))
             tiles |= {(name, rows, min(columns, size), 0, lent) for size in sizes}
     for name, rows, columns, widest, lent in sorted(tiles):

@@ -32,6 +32,8 @@ OPTIONS = {
              "vocab-sliced 5 64 0 1 1"],
 }  # fmt: skip
 CHOICES = [(name, i) for name, values in OPTIONS.items() for i in range(len(values))]
+# Without plans, and without argmax: a tie in 16 bits is none in float64.
+OTHERS = [choice for choice in CHOICES if choice[0] != "plan" and choice != ("returns", 1)]
 PAIRS = [pair for pair in itertools.combinations(CHOICES, 2) if pair[0][0] != pair[1][0]]
 
 
@@ -130,13 +132,11 @@ def test_rescaled_sums_in_the_dtype_of_a_frozen_weight(dtype):
      ("vocab-sliced 5 64 0 1 1", torch.float16, 1e-2)],
 )  # fmt: skip
 @pytest.mark.parametrize("hidden", [11, 20])
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c[0]}{c[1]}")
+@pytest.mark.parametrize("choice", OTHERS, ids=lambda c: f"{c[0]}{c[1]}")
 def test_options_while_sums_lie_in_the_gradient_of_the_weight(
     choice, hidden, key, dtype, tolerance, monkeypatch
 ):
     frozen = choice[0] == "frozen"  # there are no such sums, or no such gradient
-    if choice[0] == "plan" or choice == ("returns", 1):  # a tie in 16 bits is none in float64
-        pytest.skip("the plan is given; ties are none in float64")
     lent, sweep = [], loss_tiles.sweep_lent
     monkeypatch.setattr(loss_tiles, "sweep_lent", lambda *a: lent.append(a[1].lent) or sweep(*a))
     monkeypatch.setitem(globals(), "VOCAB", 200)
