@@ -145,8 +145,10 @@ def test_measured_peak_is_what_was_planned(sizes, dtype, own, share, grads, late
     predicted = [plans[0].peak_bytes] + [p.peak_bytes + returned for p in plans[late:]]
     assert m.peak_bytes <= max(predicted)
     # 16-bit products may pack their operands in less than the plan has to reserve, the row kernel
-    # in plain torch makes fewer copies without options, and tokens have fewer numbers.
-    reserved = (1 << 20) * torch.get_num_threads() * (dtype.itemsize < 4) + 24 * tokens
+    # in plain torch makes fewer copies without options, and tokens have fewer numbers without
+    # gradients.
+    reserved = (1 << 20) * torch.get_num_threads() * (dtype.itemsize < 4)
+    reserved += 24 * tokens * (not any(grads))
     if so.info()["row_kernel"] == "plain torch":
         reserved += 4 * plan_memory.PLAIN_COPIES * tile_memory.plain_rows(tokens, vocab) * vocab
     assert m.peak_bytes >= 0.95 * max(predicted) - reserved
