@@ -44,6 +44,9 @@ def test_new_shapes_replace_old_ones():
     assert both["commit"] == "one, two"
     whole = result("three", ("A", 1), ("B", 1), ("C", 1))
     assert _results.merged(both, whole) == whole
+    left_out = {"skipped": {"A: x": "why", "B: x": "why", "x": "why"}}
+    again = _results.merged({**both, **left_out}, result("four", ("B", 4)))
+    assert again["skipped"] == {"A: x": "why", "x": "why"}
 
 
 def test_results_are_taken_in(tmp_path, monkeypatch):
