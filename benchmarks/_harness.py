@@ -211,16 +211,17 @@ def curve(m: Measurement) -> list[list[float]]:
 def hardware(device: str | None = None) -> str:
     """The processor's name as a folder name; of a GPU if there is one and no device is given.
 
-    A cloud gives one name to processors of several generations: what they compute with is told too.
+    A cloud gives one name to processors of several generations: their family, which Linux knows,
+    and what they compute with are told too.
     """
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_name().lower().replace(" ", "-")
-    model, unit = platform.machine(), torch.backends.cpu.get_cpu_capability()
-    found = re.search(r"^model name\s*:(.*)$", rates.processor(), re.MULTILINE)
-    if found:
-        model = re.sub(r"\((r|tm)\)", "", found[1], flags=re.IGNORECASE)
-    unit = "AMX" if rates.has_amx() else unit
-    return f"{'-'.join((model + ' ' + unit).lower().split())}-{torch.get_num_threads()}-threads"
+    facts = dict(re.findall(r"^(model name|cpu family)\s*: (.*)$", rates.processor(), re.MULTILINE))
+    name = re.sub(r"\((r|tm)\)", "", facts.get("model name", platform.machine()), flags=re.I)
+    family = f"family {facts['cpu family']}" if "cpu family" in facts else ""
+    unit = "AMX" if rates.has_amx() else torch.backends.cpu.get_cpu_capability()
+    words = f"{name} {family} {unit} {torch.get_num_threads()} threads"
+    return "-".join(words.lower().split())
 
 
 def provenance(device: str | None = None) -> dict[str, Any]:

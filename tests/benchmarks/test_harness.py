@@ -84,6 +84,16 @@ def test_peak_is_above_what_was_there():
     assert mib == 12.0
 
 
+def test_hardware_tells_generations_of_one_name_apart(monkeypatch):
+    def named(family):
+        said = f"processor\t: 0\ncpu family\t: {family}\nmodel\t\t: 17\nmodel name\t: AMD EPYC(tm)\n"
+        monkeypatch.setattr(_harness.rates, "processor", lambda: said)
+        return _harness.hardware("cpu")
+
+    assert named(25).startswith("amd-epyc-family-25-")
+    assert named(25).replace("-25-", "-26-") == named(26)
+
+
 def test_quick_results_do_not_replace_kept_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = _harness.parser("").parse_args(["--quick", "--device", "cpu"])
