@@ -14,30 +14,6 @@
 #include "product_pack.h"
 #include "product_tile.h"
 
-// Fetches the part of an operand that is copied next, a little with every tile: memory is idle
-// while tiles are computed. Runs are what lies together: a row of it, or a column.
-struct Ahead {
-  const char* run;
-  int64_t stride, run_bytes, runs, per_tile;
-  int64_t offset = 0;
-
-  template <typename T>
-  Ahead(const T* from, int64_t rows, int64_t row, int64_t columns, int64_t column, int64_t tiles)
-      : run(reinterpret_cast<const char*>(from)),
-        stride((column == 1 ? row : column) * sizeof(T)),
-        run_bytes((column == 1 ? columns : rows) * sizeof(T)),
-        runs(column == 1 ? rows : columns),
-        per_tile(parts(runs * parts(run_bytes, 64), tiles)) {}
-
-  STORAGE_OPS_INLINE void fetch() {
-    for (int64_t line = 0; line < per_tile && runs > 0; ++line) {
-      __builtin_prefetch(run + offset, 0, 2);
-      offset += 64;
-      if (offset >= run_bytes) offset = 0, run += stride, --runs;
-    }
-  }
-};
-
 // The part of the right operand that is copied at a time, and that of the left one.
 struct Block {
   int64_t begin, depth, column, columns;
@@ -63,6 +39,10 @@ struct Part {
   static constexpr int64_t kStepNumbers = kStep * kGroup<T>;
 
   int64_t numbers() const { return group * kGroup<T>; }
+
+  int64_t fetching_steps(int64_t depth) const {
+    return kFetchesWithin<T> ? parts(slots_of<T>(depth), Fetches::kStep) : parts(depth, numbers());
+  }
 
   void run() const {
     const int64_t all_panels = parts(last_column - first_column, kTileColumns);
@@ -126,9 +106,9 @@ struct Part {
 
   void multiply_block(const Block& now, const Block& next) const {
     const Product& p = product;
-    const int64_t tiles = parts(last_row - first_row, kTileRows) *
-                          parts(now.columns, kTileColumns) * parts(now.depth, numbers());
-    Ahead ahead(start(next), next.depth, p.right_row, next.columns, p.right_column, tiles);
+    const int64_t steps = parts(last_row - first_row, kTileRows) *
+                          parts(now.columns, kTileColumns) * fetching_steps(now.depth);
+    Ahead ahead(start(next), next.depth, p.right_row, next.columns, p.right_column, steps);
     for (int64_t row = first_row; row < last_row; row += height) {
       for (int64_t begin = 0; begin < now.depth; begin += numbers()) {
         const Rows after = begin + numbers() < now.depth ? rows_at(now, row, begin + numbers())
@@ -152,13 +132,12 @@ struct Part {
                   left + (i - whole) * slots + k / kGroup<T> * kTileRows);
       }
     }
-    Ahead left_ahead(start(next), next.count, p.left_row, next.depth, p.left_column,
-                     parts(now.count, kTileRows) * panels);
+    const int64_t steps = parts(now.count, kTileRows) * panels * fetching_steps(now.depth);
+    Fetches fetches{ahead, {start(next), next.count, p.left_row, next.depth, p.left_column, steps}};
     const uint32_t* packed = right + (now.begin - block.begin) / kGroup<T> * panels * kTileColumns;
     for (int64_t j = 0; j < panels; ++j) {
       for (int64_t i = 0; i < now.count; i += kTileRows) {
-        ahead.fetch();
-        left_ahead.fetch();
+        FetchesOf<T> fetching(fetches);
         const int64_t column = block.column + j * kTileColumns;
         const Left a = i < whole ? Left{reinterpret_cast<const char*>(start(now) + i * p.left_row),
                                         p.left_row * int64_t(sizeof(T)), p.left_column * kSlotBytes}
@@ -175,11 +154,13 @@ struct Part {
           sums = partial + i * across + j * kTileColumns;
         }
         if (now.begin + now.depth < p.depth && sums != nullptr) {
-          one_tile(high, wide, slots, a, b, Place<float>{sums, across}, now.begin > 0);
+          one_tile(high, wide, slots, a, b, fetching, Place<float>{sums, across}, now.begin > 0);
         } else if (now.begin > 0 && sums != nullptr) {
-          one_tile(high, wide, slots, a, b, Place<Out>{out, p.out_row, sums, across}, p.add);
+          one_tile(high, wide, slots, a, b, fetching, Place<Out>{out, p.out_row, sums, across},
+                   p.add);
         } else {
-          one_tile(high, wide, slots, a, b, Place<Out>{out, p.out_row}, p.add || now.begin > 0);
+          one_tile(high, wide, slots, a, b, fetching, Place<Out>{out, p.out_row},
+                   p.add || now.begin > 0);
         }
       }
     }
@@ -187,13 +168,14 @@ struct Part {
 
   template <typename To>
   void one_tile(int64_t high, int64_t wide, int64_t slots, const Left& a, const float* b,
-                const Place<To>& place, bool adds) const {
+                FetchesOf<T>& fetching, const Place<To>& place, bool adds) const {
     constexpr bool kDot = kPairs<T>;
     if (high == kTileRows && wide == kTileColumns) {
-      return adds ? tile<kDot, true>(slots, a, b, place) : tile<kDot, false>(slots, a, b, place);
+      return adds ? tile<kDot, true>(slots, a, b, fetching, place)
+                  : tile<kDot, false>(slots, a, b, fetching, place);
     }
     alignas(64) float whole[kTileRows * kTileColumns];
-    tile<kDot, false>(slots, a, b, Place<float>{whole, kTileColumns});
+    tile<kDot, false>(slots, a, b, fetching, Place<float>{whole, kTileColumns});
     for (int64_t i = 0; i < high; ++i) {
       To* to = place.out + i * place.stride;
       for (int64_t j = 0; j < wide; ++j) {
@@ -320,7 +302,9 @@ void multiply_into(Product p) {
   const int64_t panel = kTileColumns * group;
   const int64_t panels_slots = (each - rows_in(each / 8) * group) / panel * panel;
   int64_t left_slots = rows_in(each - panels_slots) * group;
-  int64_t height = direct ? kBlockRows : left_slots / group;
+  // Rows that are read where they are are used again by the other panels of a block, if any.
+  const bool one_panel = group == all_slots && panels_slots < 2 * panel;
+  int64_t height = !direct ? left_slots / group : one_panel ? kTileRows : kBlockRows;
   if constexpr (kPairs<T> && kSquare == 1) {
     // More copies than these of an operand that may be spent cost more than interleaving it.
     constexpr int64_t kCopies = 4;

@@ -46,6 +46,56 @@ struct Left {
   int64_t row, slot;
 };
 
+// Fetches the part of an operand that is needed next, a little with every step: memory is idle
+// while tiles are computed. Runs are what lies together: a row of it, or a column.
+struct Ahead {
+  const char* run;
+  int64_t stride, run_bytes, runs, per_step;
+  int64_t offset = 0;
+
+  template <typename T>
+  Ahead(const T* from, int64_t rows, int64_t row, int64_t columns, int64_t column, int64_t steps)
+      : run(reinterpret_cast<const char*>(from)),
+        stride((column == 1 ? row : column) * sizeof(T)),
+        run_bytes((column == 1 ? columns : rows) * sizeof(T)),
+        runs(column == 1 ? rows : columns),
+        per_step(parts(runs * parts(run_bytes, 64), steps)) {}
+
+  STORAGE_OPS_INLINE void fetch() {
+    for (int64_t line = 0; line < per_step && runs > 0; ++line) {
+      __builtin_prefetch(run + offset, 0, 2);
+      offset += 64;
+      if (offset >= run_bytes) offset = 0, run += stride, --runs;
+    }
+  }
+};
+
+// Of both operands, within a tile: with every so many slots of its depth.
+struct Fetches {
+  static constexpr int64_t kStep = 32;
+  Ahead& right;
+  Ahead left;
+
+  STORAGE_OPS_INLINE void step() {
+    right.fetch();
+    left.fetch();
+  }
+};
+
+// Both were, before the tile.
+struct Fetched {
+  static constexpr int64_t kStep = std::numeric_limits<int64_t>::max();
+  explicit Fetched(Fetches& fetches) { fetches.step(); }
+  void step() const {}
+};
+
+// Tiles of pairs can be so deep that lines fetched all at once would hold up what they read. The
+// others are done before fetching within them would pay.
+template <typename T>
+constexpr bool kFetchesWithin = kPairs<T> && kSquare == 1;
+template <typename T>
+using FetchesOf = std::conditional_t<kFetchesWithin<T>, Fetches&, Fetched>;
+
 #if defined(STORAGE_OPS_TILES)
 // The shape of a thread's registers: 16 rows of 64 bytes each, while this lives.
 struct Registers {
@@ -103,7 +153,7 @@ STORAGE_OPS_INLINE void multiply_tile(int64_t depth, const Left& left, const flo
 // out = left @ right (+ sums), or out += it, for a whole tile of it.
 template <bool kDot, bool kAdd, typename Out>
 __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
-                                    const Place<Out>& place) {
+                                    const Fetched&, const Place<Out>& place) {
   for (int i = 0; i < kTileRows; ++i) {
     const char* line = reinterpret_cast<const char*>(place.out + (kTileRows + i) * place.stride);
     for (int byte = 0; byte < kTileColumns * int(sizeof(Out)); byte += 64)
@@ -130,9 +180,9 @@ struct Registers {};
 
 // out = left @ right (+ sums), or out += it, for a whole tile of it. What is fetched of the tile
 // after this one while this one is computed need not be waited for.
-template <bool kDot, bool kAdd, typename Out>
+template <bool kDot, bool kAdd, typename Fetching, typename Out>
 __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
-                                    const Place<Out>& place) {
+                                    Fetching& fetches, const Place<Out>& place) {
   const auto [out, stride, before, before_stride] = place;
   constexpr int kBytes = sizeof(Out) * kTileColumns;
   Lanes sums[kTileRows][kVectors] = {};
@@ -142,17 +192,22 @@ __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float
   }
   const char* slot = left.from;
   const int64_t row_bytes = left.row, slot_bytes = left.slot;
-  for (int64_t p = 0; p < depth; ++p, slot += slot_bytes) {
-    Lanes columns[kVectors];
+  constexpr int64_t kStep = Fetching::kStep;
+  for (int64_t begin = 0; begin < depth; begin += kStep) {
+    fetches.step();
+    const int64_t end = std::min(begin + kStep, depth);
+    for (int64_t p = begin; p < end; ++p, slot += slot_bytes) {
+      Lanes columns[kVectors];
 #pragma GCC unroll 3
-    for (int j = 0; j < kVectors; ++j) {
-      columns[j] = load<Lanes>(right + p * kTileColumns + j * kLanes);
-    }
+      for (int j = 0; j < kVectors; ++j) {
+        columns[j] = load<Lanes>(right + p * kTileColumns + j * kLanes);
+      }
 #pragma GCC unroll 8
-    for (int i = 0; i < kTileRows; ++i) {
-      const Lanes row = load<float>(slot + i * row_bytes) - Lanes{};
+      for (int i = 0; i < kTileRows; ++i) {
+        const Lanes row = load<float>(slot + i * row_bytes) - Lanes{};
 #pragma GCC unroll 3
-      for (int j = 0; j < kVectors; ++j) accumulate<kDot>(sums[i][j], row, columns[j]);
+        for (int j = 0; j < kVectors; ++j) accumulate<kDot>(sums[i][j], row, columns[j]);
+      }
     }
   }
 #pragma GCC unroll 8
