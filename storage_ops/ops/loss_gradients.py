@@ -62,7 +62,7 @@ class Gradients:
         self.add_to_weight(rows, columns, x, dz)
 
     def add_to_input(self, rows: slice, x: Tensor, w: Tensor, dz: Tensor, again: bool) -> None:
-        """Add what a tile gives to the gradient of the input, if that is asked for."""
+        """Add what a tile gives to the input's gradient, if that is asked for and not finished."""
         threads = self._problem.threads
         if self.input is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -79,11 +80,11 @@ def sweep(
     upstream: Tensor | None = None,
     argmax: Tensor | None = None,
     gradients: Gradients | None = None,
-    of: tuple[bool, bool] = (True, True),
+    to_weight: bool = True,
 ) -> None:
     """Hand every tile of the logits of these classes to the row kernel and to the gradients.
 
-    `of`: to those of the input, and of weight and bias.
+    `to_weight`: to those of weight and bias too, not to the input's alone.
     """
     merges = task.spec.group and phases & UPDATE and phases & GRADIENT
 
@@ -95,12 +96,11 @@ def sweep(
         else:
             _rows_kernel(task, tile, rows, columns, state, upstream, argmax, phases)
         if gradients is not None:
-            if of[0]:
-                gradients.add_to_input(rows, x, w, tile, columns.start != plan.lent)
-            if of[1]:
+            gradients.add_to_input(rows, x, w, tile, columns.start != plan.lent)
+            if to_weight:
                 gradients.add_to_weight(rows, columns, x, tile)
-            if of[1] and rows.stop == task.tokens.count:
-                gradients.end_slice(columns)
+                if rows.stop == task.tokens.count:
+                    gradients.end_slice(columns)
 
     _each_tile(task, plan, visit, classes)
 
@@ -113,12 +113,13 @@ def sweep_lent(
     They complete the sums of the input's gradient, in their own gradient's memory. Then they are
     formed once more for that.
     """
-    for of in ((True, False), (False, True)):
-        sweep(
-            task, plan, state, GRADIENT, classes=slice(0, plan.lent), upstream=upstream,
-            gradients=gradients, of=of,
-        )  # fmt: skip
-        gradients.finish_input()
+    sweep_them = functools.partial(
+        sweep, task, plan, state, GRADIENT, classes=slice(0, plan.lent), upstream=upstream,
+        gradients=gradients,
+    )  # fmt: skip
+    sweep_them(to_weight=False)
+    gradients.finish_input()  # from here on, nothing is added to it
+    sweep_them()
 
 
 def sweep_waiting(
