@@ -33,7 +33,7 @@ else:
     from storage_ops import autochunk, graph, memory, policies
     from storage_ops.checkpoint.chain import OutputDiscardChain
     from storage_ops.checkpoint.config import ActivationCheckpointConfig
-    from storage_ops.checkpoint.execution import register_rng_tracker
+    from storage_ops.checkpoint.execution import disable_checkpointing, register_rng_tracker
     from storage_ops.checkpoint.explain import explain_policy
     from storage_ops.checkpoint.output_discard import (
         OutputDiscard,
@@ -79,6 +79,7 @@ __all__ = [
     "autochunk",
     "check_discarded",
     "checkpoint_report",
+    "disable_checkpointing",
     "discard_storage",
     "explain_policy",
     "graph",

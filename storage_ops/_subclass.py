@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 
 def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator: as functools.wraps, with a signature in the place of __wrapped__.
@@ -24,13 +26,58 @@ def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
     return decorate
 
 
-def subclass(base: Any, original: Any, forward: Callable[..., Any]) -> Any:
-    """A subclass of `base` and `original` under the latter's name, which it has as `_original`."""
-    body = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_original": original,
-        "forward": forward,
-    }
-    return type(original.__name__, (base, original), body)
+class Replaced(nn.Module):
+    """First base of the classes that modules change to; what these have in common.
+
+    A module changes to `kind.over(type(module))`, where `kind` is a subclass of this one. Copies
+    and pickles of it are of such a class too.
+    """
+
+    # On each class made here itself: the class it replaces, and the subclass of this one.
+    _original: Any
+    _kind: Any
+
+    @staticmethod
+    def forward_over(original: Callable[..., Any]) -> Callable[..., Any] | None:
+        """The forward that takes the place of the original's, if one does."""
+        return None
+
+    @classmethod
+    @functools.cache
+    def over(cls, original: Any) -> Any:
+        """The subclass of this kind and `original`, under the latter's name."""
+        body = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_original": original,
+            "_kind": cls,
+        }
+        forward = cls.forward_over(original.forward)
+        if forward is not None:
+            body["forward"] = forward
+        later = getattr(original, "cls_to_become", None)
+        if later is not None:  # a lazy module changes its class itself, at its first forward
+            body["cls_to_become"] = cls.over(later)
+        return type(original.__name__, (cls, original), body)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        # The classes made here have no name to be pickled by. Where another library has put its
+        # class above them, that is its part.
+        kinds, cls = [], type(self)
+        while "_original" in vars(cls):
+            kinds.append(cls._kind)
+            cls = cls._original
+        if not kinds:
+            return reduced
+        function, args, *rest = reduced
+        args = tuple(cls if arg is type(self) else arg for arg in args)
+        return (_rebuild, (function, args, tuple(kinds)), *rest)
+
+
+def _rebuild(function: Callable[..., Any], args: Any, kinds: tuple[Any, ...]) -> Any:
+    module = function(*args)
+    for kind in reversed(kinds):
+        module.__class__ = kind.over(type(module))
+    return module

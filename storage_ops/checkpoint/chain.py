@@ -38,6 +38,8 @@ class OutputDiscardChain:
         >>> y.sum().backward()
     """
 
+    _variables = True  # those of the functions around the block are no holders of outputs
+
     def __init__(self, **options: Any) -> None:
         self._options = OutputDiscardCheckpoint(**options).options
         self._regions: list[Region] = []
@@ -52,7 +54,7 @@ class OutputDiscardChain:
         if run_plainly():
             return self
         self._regions = []
-        self._block = ConsumerHooks(self._regions)
+        self._block = ConsumerHooks(self._regions, self._variables)
         self._block.__enter__()
         return self
 
@@ -61,12 +63,14 @@ class OutputDiscardChain:
         block, self._block = self._block, None
         if block is None:
             return
-        block.__exit__(*error)
-        if error[0] is None:
-            self._discard_used(block, ())
-        for region in self._regions:
-            region.forget_outputs()
-        self._regions = []
+        try:
+            block.__exit__(*error)
+            if error[0] is None:
+                self._discard_used(block, ())
+        finally:
+            for region in self._regions:
+                region.forget_outputs()
+            self._regions = []
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `fn(*args, **kwargs)`, saving none of its intermediates.
@@ -80,7 +84,11 @@ class OutputDiscardChain:
         """
         if not self._open:
             fail("checkpoint() of an OutputDiscardChain was called outside of its with block")
-        outputs, region = run_region(fn, args, kwargs, self._options)
+        return self.run(fn, args, kwargs)
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, name: str = "") -> Any:
+        """The same, where errors call the region by a name."""
+        outputs, region = run_region(fn, args, kwargs, self._options, name)
         if region is not None:
             self._regions.append(region)
         return outputs
@@ -92,6 +100,7 @@ class OutputDiscardChain:
             hook_tensors: tensors that the gradients come to first; none are needed.
         """
         if self._block is not None:
+            self._block.keep_what_is_held()
             self._discard_used(self._block, hook_tensors)
 
     def _discard_used(self, block: ConsumerHooks, hook_tensors: tuple[Tensor, ...]) -> None:
@@ -101,4 +110,5 @@ class OutputDiscardChain:
             unused = [made.handle for made in region.made if not region.uses.get(made.key)]
             region.discard(keep=(*unused, *hook_tensors))
             for t in hook_tensors:
-                t.register_hook(region.trigger())
+                if t.requires_grad:
+                    t.register_hook(region.trigger())

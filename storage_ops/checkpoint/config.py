@@ -19,6 +19,10 @@ MODES = ("full", "selective", "output_discard")
 CHECKS = ("default", "none", "checksum")
 _OPS = ("ops_to_save", "ops_to_recompute")
 _LISTS = (*_OPS, "layer_classes", "layer_names", "mm_shapes_to_save", "mm_shapes_to_recompute")
+_SWITCHES = (
+    "use_reentrant", "preserve_rng_state", "allow_no_match", "early_stop", "debug",
+    "respect_saved_tensors_hooks",
+)  # fmt: skip
 # What makes a checkpoint a selective one.
 _RULES = (*_OPS, "mm_shapes_to_save", "mm_shapes_to_recompute", "policy")
 
@@ -53,8 +57,16 @@ class ActivationCheckpointConfig:
             several of these, of which each saves its part (see `storage_ops.policies`).
         preserve_rng_state: recompute with the random numbers of the forward.
         determinism_check: "default" compares shape, dtype and device of what is recomputed with
-            what the forward saved, "none" does not, and "checksum", with mode "output_discard",
-            compares the bytes as well.
+            what the forward saved, and whether parameters were modified in place in between;
+            "none" does not, and "checksum" compares the bytes as well.
+        early_stop: end a recompute with the last tensor that backward needs; False runs it to the
+            end. Without meaning for what is reentrant or discards outputs.
+        debug: when a recompute differs from the forward, the error names the first op that differs
+            and its line, which costs time per op; with mode "output_discard", as of
+            `OutputDiscardCheckpoint`.
+        respect_saved_tensors_hooks: what the rules save goes through the saved-tensor hooks around
+            the layer, such as `torch.autograd.graph.save_on_cpu`, as all else does; with rules
+            only.
         allow_no_match: leave a model in which no layer matches as it is; otherwise an error.
 
     Raises:
@@ -82,11 +94,14 @@ class ActivationCheckpointConfig:
     preserve_rng_state: bool = True
     determinism_check: str = "default"
     allow_no_match: bool = False
+    early_stop: bool = True
+    debug: bool = False
+    respect_saved_tensors_hooks: bool = False
 
     def __post_init__(self) -> None:
         for name in _LISTS:
             _check_list(name, getattr(self, name))
-        for name in ("use_reentrant", "preserve_rng_state", "allow_no_match"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if isinstance(self.every_k, bool) or not isinstance(self.every_k, int) or self.every_k < 1:
@@ -114,10 +129,15 @@ class ActivationCheckpointConfig:
                 f"use_reentrant is True with mode {self.effective_mode!r}; a reentrant checkpoint "
                 "can only save nothing. Expected use_reentrant=False"
             )
-        if self.determinism_check == "checksum" and self.mode != "output_discard":
+        if self.determinism_check == "checksum" and self.use_reentrant:
             raise ValueError(
-                "determinism_check is 'checksum', which only mode 'output_discard' has; expected "
-                "'default' or 'none'"
+                "determinism_check is 'checksum' and use_reentrant is True, which compares "
+                "nothing; expected use_reentrant=False"
+            )
+        if self.respect_saved_tensors_hooks and self.effective_mode != "selective":
+            raise ValueError(
+                f"respect_saved_tensors_hooks is True with mode {self.effective_mode!r}, which "
+                "saves nothing; expected mode 'selective'"
             )
         others = [name for name in rules if name not in (*_OPS, "mm_shapes_to_recompute")]
         if saved and not others and saved <= recomputed:

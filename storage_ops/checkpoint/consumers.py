@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from storage_ops.checkpoint.guard import storage_key, uses
-from storage_ops.checkpoint.region import Made, Region, maker_of
+from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.holders import Holders, is_held
+from storage_ops.checkpoint.region import Region, maker_of
 from storage_ops.checkpoint.saved import fail
 
 
@@ -77,12 +77,19 @@ class ConsumerHooks:
     """Context manager around consumers of regions' outputs.
 
     What they save of an output is kept as a use of its region; all else goes to the saved-tensor
-    hooks that were there before, if there are any.
+    hooks that were there before, if there are any. An output that something in the block holds by
+    other means is kept: an attribute of a custom Function's context, hooks set inside of the
+    consumer, an object that is returned. It is told by counting, and costs microseconds.
+
+    Args:
+        regions: the regions; the list may grow in the block.
+        variables: whether those of the functions that run around the block do not count, since it
+            is by them that a caller names what is to be freed.
     """
 
-    def __init__(self, regions: list[Region]) -> None:
-        """Remember the regions; the list may grow in the block."""
+    def __init__(self, regions: list[Region], variables: bool = True) -> None:
         self._regions = regions
+        self._variables = variables
 
     def __enter__(self) -> ConsumerHooks:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -94,76 +101,58 @@ class ConsumerHooks:
             return _Kept(t) if outer is None else _Handed(outer[0](t), outer[1])
 
         self.start = torch._C._autograd._get_sequence_nr()
-        self._before = {id(m): _holders(r, m) for r in self._regions for m in r.made}
-        self._hooks = saved_tensors_hooks(pack, _read)
+        self._before = {id(m): Holders.of(r, m) for r in self._regions for m in r.made}
+        self._hooks: Any = saved_tensors_hooks(pack, _read)
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
-        self.end = torch._C._autograd._get_sequence_nr()
-        if error[0] is not None:
-            return
-        # Somebody keeps an output, or a view of it, by other means than a saved tensor: an
-        # attribute of a custom Function's context, hooks set inside of the consumer, a variable.
+        self._hooks, self._end = None, torch._C._autograd._get_sequence_nr()
+        if error[0] is None:
+            self.keep_what_is_held()
+
+    @property
+    def end(self) -> int:
+        """The number of the first autograd node after the block, or of the next one in it."""
+        return self._end if self._hooks is None else torch._C._autograd._get_sequence_nr()
+
+    def keep_what_is_held(self) -> None:
+        """Note the outputs that something in the block holds."""
         for region in self._regions:
             for made in region.made:
-                one = (made.storage_uses, _ONE_HOLDER)  # a region of this block
-                before = self._before.get(id(made), one)
-                if any(now > n for now, n in zip(_holders(region, made), before, strict=True)):
-                    self._cover_all_roots()
-                    return
-
-    def _cover_all_roots(self) -> None:
-        """Restore the outputs before the backward of anything that began in this block."""
-        for t in _live_tensors():
-            node = t.grad_fn
-            if node is not None and self.start <= node._sequence_nr() < self.end:
-                for region in self._regions:
-                    node.register_prehook(region.trigger())
+                now = Holders.of(region, made)
+                before = self._before.get(id(made))
+                if before is None:  # of a region of this block: one name is the caller's
+                    before = made.holders._replace(names=int(self._variables))
+                made.is_held = made.is_held or is_held(now, before, made, self._variables)
 
 
-def _references(ref: Callable[[], Any]) -> int:
-    held = ref()
-    return 0 if held is None else sys.getrefcount(held)
-
-
-_ANYTHING = object()
-_ONE_HOLDER = _references(lambda: _ANYTHING)
-
-
-def _holders(region: Region, made: Made) -> tuple[int, int]:
-    """How many hold the storage, and the tensor in Python, in ways that saved tensors do not."""
-    shared = uses(made.key, None)[0] - region.uses.get(made.key, 0)
-    return shared, _references(made.output)
-
-
-def _live_tensors() -> Iterator[Tensor]:
-    # Not isinstance(): it would call __class__ of lazy objects.
-    return (t for t in gc.get_objects() if issubclass(type(t), Tensor))
-
-
-def verify(region: Region, blocks: Iterable[ConsumerHooks]) -> None:
+def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
     """Raise if the graph saved an output of a region outside of the blocks around its consumers.
 
-    Counting settles the common case: nobody holds the storage but the caller's tensors, the region
-    and its uses. Else the caller's views are told from what only the graph holds.
+    The numbers of autograd nodes settle the common case: none was made outside of the blocks. Else
+    it is counted who holds the output. Where variables do not explain the count, what only the
+    graph holds is told from what Python holds, which is kept.
     """
+    made_since = torch._C._autograd._get_sequence_nr() - region.end
+    if made_since <= sum(block.end - max(block.start, region.end) for block in blocks):
+        return
     for made in region.made:
-        output = made.output()
-        storage_uses, tensor_uses = uses(made.key, output)
-        more = storage_uses - made.storage_uses - region.uses.get(made.key, 0)
-        again = tensor_uses - made.tensor_uses if output is not None else 0
-        if more <= 0 and again <= 0:
+        first = made.holders._replace(names=1 << 30)  # a name is no use of the graph
+        if not is_held(Holders.of(region, made), first, made, variables=True, saved_too=True):
             continue
         known = {id(use.tensor) for use in gc.get_objects() if type(use) is _Use}
+        output = made.output()
         outputs = [o for m in region.made if (o := m.output()) is not None]
         known |= {id(t) for o in outputs for t in (o, o._base)} | {
             id(m.handle) for m in region.made
         }
         mine = [t for t in _live_tensors() if id(t) not in known and storage_key(t) == made.key]
         views = sum(t._base is output for t in mine) if output is not None else 0
-        saved = more > len(mine) or again > views
+        now = Holders.of(region, made)
+        saved = now.tensors - made.holders.tensors > len(mine)
+        saved = saved or now.places - made.holders.places > views
         if saved or any(t._use_count() > 1 for t in mine):  # type: ignore[attr-defined]
             names = _users(region, output, blocks)
             fail(
@@ -171,6 +160,12 @@ def verify(region: Region, blocks: Iterable[ConsumerHooks]) -> None:
                 "consumer(); every use that autograd saves must run inside of it before the "
                 "discard; nothing was freed"
             )
+        made.is_held = True
+
+
+def _live_tensors() -> Iterator[Tensor]:
+    # Not isinstance(): it would call __class__ of lazy objects.
+    return (t for t in gc.get_objects() if issubclass(type(t), Tensor))
 
 
 def _users(region: Region, output: Tensor | None, blocks: Iterable[ConsumerHooks]) -> str:

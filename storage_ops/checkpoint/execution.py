@@ -1,15 +1,19 @@
-"""What a forward depends on besides its arguments: random numbers, autocast, modes and defaults."""
+"""What a forward depends on besides its arguments: random numbers, autocast, modes and defaults,
+and what is in the places that it reaches (`effects`)."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from storage_ops.checkpoint.effects import Effects
 from storage_ops.checkpoint.reachable import Surroundings
 
 _Source = tuple[Callable[[], Any], Callable[[Any], object]]  # get and set a piece of state
@@ -91,8 +95,50 @@ def _set_deterministic(state: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(state[0], warn_only=state[1])
 
 
-# Modes of the process that change what the same code computes.
+class _Switch(threading.local):
+    """Whether checkpoints of this thread are plain calls."""
+
+    off = False
+
+
+_switch = _Switch()
+
+
+def is_disabled() -> bool:
+    """Whether this is inside of `disable_checkpointing`."""
+    return _switch.off
+
+
+def _disable(off: bool) -> None:
+    _switch.off = off
+
+
+@contextlib.contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Make every checkpoint of this package a plain call, in the forwards of a with block.
+
+    Holds for checkpointed layers, `OutputDiscardCheckpoint`, `output_discard` and chains, in this
+    thread: they save what plain autograd saves, and free nothing. A backward may run anywhere; it
+    repeats what was checkpointed in the forward. Checkpoints of `torch.utils.checkpoint` are not
+    touched.
+
+    Example:
+        >>> layer = storage_ops.CheckpointWrapper(torch.nn.Linear(4, 4))
+        >>> with storage_ops.disable_checkpointing():
+        ...     y = layer(torch.randn(2, 4))
+        >>> y.sum().backward()
+    """
+    before = _switch.off
+    _switch.off = True
+    try:
+        yield
+    finally:
+        _switch.off = before
+
+
+# Modes that change what the same code computes.
 _SETTINGS: tuple[_Source, ...] = (
+    (is_disabled, _disable),
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),
 )
@@ -101,9 +147,7 @@ _SETTINGS: tuple[_Source, ...] = (
 class ExecutionState:
     """State captured before a region runs; a context manager that runs it again the same way."""
 
-    def __init__(
-        self, around: Surroundings, preserve_rng_state: bool, default_generators: bool = True
-    ) -> None:
+    def __init__(self, around: Surroundings, preserve_rng_state: bool) -> None:
         """Capture the state for a call with these surroundings."""
         devices = set(around.devices)
         if torch.cuda.is_initialized():
@@ -114,12 +158,11 @@ class ExecutionState:
         self._current = torch.cuda.current_device() if "cuda" in types else -1
         self._settings = [get() for get, _ in _SETTINGS]
         self._training = [(module, module.training) for module in around.modules]
+        self.effects = Effects(around)
         self._rng: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         if not preserve_rng_state:
             return
-        sources: list[_Source] = []
-        if default_generators:
-            sources += [rng_of(torch.device("cpu")), *map(rng_of, devices)]
+        sources = [rng_of(torch.device("cpu")), *map(rng_of, devices)]
         sources += [_accessors(each) for each in (*around.generators, *_trackers.values())]
         self._rng = [(get, put, get()) for get, put in sources]
 
@@ -161,5 +204,6 @@ class ExecutionState:
             if module.training != training:
                 put = functools.partial(setattr, module, "training")
                 self._set(put, training, module.training)
+        self.effects.restore(self._undo)
         for get, put, state in self._rng:
             self._set(put, state, get())

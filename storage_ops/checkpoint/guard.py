@@ -1,4 +1,4 @@
-"""Who holds the bytes of an output, and what a read after its discard says."""
+"""What identifies the bytes of an output, and what a read after its discard says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops.ops.storage import DiscardedTensorError
 
-_LIBRARIES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+LIBRARIES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -27,29 +27,10 @@ def storage_key(value: Any) -> int | None:
     return int(value.untyped_storage()._cdata)
 
 
-def _count(key: int) -> int:
-    counted: Any = torch._C._storage_Use_Count
-    return int(counted(key))
-
-
-def _count_of_one() -> int:
-    only = torch.empty(1)
-    return _count(only.untyped_storage()._cdata)
-
-
-_ONE = _count_of_one()  # the storage's own Python object may count as well
-
-
-def uses(key: int, output: Tensor | None) -> tuple[int, int]:
-    """How many tensors hold a live storage, and how many places hold the tensor `output`."""
-    held = 0 if output is None else output._use_count()  # type: ignore[attr-defined]
-    return _count(key) - _ONE + 1, held
-
-
 def where() -> str:
     """The line outside of this package and torch that is running, as "file:line"."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

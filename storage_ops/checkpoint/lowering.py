@@ -1,8 +1,9 @@
-"""What a region becomes under torch.compile: a checkpoint that shares its mark with all others.
+"""What a region becomes where it cannot be repeated: a mark in the graph that is recorded.
 
-Partitioners save what passes directly from one checkpoint to the next, which they tell by the
-number of the checkpoint on the nodes (`ac_graph_id`). Regions have one number for all of them, so
-that a chain of regions is recomputed as one.
+Under torch.compile that is a checkpoint that shares its mark with all others: partitioners save
+directly from one checkpoint to the next, which they tell by the number of the checkpoint on the
+nodes (`ac_graph_id`). Regions have one number for all of them, so that a chain of regions is
+recomputed as one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
+
+from storage_ops.graph import regions
+from storage_ops.graph.torch_checkpoint import policy_of
 
 _NUMBER = 1 << 40  # above those that torch counts up
 
@@ -49,3 +53,12 @@ def compiled_region(
     elif _HAS_NUMBERS:
         options["context_fn"] = _contexts
     return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **options, **kwargs)
+
+
+def traced_region(
+    fn: Callable[..., Any], args: Any, kwargs: Any, context_fn: Any, discards: bool
+) -> Any:
+    """Call `fn` once, and mark what a trace records of it as a region."""
+    policy, forward = policy_of(context_fn or torch_checkpoint.noop_context_fn)
+    with forward:
+        return regions.mark(fn, args, kwargs, policy=policy, discards=discards)

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import noop_context_fn
 
 from storage_ops.checkpoint.consumers import ConsumerHooks, verify
-from storage_ops.checkpoint.lowering import compiled_region
-from storage_ops.checkpoint.region import ContextFn, Options, Region
+from storage_ops.checkpoint.lowering import compiled_region, traced_region
+from storage_ops.checkpoint.inputs import leaves_of
+from storage_ops.checkpoint.region import ContextFn, Options, Region, is_repeatable
 from storage_ops.checkpoint.saved import fail
 from storage_ops.graph import regions
-from storage_ops.graph.torch_checkpoint import policy_of
 
 
 class OutputDiscardCheckpoint:
@@ -33,10 +33,19 @@ class OutputDiscardCheckpoint:
     Inside of another checkpoint, which saves nothing of it anyway, and under torch.func every call
     is a plain call too.
 
-    As with every checkpoint the region runs twice: what it does besides returning tensors, such as
-    the running statistics of a batch norm, happens twice, and its inputs must not be modified in
+    The region runs again in backward, and what it changes besides returning tensors happens once:
+    the recompute finds what the forward found, and leaves what it finds. This holds for buffers of
+    the modules that it reaches (the running statistics of a batch norm, a recurrent state, counters)
+    and other tensors without a gradient, up to 64 MiB each (256 KiB where they are no buffers), for
+    attributes of modules and objects, for lists, dictionaries and sets that it is given or reaches,
+    and for variables that it names. Parameters that were exchanged since, by
+    `torch.func.functional_call` or an assignment, are used as the forward had them. What Python does
+    beyond that, to files or other processes, happens twice, and inputs must not be modified in
     place. Random numbers are those of the process: a region that draws them in several threads at
     once cannot be repeated. After a backward with retain_graph=True the output stays in memory.
+
+    What anybody else still holds of the output, other than the caller's variables, is kept and not
+    freed: an object that a consumer returns, an attribute of a custom Function's context.
 
     Args:
         preserve_rng_state: repeat the region with the random numbers of the forward: CPU, every
@@ -51,6 +60,17 @@ class OutputDiscardCheckpoint:
             Python.
         context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
             and for the recompute, such as those of `create_selective_checkpoint_contexts`.
+        retain_input_tensors: an argument of Megatron-LM's class. Outputs that share memory with an
+            input are kept whatever it is.
+        fp8, ckpt_manager: arguments of Megatron-LM's class that have no meaning here; only their
+            defaults are taken.
+
+    Attributes:
+        outputs: the tensors that the last call returned, as far as somebody holds them; None before
+            a call and after the discard.
+
+    Raises:
+        ValueError: an unknown `determinism_check`. TypeError: `fp8` or `ckpt_manager` is given.
 
     Example:
         >>> up, down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
@@ -71,7 +91,21 @@ class OutputDiscardCheckpoint:
         determinism_check: Literal["default", "checksum", "none"] = "default",
         debug: bool = False,
         context_fn: ContextFn | None = None,
+        *,
+        retain_input_tensors: bool = True,
+        fp8: Any = None,
+        ckpt_manager: Any = None,
     ) -> None:
+        if fp8:
+            raise TypeError(
+                f"OutputDiscardCheckpoint: fp8 is {fp8!r}; expected None, and a context_fn whose "
+                "second context is the recompute phase of TransformerEngine"
+            )
+        if ckpt_manager is not None:
+            raise TypeError(
+                f"OutputDiscardCheckpoint: ckpt_manager is {ckpt_manager!r}; expected None, and "
+                "regions that feed one another in an OutputDiscardChain"
+            )
         if determinism_check not in ("default", "checksum", "none"):
             raise ValueError(
                 f"OutputDiscardCheckpoint: determinism_check is {determinism_check!r}; "
@@ -80,7 +114,15 @@ class OutputDiscardCheckpoint:
         self.options = Options(preserve_rng_state, determinism_check, debug, context_fn)
         self._region: Region | None = None
         self._blocks: list[ConsumerHooks] = []
+        self._outputs: list[weakref.ref[Tensor]] | None = None
         self._called = False
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...] | None:
+        """The tensors of the last call, until they are discarded."""
+        if self._outputs is None:
+            return None
+        return tuple(t for ref in self._outputs if (t := ref()) is not None)
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `fn(*args, **kwargs)`, saving none of its intermediates.
@@ -99,6 +141,8 @@ class OutputDiscardCheckpoint:
         self.clear()
         outputs, self._region = run_region(fn, args, kwargs, self.options)
         self._called = True
+        if not torch.compiler.is_compiling():
+            self._outputs = [weakref.ref(t) for t in leaves_of(outputs) if isinstance(t, Tensor)]
         return outputs
 
     def consumer(self) -> contextlib.AbstractContextManager[Any]:
@@ -124,9 +168,9 @@ class OutputDiscardCheckpoint:
                 inside of `consumer()`, whose saved tensors restore it.
 
         Raises:
-            RuntimeError: `checkpoint` was not called, a hook tensor has no gradient to wait for, a
-                consumer outside of `consumer()` has saved the output, or it was modified in place;
-                nothing is freed.
+            RuntimeError: `checkpoint` was not called, a hook tensor has no gradient to wait for
+                though the output needs grad, a consumer outside of `consumer()` has saved the
+                output, or it was modified in place; nothing is freed.
         """
         if not self._called:
             fail(
@@ -135,6 +179,7 @@ class OutputDiscardCheckpoint:
             )
         region = self._region
         if region is None:  # no grad mode, compiled, or inside another checkpoint: nothing is kept
+            self._outputs = None
             return
         if not hook_tensors and not self._blocks:
             fail(
@@ -142,7 +187,7 @@ class OutputDiscardCheckpoint:
                 "`with consumer():`; expected one of them, or the output would never be restored"
             )
         for t in hook_tensors:
-            if not isinstance(t, Tensor) or not t.requires_grad:
+            if not isinstance(t, Tensor) or not (t.requires_grad or region.is_frozen):
                 fail(
                     f"hook_tensor for the region {region.name} needs no grad; expected a tensor "
                     "computed from its output, whose gradient triggers the recompute"
@@ -154,7 +199,8 @@ class OutputDiscardCheckpoint:
                 )
         self._discard(hook_tensors)
         for t in hook_tensors:
-            t.register_hook(region.trigger())
+            if t.requires_grad:
+                t.register_hook(region.trigger())
 
     def _discard(self, keep: Iterable[Any]) -> None:
         """Free the region's output, but for storages that are kept."""
@@ -162,41 +208,38 @@ class OutputDiscardCheckpoint:
             if self._blocks:
                 verify(self._region, self._blocks)
             self._region.discard(keep)
-        self._region, self._blocks = None, []
+        self._region, self._blocks, self._outputs = None, [], None
 
     def clear(self) -> None:
         """Forget a region whose output will not be discarded; its backward still works."""
         if self._region is not None:
             self._region.forget_outputs()
-        self._region, self._blocks = None, []
+        self._region, self._blocks, self._outputs = None, [], None
         self._called = False
 
 
 def run_plainly() -> bool:
     """Whether nothing can be discarded.
 
-    In compiled or traced code, without grad, inside another checkpoint, or under a transform of
-    torch.func, whose tensors have no storage.
+    In compiled or traced code, where regions cannot be repeated, or inside another checkpoint.
     """
-    if torch.compiler.is_compiling() or regions.tracing() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or regions.tracing():
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None or Region.is_saved_by_another()
+    return not is_repeatable() or Region.is_saved_by_another()
 
 
 def run_region(
-    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options
+    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options, name: str = ""
 ) -> tuple[Any, Region | None]:
     """What `fn` returns, and the region that can repeat it; None where nothing can be discarded."""
     if torch.compiler.is_compiling():
         rng = options.preserve_rng_state
         return compiled_region(fn, args, kwargs, rng, options.context_fn), None
     if regions.tracing():
-        policy, forward = policy_of(options.context_fn or noop_context_fn)
-        with forward:
-            return regions.mark(fn, args, kwargs, policy=policy, discards=True), None
+        return traced_region(fn, args, kwargs, options.context_fn, discards=True), None
     if run_plainly():
         return fn(*args, **kwargs), None
-    region = Region(fn, args, kwargs, options)
+    region = Region(fn, args, kwargs, options, name)
     return region.forward(args, kwargs), region
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import dis
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -15,8 +14,12 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
-_DEEP = 4  # functions that call one another
-_LONG = 256  # a container of more is data
+MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
+CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
+_DEEP = 4  # functions that call one another, containers in containers
+_LONG = 256  # the items of a container of more are data
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+Name = tuple[Any, str, Any]  # a cell or the globals, the name in it, what a function finds there
 
 
 @dataclass
@@ -28,84 +31,110 @@ class Surroundings:
         generators: that are reached, or are attributes of something that is.
         tensors: that are reached by themselves, and not given.
         devices: of tensors, given or not, but the CPU.
+        names: variables of enclosing functions, and globals, that its code reads, with tensors and
+            modules in them.
+        attributes: those of modules and other objects that are reached and are not torch's own.
+        given: those of objects that are given, and containers in them.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
     generators: dict[torch.Generator, None] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
+    names: list[Name] = field(default_factory=list)
+    attributes: list[dict[str, Any]] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
 
     @staticmethod
-    def of(fn: Callable[..., Any], leaves: Iterable[Any]) -> Surroundings:
-        """Those of a call of `fn` with these leaves of its arguments."""
-        found, given = Surroundings(), []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                found._add_device(leaf)
-            else:
-                given.append(leaf)
-        for value in _reachable([fn, *given]):
-            if isinstance(value, Tensor):
-                found.tensors.append(value)
-                found._add_device(value)
-            elif isinstance(value, torch.Generator):
-                found.generators[value] = None
-            elif isinstance(value, nn.Module):
-                found.modules.append(value)
-                if not _is_of_torch(type(value)):  # saves most of the time that this takes
-                    found._add_generators(value)
-            else:
-                found._add_generators(value)
+    def of(fn: Callable[..., Any], given: Iterable[Any], tensors: Iterable[Tensor]) -> Surroundings:
+        """Those of a call of `fn` with what is given, in which there are these tensors."""
+        found = Surroundings()
+        for t in tensors:
+            found._add_device(t)
+        roots = [(fn, 0, False), *((value, 0, True) for value in given)]
+        found._reach(roots, {id(t) for t in tensors})
         return found
 
     def _add_device(self, t: Tensor) -> None:
         if not (t.is_cpu or t.is_meta):
             self.devices.add(t.device)
 
-    def _add_generators(self, holder: Any) -> None:
-        for value in _attributes(holder).values():
+    def _add_attributes(self, attributes: dict[str, Any], given: bool) -> list[Any]:
+        """Note what an object has; return its containers."""
+        (self.given if given else self.attributes).append(attributes)
+        containers = []
+        for name, value in attributes.items():
             if type(value) is torch.Generator:
                 self.generators[value] = None
+            elif type(value) in CONTAINERS and name not in _OF_EVERY_MODULE:
+                containers.append(value)
+        return containers
 
+    def _reach(self, stack: list[tuple[Any, int, bool]], seen: set[int]) -> None:
+        """Note what calls of these may read, but for what was seen.
 
-def _reachable(roots: list[Any]) -> Iterator[Any]:
-    """The objects that calls of these may read without being given them.
+        That is: what is in the closure of a function, in its defaults, in the globals that its code
+        names, and what it is bound to; the modules in a module; and all this of the functions among
+        them, of the forward or __call__ of an object, and of what short containers hold.
 
-    They are those in the closure of a function, in its defaults, in the globals that its code
-    names, and what it is bound to; the modules in a module; and all this of the functions among
-    them, of the forward or __call__ of an object, and of what short lists, tuples and dictionaries
-    hold.
-    """
-    seen: set[int] = set()
-    stack = [(value, 0) for value in roots]
-    while stack:
-        value, depth = stack.pop()
-        if isinstance(value, _PLAIN) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        inside: Iterable[Any] = ()
-        if isinstance(value, functools.partial):
-            inside = (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, MethodType):
-            inside = (value.__self__, value.__func__)
-        elif isinstance(value, FunctionType):
-            inside = _held(value) if not _is_of_torch(value) else ()
-        elif isinstance(value, (list, tuple)) or type(value) is dict:
-            inside = value.values() if isinstance(value, dict) else value
-            inside = inside if len(value) <= _LONG else ()
-        elif isinstance(value, nn.Module):
-            types: dict[type, None] = {}
-            for module in value.modules():
-                if module is value or id(module) not in seen:
-                    seen.add(id(module))
-                    types[type(module)] = None
-                    yield module
-            inside = itertools.chain.from_iterable(map(_calls, types))
-        else:
-            yield value
-            inside = _calls(type(value))
-        if depth < _DEEP:
-            stack += [(v, depth + 1) for v in inside]
+        Args:
+            stack: values, how far each is from the call, and whether it is given, by itself or as a
+                part of an object or container that is.
+            seen: the identities of values to pass over.
+        """
+        while stack:
+            value, depth, given = stack.pop()
+            if isinstance(value, _PLAIN) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            inside: list[Any] = []
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+                self._add_device(value)
+            elif isinstance(value, functools.partial):
+                inside = [value.func, *value.args, *value.keywords.values()]
+            elif isinstance(value, MethodType):
+                inside = [value.__self__, value.__func__]
+            elif isinstance(value, FunctionType):
+                if not _is_of_torch(value):
+                    inside = self._inside_function(value)
+                given = False
+            elif isinstance(value, nn.Module):
+                inside, given = self._inside_module(value, seen), False
+            elif type(value) in CONTAINERS or isinstance(value, tuple):
+                if given and type(value) in CONTAINERS:
+                    self.given.append(value)
+                if len(value) <= _LONG:
+                    inside = list(value.values() if type(value) in MAPPINGS else value)
+            elif isinstance(value, torch.Generator):
+                self.generators[value] = None
+            else:
+                attributes = _attributes(value)
+                if attributes and not _is_of_torch(type(value)):
+                    inside = self._add_attributes(attributes, given)
+                inside += _calls(type(value))
+            if depth < _DEEP:
+                stack += [(v, depth + 1, given) for v in inside]
+
+    def _inside_module(self, root: nn.Module, seen: set[int]) -> list[Any]:
+        inside: list[Any] = []
+        types: dict[type, None] = {}
+        for module in root.modules():
+            if module is root or id(module) not in seen:
+                seen.add(id(module))
+                self.modules.append(module)
+                types[type(module)] = None
+                if not _is_of_torch(type(module)):
+                    inside += self._add_attributes(vars(module), False)
+        for cls in types:
+            inside += _calls(cls)
+        return inside
+
+    def _inside_function(self, fn: FunctionType) -> list[Any]:
+        names = [*_cells(fn), *_globals(fn)]
+        self.names += [n for n in names if isinstance(n[2], (Tensor, nn.Module))]
+        defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+        return [value for _, _, value in names] + list(defaults)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -121,29 +150,34 @@ def _is_of_torch(value: Any) -> bool:
     return (value.__module__ or "").startswith("torch.")
 
 
-def _calls(cls: type) -> list[FunctionType]:
+@functools.lru_cache(maxsize=4096)
+def _calls(cls: type) -> tuple[FunctionType, ...]:
     """What calls of an object of a class run in Python, but for what torch defines."""
     mine = [vars(c) for c in cls.__mro__ if not _is_of_torch(c)]
     found = [c.get(name) for c in mine for name in ("forward", "__call__")]
-    return [f for f in found if isinstance(f, FunctionType)]
+    return tuple(f for f in found if isinstance(f, FunctionType))
 
 
-def _held(fn: FunctionType) -> Iterator[Any]:
+def _cells(fn: FunctionType) -> Iterator[Name]:
     for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
-            yield cell.cell_contents
-    yield from fn.__defaults__ or ()
-    yield from (fn.__kwdefaults__ or {}).values()
-    for name in _globals(fn.__code__):
-        if name in fn.__globals__:
-            yield fn.__globals__[name]
+        try:
+            yield cell, "cell_contents", cell.cell_contents
+        except ValueError:  # a name that is not bound yet
+            continue
+
+
+def _globals(fn: FunctionType) -> Iterator[Name]:
+    values = fn.__globals__
+    for name in _names_of_globals(fn.__code__):
+        if name in values and not isinstance(values[name], (type, ModuleType)):
+            yield values, name, values[name]
 
 
 @functools.lru_cache(maxsize=4096)
-def _globals(code: CodeType) -> tuple[str, ...]:
+def _names_of_globals(code: CodeType) -> tuple[str, ...]:
     """The names of globals that code reads, and functions in it."""
     found = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            found.update(_globals(const))
+            found.update(_names_of_globals(const))
     return tuple(sorted(found))

@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils import checkpoint as torch_checkpoint
 
 from storage_ops.checkpoint import guard
-from storage_ops.checkpoint.execution import ExecutionState
+from storage_ops.checkpoint.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.holders import Holders
+from storage_ops.checkpoint.inputs import Inputs, leaves_of
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.saved import Saved, compare, fail
 from storage_ops.checkpoint.versions import Versions
@@ -44,23 +46,12 @@ class Options:
     determinism_check: str = "default"
     debug: bool = False
     context_fn: ContextFn | None = None
+    early_stop: bool = True
+    discards: bool = True
 
 
-class _AsFarAsTheForward(BaseException):
-    """Ends a repetition of what has not ended yet; code that catches errors lets it through."""
-
-
-class _HoldInputs(torch.autograd.Function):
-    """Keeps the inputs of a region as saved tensors of a node.
-
-    So an enclosing saved-tensor hook (offload, another checkpoint) handles them like any other
-    activation, and torch notices when one is modified in place before the backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
+class _AsFarAsNeeded(BaseException):
+    """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
 
 
 @dataclass
@@ -73,8 +64,8 @@ class Made:
         handle: an alias that keeps the storage, not the graph.
         output: the tensor that the caller was given, as long as somebody has it.
         version: how often it was modified in place when the region returned.
-        storage_uses, tensor_uses: how many hold the storage and the tensor when nobody but the
-            caller does.
+        holders: how many held it then: nobody but the caller.
+        is_held: whether something else does that has no use of the region, so that it is kept.
     """
 
     index: int
@@ -82,8 +73,8 @@ class Made:
     handle: Tensor
     output: weakref.ref[Tensor]
     version: int
-    storage_uses: int = 0
-    tensor_uses: int = 0
+    holders: Holders = Holders(0, 0, 0)
+    is_held: bool = False
 
 
 # The live region that made a storage, for those that read it later.
@@ -101,40 +92,54 @@ def maker_of(t: Any) -> Region | None:
     return None if key is None else _makers.get(key)
 
 
+def is_repeatable() -> bool:
+    """Whether calls can be regions now.
+
+    Not without grad, nor where checkpoints are disabled, nor under a transform of torch.func, which
+    has no hooks of saved tensors, nor in a trace of torch.jit.
+    """
+    if not torch.is_grad_enabled() or is_disabled():
+        return False
+    traced = torch._C._get_tracing_state() is not None
+    return not traced and torch._C._functorch.peek_interpreter_stack() is None
+
+
 class Region:
     """A call of `fn(*args, **kwargs)` that can be repeated in backward."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
+        name: str = "",
     ) -> None:
         """Remember the call and what it depends on; `forward` runs it."""
-        flat, self._spec = _flatten(args, kwargs)
-        inputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        self.name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
         self.options = options
         self._serial = next(_serials)
         self._lock = threading.RLock()
         self._fn: Callable[..., Any] | None = fn
-        self._flat = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
-        self._inputs_at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
-        self._input_needs_grad = [t.requires_grad for t in inputs]
-        around = Surroundings.of(fn, flat)
-        self._state = ExecutionState(around, options.preserve_rng_state)
-        self._given, self._captured = inputs, around.tensors  # until the forward has run
-        self._versions: Versions | None = None
         self._contexts = options.context_fn() if options.context_fn else ()
-        self._input_keys = {storage_key(t) for t in inputs}
+        self._inputs: Inputs | None = Inputs(args, kwargs)
+        self._input_keys = self._inputs.keys
+        around = Surroundings.of(fn, self._inputs.plain, self._inputs.tensors)
+        self._state: ExecutionState | None = ExecutionState(around, options.preserve_rng_state)
+        self._captured = around.tensors  # until the forward has run
+        self._versions: Versions | None = None
         # Regions whose discarded outputs this one reads.
-        self._producers = {r for r in map(maker_of, inputs) if r is not None}
-        self._held: Callable[[], Iterable[Tensor]] | None = _hold(inputs)
+        self._producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
         self._saved: list[Saved] = []
         self._results: dict[int, Saved] = {}  # the outputs, where they are compared
         # For the backward in progress: its task, what is not read yet, and whether to keep it all.
-        self._task: int | None = None
+        self._task: Any = None
         self._recomputed: dict[int, Tensor] = {}
         self._reread = False
         self._never_read: set[int] = set()
         self._running = False  # the forward, whose own backward passes may read what it saves
+        self.is_frozen = False  # no output needs grad
+        self.end = 0  # the number of the first autograd node after the forward
         self.made: list[Made] = []  # can be discarded
         self._discarded: list[Made] = []  # wait for the recompute
         self.uses: dict[int, int] = {}  # storage -> how many saved tensors of consumers share it
@@ -145,45 +150,57 @@ class Region:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return top is not None and getattr(top[0], "__module__", "") in _CHECKPOINTS
 
-    def forward(self, args: Any, kwargs: dict[str, Any]) -> Any:
+    def forward(self, args: Any, kwargs: Any) -> Any:
         """Run the function on the arguments of this region; return what it returns."""
-        assert self._fn is not None
+        assert self._fn is not None and self._state is not None and self._inputs is not None
         start = torch._C._autograd._get_sequence_nr()
         around = self._contexts[0] if self._contexts else contextlib.nullcontext()
         self._running = True
         with saved_tensors_hooks(self._pack, self._unpack), around:
             outputs = self._fn(*args, **kwargs)
         self._running = False
+        self._state.effects.finish()
         self._never_read = set(range(len(self._saved)))
-        leaves = _leaves(outputs)
+        leaves = leaves_of(outputs)
         if self.options.determinism_check != "none":
             # Discarded outputs of other regions change as they are bound back.
             captured = [t for t in self._captured if maker_of(t) is None]
-            self._versions = Versions(leaves, start, self._given, captured)
-        self._given, self._captured = [], []
-        for index, leaf in enumerate(leaves):
-            if not _is_made_here(leaf, start):
-                continue
-            key = storage_key(leaf)
-            if key is not None and key not in self._input_keys:
-                made = Made(index, key, leaf.detach(), weakref.ref(leaf), leaf._version)
-                self.made.append(made)
-                self._results[index] = Saved(leaf, self._checksums)
-        for made in self.made:
-            made.storage_uses, made.tensor_uses = guard.uses(made.key, made.output())
-            _makers[made.key] = self
-        if self._contexts:
-            self._keep_what_a_policy_saved()
+            self._versions = Versions(leaves, start, self._inputs.tensors, captured)
+        if self.options.discards:
+            self._note_made(leaves, start)
+        self._captured = []
+        self._inputs.forget()
+        self.end = torch._C._autograd._get_sequence_nr()
         return outputs
 
-    def _keep_what_a_policy_saved(self) -> None:
-        """Leave alone outputs whose storage somebody else holds already."""
+    def _note_made(self, leaves: list[Any], start: int) -> None:
+        """Find the outputs that can be discarded."""
+        frozen = not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        self.is_frozen = frozen
+        outside = set(map(storage_key, self._captured)) if frozen else set()
+        for index, leaf in enumerate(leaves):
+            key = storage_key(leaf)
+            if key is None or key in self._input_keys or key in outside:
+                continue
+            if not frozen and not _is_made_here(leaf, start):
+                continue
+            made = Made(index, key, leaf.detach(), weakref.ref(leaf), leaf._version)
+            self.made.append(made)
+            self._results[index] = Saved(leaf, self._checksums)
+        for made in self.made:
+            made.holders = Holders.count(made.key, made.output)
+            _makers[made.key] = self
+        if frozen or self._contexts:
+            self._keep_what_others_hold()
+
+    def _keep_what_others_hold(self) -> None:
+        """Leave alone outputs whose storage somebody else holds already: a policy, a module."""
         outputs = [made.output() for made in self.made]
         roots = {id(t): t for o in outputs if o is not None for t in (o, o._base) if t is not None}
         for made in list(self.made):
             own = sum(storage_key(t) == made.key for t in roots.values())
             own += sum(other.key == made.key for other in self.made)
-            if made.storage_uses > own:
+            if made.holders.tensors > own:
                 self.made.remove(made)
                 _makers.pop(made.key, None)
 
@@ -202,6 +219,7 @@ class Region:
             keep: tensors whose storages must not be freed.
         """
         kept = {storage_key(leaf) for leaf in keep}
+        kept |= {entry.key for entry in self.made if entry.is_held}
         made = [entry for entry in self.made if entry.key not in kept]
         for entry in made:
             if entry.handle._version != entry.version:
@@ -259,8 +277,8 @@ class Region:
     def recompute(self) -> None:
         """Repeat the forward, once per backward, and bind its outputs to the discarded ones."""
         with self._lock:
-            task = torch._C._current_graph_task_id()
-            if self._task == task != -1:
+            task = _current_task()
+            if self._task is not None and self._task == task:
                 return
             if self._fn is None:
                 fail(
@@ -271,8 +289,8 @@ class Region:
                 producer.restore()
             again = self._run_again()
             self._recomputed = dict(enumerate(again))
-            self._task = None if task == -1 else task
-            if task != -1:
+            self._task = task
+            if isinstance(task, int):
                 retained = torch._C._autograd._get_current_graph_task_keep_graph()
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(_end_backward, weakref.ref(self), retained))
@@ -280,32 +298,35 @@ class Region:
     def _run_again(self) -> list[Tensor]:
         """Run the function once more; return what it saves, and bind what it returns.
 
-        While the forward still runs, only as far as that has come.
+        No farther than is needed: while the forward still runs, as that has come; without outputs
+        to bind, up to the last tensor that is saved.
         """
+        assert self._fn is not None and self._state is not None and self._inputs is not None
         if self._versions is not None:
             self._versions.check(self.name)
+            self._state.effects.check(self.name)
         saved: list[tuple[Saved, Tensor]] = []
         first = list(self._saved)
-        assert self._held is not None
-        inputs = zip(self._held(), self._input_needs_grad, strict=True)
-        args, kwargs = self._arguments([t.detach().requires_grad_(need) for t, need in inputs])
+        stops = self._running or (self.options.early_stop and not self._discarded)
+        args, kwargs = self._inputs.again(self.name)
 
         def pack(t: Tensor) -> Tensor:
-            saved.append((Saved(t, self._checksums), t.detach()))
-            if self._running and len(saved) >= len(first):
-                raise _AsFarAsTheForward
+            saved.append((Saved(t, self._checksums), t.detach() if t.requires_grad else t))
+            if stops and len(saved) >= len(first):
+                raise _AsFarAsNeeded
             return saved[-1][1]
 
         around = self._contexts[1] if self._contexts else contextlib.nullcontext()
-        assert self._fn is not None
+        outputs: list[Any] = []
         with (
-            contextlib.suppress(_AsFarAsTheForward),
+            contextlib.suppress(_AsFarAsNeeded),
             self._state,
+            self._inputs.without_new_hooks(args, kwargs),
             torch.enable_grad(),
             saved_tensors_hooks(pack, _as_it_is),
             around,
         ):
-            outputs = _leaves(self._fn(*args, **kwargs))
+            outputs = leaves_of(self._fn(*args, **kwargs))
         if self.options.determinism_check != "none":
             compare(self.name, first, saved)
         if not self._running:
@@ -339,16 +360,7 @@ class Region:
         """Let go of what one backward recomputed, and of everything when no other can follow."""
         self._task, self._reread, self._recomputed = None, False, {}
         if not retained and not self._never_read and not self._running:
-            self._fn, self._held, self._flat, self._producers = None, None, [], set()
-
-    def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        flat = list(self._flat)
-        for position, t in zip(self._inputs_at, inputs, strict=True):
-            flat[position] = t
-        if self._spec is None:
-            return tuple(flat), {}
-        args, kwargs = tree_unflatten(flat, self._spec)
-        return args, kwargs
+            self._fn, self._inputs, self._state, self._producers = None, None, None, set()
 
     def _pack(self, t: Tensor) -> int:
         maker = maker_of(t)
@@ -368,29 +380,22 @@ class Region:
         value = self._recomputed[index] if self._reread else self._recomputed.pop(index)
         if self._task is None:  # read by hand, outside of a backward: nobody would clear the rest
             self.end_backward(retained=True)
+        elif not isinstance(self._task, int) and not self._recomputed:  # nor in a group of them
+            self.end_backward(torch._C._autograd._get_current_graph_task_keep_graph())
         return value
 
 
-def _hold(inputs: list[Tensor]) -> Callable[[], Iterable[Tensor]]:
-    """Save the inputs as autograd saves tensors; return what reads them."""
-    save = getattr(torch._C._autograd, "_make_saved_tensor", None)
-    if save is None:  # torch 2.10 and 2.11: at the price of a node, alive as long as its result
-        anchor = torch.empty(0, requires_grad=True)
-        result: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
-        return lambda: result.grad_fn.saved_tensors
-    saved = [save(t, False) for t in inputs]
-    return lambda: [s.unpack() for s in saved]
+def _current_task() -> Any:
+    """What identifies the backward pass that runs now, or the group of them; None outside of one.
 
-
-# Trees are slow to walk in Python, and most calls take and return plain tensors.
-def _flatten(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    if not kwargs and all(isinstance(a, Tensor) for a in args):
-        return list(args), None
-    return tree_flatten((args, kwargs))
-
-
-def _leaves(value: Any) -> list[Any]:
-    return [value] if isinstance(value, Tensor) else tree_leaves(value)
+    `torch.utils.checkpoint.GraphExecGroup` makes several passes share one recompute.
+    """
+    group = getattr(torch_checkpoint, "GraphExecGroup", None)
+    current = None if group is None else group._get_current_group()
+    if current is not None:
+        return current
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
 
 
 def _end_backward(region: weakref.ref[Region], retained: bool) -> None:

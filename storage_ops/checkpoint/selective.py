@@ -42,7 +42,10 @@ Arguments = list[tuple[torch.Size, torch.dtype]]
 
 
 def contexts(
-    policy: Policy, region: str = "a region", preserve_rng_state: bool = True
+    policy: Policy,
+    region: str = "a region",
+    preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool = False,
 ) -> tuple[Any, Any]:
     """The pair of contexts that makes `torch.utils.checkpoint` follow a policy.
 
@@ -50,6 +53,8 @@ def contexts(
         policy: a policy of `storage_ops.policies`, or a function of that form.
         region: what warnings and errors call the region.
         preserve_rng_state: the same as given to `checkpoint`.
+        respect_saved_tensors_hooks: what is saved goes through the saved-tensor hooks around the
+            region, such as `torch.autograd.graph.save_on_cpu`.
 
     Example:
         >>> from functools import partial

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,8 +20,14 @@ from storage_ops.checkpoint.wrapper import Checkpointing, CheckpointWrapper
 _log = logging.getLogger("storage_ops")
 
 
+CheckFn = Callable[[str, nn.Module], bool]
+
+
 def apply_activation_checkpoint(
-    model: nn.Module, cfg: ActivationCheckpointConfig | Mapping[str, Any]
+    model: nn.Module,
+    cfg: ActivationCheckpointConfig | Mapping[str, Any],
+    *,
+    check_fn: CheckFn | None = None,
 ) -> nn.Module:
     """Checkpoint the layers of a model that a config chooses, in place.
 
@@ -36,6 +42,8 @@ def apply_activation_checkpoint(
     Args:
         model: any module; if it matches itself, it is the layer.
         cfg: which layers, and how; a mapping of its arguments will do.
+        check_fn: called with the name and the module of each that the config chooses, of every
+            module where it names none; those for which it is true are layers.
 
     Returns:
         The model.
@@ -62,17 +70,20 @@ def apply_activation_checkpoint(
         cfg = ActivationCheckpointConfig.from_dict(cfg)
     if not isinstance(cfg, ActivationCheckpointConfig):
         raise TypeError(f"cfg is {cfg!r}; expected an ActivationCheckpointConfig")
-    if not (cfg.layer_classes or cfg.layer_names or cfg.allow_no_match):
+    if check_fn is not None and not callable(check_fn):
+        raise TypeError(f"check_fn is {check_fn!r}; expected a function of a name and a module")
+    if not (cfg.layer_classes or cfg.layer_names or cfg.allow_no_match or check_fn):
         raise ValueError(
-            "the config names no layers; expected layer_classes, such as ['LlamaBlock'], or "
-            "layer_names, such as ['layers.*']"
+            "the config names no layers; expected layer_classes, such as ['LlamaBlock'], "
+            "layer_names, such as ['layers.*'], or a check_fn"
         )
-    chosen = _chosen(model, cfg)
+    chosen = _chosen(model, cfg, check_fn)
     how = Checkpointing.of(cfg, model)
     discarding = how.mode == "output_discard"
     options = {
-        "preserve_rng_state": how.preserve_rng_state,
-        "determinism_check": how.determinism_check,
+        "preserve_rng_state": how.options.preserve_rng_state,
+        "determinism_check": how.options.determinism_check,
+        "debug": how.options.debug,
     }
     for name, layer, holder in chosen:
         wrapper.check(layer, how)
@@ -122,28 +133,30 @@ def remove_activation_checkpoint(model: nn.Module) -> nn.Module:
         True
     """
     for module in model.modules():
-        if isinstance(module, CheckpointWrapper):
-            wrapper.unset_checkpointing(module)
-        discard_scope.release(module)
+        wrapper.unset_checkpointing(module)
     return model
 
 
 Layer = tuple[str, nn.Module, nn.Module | None]
 
 
-def _chosen(model: nn.Module, cfg: ActivationCheckpointConfig) -> list[Layer]:
+def _chosen(
+    model: nn.Module, cfg: ActivationCheckpointConfig, check_fn: CheckFn | None
+) -> list[Layer]:
     """Name, layer and holder of the layers to checkpoint."""
     classes, patterns = cfg.layer_classes or (), cfg.layer_names or ()
     names = {qualified_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
     found_classes = {class_of(module).__name__ for module in names.values()}
     unmatched = [(c, found_classes) for c in classes if c not in found_classes]
     unmatched += [(p, set(names)) for p in patterns if not any(_matches(n, p) for n in names)]
-    matching = list(_outermost(model, cfg, "", None, set()))
+    matching = list(_outermost(model, cfg, check_fn, "", None, set()))
     chosen = matching[cfg.every_k - 1 :: cfg.every_k]
     if cfg.allow_no_match:
         return chosen
     if not matching or unmatched:
         text = "; ".join(f"{name!r} matches no module{_near(name, of)}" for name, of in unmatched)
+        if check_fn is not None and not matching and not text:
+            text = f"check_fn {check_fn!r} is true of none"
         if not matching:
             raise ValueError(
                 f"no layer of {type(model).__name__} matches: {text}; "
@@ -165,14 +178,19 @@ def _matches(name: str, pattern: str) -> bool:
 def _outermost(
     module: nn.Module,
     cfg: ActivationCheckpointConfig,
+    check_fn: CheckFn | None,
     name: str,
     holder: nn.Module | None,
     seen: set[int],
 ) -> Iterator[Layer]:
     """The modules that match, each once, and what runs the forward around it."""
     plain = qualified_name(name)
-    by_class = class_of(module).__name__ in (cfg.layer_classes or ())
-    if by_class or any(_matches(plain, p) for p in cfg.layer_names or ()):
+    matches = class_of(module).__name__ in (cfg.layer_classes or ())
+    matches = matches or any(_matches(plain, p) for p in cfg.layer_names or ())
+    if check_fn is not None:
+        matches = matches or not (cfg.layer_classes or cfg.layer_names)
+        matches = matches and bool(check_fn(plain, module))
+    if matches:
         if id(module) not in seen:
             seen.add(id(module))
             yield plain, module, holder
@@ -181,7 +199,7 @@ def _outermost(
     for child_name, child in module._modules.items():  # named_children() hides second names
         if child is not None:
             below = f"{name}.{child_name}" if name else child_name
-            yield from _outermost(child, cfg, below, inner, seen)
+            yield from _outermost(child, cfg, check_fn, below, inner, seen)
 
 
 def _near(name: str, known: set[str]) -> str:

@@ -8,28 +8,26 @@ would not survive a copy.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
-from storage_ops._subclass import like, subclass
+from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint import discard_scope
 from storage_ops.checkpoint.config import ActivationCheckpointConfig, Mode
-from storage_ops.checkpoint.execution import ExecutionState
-from storage_ops.checkpoint.lowering import compiled_region
+from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.policies import Policy
-from storage_ops.checkpoint.reachable import Surroundings
+from storage_ops.checkpoint.reentrant import run_reentrant
+from storage_ops.checkpoint.region import ContextFn, Options, Region, is_repeatable
 from storage_ops.checkpoint.rules import policy_of
 from storage_ops.checkpoint.selective import contexts
 from storage_ops.graph import regions
-from storage_ops.graph.torch_checkpoint import marked
 
 # Options that choose layers of a model; a single module has no use for them.
 _SELECTION = ("layer_classes", "layer_names", "every_k", "allow_no_match")
@@ -42,114 +40,86 @@ class Checkpointing:
     mode: Mode
     policy: Policy | None
     use_reentrant: bool
-    preserve_rng_state: bool
-    determinism_check: str
+    respect_saved_tensors_hooks: bool
+    options: Options
 
     @staticmethod
-    def of(cfg: ActivationCheckpointConfig, model: nn.Module) -> Checkpointing:
+    def of(
+        cfg: ActivationCheckpointConfig, model: nn.Module, context_fn: ContextFn | None = None
+    ) -> Checkpointing:
         """What a config says; shapes of layers are those of the model."""
         return Checkpointing(
             cfg.effective_mode,
             policy_of(cfg, model),
             cfg.use_reentrant,
-            cfg.preserve_rng_state,
-            cfg.determinism_check,
+            cfg.respect_saved_tensors_hooks,
+            Options(
+                cfg.preserve_rng_state,
+                cfg.determinism_check,
+                cfg.debug,
+                context_fn,
+                cfg.early_stop,
+                discards=False,
+            ),
         )
 
     def run(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the plain forward of a module in a checkpoint."""
-        if not torch.is_grad_enabled():
-            return fn(*args, **kwargs)
-        name = type(module).__name__
+        name, options = type(module).__name__, self.options
         discards = self.mode == "output_discard"
         if torch.compiler.is_compiling():
+            if not torch.is_grad_enabled():
+                return fn(*args, **kwargs)
+            preserve, context_fn = options.preserve_rng_state, self._context_fn(name)
             if discards:
-                return compiled_region(fn, args, kwargs, self.preserve_rng_state, None)
-            call = functools.partial(fn, **kwargs)
-            return torch_checkpoint(call, *args, **self._options(name, reentrant=False))
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return fn(*args, **kwargs)  # torch.func has no hooks of saved tensors
+                return compiled_region(fn, args, kwargs, preserve, context_fn)
+            return torch_checkpoint(
+                functools.partial(fn, **kwargs),
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=preserve,
+                context_fn=context_fn or noop_context_fn,
+            )
+        if regions.tracing():
+            return traced_region(fn, args, kwargs, self._context_fn(name), discards)
+        if not is_repeatable():
+            return fn(*args, **kwargs)
         if discards:
-            fn.__qualname__ = name
-            return discard_scope.run(fn, args, kwargs)
-        # Tensors in containers and among keywords become arguments, so that autograd holds them:
-        # one that is modified in place before the backward is noticed.
-        leaves, spec = tree_flatten((args, kwargs))
-        repeated = _Call(name, fn, spec)
-        if not regions.tracing():
-            around = Surroundings.of(fn, leaves)
-            repeated.state = ExecutionState(around, self.preserve_rng_state, False)
-        with marked() if regions.tracing() else contextlib.nullcontext():
-            if self.use_reentrant:
-                return self._run_reentrant(module, repeated, leaves)
-            return torch_checkpoint(repeated, *leaves, **self._options(name, reentrant=False))
+            return discard_scope.run(fn, args, kwargs, name)
+        if self.use_reentrant:
+            return run_reentrant(fn, args, kwargs, options, name, module.parameters())
+        options = replace(options, context_fn=self._context_fn(name))
+        return Region(fn, args, kwargs, options, name).forward(args, kwargs)
 
-    def _options(self, name: str, reentrant: bool) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "use_reentrant": reentrant,
-            "preserve_rng_state": self.preserve_rng_state,
-        }
-        if not reentrant:
-            options["determinism_check"] = self.determinism_check
-        if self.policy is not None:
-            options["context_fn"] = functools.partial(
-                contexts, self.policy, name, self.preserve_rng_state
-            )
-        return options
-
-    def _run_reentrant(self, module: nn.Module, call: _Call, leaves: list[Any]) -> Any:
-        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            if not any(p.requires_grad for p in module.parameters()):
-                return call(*leaves)
-            raise RuntimeError(
-                f"use_reentrant is True, but no input of {call.name} needs grad, so its "
-                "parameters would get none; expected use_reentrant=False"
-            )
-        specs = []
-
-        def flat(*leaves: Any) -> tuple[Any, ...]:
-            outputs, spec = tree_flatten(call(*leaves))
-            specs.append(spec)
-            return tuple(outputs)
-
-        outputs = torch_checkpoint(flat, *leaves, **self._options("", reentrant=True))
-        return tree_unflatten(list(outputs), specs[0])
+    def _context_fn(self, name: str) -> ContextFn | None:
+        if self.policy is None:
+            return self.options.context_fn
+        return functools.partial(
+            contexts,
+            self.policy,
+            name,
+            self.options.preserve_rng_state,
+            self.respect_saved_tensors_hooks,
+        )
 
 
-class _Call:
-    """A call of a function with the leaves of its arguments.
-
-    Every time but the first it is repeated in `state`, if that is given. torch's checkpoint itself
-    repeats autocast and the default generators, but no others.
-    """
-
-    def __init__(self, name: str, fn: Callable[..., Any], spec: Any) -> None:
-        self.name = name
-        self.state: ExecutionState | None = None
-        self._fn = fn
-        self._spec = spec
-        self._again = False
-
-    def __call__(self, *leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(list(leaves), self._spec)
-        around = self.state if self._again and self.state else contextlib.nullcontext()
-        self._again = True
-        with around:
-            return self._fn(*args, **kwargs)
-
-
-class CheckpointWrapper(nn.Module):
+class CheckpointWrapper(Replaced):
     """A module whose forward is checkpointed. It is the given module itself, of a new class.
 
     The class is a subclass of the module's own and of `CheckpointWrapper`. Parameters, names, state
-    dict, hooks and attributes stay. Copies and pickles are checkpointed as well. Without grad mode
-    and under the transforms of `torch.func` its forward is the plain one.
+    dict, hooks and attributes stay. Copies and pickles are checkpointed as well. Without grad mode,
+    under the transforms of `torch.func` and in `storage_ops.disable_checkpointing` its forward is
+    the plain one. What the forward changes besides returning tensors happens once, as with
+    `OutputDiscardCheckpoint`.
     `remove_activation_checkpoint` undoes it.
 
     Args:
         module: the module; changed in place and returned.
+        context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
+            and for the recompute. Not with rules of what to save, which are such a pair.
         options: those of `ActivationCheckpointConfig` that do not choose layers: `mode`,
-            `ops_to_save`, `policy`, `use_reentrant` and so on. None: all is recomputed. With mode
+            `ops_to_save`, `policy`, `use_reentrant`, `early_stop`, `debug` and so on. None: all is
+            recomputed. With mode
             "output_discard" the output is freed by the module around this one, which
             `apply_activation_checkpoint` knows and this does not, so it is refused here.
 
@@ -168,8 +138,6 @@ class CheckpointWrapper(nn.Module):
 
     # None on an instance: its forward is the plain one.
     _checkpointing: Checkpointing | None = None
-    # On each class made here itself: the class it replaces.
-    _original: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Change the class of the given module and return it."""
@@ -183,17 +151,23 @@ class CheckpointWrapper(nn.Module):
         if not any(given is self for given in (*args[:1], kwargs.get("module"))):
             super().__init__(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        if "_original" not in vars(type(self)):  # another library put its class above ours
-            return reduced
-        # The class has no name to be pickled by.
-        function, args, *rest = reduced
-        args = tuple(self._original if arg is type(self) else arg for arg in args)
-        return (_rebuild, (function, args, self._checkpointing), *rest)
+    @staticmethod
+    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward that checkpoints the original one."""
+
+        @like(original)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            how = self._checkpointing
+            if how is None:
+                return original(self, *args, **kwargs)
+            return how.run(self, functools.partial(original, self), args, kwargs)
+
+        return forward
 
 
-def _wrapped(module: nn.Module, **options: Any) -> nn.Module:
+def _wrapped(
+    module: nn.Module, context_fn: ContextFn | None = None, **options: Any
+) -> nn.Module:
     refused = [name for name in _SELECTION if name in options]
     if refused:
         raise ValueError(
@@ -206,12 +180,19 @@ def _wrapped(module: nn.Module, **options: Any) -> nn.Module:
             "CheckpointWrapper: mode is 'output_discard', which needs the module that holds this "
             "one; expected apply_activation_checkpoint(model, cfg), or storage_ops.OutputDiscard"
         )
+    if context_fn is not None and not callable(context_fn):
+        raise TypeError(f"context_fn is {context_fn!r}; expected a function of no arguments")
+    if context_fn is not None and (cfg.effective_mode != "full" or cfg.use_reentrant):
+        raise ValueError(
+            f"context_fn is given with mode {cfg.effective_mode!r} and use_reentrant="
+            f"{cfg.use_reentrant}; expected mode 'full' and use_reentrant=False"
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"CheckpointWrapper: module is {module!r}, a {type(module).__name__}; expected a "
             "torch.nn.Module"
         )
-    how = Checkpointing.of(cfg, module)
+    how = Checkpointing.of(cfg, module, context_fn)
     check(module, how)
     set_checkpointing(module, how)
     return module
@@ -253,7 +234,7 @@ def set_checkpointing(module: Any, how: Checkpointing) -> None:
     if not isinstance(module, CheckpointWrapper):
         original: Any = type(module)
         try:
-            module.__class__ = _subclass(original)
+            module.__class__ = CheckpointWrapper.over(original)
         except TypeError as error:
             raise TypeError(
                 f"the class of {original.__name__} cannot change: {error}; expected an "
@@ -265,26 +246,9 @@ def set_checkpointing(module: Any, how: Checkpointing) -> None:
 def unset_checkpointing(module: Any) -> None:
     """Give a module its plain forward back, and its class unless another one was put above it."""
     vars(module).pop("_checkpointing", None)
-    if "_original" in vars(type(module)):
+    discard_scope.release(module)
+    while issubclass(vars(type(module)).get("_kind", object), _KINDS):
         module.__class__ = type(module)._original
 
 
-def _rebuild(function: Any, args: Any, how: Checkpointing | None) -> Any:
-    module = function(*args)
-    if how is not None:
-        set_checkpointing(module, how)
-    return module
-
-
-@functools.cache
-def _subclass(original: Any) -> Any:
-    """A subclass that goes by the name of the original."""
-
-    @like(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        how = self._checkpointing
-        if how is None:
-            return original.forward(self, *args, **kwargs)
-        return how.run(self, functools.partial(original.forward, self), args, kwargs)
-
-    return subclass(CheckpointWrapper, original, forward)
+_KINDS = (CheckpointWrapper, discard_scope.DiscardHolder)

@@ -19,48 +19,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from storage_ops._subclass import like, subclass
+from storage_ops._subclass import Replaced, like
 from storage_ops.integrations.deferred_logits import DeferredLogits, Forward, Origin, autocast_dtype
 
 
-class _Patched:
-    """First base of the classes made here; what they have in common."""
-
-    # On each class made here itself: the class it replaces.
-    _original: Any
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class has no name to be pickled by; a copy of a patched model is a patched model.
-        reduced: Any = super().__reduce_ex__(protocol)
-        kind = _PatchedHead if isinstance(self, _PatchedHead) else _PatchedModel
-        return (_rebuild, (kind, self._original), *reduced[2:])
-
-
-class _PatchedModel(_Patched):
+class _PatchedModel(Replaced):
     """Marks a patched model."""
 
+    @staticmethod
+    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
+        return _model_forward(original)
 
-class _PatchedHead(_Patched):
+
+class _PatchedHead(Replaced):
     """An output layer that returns `DeferredLogits` while the forward of its model wants them."""
 
     _deferred_in: Forward | None = None
 
-
-def _rebuild(kind: Any, original: Any) -> Any:
-    cls = _subclass(kind, original)
-    return cls.__new__(cls)
-
-
-@functools.cache
-def _subclass(kind: Any, original: Any) -> Any:
-    """A subclass of both that goes by the name of the original."""
-    make = _head_forward if kind is _PatchedHead else _model_forward
-    return subclass(kind, original, make(original.forward))
-
-
-def _patch(module: Any, kind: Any) -> None:
-    original: Any = type(module)
-    module.__class__ = _subclass(kind, original)
+    @staticmethod
+    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
+        return _head_forward(original)
 
 
 def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +119,7 @@ def _patched_head(model: Any, name: str) -> Any:
                 f"patch_causal_lm: the output layer of {name} is {kind} with a forward of its "
                 "own; expected that of torch.nn.Linear"
             )
-        _patch(head, _PatchedHead)
+        head.__class__ = _PatchedHead.over(type(head))
     return head
 
 
@@ -231,7 +209,7 @@ def patch_causal_lm(model: nn.Module) -> CausalLMPatch:
     if "labels" not in inspect.signature(type(model).forward).parameters:
         raise TypeError(f"patch_causal_lm: forward of {name} takes no labels; expected it to")
     _patched_head(model, name)
-    _patch(model, _PatchedModel)
+    model.__class__ = _PatchedModel.over(type(model))
     return CausalLMPatch(model, applied=True)
 
 

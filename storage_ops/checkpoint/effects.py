@@ -1,0 +1,300 @@
+"""What a region changes besides what it returns, undone for its recompute and put back after it.
+
+Three kinds of places are looked after, wherever a region reaches them:
+
+- bytes: buffers, and other tensors without a gradient that are attributes or captured;
+- names: the parameters and buffers of modules, tensors that are attributes, tensors and modules in
+  variables that its code reads;
+- all that objects have that are given as arguments, such as a cache of keys and values, and the
+  contents of lists, dictionaries, sets and deques in them. (Containers that are given themselves
+  are made anew for the recompute.)
+
+A recompute finds in them what the forward found, and when it ends they hold what they held when it
+began. So what a forward does to them happens once, however often it is recomputed, and what is
+exchanged between forward and backward (`functional_call`, the variable of a loop) is used as the
+forward had it.
+
+Names and contents cost references. Bytes have to be copied before it is known whether they will be
+written. Small tensors are copied at each forward: not every write moves a version counter (those of
+batch norm and of `.data` do not). A larger buffer is copied until a forward has left it alone.
+Parameters and what is larger still are not copied: a region that writes them cannot be repeated,
+and the recompute says so.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings
+from storage_ops.checkpoint.saved import fail
+
+_SMALL = 256 << 10  # bytes of a tensor that is copied at every forward
+_LARGE = 64 << 20  # of one that is never copied
+_MANY = 4096  # items of a container beyond which it is data
+_COPIED = (Tensor, nn.Parameter, nn.Buffer)
+_set_versions: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_version_counter
+
+# Larger buffers that a forward has left alone: their names, and whether the module was in training.
+_quiet: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
+
+Undo = list[Callable[[], object]]
+_MISSING = object()
+
+
+class Effects:
+    """What can change in the surroundings of one call, as it is before the call."""
+
+    def __init__(self, around: Surroundings) -> None:
+        """Look, and copy what may be written; `finish` when the forward has run."""
+        self._names = around.names
+        self._contents = [(c, _copy(c)) for c in around.given if len(c) <= _MANY]
+        self._attributes = [(held, dict(held)) for held in around.attributes]
+        self._slots = []
+        for module in around.modules:
+            for name, t in module._parameters.items():
+                if t is not None and type(t) is not nn.UninitializedParameter:
+                    self._slots.append((module._parameters, name, t, t._version))
+            if module._buffers:
+                self._attributes.append((module._buffers, dict(module._buffers)))
+                for name, t in module._buffers.items():
+                    if t is not None:
+                        self._slots.append((module._buffers, name, t, -1))
+        self._bytes = list(_bytes(around))
+        self._unkept: list[Tensor] = []
+        self._running = True
+
+    def finish(self) -> None:
+        """Let go of what the forward has left alone."""
+        self._running = False
+        changes = [(held, _changed(before, held)) for held, before in self._attributes]
+        self._attributes = [(held, changed) for held, changed in changes if changed]
+        self._unkept = [t for _, _, t, v in self._slots if v >= 0 and t._version != v]
+        kept = []
+        for each in self._bytes:
+            each.after = each.tensor._version
+            if each.is_quiet():
+                continue
+            if each.before is not None:
+                kept.append(each)
+            elif each.after != each.version:
+                self._unkept.append(each.tensor)
+        self._bytes = kept
+
+    def check(self, region: str) -> None:
+        """Raise if the forward has written what was not copied."""
+        for t in self._unkept:
+            kind = "parameter" if isinstance(t, nn.Parameter) else "tensor"
+            fail(
+                f"{region} itself modifies a {kind} of shape {tuple(t.shape)} in place, of which "
+                f"no copy is kept for the recompute; expected a buffer of at most "
+                f"{_LARGE >> 20} MiB, or to do it outside of the region"
+            )
+
+    def restore(self, undo: Undo) -> None:
+        """Make everything what it was before the forward; `undo` gets what puts back what is now."""
+        for place, name, value in self._names:
+            _set_name(place, name, value, undo)
+        for held, name, t, _ in self._slots:
+            now = held.get(name)
+            # In another layout: sharded, or gathered, by who looks after that.
+            if now is not None and getattr(now, "_spec", None) == getattr(t, "_spec", None):
+                _set_item(held, name, t, undo)
+        for held, before in self._attributes:
+            changed = _changed(before, held) if self._running else before
+            for name, value in changed.items():
+                _set_item(held, name, value, undo)
+        for container, contents in self._contents:
+            if not _is_same(container, contents):
+                undo.append(_Put(container, _copy(container)))
+                _Put(container, contents)()
+        for each in self._bytes:
+            each.restore(undo, self._running)
+
+
+class _Bytes:
+    """A tensor that may be written, and a copy of it where one was made."""
+
+    __slots__ = ("after", "before", "key", "tensor", "trusted", "version")
+
+    def __init__(
+        self, t: Tensor, trusted: bool, key: tuple[nn.Module, str] | None, copied: bool
+    ) -> None:
+        """A tensor, and where it is from.
+
+        Args:
+            t: the tensor.
+            trusted: whether its version says if it was written.
+            key: the module and the name, if it is a larger buffer.
+            copied: whether to copy it.
+        """
+        self.tensor, self.trusted, self.key = t, trusted, key
+        self.version = self.after = t._version
+        self.before = _memory(t).clone() if copied else None
+
+    def is_quiet(self) -> bool:
+        """Whether a larger buffer was left alone by a forward, which is then remembered."""
+        if self.key is None or self.before is None or self.after != self.version:
+            return False
+        t = self.tensor
+        if t.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # what is in it cannot be asked
+        if not (isinstance(t, FakeTensor) or t.is_meta or torch.equal(_memory(t), self.before)):
+            return False
+        module, name = self.key
+        _quiet.setdefault(module, set()).add((name, module.training))
+        return True
+
+    def restore(self, undo: Undo, running: bool) -> None:
+        """Put the copy into the tensor. Versions are as in the forward, and what others wrote
+        since then still counts."""
+        t, now = self.tensor, self.tensor._version
+        if self.before is None or (self.trusted and now == self.version):
+            return
+        undo.append(_Write(t, _memory(t).clone(), now))
+        _Write(t, self.before, self.version if running else self.version + now - self.after)()
+
+
+def _bytes(around: Surroundings) -> Iterator[_Bytes]:
+    seen: set[int] = set()
+
+    def may_change(t: Any) -> bool:
+        if not isinstance(t, Tensor) or id(t) in seen or t.requires_grad:
+            return False
+        seen.add(id(t))
+        plain = type(t) in _COPIED or isinstance(t, FakeTensor)
+        return plain and t.layout is torch.strided and not t.is_quantized
+
+    for module in around.modules:
+        if not module._buffers:
+            continue
+        own = not _is_of_torch(module) or isinstance(module, _NormBase)
+        quiet = _quiet.get(module, ())
+        for name, t in module._buffers.items():
+            if may_change(t):
+                assert t is not None
+                if t.nbytes <= _SMALL:
+                    yield _Bytes(t, not own, None, True)
+                else:
+                    copied = t.nbytes <= _LARGE and (name, module.training) not in quiet
+                    yield _Bytes(t, True, (module, name), copied)
+    for held in around.attributes:
+        for t in held.values():
+            if may_change(t) and not isinstance(t, nn.Parameter):
+                yield _Bytes(t, False, None, t.nbytes <= _SMALL)
+    for t in around.tensors:
+        if may_change(t) and not isinstance(t, nn.Parameter):
+            yield _Bytes(t, False, None, t.nbytes <= _SMALL)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+def _memory(t: Tensor) -> Tensor:
+    """A tensor without what an expanded one repeats; what is written to it moves no version."""
+    t = t.data
+    for dim, stride in enumerate(t.stride()):
+        if stride == 0:
+            t = t.narrow(dim, 0, min(1, t.shape[dim]))
+    return t
+
+
+class _Write:
+    """Gives a tensor contents and a version."""
+
+    __slots__ = ("contents", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, contents: Tensor, version: int) -> None:
+        self.tensor, self.contents, self.version = tensor, contents, version
+
+    def __call__(self) -> None:
+        _memory(self.tensor).copy_(self.contents)
+        _set_versions((self.tensor,), (self.version,))
+
+
+class _Put:
+    """Gives a container contents, and touches only what differs."""
+
+    __slots__ = ("container", "contents")
+
+    def __init__(self, container: Any, contents: Any) -> None:
+        self.container, self.contents = container, contents
+
+    def __call__(self) -> None:
+        to, contents = self.container, self.contents
+        if type(to) is list:
+            to[:] = contents
+        elif type(to) in MAPPINGS:
+            for key in [key for key in to if key not in contents]:
+                del to[key]
+            for key, value in contents.items():
+                if to.get(key, _MISSING) is not value:
+                    to[key] = value
+        else:
+            to.clear()
+            to.update(contents) if type(to) is set else to.extend(contents)
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if type(container) in MAPPINGS else list(container)
+
+
+def _is_same(container: Any, contents: Any) -> bool:
+    if len(container) != len(contents):
+        return False
+    if type(container) in MAPPINGS:
+        if any(map(operator.is_not, container, contents)):
+            return False
+        return all(map(operator.is_, container.values(), contents.values()))
+    return all(map(operator.is_, container, contents))
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What was under the names that have, or had, another tensor; `_MISSING` where nothing was."""
+    if _is_same(now, before):
+        return {}
+    changed = {}
+    for name in {**before, **now}:
+        then, value = before.get(name, _MISSING), now.get(name, _MISSING)
+        if then is not value and (isinstance(then, Tensor) or isinstance(value, Tensor)):
+            changed[name] = then
+    return changed
+
+
+def _set_item(held: dict[str, Any], name: str, value: Any, undo: Undo) -> None:
+    now = held.get(name, _MISSING)
+    if now is not value:
+        undo.append(lambda: _set_item(held, name, now, []))
+        if value is _MISSING:
+            del held[name]
+        else:
+            held[name] = value
+
+
+def _set_name(place: Any, name: str, value: Any, undo: Undo) -> None:
+    if isinstance(place, dict):
+        _set_item(place, name, value, undo)
+        return
+    now = getattr(place, name, _MISSING) if _is_bound(place) else _MISSING
+    if now is not value:
+        undo.append(lambda: _set_name(place, name, now, []))
+        if value is _MISSING:
+            delattr(place, name)
+        else:
+            setattr(place, name, value)
+
+
+def _is_bound(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

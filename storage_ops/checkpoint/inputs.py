@@ -1,0 +1,131 @@
+"""The arguments of a region: as autograd keeps them until backward, and the same again there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.saved import fail_modified
+
+
+class _HoldInputs(torch.autograd.Function):
+    """Keeps the inputs of a region as saved tensors of a node.
+
+    So an enclosing saved-tensor hook (offload, another checkpoint) handles them like any other
+    activation, and torch notices when one is modified in place before the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+class Inputs:
+    """The arguments of one call.
+
+    A recompute gets the tensors that the forward got: the same objects, with their attributes and
+    history. Where saved-tensor hooks around the region have replaced one, it is made like the one
+    that they were given. Containers are new ones, filled as they were at the forward.
+
+    Attributes:
+        tensors: those among the arguments, until `forget`.
+        plain: the leaves that are no tensors.
+        keys: what identifies their storages.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        flat, self._spec = _flatten(args, kwargs)
+        self.tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        self.plain = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
+        self.keys = {storage_key(t) for t in self.tensors}
+        self._at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        self._like = [Like(t) for t in self.tensors]
+        # The graph keeps a leaf anyway.
+        self._leaves = {
+            i: (t, t._version) for i, t in enumerate(self.tensors) if t.requires_grad and t.is_leaf
+        }
+        others = [t for i, t in enumerate(self.tensors) if i not in self._leaves]
+        self._others: Callable[[], Iterable[Tensor]] = _hold(others) if others else list
+
+    def forget(self) -> None:
+        """Leave the tensors to autograd."""
+        self.tensors = []
+
+    @contextlib.contextmanager
+    def without_new_hooks(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Remove what a repetition registers on its inputs, which have the forward's hooks."""
+        inputs = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+        before = [len(t._backward_hooks or ()) for t in inputs]
+        try:
+            yield
+        finally:
+            for t, number in zip(inputs, before, strict=True):
+                while len(hooks := t._backward_hooks or {}) > number:
+                    hooks.popitem()
+
+    def again(self, region: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for a repetition of a region of this name."""
+        flat, others = list(self.plain), iter(self._others())
+        for i, (at, like) in enumerate(zip(self._at, self._like, strict=True)):
+            if i in self._leaves:
+                t, version = self._leaves[i]
+                if t._version != version:
+                    fail_modified(region, t)
+            else:
+                t = next(others)
+            flat.insert(at, like.make(t))
+        if self._spec is None:
+            return tuple(flat), {}
+        args, kwargs = tree_unflatten(flat, self._spec)
+        return args, kwargs
+
+
+class Like:
+    """What a tensor is besides its bytes and its history."""
+
+    __slots__ = ("attributes", "kind", "needs_grad")
+
+    def __init__(self, t: Tensor) -> None:
+        self.kind = type(t)
+        self.needs_grad = t.requires_grad
+        self.attributes = dict(t.__dict__) if t.__dict__ else None
+
+    def make(self, t: Tensor) -> Tensor:
+        """A tensor that was kept, as it was."""
+        if t.requires_grad != self.needs_grad:
+            t = t.detach().requires_grad_(self.needs_grad)
+        if type(t) is not self.kind and type(t) is Tensor:
+            t = t.as_subclass(self.kind)
+        if self.attributes and not t.__dict__:
+            t.__dict__.update(self.attributes)
+        return t
+
+
+def _hold(inputs: list[Tensor]) -> Callable[[], Iterable[Tensor]]:
+    """Save the inputs as autograd saves tensors; return what reads them."""
+    save = getattr(torch._C._autograd, "_make_saved_tensor", None)
+    if save is None:  # torch 2.10 and 2.11: at the price of a node, alive as long as its result
+        anchor = torch.empty(0, requires_grad=True)
+        result: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
+        return lambda: result.grad_fn.saved_tensors
+    saved = [save(t, False) for t in inputs]
+    return lambda: [s.unpack() for s in saved]
+
+
+# Trees are slow to walk in Python, and most calls take and return plain tensors.
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    if not kwargs and all(isinstance(a, Tensor) for a in args):
+        return list(args), None
+    return tree_flatten((args, kwargs))
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What a tree of outputs holds."""
+    return [value] if isinstance(value, Tensor) else tree_leaves(value)

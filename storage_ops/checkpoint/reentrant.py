@@ -1,0 +1,117 @@
+"""The checkpoint of older torch: a forward without a graph, and a backward within the backward.
+
+Torch's own runs it. What it is given here repeats the state, the effects and the arguments of the
+forward as a `Region` does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from storage_ops.checkpoint.execution import ExecutionState
+from storage_ops.checkpoint.inputs import Like
+from storage_ops.checkpoint.reachable import Surroundings
+from storage_ops.checkpoint.region import Options
+from storage_ops.checkpoint.saved import fail_modified
+
+
+def run_reentrant(
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    options: Options,
+    name: str,
+    parameters: Iterable[Tensor],
+) -> Any:
+    """Call `fn(*args, **kwargs)` in a reentrant checkpoint.
+
+    Args:
+        fn: the function, with its arguments.
+        options: of a region; there is no early stop and nothing to compare.
+        name: what errors call the region.
+        parameters: those that the function may read.
+
+    Raises:
+        RuntimeError: no input needs grad, but a parameter does.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    parameters = list(parameters)
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        if not any(p.requires_grad for p in parameters):
+            return fn(*args, **kwargs)
+        raise RuntimeError(
+            f"use_reentrant is True, but no input of {name} needs grad, so its parameters would "
+            "get none; expected use_reentrant=False"
+        )
+    call = _Call(fn, args, kwargs, leaves, spec, options, name, parameters)
+    outputs = torch_checkpoint(call, *leaves, use_reentrant=True, preserve_rng_state=False)
+    return tree_unflatten(list(outputs), call.result)
+
+
+class _Call:
+    """A call that returns leaves: the first time it is the forward, then the recompute."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        leaves: list[Any],
+        spec: Any,
+        options: Options,
+        name: str,
+        parameters: list[Tensor],
+    ) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self.result: Any = None
+        self._fn, self._spec, self._name = fn, spec, name
+        self._first: Any = (args, kwargs)  # the caller's own, for the forward
+        self._like = [Like(t) for t in tensors]
+        self._checks = options.determinism_check != "none"
+        self._state = ExecutionState(
+            Surroundings.of(fn, plain, tensors), options.preserve_rng_state
+        )
+        self._versions = [(p, p._version) for p in parameters]
+
+    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            outputs = self._fn(*args, **kwargs)
+            self._state.effects.finish()
+            self._versions = [(p, p._version) for p, _ in self._versions]
+            self._warn_of_tensors(args, kwargs, leaves)
+        else:
+            self._check()
+            like = iter(self._like)
+            again = [next(like).make(t) if isinstance(t, Tensor) else t for t in leaves]
+            args, kwargs = tree_unflatten(again, self._spec)
+            with self._state:
+                outputs = self._fn(*args, **kwargs)
+        flat, self.result = tree_flatten(outputs)
+        return tuple(flat)
+
+    def _check(self) -> None:
+        if not self._checks:
+            return
+        for p, version in self._versions:
+            if p._version != version:
+                fail_modified(self._name, p)
+        self._state.effects.check(self._name)
+
+    def _warn_of_tensors(self, args: Any, kwargs: Any, given: tuple[Any, ...]) -> None:
+        known = {id(leaf) for leaf in given}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and id(leaf) not in known:
+                warnings.warn(
+                    f"{self._name} puts a tensor into one of its arguments; use_reentrant is True, "
+                    "so that tensor has no gradient. Expected use_reentrant=False",
+                    stacklevel=2,
+                )
+                return
