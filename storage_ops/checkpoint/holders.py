@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,16 +34,25 @@ def _count_of_one() -> int:
     return _count(only.untyped_storage()._cdata)
 
 
-def references(ref: Callable[[], Any]) -> int:
-    """How many places in Python hold what a weak reference refers to."""
-    held = ref()
-    return 0 if held is None else sys.getrefcount(held) - _OWN_REFERENCES
+def _names(t: Any) -> int:
+    """How many places in Python hold a tensor, those of the functions that ask included.
+
+    In some versions of torch what holds a tensor in C++ holds its Python object too, once.
+    """
+    held = sys.getrefcount(t)
+    return held - _BY_CPP if t._use_count() > 1 else held
+
+
+def _held_by_cpp() -> int:
+    leaf = torch.ones(1, requires_grad=True)
+    before = sys.getrefcount(leaf)
+    product = leaf * leaf  # saves it
+    return sys.getrefcount(leaf) - before if product.requires_grad else 0
 
 
 _ONE = _count_of_one()  # the storage's own Python object may count as well
-_OWN_REFERENCES = 0  # those that `references` itself makes
-_ANYTHING = object()
-_OWN_REFERENCES = references(lambda: _ANYTHING) - 1
+_BY_CPP = _held_by_cpp()
+_OWN_NAMES = _OF_A_PAIR = 0  # what asking adds; measured at the end, for it depends on Python
 
 
 class Holders(NamedTuple):
@@ -62,9 +72,10 @@ class Holders(NamedTuple):
     def count(key: int, output: Callable[[], Tensor | None], uses: int = 0) -> Holders:
         """Those of a live storage and of the tensor that was returned."""
         held = output()
-        places = 0 if held is None else held._use_count()  # type: ignore[attr-defined]
-        del held
-        return Holders(_count(key) - _ONE + 1 - uses, places, references(output))
+        if held is None:
+            return Holders(_count(key) - _ONE + 1 - uses, 0, 0)
+        places: int = held._use_count()  # type: ignore[attr-defined]
+        return Holders(_count(key) - _ONE + 1 - uses, places, _names(held) - _OWN_NAMES)
 
     @staticmethod
     def of(region: Region, made: Made) -> Holders:
@@ -88,10 +99,11 @@ def is_held(
         return max(more) > 0
     output, first = made.output(), made.holders
     tensors = places = names = 0
-    for t, times in _in_variables(made.key):
+    found = _in_variables(made.key)
+    for (t, times), others in zip(found, _others(found), strict=True):
         if t is output:
             names = times
-        elif sys.getrefcount(t) - times <= _OF_A_PAIR and not (saved_too and _is_saved(t)):
+        elif others <= 0 and not (saved_too and _is_saved(t)):
             tensors += 1
             places += t._base is output
     total = (now.tensors - first.tensors, now.places - first.places, now.names)
@@ -101,7 +113,9 @@ def is_held(
     )
 
 
-_OF_A_PAIR = 3  # references to a tensor that `_in_variables` found, by it and who asks
+def _others(found: list[tuple[Tensor, int]]) -> list[int]:
+    """How many places in Python hold each tensor besides the variables that were found."""
+    return [_names(t) - times - _OF_A_PAIR for t, times in found]
 
 
 def _is_saved(t: Tensor) -> bool:
@@ -147,3 +161,13 @@ def _inside(value: Any, seen: set[int]) -> Iterator[Any]:
             yield from value
         elif not isinstance(value, (type, FunctionType, ModuleType, nn.Module)):
             yield from getattr(value, "__dict__", {}).values()
+
+
+def _measure() -> tuple[int, int]:
+    """What is counted of a tensor that has one name, this one."""
+    only = torch.empty(1)
+    counted = Holders.count(only.untyped_storage()._cdata, weakref.ref(only))
+    return counted.names - 1, _others([(only, 1)])[0]
+
+
+_OWN_NAMES, _OF_A_PAIR = _measure()

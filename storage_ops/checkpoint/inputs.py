@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +48,12 @@ class Inputs:
         self.keys = {storage_key(t) for t in self.tensors}
         self._at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         self._like = [Like(t) for t in self.tensors]
-        # The graph keeps a leaf anyway.
-        self._leaves = {
-            i: (t, t._version) for i, t in enumerate(self.tensors) if t.requires_grad and t.is_leaf
-        }
-        others = [t for i, t in enumerate(self.tensors) if i not in self._leaves]
-        self._others: Callable[[], Iterable[Tensor]] = _hold(others) if others else list
+        self._kept: Callable[[], Iterable[Callable[[], Tensor]]] = _hold(self.tensors)
+        self._leaves: dict[int, tuple[Tensor, int]] = {}
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            # Hooks hand out another tensor; a leaf is kept by the graph anyway.
+            leaves = [(i, t) for i, t in enumerate(self.tensors) if t.requires_grad and t.is_leaf]
+            self._leaves = {i: (t, t._version) for i, t in leaves}
 
     def forget(self) -> None:
         """Leave the tensors to autograd."""
@@ -72,14 +73,14 @@ class Inputs:
 
     def again(self, region: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a repetition of a region of this name."""
-        flat, others = list(self.plain), iter(self._others())
-        for i, (at, like) in enumerate(zip(self._at, self._like, strict=True)):
+        flat = list(self.plain)
+        for i, (at, like, read) in enumerate(zip(self._at, self._like, self._kept(), strict=True)):
             if i in self._leaves:
                 t, version = self._leaves[i]
                 if t._version != version:
                     fail_modified(region, t)
             else:
-                t = next(others)
+                t = read()
             flat.insert(at, like.make(t))
         if self._spec is None:
             return tuple(flat), {}
@@ -108,15 +109,15 @@ class Like:
         return t
 
 
-def _hold(inputs: list[Tensor]) -> Callable[[], Iterable[Tensor]]:
-    """Save the inputs as autograd saves tensors; return what reads them."""
+def _hold(inputs: list[Tensor]) -> Callable[[], Iterable[Callable[[], Tensor]]]:
+    """Save the inputs as autograd saves tensors; return what gives a reader of each."""
     save = getattr(torch._C._autograd, "_make_saved_tensor", None)
     if save is None:  # torch 2.10 and 2.11: at the price of a node, alive as long as its result
         anchor = torch.empty(0, requires_grad=True)
         result: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
-        return lambda: result.grad_fn.saved_tensors
+        return lambda: [partial(lambda t: t, t) for t in result.grad_fn.saved_tensors]
     saved = [save(t, False) for t in inputs]
-    return lambda: [s.unpack() for s in saved]
+    return lambda: [s.unpack for s in saved]
 
 
 # Trees are slow to walk in Python, and most calls take and return plain tensors.

@@ -102,7 +102,7 @@ def compare(name: str, first: list[Saved], again: list[tuple[Saved, Tensor]]) ->
         if not before.is_like(after):
             fail(
                 f"tensor {index} that {name} saves was {before} in forward and is {after} when it "
-                "is recomputed"
+                "is recomputed, different metadata or contents"
             )
         if t._version != after.version:
             fail(

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
 
 from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint import discard_scope
@@ -73,12 +72,10 @@ class Checkpointing:
             preserve, context_fn = options.preserve_rng_state, self._context_fn(name)
             if discards:
                 return compiled_region(fn, args, kwargs, preserve, context_fn)
+            more: Any = {} if context_fn is None else {"context_fn": context_fn}
+            call = functools.partial(fn, **kwargs)
             return torch_checkpoint(
-                functools.partial(fn, **kwargs),
-                *args,
-                use_reentrant=False,
-                preserve_rng_state=preserve,
-                context_fn=context_fn or noop_context_fn,
+                call, *args, use_reentrant=False, preserve_rng_state=preserve, **more
             )
         if regions.tracing():
             return traced_region(fn, args, kwargs, self._context_fn(name), discards)
