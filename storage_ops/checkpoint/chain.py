@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from storage_ops.checkpoint.consumers import ConsumerHooks, verify
-from storage_ops.checkpoint.output_discard import OutputDiscardCheckpoint, run_plainly, run_region
-from storage_ops.checkpoint.region import Region
+from storage_ops.checkpoint.output_discard import OutputDiscardCheckpoint, run_region
+from storage_ops.checkpoint.region import Region, is_repeatable
 from storage_ops.checkpoint.saved import fail
+from storage_ops.graph import regions
 
 
 class OutputDiscardChain:
@@ -50,8 +52,9 @@ class OutputDiscardChain:
         if self._open:
             fail("an OutputDiscardChain was entered within its own with block; use another one")
         self._open = True
-        # Where nothing can be discarded there is nobody to find.
-        if run_plainly():
+        # Where no call is a region there is nobody to find.
+        plain = torch.compiler.is_compiling() or regions.tracing()
+        if plain or not is_repeatable() or Region.is_saved_by_another():
             return self
         self._regions = []
         self._block = ConsumerHooks(self._regions, self._variables)

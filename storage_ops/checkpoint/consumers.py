@@ -12,7 +12,8 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.holders import Holders, is_held
-from storage_ops.checkpoint.region import Region, maker_of
+from storage_ops.checkpoint.makers import maker_of
+from storage_ops.checkpoint.region import Region
 from storage_ops.checkpoint.saved import fail
 
 
@@ -100,6 +101,7 @@ class ConsumerHooks:
                 return _Use(t, region)
             return _Kept(t) if outer is None else _Handed(outer[0](t), outer[1])
 
+        pack.keeps_others = outer is None  # type: ignore[attr-defined]
         self.start = torch._C._autograd._get_sequence_nr()
         self._before = {id(m): Holders.of(r, m) for r in self._regions for m in r.made}
         self._hooks: Any = saved_tensors_hooks(pack, _read)

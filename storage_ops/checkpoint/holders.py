@@ -108,9 +108,7 @@ def is_held(
             places += t._base is output
     total = (now.tensors - first.tensors, now.places - first.places, now.names)
     explained = (tensors, places, names)
-    return any(
-        min(m, t - e) > 0 for m, t, e in zip(more, total, explained, strict=True)
-    )
+    return any(min(m, t - e) > 0 for m, t, e in zip(more, total, explained, strict=True))
 
 
 def _others(found: list[tuple[Tensor, int]]) -> list[int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.saved import fail_modified
 
 
@@ -48,40 +48,42 @@ class Inputs:
         self.keys = {storage_key(t) for t in self.tensors}
         self._at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         self._like = [Like(t) for t in self.tensors]
-        self._kept: Callable[[], Iterable[Callable[[], Tensor]]] = _hold(self.tensors)
-        self._leaves: dict[int, tuple[Tensor, int]] = {}
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            # Hooks hand out another tensor; a leaf is kept by the graph anyway.
-            leaves = [(i, t) for i, t in enumerate(self.tensors) if t.requires_grad and t.is_leaf]
-            self._leaves = {i: (t, t._version) for i, t in leaves}
+        self._again: list[tuple[Tensor, int]] = []  # what a repetition got, and its hooks then
+        # Hooks hand out other tensors. Where the graph, or hooks of ours, keep the tensor itself
+        # anyway, a repetition gets that.
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        ours = top is not None and getattr(top[0], "keeps_others", False)
+        self._same: dict[int, tuple[Tensor, int]] = {}
+        for i, t in enumerate(self.tensors if top is not None else ()):
+            if (t.requires_grad and t.is_leaf) or (ours and maker_of(t) is None):
+                self._same[i] = (t, t._version)
+        self._kept = _hold([] if ours and len(self._same) == len(self.tensors) else self.tensors)
 
     def forget(self) -> None:
         """Leave the tensors to autograd."""
         self.tensors = []
 
-    @contextlib.contextmanager
-    def without_new_hooks(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Remove what a repetition registers on its inputs, which have the forward's hooks."""
-        inputs = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        before = [len(t._backward_hooks or ()) for t in inputs]
-        try:
-            yield
-        finally:
-            for t, number in zip(inputs, before, strict=True):
-                while len(hooks := t._backward_hooks or {}) > number:
-                    hooks.popitem()
+    def forget_new_hooks(self) -> None:
+        """Remove what a repetition has registered on its inputs, which have the forward's hooks."""
+        again, self._again = self._again, []
+        for t, number in again:
+            while len(hooks := t._backward_hooks or {}) > number:
+                hooks.popitem()
 
     def again(self, region: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a repetition of a region of this name."""
-        flat = list(self.plain)
-        for i, (at, like, read) in enumerate(zip(self._at, self._like, self._kept(), strict=True)):
-            if i in self._leaves:
-                t, version = self._leaves[i]
+        flat, kept = list(self.plain), self._kept()
+        for i, (at, like) in enumerate(zip(self._at, self._like, strict=True)):
+            if i in self._same:
+                t, version = self._same[i]
                 if t._version != version:
                     fail_modified(region, t)
             else:
-                t = read()
-            flat.insert(at, like.make(t))
+                t = kept[i]()
+            t = like.make(t)
+            if like.needs_grad:
+                self._again.append((t, len(t._backward_hooks or ())))
+            flat.insert(at, t)
         if self._spec is None:
             return tuple(flat), {}
         args, kwargs = tree_unflatten(flat, self._spec)
@@ -109,7 +111,7 @@ class Like:
         return t
 
 
-def _hold(inputs: list[Tensor]) -> Callable[[], Iterable[Callable[[], Tensor]]]:
+def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:
     """Save the inputs as autograd saves tensors; return what gives a reader of each."""
     save = getattr(torch._C._autograd, "_make_saved_tensor", None)
     if save is None:  # torch 2.10 and 2.11: at the price of a node, alive as long as its result

@@ -218,16 +218,6 @@ class OutputDiscardCheckpoint:
         self._called = False
 
 
-def run_plainly() -> bool:
-    """Whether nothing can be discarded.
-
-    In compiled or traced code, where regions cannot be repeated, or inside another checkpoint.
-    """
-    if torch.compiler.is_compiling() or regions.tracing():
-        return True
-    return not is_repeatable() or Region.is_saved_by_another()
-
-
 def run_region(
     fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options, name: str = ""
 ) -> tuple[Any, Region | None]:
@@ -237,7 +227,7 @@ def run_region(
         return compiled_region(fn, args, kwargs, rng, options.context_fn), None
     if regions.tracing():
         return traced_region(fn, args, kwargs, options.context_fn, discards=True), None
-    if run_plainly():
+    if not is_repeatable() or Region.is_saved_by_another():
         return fn(*args, **kwargs), None
     region = Region(fn, args, kwargs, options, name)
     return region.forward(args, kwargs), region

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint as torch_checkpoint
 
 from storage_ops.checkpoint import guard
 from storage_ops.checkpoint.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.holders import Holders
 from storage_ops.checkpoint.inputs import Inputs, leaves_of
+from storage_ops.checkpoint.makers import maker_of, makers
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.saved import Saved, compare, fail
 from storage_ops.checkpoint.versions import Versions
-from storage_ops.ops.storage import discard_storage, is_discarded, share_storage
+from storage_ops.ops.storage import discard_storage, share_storage
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
 
@@ -77,19 +77,9 @@ class Made:
     is_held: bool = False
 
 
-# The live region that made a storage, for those that read it later.
-_makers: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
 _serials = itertools.count()
 # Where the saved-tensor hooks of checkpoints are defined.
 _CHECKPOINTS = ("torch.utils.checkpoint", __name__)
-
-
-def maker_of(t: Any) -> Region | None:
-    """The region that can make the bytes of a tensor again, if one can."""
-    if not _makers:
-        return None
-    key = storage_key(t)
-    return None if key is None else _makers.get(key)
 
 
 def is_repeatable() -> bool:
@@ -189,7 +179,7 @@ class Region:
             self._results[index] = Saved(leaf, self._checksums)
         for made in self.made:
             made.holders = Holders.count(made.key, made.output)
-            _makers[made.key] = self
+            makers[made.key] = self
         if frozen or self._contexts:
             self._keep_what_others_hold()
 
@@ -202,7 +192,7 @@ class Region:
             own += sum(other.key == made.key for other in self.made)
             if made.holders.tensors > own:
                 self.made.remove(made)
-                _makers.pop(made.key, None)
+                makers.pop(made.key, None)
 
     @property
     def _checksums(self) -> bool:
@@ -251,7 +241,7 @@ class Region:
         waiting = {made.key for made in self._discarded}
         for made in self.made:
             if made.key not in waiting:
-                _makers.pop(made.key, None)
+                makers.pop(made.key, None)
         self.made = []
 
     def trigger(self) -> Callable[[Any], None]:
@@ -318,15 +308,13 @@ class Region:
 
         around = self._contexts[1] if self._contexts else contextlib.nullcontext()
         outputs: list[Any] = []
-        with (
-            contextlib.suppress(_AsFarAsNeeded),
-            self._state,
-            self._inputs.without_new_hooks(args, kwargs),
-            torch.enable_grad(),
-            saved_tensors_hooks(pack, _as_it_is),
-            around,
-        ):
-            outputs = leaves_of(self._fn(*args, **kwargs))
+        try:
+            with self._state, torch.enable_grad(), saved_tensors_hooks(pack, _as_it_is), around:
+                outputs = leaves_of(self._fn(*args, **kwargs))
+        except _AsFarAsNeeded:
+            pass
+        finally:
+            self._inputs.forget_new_hooks()
         if self.options.determinism_check != "none":
             compare(self.name, first, saved)
         if not self._running:
@@ -348,12 +336,14 @@ class Region:
                     f"output {made.index} of {self.name} was {first} in forward and is "
                     f"{Saved(again, self._checksums)} when it is recomputed"
                 )
+        bound: set[int] = set()
         for made in self._discarded:
-            if is_discarded(made.handle):
+            if made.key not in bound:
+                bound.add(made.key)
                 share_storage(made.handle, outputs[made.index].detach())
             if self.options.debug:
                 guard.unwatch(made.output())
-            _makers.pop(made.key, None)
+            makers.pop(made.key, None)
         self._discarded = []
 
     def end_backward(self, retained: bool) -> None:
@@ -372,7 +362,8 @@ class Region:
     def _unpack(self, index: int) -> Tensor:
         # A place is emptied as it is read, so that a saved tensor dies with its node. A node that
         # reads twice makes the region run once more, and then nothing is emptied.
-        self.recompute()
+        if self._task is None or index not in self._recomputed or self._task != _current_task():
+            self.recompute()
         if index not in self._recomputed:
             self._task, self._reread = None, True
             self.recompute()
@@ -380,7 +371,7 @@ class Region:
         value = self._recomputed[index] if self._reread else self._recomputed.pop(index)
         if self._task is None:  # read by hand, outside of a backward: nobody would clear the rest
             self.end_backward(retained=True)
-        elif not isinstance(self._task, int) and not self._recomputed:  # nor in a group of them
+        elif not self._recomputed and not isinstance(self._task, int):  # nor in a group of them
             self.end_backward(torch._C._autograd._get_current_graph_task_keep_graph())
         return value
 
@@ -390,12 +381,14 @@ def _current_task() -> Any:
 
     `torch.utils.checkpoint.GraphExecGroup` makes several passes share one recompute.
     """
-    group = getattr(torch_checkpoint, "GraphExecGroup", None)
-    current = None if group is None else group._get_current_group()
+    current = _current_group()
     if current is not None:
         return current
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+_current_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
 def _end_backward(region: weakref.ref[Region], retained: bool) -> None:

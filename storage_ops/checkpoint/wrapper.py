@@ -162,9 +162,7 @@ class CheckpointWrapper(Replaced):
         return forward
 
 
-def _wrapped(
-    module: nn.Module, context_fn: ContextFn | None = None, **options: Any
-) -> nn.Module:
+def _wrapped(module: nn.Module, context_fn: ContextFn | None = None, **options: Any) -> nn.Module:
     refused = [name for name in _SELECTION if name in options]
     if refused:
         raise ValueError(

@@ -1,0 +1,468 @@
+"""What a region does besides returning tensors happens once, and what it gets is the caller's own."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import storage_ops as so
+
+KINDS = ("full", "selective", "output_discard", "reentrant", "region", "composed", "chain")
+
+
+class Around(nn.Module):
+    """A layer, and what uses its output."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(6, 3)
+
+    def forward(self, x, *args):
+        return self.head(self.layer(x, *args))
+
+
+def checkpointed(kind, model):
+    """A function equal to a model, whose layer is a region."""
+    layer, head = model.layer, model.head
+    if kind == "region":
+
+        def run(x, *args):
+            ckpt = so.OutputDiscardCheckpoint()
+            h = ckpt.checkpoint(layer, x, *args)
+            with ckpt.consumer():
+                y = head(h)
+            ckpt.discard_output_and_register_recompute()
+            assert so.is_discarded(h)
+            return y
+
+        return run
+    if kind == "composed":
+        return so.output_discard(layer, head)
+    if kind == "chain":
+
+        def run(x, *args):
+            with so.OutputDiscardChain() as chain:
+                return head(chain.checkpoint(torch.sigmoid, chain.checkpoint(layer, x, *args)))
+
+        return run
+    options = {"use_reentrant": True} if kind == "reentrant" else {"mode": kind}
+    if kind == "selective":
+        options["ops_to_save"] = ["aten.mm", "aten.addmm"]
+    return so.apply_activation_checkpoint(model, {"layer_names": ["layer"], **options})
+
+
+def pair(kind, make):
+    """Two equal models: plain, and with a region."""
+    model = Around(make())
+    if kind == "chain":
+        plain = copy.deepcopy(model)
+        return (
+            lambda x, *a: plain.head(plain.layer(x, *a).sigmoid()),
+            plain,
+            checkpointed(kind, model),
+            model,
+        )
+    other = copy.deepcopy(model)
+    return other, other, checkpointed(kind, model), model
+
+
+def same_state(got, right):
+    right = right.state_dict()
+    for name, t in got.state_dict().items():
+        assert torch.equal(t, right[name]), name
+
+
+def steps(fn, model, inputs, retain=False):
+    """Gradients of some steps, two forwards to a backward."""
+    found = []
+    for x in inputs:
+        model.zero_grad()
+        x = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        first, second = fn(x).square().sum(), fn(x * 2).cos().sum()
+        if retain:
+            first.backward(retain_graph=True)
+        (first + second).backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    return found
+
+
+class State(nn.Module):
+    """Reads a state, and writes it in place."""
+
+    def __init__(self, how="copy"):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 6), how
+        self.register_buffer("h", torch.randn(6))
+
+    def forward(self, x):
+        h = torch.tanh(self.linear(x) + self.h.clone())
+        new = h.detach().mean(0)
+        if self.how == "copy":
+            self.h.copy_(new)
+        elif self.how == "data":
+            self.h.data.mul_(0.5).add_(new)
+        elif self.how == "rebind":
+            self.h = new
+        return h
+
+
+class Attribute(State):
+    """The state is a tensor in an attribute, which is no buffer."""
+
+    def __init__(self, how="copy"):
+        super().__init__(how)
+        del self.h
+        self.h = torch.randn(6)
+
+
+class Counts(nn.Module):
+    """The load of experts, and what it makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.register_buffer("load", torch.zeros(6, dtype=torch.long))
+        self.register_buffer("table", torch.randn(300, 300))  # too large to be copied every time
+
+    def forward(self, x):
+        logits = self.linear(x) - self.load * 0.1
+        self.load.add_(F.one_hot(logits.argmax(-1), 6).sum(0))
+        self.table[0, 0] += 1
+        return logits.softmax(-1) * self.table[0, 0].item()
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 24), nn.BatchNorm2d(6)
+
+    def forward(self, x):
+        return self.norm(self.linear(x).view(-1, 6, 2, 2)).sigmoid().mean((2, 3))
+
+
+class FakeQuantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.quantize = torch.ao.quantization.FakeQuantize(
+            observer=torch.ao.quantization.MovingAverageMinMaxObserver, averaging_constant=0.5
+        )
+
+    def forward(self, x):
+        return self.quantize(self.linear(x)).sin()
+
+
+class Codebook(nn.Module):
+    """A codebook that follows the mean of what is quantised, by `.data`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.register_buffer("codes", torch.randn(5, 6))
+
+    def forward(self, x):
+        z = self.linear(x)
+        nearest = torch.cdist(z, self.codes).argmin(-1)
+        quantised = z + (self.codes[nearest] - z).detach()
+        chosen = F.one_hot(nearest, 5).to(z.dtype)
+        mean = chosen.T @ z.detach() / chosen.sum(0).clamp(min=1)[:, None]
+        self.codes.data.lerp_(mean, 0.3)
+        return quantised * z
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Dropout(0.3))
+
+
+WRITES = {
+    "batch norm": normed,
+    "batch norm 2d": Convolution,
+    "instance norm": lambda: nn.Sequential(
+        nn.Linear(4, 6), nn.Unflatten(0, (1, -1)), nn.InstanceNorm1d(8, track_running_stats=True),
+        nn.Flatten(0, 1),
+    ),
+    "copied state": State,
+    "state by .data": lambda: State("data"),
+    "replaced state": lambda: State("rebind"),
+    "attribute": Attribute,
+    "attribute by .data": lambda: Attribute("data"),
+    "replaced attribute": lambda: Attribute("rebind"),
+    "counts": Counts,
+    "fake quantised": FakeQuantized,
+    "codebook": Codebook,
+    "spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 6)), nn.Tanh()),
+    "parametrised": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WRITES)
+def test_effects_happen_once_and_gradients_are_those_of_eager(name, kind):
+    plain, plain_model, fn, model = pair(kind, WRITES[name])
+    inputs = [torch.randn(8, 4) for _ in range(3)]
+    right = steps(plain, plain_model, inputs)
+    got = steps(fn, model, inputs)
+    equal = torch.allclose if kind == "reentrant" else torch.equal  # it adds in another order
+    for a, b in zip(got, right, strict=True):
+        assert all(map(equal, a, b))
+    same_state(model, plain_model)
+    if "attribute" in name:
+        assert torch.equal(model.layer.h, plain_model.layer.h)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "reentrant"])
+@pytest.mark.parametrize("name", ["batch norm", "copied state", "replaced state"])
+def test_effects_happen_once_however_many_backwards(path, name, kind):
+    plain, plain_model, fn, model = pair(kind, WRITES[name])
+    inputs = [torch.randn(8, 4) for _ in range(2)]
+    right = steps(plain, plain_model, inputs, retain=True)
+    got = steps(fn, model, inputs, retain=True)
+    for a, b in zip(got, right, strict=True):
+        assert all(map(torch.equal, a, b))
+    same_state(model, plain_model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_and_nothing_moves(kind):
+    """Neither a version nor a byte of buffers that are only read."""
+    _, _, fn, model = pair(kind, lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval()))
+    norm = model.layer[1]
+    norm.register_buffer("large", torch.randn(300, 300))
+    before = {n: (b.clone(), b._version, b.data_ptr()) for n, b in norm.named_buffers()}
+    for _ in range(2):
+        fn(torch.randn(8, 4, requires_grad=True)).sum().backward()
+    for name, b in norm.named_buffers():
+        t, version, pointer = before[name]
+        assert torch.equal(b, t) and (b._version, b.data_ptr()) == (version, pointer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_list_and_dictionary_arguments_are_the_callers_own(kind):
+    class Layer(nn.Linear):
+        def forward(self, x, losses, cache):
+            h = super().forward(x)
+            losses.append(h.square().mean())
+            cache.setdefault("keys", []).append(h.detach())
+            return h * len(losses)
+
+    plain, plain_model, fn, model = pair(kind, lambda: Layer(4, 6))
+    warns = pytest.warns(UserWarning, match="Layer puts a tensor into one of its arguments")
+    found = []
+    for run, module in ((plain, plain_model), (fn, model)):
+        x, losses, cache = torch.ones(2, 4, requires_grad=True), [], {}
+        with warns if kind == "reentrant" and run is fn else contextlib.nullcontext():
+            y = run(x, losses, cache)
+        with_aux = 0 if kind == "reentrant" else sum(losses)
+        (y.sum() + with_aux).backward()
+        assert len(losses) == len(cache["keys"]) == 1
+        found.append([x.grad, losses[0], cache["keys"][0], module.layer.weight.grad])
+    assert all(map(torch.equal, *found))
+
+
+class Cache:
+    """As that of keys and values in transformers."""
+
+    def __init__(self):
+        self.layers, self.seen = [], 0
+
+    def update(self, k):
+        self.layers.append(k)
+        self.seen += len(k)
+        return torch.cat(self.layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_object_that_is_given_is_written_once(kind):
+    class Layer(nn.Linear):
+        def forward(self, x, cache):
+            k = super().forward(x)
+            return k + cache.update(k.detach()).mean(0) * cache.seen
+
+    plain, plain_model, fn, model = pair(kind, lambda: Layer(4, 6))
+    found = []
+    for run, module in ((plain, plain_model), (fn, model)):
+        x, cache = torch.ones(2, 4, requires_grad=True), Cache()
+        (run(x, cache) + run(x * 2, cache)).sum().backward()
+        assert len(cache.layers) == 2 and cache.seen == 4
+        found.append([x.grad, *cache.layers, module.layer.weight.grad])
+    assert all(map(torch.equal, *found))
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "reentrant"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_recompute_gets_the_tensors_of_the_forward(path, kind, hooked):
+    seen = []
+
+    class Layer(nn.Linear):
+        def forward(self, x, p, mask, leaf):
+            seen.append([x, p, mask, leaf])
+            scaled = [t * getattr(t, "scale", 1.0) for t in (x, p, mask, leaf)]
+            return super().forward(scaled[0] * scaled[2] + scaled[1]) * scaled[3]
+
+    plain, _, fn, _ = pair(kind, lambda: Layer(4, 6))
+    found = []
+    around = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+    for run in (plain, fn):
+        seen.clear()
+        torch.manual_seed(0)
+        z = torch.randn(2, 4, requires_grad=True)
+        p, mask = nn.Parameter(torch.randn(4)), torch.rand(4).as_subclass(Tagged)
+        leaf, x = torch.randn(6, requires_grad=True), z * 1
+        x.scale, p.scale, mask.scale, leaf.scale = 3.0, 2.0, 5.0, 0.5
+        with around if hooked else contextlib.nullcontext():
+            y = run(x, p, mask, leaf)
+        y.sum().backward()
+        found.append([z.grad, p.grad, leaf.grad])
+    assert all(map(torch.equal, *found))
+    first, again = seen[0], seen[-1]
+    assert len(seen) > 1 and type(again[2]) is Tagged and type(again[1]) is nn.Parameter
+    assert [t.is_leaf for t in again] == [False, True, True, True]
+    assert again[1] is first[1] and again[3] is first[3]
+    assert hooked or all(a is b for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_that_a_region_registers_on_its_input_run_once(kind):
+    calls = []
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            x.register_hook(lambda g: calls.append(1))
+            return super().forward(x).sin()
+
+    _, _, fn, _ = pair(kind, lambda: Layer(4, 6))
+    x = torch.randn(2, 4, requires_grad=True) * 1
+    if kind == "reentrant":
+        return  # there the forward has no graph, and the recompute is what registers it
+    fn(x).sum().backward()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "reentrant"])
+def test_what_a_node_saves_without_a_gradient_is_the_same_object(kind):
+    table = torch.arange(6.0)
+    table.note = "mine"
+
+    class Uses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(table)
+            return x * table
+
+        @staticmethod
+        def backward(ctx, grad):
+            (saved,) = ctx.saved_tensors
+            assert saved is table and saved.note == "mine"
+            return grad * saved
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return Uses.apply(super().forward(x))
+
+    plain, plain_model, fn, model = pair(kind, lambda: Layer(4, 6))
+    inputs = [torch.randn(3, 4)]
+    right, got = steps(plain, plain_model, inputs), steps(fn, model, inputs)
+    assert all(map(torch.equal, got[0], right[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_were_exchanged_are_used_as_the_forward_had_them(path, kind):
+    make = lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))  # noqa: E731
+    plain, plain_model, fn, model = pair(kind, make)
+    new = {
+        n: torch.randn_like(p, requires_grad=True)
+        for n, p in model.named_parameters()
+        if kind in ("full", "selective", "output_discard", "reentrant") or n.startswith("layer")
+    }
+    x = torch.randn(3, 4, requires_grad=True)
+    found = []
+    for run, module in ((plain, plain_model), (fn, model)):
+        with _exchanged(module, new):
+            y = run(x)
+        y.sum().backward()
+        found.append([x.grad, *(t.grad for t in new.values())])
+        x.grad = None
+        for t in new.values():
+            t.grad = None
+        assert all(p.grad is None for n, p in module.named_parameters() if n in new)
+    assert all(map(torch.equal, *found))
+
+
+@contextlib.contextmanager
+def _exchanged(module, new):
+    """As in torch.func.functional_call, around any function of the module."""
+    with torch.nn.utils.stateless._reparametrize_module(module, new):
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_were_assigned(kind):
+    plain, plain_model, fn, model = pair(kind, lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh()))
+    x, found = torch.randn(3, 4, requires_grad=True), []
+    for run, module in ((plain, plain_model), (fn, model)):
+        y, weight = run(x), module.layer[0].weight
+        module.layer[0].weight = nn.Parameter(torch.zeros(6, 4))
+        y.sum().backward()
+        assert module.layer[0].weight is not weight and module.layer[0].weight.grad is None
+        found.append([x.grad, weight.grad])
+        x.grad = None
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", ["region", "composed", "chain"])
+def test_a_variable_of_a_loop_is_as_the_forward_had_it(kind):
+    layers, head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3)
+
+    def step(checkpoint):
+        x = h = torch.ones(2, 4, requires_grad=True)
+        for layer in layers:
+            h = checkpoint(lambda t: layer(t).tanh(), h)  # noqa: B023
+        return torch.autograd.grad(head(h).sum(), (x, *layers.parameters()))
+
+    def region(fn, h):
+        if kind == "composed":
+            return so.output_discard(fn, torch.sin)(h)
+        if kind == "chain":
+            with so.OutputDiscardChain() as chain:
+                return chain.checkpoint(fn, h).sin()
+        ckpt = so.OutputDiscardCheckpoint()
+        h = ckpt.checkpoint(fn, h)
+        y = h.sin()
+        ckpt.discard_output_and_register_recompute(y)
+        return y
+
+    assert all(map(torch.equal, step(region), step(lambda fn, h: fn(h).sin())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_modified_before_backward_is_an_error(path, kind, frozen):
+    _, _, fn, model = pair(kind, lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh()))
+    model.layer[0].bias.requires_grad_(not frozen)
+    y = fn(torch.randn(3, 4, requires_grad=True))
+    with torch.no_grad():
+        model.layer[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="was modified in place between forward and recompute"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_region_that_writes_what_cannot_be_copied_says_so(kind):
+    class Clipped(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            return super().forward(x).sin()
+
+    _, _, fn, _ = pair(kind, lambda: Clipped(4, 6))
+    y = fn(torch.randn(3, 4, requires_grad=True))
+    with pytest.raises(RuntimeError, match="itself modifies a parameter of shape"):
+        y.sum().backward()
