@@ -99,7 +99,7 @@ class Effects:
             )
 
     def restore(self, undo: Undo) -> None:
-        """Make everything what it was before the forward; `undo` gets what puts back what is now."""
+        """Make all what it was before the forward; `undo` gets what puts back what is now."""
         for place, name, value in self._names:
             _set_name(place, name, value, undo)
         for held, name, t, _ in self._slots:

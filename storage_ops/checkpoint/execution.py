@@ -176,9 +176,13 @@ class ExecutionState:
             raise
 
     def __exit__(self, *error: Any) -> None:
-        """Put back what was current."""
-        while self._undo:
-            self._undo.pop()()
+        """Put back what was current, all of it whatever happens."""
+        try:
+            while self._undo:
+                self._undo.pop()()
+        finally:
+            if self._undo:
+                self.__exit__()
 
     def _set(self, put: Callable[[Any], object], value: Any, back: Any) -> None:
         self._undo.append(functools.partial(put, back))

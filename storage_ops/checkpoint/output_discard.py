@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.consumers import ConsumerHooks, verify
-from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.inputs import leaves_of
+from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region import ContextFn, Options, Region, is_repeatable
 from storage_ops.checkpoint.saved import fail
 from storage_ops.graph import regions
@@ -35,14 +35,14 @@ class OutputDiscardCheckpoint:
 
     The region runs again in backward, and what it changes besides returning tensors happens once:
     the recompute finds what the forward found, and leaves what it finds. This holds for buffers of
-    the modules that it reaches (the running statistics of a batch norm, a recurrent state, counters)
-    and other tensors without a gradient, up to 64 MiB each (256 KiB where they are no buffers), for
-    attributes of modules and objects, for lists, dictionaries and sets that it is given or reaches,
-    and for variables that it names. Parameters that were exchanged since, by
-    `torch.func.functional_call` or an assignment, are used as the forward had them. What Python does
-    beyond that, to files or other processes, happens twice, and inputs must not be modified in
-    place. Random numbers are those of the process: a region that draws them in several threads at
-    once cannot be repeated. After a backward with retain_graph=True the output stays in memory.
+    the modules that it reaches (running statistics, a recurrent state, counters) and other tensors
+    without a gradient, up to 64 MiB each (256 KiB where they are no buffers); for tensors that are
+    attributes; and for what it is given: lists, dictionaries and sets, and objects such as a cache
+    of keys and values. Parameters that were exchanged since, by `torch.func.functional_call` or an
+    assignment, are used as the forward had them. What Python does beyond that, to counters, lists
+    of its own, files or other processes, happens twice, and inputs must not be modified in place.
+    Random numbers are those of the process: a region that draws them in several threads at once
+    cannot be repeated. After a backward with retain_graph=True the output stays in memory.
 
     What anybody else still holds of the output, other than the caller's variables, is kept and not
     freed: an object that a consumer returns, an attribute of a custom Function's context.

@@ -54,6 +54,9 @@ class _AsFarAsNeeded(BaseException):
     """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
 
 
+_NOBODY = Holders(0, 0, 0)
+
+
 @dataclass
 class Made:
     """An output that a region made: bytes that it may discard and make again.
@@ -73,7 +76,7 @@ class Made:
     handle: Tensor
     output: weakref.ref[Tensor]
     version: int
-    holders: Holders = Holders(0, 0, 0)
+    holders: Holders = _NOBODY
     is_held: bool = False
 
 

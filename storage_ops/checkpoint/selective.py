@@ -36,8 +36,10 @@ from storage_ops.checkpoint.op_names import (
     readable,
 )
 from storage_ops.checkpoint.policies import Policy, begin, saves
+from storage_ops.checkpoint.region import Region
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Arguments = list[tuple[torch.Size, torch.dtype]]
 
 
@@ -71,6 +73,10 @@ def contexts(
         forward.__class__ = _ending(type(forward))  # type: ignore[arg-type]
         return forward, recompute
     saved = _Saved(region, preserve_rng_state)
+    if respect_saved_tensors_hooks:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        # What an enclosing checkpoint would do with it is to throw it away.
+        saved.hooks = None if Region.is_saved_by_another() else top
     return _Recording(begin(policy), saved), _Replaying(saved)
 
 
@@ -145,6 +151,27 @@ class _Result:
     def is_modified(self) -> bool:
         return any(t._version != version for t, version in self.versions)
 
+    def pack(self, hooks: Hooks) -> None:
+        """Hand the tensors to saved-tensor hooks; whoever modifies them then is unseen."""
+        self.versions = []
+        self.value = tree_map_only(Tensor, lambda t: _Packed(hooks[0](t), hooks[1]), self.value)
+
+    def read(self) -> Any:
+        """What the op returned; the tensors without a history."""
+        return tree_map_only((Tensor, _Packed), _unpacked, self.value)
+
+
+@dataclass
+class _Packed:
+    """A tensor that saved-tensor hooks keep."""
+
+    kept: Any
+    unpack: Callable[[Any], Tensor]
+
+
+def _unpacked(value: Tensor | _Packed) -> Tensor:
+    return _detached(value if isinstance(value, Tensor) else value.unpack(value.kept))
+
 
 @dataclass
 class _Saved:
@@ -156,6 +183,7 @@ class _Saved:
     results: dict[tuple[Any, int], _Result] = field(default_factory=dict)
     saved_ops: set[Any] = field(default_factory=set)
     used: set[tuple[Any, int]] = field(default_factory=set)
+    hooks: Hooks | None = None
 
 
 class _Mode(TorchDispatchMode):
@@ -213,6 +241,9 @@ class _Recording(_Mode):
         for key in modified:
             del saved.results[key]
         saved.saved_ops = {op for op, _ in saved.results}
+        if saved.hooks is not None:
+            for result in saved.results.values():
+                result.pack(saved.hooks)
         if modified:
             names = sorted({readable(name_of(op)) for op, _ in modified})
             warnings.warn(
@@ -262,8 +293,7 @@ class _Replaying(_Mode):
         if not _is_retained():
             saved.used.add(key)
             del saved.results[key]
-            return result.value
-        return tree_map_only(Tensor, _detached, result.value)
+        return result.read()
 
 
 def _detached(t: Tensor) -> Tensor:

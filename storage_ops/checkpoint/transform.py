@@ -15,7 +15,7 @@ from storage_ops.checkpoint import discard_scope, wrapper
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
 from storage_ops.checkpoint.report import checkpoint_report
 from storage_ops.checkpoint.rules import class_of, qualified_name
-from storage_ops.checkpoint.wrapper import Checkpointing, CheckpointWrapper
+from storage_ops.checkpoint.wrapper import Checkpointing
 
 _log = logging.getLogger("storage_ops")
 

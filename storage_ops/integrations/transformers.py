@@ -11,7 +11,6 @@ do. A forward set on the instance would keep the model in a reference cycle, and
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from types import TracebackType

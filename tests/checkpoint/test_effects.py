@@ -1,4 +1,4 @@
-"""What a region does besides returning tensors happens once, and what it gets is the caller's own."""
+"""What a region does besides returning tensors happens once; it gets the caller's own objects."""
 
 import contextlib
 import copy
