@@ -43,9 +43,15 @@ class Replaced(nn.Module):
         return None
 
     @classmethod
-    @functools.cache
     def over(cls, original: Any) -> Any:
         """The subclass of this kind and `original`, under the latter's name."""
+        found = _made.get((cls, original))
+        if found is None:
+            found = _made[cls, original] = cls._make(original)
+        return found
+
+    @classmethod
+    def _make(cls, original: Any) -> Any:
         body = {
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
@@ -74,6 +80,9 @@ class Replaced(nn.Module):
         function, args, *rest = reduced
         args = tuple(cls if arg is type(self) else arg for arg in args)
         return (_rebuild, (function, args, tuple(kinds)), *rest)
+
+
+_made: dict[tuple[Any, Any], Any] = {}
 
 
 def _rebuild(function: Callable[..., Any], args: Any, kinds: tuple[Any, ...]) -> Any:

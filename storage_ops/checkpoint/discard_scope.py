@@ -57,7 +57,8 @@ class DiscardHolder(Replaced):
             outputs = super().__call__(*args, **kwargs)
             _scopes.pretended.difference_update(by_storage(outputs))
             return outputs
-        with _Scope(**self._discarding) as scope:
+        scope = _Scope(**self._discarding)
+        with scope:
             _scopes.open.append(scope)
             try:
                 return super().__call__(*args, **kwargs)

@@ -57,16 +57,16 @@ class Effects:
         self._names = around.names
         self._contents = [(c, _copy(c)) for c in around.given if len(c) <= _MANY]
         self._attributes = [(held, dict(held)) for held in around.attributes]
-        self._slots = []
+        self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
         for module in around.modules:
             for name, t in module._parameters.items():
-                if t is not None and type(t) is not nn.UninitializedParameter:
+                if t is not None and not isinstance(t, nn.UninitializedParameter):
                     self._slots.append((module._parameters, name, t, t._version))
             if module._buffers:
                 self._attributes.append((module._buffers, dict(module._buffers)))
-                for name, t in module._buffers.items():
-                    if t is not None:
-                        self._slots.append((module._buffers, name, t, -1))
+                self._slots += [
+                    (module._buffers, n, b, -1) for n, b in module._buffers.items() if b is not None
+                ]
         self._bytes = list(_bytes(around))
         self._unkept: list[Tensor] = []
         self._running = True

@@ -69,7 +69,7 @@ class Holders(NamedTuple):
     names: int
 
     @staticmethod
-    def count(key: int, output: Callable[[], Tensor | None], uses: int = 0) -> Holders:
+    def counted(key: int, output: Callable[[], Tensor | None], uses: int = 0) -> Holders:
         """Those of a live storage and of the tensor that was returned."""
         held = output()
         if held is None:
@@ -80,7 +80,7 @@ class Holders(NamedTuple):
     @staticmethod
     def of(region: Region, made: Made) -> Holders:
         """Those of an output now."""
-        return Holders.count(made.key, made.output, region.uses.get(made.key, 0))
+        return Holders.counted(made.key, made.output, region.uses.get(made.key, 0))
 
 
 def is_held(
@@ -164,7 +164,7 @@ def _inside(value: Any, seen: set[int]) -> Iterator[Any]:
 def _measure() -> tuple[int, int]:
     """What is counted of a tensor that has one name, this one."""
     only = torch.empty(1)
-    counted = Holders.count(only.untyped_storage()._cdata, weakref.ref(only))
+    counted = Holders.counted(only.untyped_storage()._cdata, weakref.ref(only))
     return counted.names - 1, _others([(only, 1)])[0]
 
 

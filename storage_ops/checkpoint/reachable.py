@@ -112,13 +112,14 @@ class Surroundings:
                 attributes = _attributes(value)
                 if attributes and not _is_of_torch(type(value)):
                     inside = self._add_attributes(attributes, given)
-                inside += _calls(type(value))
+                cls: Any = type(value)
+                inside += _calls(cls)
             if depth < _DEEP:
                 stack += [(v, depth + 1, given) for v in inside]
 
     def _inside_module(self, root: nn.Module, seen: set[int]) -> list[Any]:
         inside: list[Any] = []
-        types: dict[type, None] = {}
+        types: dict[Any, None] = {}
         for module in root.modules():
             if module is root or id(module) not in seen:
                 seen.add(id(module))
@@ -151,7 +152,7 @@ def _is_of_torch(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _calls(cls: type) -> tuple[FunctionType, ...]:
+def _calls(cls: Any) -> tuple[FunctionType, ...]:
     """What calls of an object of a class run in Python, but for what torch defines."""
     mine = [vars(c) for c in cls.__mro__ if not _is_of_torch(c)]
     found = [c.get(name) for c in mine for name in ("forward", "__call__")]

@@ -30,6 +30,7 @@ from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.holders import Holders
 from storage_ops.checkpoint.inputs import Inputs, leaves_of
 from storage_ops.checkpoint.makers import maker_of, makers
+from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.saved import Saved, compare, fail
 from storage_ops.checkpoint.versions import Versions
@@ -55,6 +56,7 @@ class _AsFarAsNeeded(BaseException):
 
 
 _NOBODY = Holders(0, 0, 0)
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass
@@ -121,6 +123,7 @@ class Region:
         self._state: ExecutionState | None = ExecutionState(around, options.preserve_rng_state)
         self._captured = around.tensors  # until the forward has run
         self._versions: Versions | None = None
+        self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
         self._producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
         self._saved: list[Saved] = []
@@ -147,9 +150,9 @@ class Region:
         """Run the function on the arguments of this region; return what it returns."""
         assert self._fn is not None and self._state is not None and self._inputs is not None
         start = torch._C._autograd._get_sequence_nr()
-        around = self._contexts[0] if self._contexts else contextlib.nullcontext()
+        around = self._contexts[0] if self._contexts else _NOTHING
         self._running = True
-        with saved_tensors_hooks(self._pack, self._unpack), around:
+        with saved_tensors_hooks(self._pack, self._unpack), around, self._log or _NOTHING:
             outputs = self._fn(*args, **kwargs)
         self._running = False
         self._state.effects.finish()
@@ -181,7 +184,7 @@ class Region:
             self.made.append(made)
             self._results[index] = Saved(leaf, self._checksums)
         for made in self.made:
-            made.holders = Holders.count(made.key, made.output)
+            made.holders = Holders.counted(made.key, made.output)
             makers[made.key] = self
         if frozen or self._contexts:
             self._keep_what_others_hold()
@@ -309,20 +312,30 @@ class Region:
                 raise _AsFarAsNeeded
             return saved[-1][1]
 
-        around = self._contexts[1] if self._contexts else contextlib.nullcontext()
+        around = self._contexts[1] if self._contexts else _NOTHING
+        log = OpLog() if self._log else None
+        hooks = saved_tensors_hooks(pack, _as_it_is)
         outputs: list[Any] = []
         try:
-            with self._state, torch.enable_grad(), saved_tensors_hooks(pack, _as_it_is), around:
+            with self._state, torch.enable_grad(), hooks, around, log or _NOTHING:
                 outputs = leaves_of(self._fn(*args, **kwargs))
         except _AsFarAsNeeded:
             pass
         finally:
             self._inputs.forget_new_hooks()
         if self.options.determinism_check != "none":
-            compare(self.name, first, saved)
+            compare(self.name, first, saved, lambda: self._difference(log, stops))
         if not self._running:
             self._bind(outputs)
         return [t for _, t in saved]
+
+    def _difference(self, log: OpLog | None, stops: bool) -> str:
+        """What the logs of ops say, for an error."""
+        if self._log is None or log is None:
+            return "" if self.options.debug else "; debug=True names the first op that differs"
+        if stops:
+            del self._log.ops[len(log.ops) :]
+        return self._log.difference(log)
 
     def _bind(self, outputs: list[Any]) -> None:
         """Bind recomputed outputs to the discarded ones, if all of them fit."""

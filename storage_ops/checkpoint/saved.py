@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -16,7 +17,7 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <<
 
 def fail(what: str) -> NoReturn:
     """Raise the error that a user of a checkpoint sees."""
-    raise RuntimeError(f"OutputDiscardCheckpoint: {what}")
+    raise RuntimeError(f"checkpoint: {what}")
 
 
 def fail_modified(name: str, t: Tensor) -> NoReturn:
@@ -30,7 +31,7 @@ def fail_modified(name: str, t: Tensor) -> NoReturn:
 class Saved:
     """A tensor that autograd saves, or that a region returns."""
 
-    __slots__ = ("checksum", "is_leaf", "layout", "version")
+    __slots__ = ("checksum", "is_leaf", "layout", "parameter", "version")
 
     def __init__(self, t: Tensor, checksum: bool = False) -> None:
         """Describe a tensor."""
@@ -38,8 +39,9 @@ class Saved:
         self.layout = (t.shape, stride, t.dtype, t.device)
         self.checksum = _checksum(t) if checksum else None
         # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
-        base = t._base
-        self.is_leaf = t.is_leaf if base is None else base.is_leaf
+        root = t if t._base is None else t._base
+        self.is_leaf = root.is_leaf
+        self.parameter = id(root) if isinstance(root, torch.nn.Parameter) else None
         self.version = t._version
 
     def is_like(self, other: Saved) -> bool:
@@ -91,18 +93,35 @@ def _checksum(t: Tensor) -> Tensor:
     return total
 
 
-def compare(name: str, first: list[Saved], again: list[tuple[Saved, Tensor]]) -> None:
-    """Raise unless a region named `name` saved the same in its forward and in its repetition."""
+def compare(
+    name: str,
+    first: list[Saved],
+    again: list[tuple[Saved, Tensor]],
+    hint: Callable[[], str] = lambda: "",
+) -> None:
+    """Raise unless a region named `name` saved the same in its forward and in its repetition.
+
+    Args:
+        name: what the error calls the region.
+        first, again: what it saved.
+        hint: what the error ends with where it did other work.
+    """
     if len(again) != len(first):
         fail(
             f"{name} saved {len(first)} tensors in forward and {len(again)} when it was "
-            "recomputed; it must do the same work both times"
+            f"recomputed; it must do the same work both times{hint()}"
         )
     for index, (before, (after, t)) in enumerate(zip(first, again, strict=True)):
+        if before.parameter != after.parameter:
+            fail(
+                f"tensor {index} that {name} saves is another parameter of shape {tuple(t.shape)} "
+                "when it is recomputed: it was exchanged since the forward in a place that the "
+                "region does not reach"
+            )
         if not before.is_like(after):
             fail(
                 f"tensor {index} that {name} saves was {before} in forward and is {after} when it "
-                "is recomputed, different metadata or contents"
+                f"is recomputed, different metadata or contents{hint()}"
             )
         if t._version != after.version:
             fail(

@@ -420,3 +420,67 @@ def test_torch_compile_keeps_no_wide_tensor(backend):
     torch._dynamo.reset()
     torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=inspect))(x)
     assert saved and (8, 64) not in saved and (64, 8) not in saved, saved
+
+
+@pytest.mark.parametrize("way", ["hook", "block"])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_frozen_tower(path, way, trainable):
+    """Its output is freed, and made again where a consumer that is trained needs it."""
+    up, down = nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 4).requires_grad_(trainable)
+    x, ckpt = torch.randn(3, 4), so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(lambda x: F.gelu(up(x)), x)
+    assert len(ckpt.outputs) == 1 and ckpt.outputs[0] is h
+    if way == "hook":
+        y = down(h)
+        ckpt.discard_output_and_register_recompute(y)
+    else:
+        with ckpt.consumer():
+            y = down(h)
+        ckpt.discard_output_and_register_recompute()
+    assert so.is_discarded(h) and ckpt.outputs is None
+    assert torch.equal(y, down(F.gelu(up(x))))
+    if trainable:
+        got = torch.autograd.grad(y.sum(), down.parameters())
+        right = torch.autograd.grad(down(F.gelu(up(x))).sum(), down.parameters())
+        assert all(map(torch.equal, got, right)) and torch.equal(h, F.gelu(up(x)))
+
+
+def test_what_a_frozen_region_did_not_make_is_not_freed(path):
+    layer, table = nn.Linear(4, 4).requires_grad_(False), torch.randn(3, 4)
+    layer.register_buffer("cache", None)
+
+    def keeps(x):
+        layer.cache = layer(x)
+        return layer.cache, table, layer.weight.view(-1), x[1:], torch.ones(2), layer.weight * 2
+
+    x, ckpt = torch.randn(3, 4), so.OutputDiscardCheckpoint()
+    outputs = ckpt.checkpoint(keeps, x)
+    with ckpt.consumer():
+        y = sum(t.sum() for t in outputs)
+    ckpt.discard_output_and_register_recompute(y)
+    assert [so.is_discarded(t) for t in outputs] == [False] * 4 + [True, True]
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"fp8": True}, "fp8 is True; expected None, and a context_fn"),
+    ({"ckpt_manager": object()}, "ckpt_manager is .*; expected None, and regions .* in an"),
+])  # fmt: skip
+def test_arguments_of_megatrons_class(options, message):
+    so.OutputDiscardCheckpoint(retain_input_tensors=True, fp8=False, ckpt_manager=None)
+    with pytest.raises(TypeError, match=message):
+        so.OutputDiscardCheckpoint(**options)
+
+
+def test_graph_exec_groups_share_a_recompute(path):
+    """As of schedules of pipelines that take the gradients of inputs and weights apart."""
+    from torch.utils.checkpoint import GraphExecGroup
+
+    calls, up, down = [], nn.Linear(4, 8), nn.Linear(8, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    right = torch.autograd.grad(down(F.gelu(up(x))).sin().sum(), (x, up.weight, down.weight))
+    y = so.output_discard(lambda x: calls.append(1) or F.gelu(up(x)), down)(x).sin().sum()
+    with GraphExecGroup():
+        (dx,) = torch.autograd.grad(y, x, retain_graph=True)
+        with pytest.raises(RuntimeError):  # the first pass has read all there was
+            torch.autograd.grad(y, (up.weight, down.weight))
+    assert torch.equal(dx, right[0])
