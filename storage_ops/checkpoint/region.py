@@ -196,6 +196,10 @@ class Region:
         for made in list(self.made):
             own = sum(storage_key(t) == made.key for t in roots.values())
             own += sum(other.key == made.key for other in self.made)
+            output = made.output()
+            base = None if output is None else output._base
+            if base is not None:  # named here, among the roots, and by nobody else
+                own -= Holders.counted(made.key, weakref.ref(base)).names > 2
             if made.holders.tensors > own:
                 self.made.remove(made)
                 makers.pop(made.key, None)

@@ -1,0 +1,110 @@
+"""Towers that are frozen, arguments of other classes, and several backward passes."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import storage_ops as so
+
+
+@pytest.mark.parametrize("way", ["hook", "block"])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_frozen_tower(path, way, trainable):
+    """Its output is freed, and made again where a consumer that is trained needs it."""
+    up, down = nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 4).requires_grad_(trainable)
+    x, ckpt = torch.randn(3, 4), so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(lambda x: F.gelu(up(x)), x)
+    assert len(ckpt.outputs) == 1 and ckpt.outputs[0] is h
+    if way == "hook":
+        y = down(h)
+        ckpt.discard_output_and_register_recompute(y)
+    else:
+        with ckpt.consumer():
+            y = down(h)
+        ckpt.discard_output_and_register_recompute()
+    assert so.is_discarded(h) and ckpt.outputs is None
+    assert torch.equal(y, down(F.gelu(up(x))))
+    if trainable:
+        got = torch.autograd.grad(y.sum(), down.parameters())
+        right = torch.autograd.grad(down(F.gelu(up(x))).sum(), down.parameters())
+        assert all(map(torch.equal, got, right)) and torch.equal(h, F.gelu(up(x)))
+
+
+def test_what_a_frozen_region_did_not_make_is_not_freed(path):
+    layer, table = nn.Linear(4, 4).requires_grad_(False), torch.randn(3, 4)
+
+    def keeps(x):
+        return table, layer.weight.view(-1), x[1:], torch.ones(2), (layer.weight * 2).view(-1)
+
+    x, ckpt = torch.randn(3, 4), so.OutputDiscardCheckpoint()
+    outputs = ckpt.checkpoint(keeps, x)
+    with ckpt.consumer():
+        y = sum(t.sum() for t in outputs)
+    ckpt.discard_output_and_register_recompute(y)
+    assert [so.is_discarded(t) for t in outputs] == [False] * 3 + [True, True]
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"fp8": True}, "fp8 is True; expected None, and a context_fn"),
+    ({"ckpt_manager": object()}, "ckpt_manager is .*; expected None, and regions .* in an"),
+])  # fmt: skip
+def test_arguments_of_megatrons_class(options, message):
+    so.OutputDiscardCheckpoint(retain_input_tensors=True, fp8=False, ckpt_manager=None)
+    with pytest.raises(TypeError, match=message):
+        so.OutputDiscardCheckpoint(**options)
+
+
+@pytest.mark.parametrize("kind", ["output_discard", "full", "selective"])
+def test_graph_exec_groups_share_a_recompute(path, kind):
+    """Several backward passes through one forward, as of schedules of pipelines."""
+    from torch.utils.checkpoint import GraphExecGroup
+
+    class Layer(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return (x * self.weight[0]).sin(), (x * self.weight[1]).exp()
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = Layer(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            a, b = self.up(x)
+            return self.down(a).sin().sum(), self.down(b).cos().sum()
+
+    model, x = Heads(), torch.randn(3, 4, requires_grad=True)
+    right = [torch.autograd.grad(model(x)[i], (x, model.up.weight)) for i in range(2)]
+    rules = {"ops_to_save": ["aten.mul"]} if kind == "selective" else {}
+    so.apply_activation_checkpoint(model, {"layer_names": ["up"], "mode": kind, **rules})
+    for grouped in (True, False):
+        model.up.calls = 0
+        first, second = model(x)
+        with GraphExecGroup() if grouped else contextlib.nullcontext():
+            got = [
+                torch.autograd.grad(first, (x, model.up.weight), retain_graph=True),
+                torch.autograd.grad(second, (x, model.up.weight)),
+            ]
+        assert all(map(torch.equal, got[0] + got[1], right[0] + right[1]))
+        assert model.up.calls == (2 if grouped else 3), grouped
+
+
+@pytest.mark.parametrize("kind", ["output_discard", "full", "selective"])
+def test_gradients_of_inputs_and_then_of_weights(path, kind):
+    """As of zero-bubble schedules."""
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Linear(4, 4)
+    )
+    x = torch.randn(3, 4, requires_grad=True)
+    right = torch.autograd.grad(model(x).sin().sum(), (x, *model.parameters()))
+    rules = {"ops_to_save": ["aten.addmm"]} if kind == "selective" else {}
+    so.apply_activation_checkpoint(model, {"layer_names": ["0"], "mode": kind, **rules})
+    loss = model(x).sin().sum()
+    got = torch.autograd.grad(loss, x, retain_graph=True)
+    got += torch.autograd.grad(loss, tuple(model.parameters()))
+    assert all(map(torch.equal, got, right))
