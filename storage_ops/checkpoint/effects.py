@@ -16,9 +16,9 @@ forward had it.
 
 Names and contents cost references. Bytes have to be copied before it is known whether they will be
 written. Small tensors are copied at each forward: not every write moves a version counter (those of
-batch norm and of `.data` do not). A larger buffer is copied until a forward has left it alone.
-Parameters and what is larger still are not copied: a region that writes them cannot be repeated,
-and the recompute says so.
+batch norm and of `.data` do not). A larger buffer is copied until a forward has left it alone, and
+from the first forward on that writes it after that. What was not copied and is written all the
+same, parameters and what is larger still, cannot be repeated, and the recompute says so.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _MANY = 4096  # items of a container beyond which it is data
 _COPIED = (Tensor, nn.Parameter, nn.Buffer)
 _set_versions: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_version_counter
 
-# Larger buffers that a forward has left alone: their names, and whether the module was in training.
-_quiet: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
+# Whether larger buffers are left alone, by their names and whether the module is in training.
+_quiet: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
+_quiet = weakref.WeakKeyDictionary()
 
 Undo = list[Callable[[], object]]
 _MISSING = object()
@@ -79,9 +80,7 @@ class Effects:
         self._unkept = [t for _, _, t, v in self._slots if v >= 0 and t._version != v]
         kept = []
         for each in self._bytes:
-            each.after = each.tensor._version
-            if each.is_quiet():
-                continue
+            each.finish()
             if each.before is not None:
                 kept.append(each)
             elif each.after != each.version:
@@ -95,7 +94,8 @@ class Effects:
             fail(
                 f"{region} itself modifies a {kind} of shape {tuple(t.shape)} in place, of which "
                 f"no copy is kept for the recompute; expected a buffer of at most "
-                f"{_LARGE >> 20} MiB, or to do it outside of the region"
+                f"{_LARGE >> 20} MiB that is written from the first forward on (this one is copied "
+                "from the next on), or to do it outside of the region"
             )
 
     def restore(self, undo: Undo) -> None:
@@ -139,18 +139,23 @@ class _Bytes:
         self.version = self.after = t._version
         self.before = _memory(t).clone() if copied else None
 
-    def is_quiet(self) -> bool:
-        """Whether a larger buffer was left alone by a forward, which is then remembered."""
-        if self.key is None or self.before is None or self.after != self.version:
-            return False
-        t = self.tensor
-        if t.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False  # what is in it cannot be asked
-        if not (isinstance(t, FakeTensor) or t.is_meta or torch.equal(_memory(t), self.before)):
-            return False
+    def finish(self) -> None:
+        """Remember whether a larger buffer was left alone, and let go of its copy if it was."""
+        t, self.after = self.tensor, self.tensor._version
+        if self.key is None:
+            return
         module, name = self.key
-        _quiet.setdefault(module, set()).add((name, module.training))
-        return True
+        known, place = _quiet.setdefault(module, {}), (name, module.training)
+        if self.after != self.version:
+            known[place] = False
+        if self.before is None or known.get(place) is False:
+            return
+        if t.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # what is in it cannot be asked
+        same = isinstance(t, FakeTensor) or t.is_meta or torch.equal(_memory(t), self.before)
+        known[place] = same
+        if same:
+            self.before = None
 
     def restore(self, undo: Undo, running: bool) -> None:
         """Put the copy into the tensor. Versions are as in the forward, and what others wrote
@@ -176,14 +181,15 @@ def _bytes(around: Surroundings) -> Iterator[_Bytes]:
         if not module._buffers:
             continue
         own = not _is_of_torch(module) or isinstance(module, _NormBase)
-        quiet = _quiet.get(module, ())
+        quiet = _quiet.get(module, {})
         for name, t in module._buffers.items():
             if may_change(t):
                 assert t is not None
                 if t.nbytes <= _SMALL:
                     yield _Bytes(t, not own, None, True)
                 else:
-                    copied = t.nbytes <= _LARGE and (name, module.training) not in quiet
+                    left_alone = quiet.get((name, module.training), False)
+                    copied = t.nbytes <= _LARGE and not left_alone
                     yield _Bytes(t, True, (module, name), copied)
     for held in around.attributes:
         for t in held.values():

@@ -29,7 +29,8 @@ from storage_ops.checkpoint.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.holders import Holders
 from storage_ops.checkpoint.inputs import Inputs, leaves_of
-from storage_ops.checkpoint.makers import maker_of, makers
+from storage_ops.checkpoint.makers import maker_of
+from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.saved import Saved, compare, fail
@@ -185,7 +186,7 @@ class Region:
             self._results[index] = Saved(leaf, self._checksums)
         for made in self.made:
             made.holders = Holders.counted(made.key, made.output)
-            makers[made.key] = self
+            _makers[made.key] = self
         if frozen or self._contexts:
             self._keep_what_others_hold()
 
@@ -202,7 +203,7 @@ class Region:
                 own -= Holders.counted(made.key, weakref.ref(base)).names > 2
             if made.holders.tensors > own:
                 self.made.remove(made)
-                makers.pop(made.key, None)
+                _makers.pop(made.key, None)
 
     @property
     def _checksums(self) -> bool:
@@ -251,7 +252,7 @@ class Region:
         waiting = {made.key for made in self._discarded}
         for made in self.made:
             if made.key not in waiting:
-                makers.pop(made.key, None)
+                _makers.pop(made.key, None)
         self.made = []
 
     def trigger(self) -> Callable[[Any], None]:
@@ -363,7 +364,7 @@ class Region:
                 share_storage(made.handle, outputs[made.index].detach())
             if self.options.debug:
                 guard.unwatch(made.output())
-            makers.pop(made.key, None)
+            _makers.pop(made.key, None)
         self._discarded = []
 
     def end_backward(self, retained: bool) -> None:
