@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.consumers import ConsumerHooks, verify
 from storage_ops.checkpoint.inputs import leaves_of
@@ -253,14 +252,15 @@ def output_discard(
         ... )
         >>> mlp(torch.randn(4, 16)).sum().backward()
     """
-    OutputDiscardCheckpoint(**options)  # a wrong option is an error here, not at the first call
+    how = OutputDiscardCheckpoint(**options).options
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        checkpoint = OutputDiscardCheckpoint(**options)
-        middle = checkpoint.checkpoint(producer, *args, **kwargs)
-        with checkpoint.consumer():
+        middle, region = run_region(producer, args, kwargs, how)
+        if region is None:
+            return consumer(middle)
+        with ConsumerHooks([region]):
             outputs = consumer(middle)
-        checkpoint._discard(tree_leaves(outputs))
+        region.discard()  # what is returned is held, and kept
         return outputs
 
     return run

@@ -60,7 +60,7 @@ _NOBODY = Holders(0, 0, 0)
 _NOTHING = contextlib.nullcontext()
 
 
-@dataclass
+@dataclass(slots=True)
 class Made:
     """An output that a region made: bytes that it may discard and make again.
 

@@ -41,7 +41,9 @@ class Saved:
         # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
         root = t if t._base is None else t._base
         self.is_leaf = root.is_leaf
-        self.parameter = id(root) if isinstance(root, torch.nn.Parameter) else None
+        # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+        is_parameter = type(root) is not Tensor and isinstance(root, torch.nn.Parameter)
+        self.parameter = id(root) if is_parameter else None
         self.version = t._version
 
     def is_like(self, other: Saved) -> bool:
