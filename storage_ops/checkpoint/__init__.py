@@ -1,1 +1,20 @@
-"""Checkpointing: regions whose output is freed too, and layers of a model chosen by a config."""
+"""Checkpointing: regions whose output is freed too, and layers of a model chosen by a config.
+
+A *region* is one call that can be repeated in backward (`region.py`). Its *inputs* are kept as
+autograd keeps tensors (`inputs.py`). What it depends on besides is found by following what its code
+names (`reachable.py`): random numbers and modes, which are those of the forward again
+(`execution.py`), and places that it may write, whose contents are what the forward found and
+afterwards what it left (`effects.py`). What it saves the second time is compared with the first
+(`saved.py`, `versions.py`, `op_log.py`).
+
+A region that discards frees its *outputs* once their *consumers* have run. Consumers are found by
+what they saved (`consumers.py`); who else holds an output is counted, and then it is kept
+(`holders.py`). `output_discard.py` and `chain.py` are the API on that, `discard_scope.py` is that of
+a module around layers, `guard.py` and `makers.py` know discarded storages.
+
+Layers are modules of another class (`wrapper.py`), chosen by `config.py` and `transform.py`; what a
+policy saves in them is in `policies.py` and `selective.py`, with `rules.py` and `op_names.py`.
+`reentrant.py` is the checkpoint of older torch on the same parts. `report.py` and `explain.py`
+count. Where a region cannot be repeated, in compiled and traced code, it becomes a mark in the graph
+(`lowering.py`).
+"""
