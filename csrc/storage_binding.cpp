@@ -108,8 +108,9 @@ void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage
               "them; expected a tensor whose bytes are its own");
 }
 
-// The storage that discard_storage empties. Null if nothing is missing in it without bytes, or it is
-// discarded already; one that was resized to 0 is made a discarded one, which a guard can be for.
+// The storage that discard_storage empties. Null if nothing is missing in it without bytes, or it
+// is discarded already; one that was resized to 0 is made a discarded one, which a guard can be
+// for.
 StorageImpl* check_discard(const at::Tensor& self) {
   StorageImpl* storage = storage_of("discard_storage", "self", self);
   if (storage->nbytes() == 0 && (vacancy_of(storage) || bytes_reached(self) == 0)) return nullptr;

@@ -47,6 +47,14 @@ def is_discarded(self: Tensor) -> bool:
     return self.layout == torch.strided and self.untyped_storage().nbytes() < bytes_reached(self)
 
 
+def is_lazy_copy(t: Tensor) -> bool:
+    """Whether a tensor is copy-on-write."""
+    try:
+        return bool(torch._C._is_cow_tensor(t))  # type: ignore[attr-defined]
+    except RuntimeError:  # torch >= 2.14 does not say for subclasses; `lacks_bytes` makes the copy
+        return False
+
+
 def lacks_bytes(t: Tensor) -> bool:
     """Whether a tensor has a size but no memory: torch's zero tensors, and what wraps others."""
     storage = t.untyped_storage()
@@ -69,7 +77,7 @@ def storage_of(op: str, name: str, t: Tensor) -> Storage:
         )
     if t.is_quantized:
         raise RuntimeError(f"{op}: {name} is quantized; expected a plain tensor")
-    if torch._C._is_cow_tensor(t):  # type: ignore[attr-defined]
+    if is_lazy_copy(t):
         raise RuntimeError(
             f"{op}: {name} is a lazy copy (copy-on-write); expected a tensor that owns its storage"
         )
