@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -93,6 +94,9 @@ StorageImpl* storage_of(const char* op, const char* name, const at::Tensor& t) {
   StorageImpl* storage = t.storage().unsafeGetStorageImpl();
   TORCH_CHECK(!c10::impl::cow::is_cow_data_ptr(data_of(storage)), op, ": ", name,
               " is a lazy copy (copy-on-write); expected a tensor that owns its storage");
+  TORCH_CHECK(data_of(storage).get() || storage->nbytes() == 0, op, ": ", name,
+              " has no bytes of its own, it is a zero tensor or wraps others; expected a plain "
+              "tensor");
   return storage;
 }
 
@@ -104,10 +108,19 @@ void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage
               "them; expected a tensor whose bytes are its own");
 }
 
-void discard_storage(const at::Tensor& self) {
+// The storage that discard_storage empties. Null if nothing is missing in it without bytes, or it
+// is discarded already; one that was resized to 0 is made a discarded one, which a guard can be
+// for.
+StorageImpl* check_discard(const at::Tensor& self) {
   StorageImpl* storage = storage_of("discard_storage", "self", self);
-  if (storage->nbytes() == 0) return;
+  if (storage->nbytes() == 0 && (vacancy_of(storage) || bytes_reached(self) == 0)) return nullptr;
   check_may_lose_bytes("discard_storage", "self", storage);
+  return storage;
+}
+
+void discard_storage(const at::Tensor& self) {
+  StorageImpl* storage = check_discard(self);
+  if (!storage) return;
   const c10::Device device = storage->device();
   auto* vacancy = new Vacancy{storage->nbytes()};
   storage->set_data_ptr_noswap({nullptr, vacancy, &Vacancy::release, device});
@@ -143,10 +156,11 @@ bool leased_from(StorageImpl* storage, StorageImpl* source) {
   return false;
 }
 
-void share_storage(const at::Tensor& dst, const at::Tensor& src) {
+// The storages of dst and src, null if they are one storage already.
+std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const at::Tensor& src) {
   StorageImpl* to = storage_of("share_storage", "dst", dst);
   StorageImpl* from = storage_of("share_storage", "src", src);
-  if (to == from) return;
+  if (to == from) return {nullptr, nullptr};
   check_may_lose_bytes("share_storage", "dst", to);
   TORCH_CHECK(to->device() == from->device(), "share_storage: src is on ", from->device(),
               "; expected the device of dst, ", to->device());
@@ -158,6 +172,21 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
   TORCH_CHECK(!leased_from(from, to),
               "share_storage: src shares the bytes of dst already; sharing them back would close a "
               "reference cycle");
+  return {to, from};
+}
+
+// Raises what share_storage(self, src) or, without src, discard_storage(self) would raise.
+void check_storage(const at::Tensor& self, const std::optional<at::Tensor>& src) {
+  if (src) {
+    check_share(self, *src);
+  } else {
+    check_discard(self);
+  }
+}
+
+void share_storage(const at::Tensor& dst, const at::Tensor& src) {
+  const auto [to, from] = check_share(dst, src);
+  if (!to) return;
   if (!lease_of(from)) {
     // Made empty first: the constructor may throw, and then `from` must still have its bytes.
     auto owner = c10::make_intrusive<StorageImpl>(
@@ -170,11 +199,9 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
 }
 
 // Makes every access to the bytes of a discarded tensor raise `message`, where torch has the means.
-bool arm_guard(const at::Tensor& self, std::string message) {
+void arm_guard(const at::Tensor& self, std::string message) {
   StorageImpl* storage = storage_of("discard_storage", "self", self);
-  if (!can_lift_guard<StorageImpl>::value || !vacancy_of(storage)) return false;
-  set_guard(storage, std::move(message));
-  return true;
+  if (vacancy_of(storage)) set_guard(storage, std::move(message));
 }
 
 // Tells the allocator that a stream uses these bytes. The caching allocator knows a storage by the
@@ -197,6 +224,7 @@ void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int
     m.impl("discard_storage", TORCH_FN(discard_storage)); \
     m.impl("share_storage", TORCH_FN(share_storage));     \
     m.impl("_is_discarded", TORCH_FN(is_discarded));      \
+    m.impl("_check_storage", TORCH_FN(check_storage));    \
     m.impl("_arm_guard", TORCH_FN(arm_guard));            \
     m.impl("_record_stream", TORCH_FN(record_stream));    \
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ def info(status: _library.Status) -> dict[str, Any]:
     probe, other = torch.ones(1), torch.zeros(1)
     address = other.data_ptr()
     ops.discard_storage(probe)
-    guard = bool(ops._arm_guard(probe, "probe"))
+    ops._arm_guard(probe, "probe")
+    guard = raises(probe.data_ptr)
     ops.share_storage(probe, other)
     on_cpu, on_cuda = products.has_row_kernel("cpu"), products.has_row_kernel("cuda")
     kinds = {"16-bit sums": torch.bfloat16, "fp32": torch.float32}
@@ -47,6 +48,15 @@ def info(status: _library.Status) -> dict[str, Any]:
         "build": build,
     }
     return {**facts, "problems": problems(facts)}
+
+
+def raises(read: Callable[[], object]) -> bool:
+    """Whether a read of a discarded tensor raises."""
+    try:
+        read()
+    except RuntimeError:
+        return True
+    return False
 
 
 def problems(facts: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,8 @@ SCHEMAS: dict[str, str] = {
     "discard_storage": "(Tensor(a!) self) -> ()",
     "share_storage": "(Tensor(a!) dst, Tensor src) -> ()",
     "_is_discarded": "(Tensor self) -> bool",
-    "_arm_guard": "(Tensor self, str message) -> bool",
+    "_arm_guard": "(Tensor self, str message) -> ()",
+    "_check_storage": "(Tensor self, Tensor? src) -> ()",
     "_record_stream": "(Tensor self, int id, int device_index, int device_type) -> ()",
     "_alias_bytes": "(Tensor owner) -> Tensor",
     "_cross_entropy_rows": (

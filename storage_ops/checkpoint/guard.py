@@ -8,23 +8,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.ops.reference import lacks_bytes
 from storage_ops.ops.storage import DiscardedTensorError
 
 LIBRARIES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 
 def storage_key(value: Any) -> int | None:
-    """What identifies the storage behind a strided tensor; None for anything else."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
+    """What identifies the storage behind a strided tensor; None for what has no storage of its own.
+
+    None are nested tensors, those that torch.func wraps, and wrapper subclasses that do not name
+    the tensors inside by `__tensor_flatten__`: nothing here can free their bytes and restore them.
+    """
+    if type(value) not in _PLAIN:
+        if not isinstance(value, Tensor) or value.layout is not _STRIDED:
+            return None
+        if is_traceable_wrapper_subclass(value):
+            inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+            return next((key for key in map(storage_key, inner) if key is not None), None)
+        if _has_nothing(value):
+            return None
+    if value.layout is not _STRIDED or value.is_nested:
         return None
-    if type(value) not in _PLAIN and is_traceable_wrapper_subclass(value):
-        inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
-        return next((key for key in map(storage_key, inner) if key is not None), None)
-    return int(value.untyped_storage()._cdata)
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:  # torch.func's wrappers, told apart for free
+        return None
+
+
+def _has_nothing(value: Tensor) -> bool:
+    """Whether a tensor of a subclass has no bytes: it wraps others, or has no elements."""
+    if isinstance(value, FakeTensor):  # its number of elements may be a symbol
+        return False
+    return value.numel() == 0 or lacks_bytes(value)
 
 
 def where() -> str:

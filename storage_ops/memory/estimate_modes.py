@@ -155,7 +155,7 @@ class Simulation(TorchDispatchMode):
             self._ledger.share(t, rest[0], self._copies)
         elif func is _OPS._is_discarded.default:
             return self._ledger.is_discarded(t)
-        return False if func is _OPS._arm_guard.default else None
+        return None
 
 
 _STORAGE_OPS = {
@@ -163,6 +163,7 @@ _STORAGE_OPS = {
     _OPS.share_storage.default,
     _OPS._is_discarded.default,
     _OPS._arm_guard.default,
+    _OPS._check_storage.default,
     _OPS._record_stream.default,
 }
 _KERNELS_OF_OPS = {

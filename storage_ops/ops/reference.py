@@ -34,6 +34,8 @@ def record_of(storage: Storage) -> Record:
 
 def bytes_reached(t: Tensor) -> int:
     """Bytes that a strided tensor reaches into its storage; 0 when it has no elements."""
+    if t.is_nested:  # has a size per component; a lower bound is enough to tell whether it has any
+        return t.numel() * t.element_size()
     if t.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
@@ -45,15 +47,44 @@ def is_discarded(self: Tensor) -> bool:
     return self.layout == torch.strided and self.untyped_storage().nbytes() < bytes_reached(self)
 
 
+def is_lazy_copy(t: Tensor) -> bool:
+    """Whether a tensor is copy-on-write."""
+    try:
+        return bool(torch._C._is_cow_tensor(t))  # type: ignore[attr-defined]
+    except RuntimeError:  # torch >= 2.14 does not say for subclasses; `lacks_bytes` makes the copy
+        return False
+
+
+def lacks_bytes(t: Tensor) -> bool:
+    """Whether a tensor has a size but no memory: torch's zero tensors, and what wraps others."""
+    storage = t.untyped_storage()
+    if storage.device.type == "meta" or storage.nbytes() == 0:
+        return False
+    try:
+        return storage.data_ptr() == 0
+    except RuntimeError:  # how torch answers for such a storage
+        return True
+
+
 def storage_of(op: str, name: str, t: Tensor) -> Storage:
     """Return the storage of an argument, or raise for one that the storage ops cannot handle."""
     if t.layout != torch.strided:
         raise RuntimeError(f"{op}: {name} has layout {t.layout}; expected a strided tensor")
+    if t.is_nested:
+        raise RuntimeError(
+            f"{op}: {name} is a nested tensor with layout torch.strided; expected a plain tensor "
+            "or layout torch.jagged"
+        )
     if t.is_quantized:
         raise RuntimeError(f"{op}: {name} is quantized; expected a plain tensor")
-    if torch._C._is_cow_tensor(t):  # type: ignore[attr-defined]
+    if is_lazy_copy(t):
         raise RuntimeError(
             f"{op}: {name} is a lazy copy (copy-on-write); expected a tensor that owns its storage"
+        )
+    if lacks_bytes(t):
+        raise RuntimeError(
+            f"{op}: {name} has no bytes of its own, it is a zero tensor or wraps others; expected "
+            "a plain tensor"
         )
     return t.untyped_storage()
 
@@ -94,8 +125,21 @@ def note_share(to: Storage, source: Storage) -> None:
     vars(to)["_storage_ops"] = Record(0, weakref.ref(source), record.id, record.owner)
 
 
-def check_share(dst: Tensor, src: Tensor) -> tuple[Storage, Storage] | None:
-    """Check the arguments of share_storage; None when both are one storage already."""
+def check_discard(self: Tensor) -> Storage | None:
+    """Check the argument of discard_storage; None when it has lost its bytes already."""
+    storage = storage_of("discard_storage", "self", self)
+    if storage.nbytes() == 0:
+        return None
+    check_may_lose_bytes("discard_storage", "self", storage)
+    return storage
+
+
+def check_share(dst: Tensor, src: Tensor, copies: bool = True) -> tuple[Storage, Storage] | None:
+    """Check the arguments of share_storage; None when both are one storage already.
+
+    Args:
+        copies: whether the bytes are copied, for which dst may keep memory of the right size.
+    """
     to, source = storage_of("share_storage", "dst", dst), storage_of("share_storage", "src", src)
     if to is source or to._cdata == source._cdata:
         return None
@@ -116,17 +160,25 @@ def check_share(dst: Tensor, src: Tensor) -> tuple[Storage, Storage] | None:
             "share_storage: src shares the bytes of dst already; sharing them back would close a "
             "reference cycle"
         )
+    if not (copies and to.nbytes() == source.nbytes()):
+        check_may_lose_bytes("share_storage", "dst", to)
     return to, source
+
+
+def check_storage(self: Tensor, src: Tensor | None, copies: bool = True) -> None:
+    """Raise what share_storage(self, src) or, without src, discard_storage(self) would raise."""
+    if src is None:
+        check_discard(self)
+    else:
+        check_share(self, src, copies)
 
 
 def discard_storage(self: Tensor) -> None:
     """Free the bytes of the storage of `self`; shape, strides and version counter stay."""
-    storage = storage_of("discard_storage", "self", self)
-    if storage.nbytes() == 0:
-        return
-    check_may_lose_bytes("discard_storage", "self", storage)
-    note_discard(storage)
-    storage.resize_(0)
+    storage = check_discard(self)
+    if storage is not None:
+        note_discard(storage)
+        storage.resize_(0)
 
 
 def share_storage(dst: Tensor, src: Tensor) -> None:
@@ -136,7 +188,6 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
         return
     to, source = storages
     if to.nbytes() != source.nbytes():
-        check_may_lose_bytes("share_storage", "dst", to)
         to.resize_(source.nbytes())
     to.copy_(source)
     note_share(to, source)

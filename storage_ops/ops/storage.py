@@ -7,7 +7,7 @@ pointer swapped in by torch >= 2.12) and "copy" (plain torch, see `reference`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,16 +29,56 @@ class DiscardedTensorError(RuntimeError):
 
 
 def _locals(op: str, name: str, t: object) -> list[Tensor]:
-    """Return the plain tensors behind an argument; raise for what has no bytes."""
+    """Return the tensors with storages of their own behind an argument; raise for what has none."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
     if isinstance(t, FakeTensor) and torch._guards.detect_fake_mode() is None:
         raise RuntimeError(f"{op}: {name} is a FakeTensor, which has no bytes; expected a tensor")
     if is_traceable_wrapper_subclass(t):
+        if t.layout == torch.jagged:  # its offsets belong to every nested tensor of these lengths
+            return _locals(op, name, t._values)
+        if hasattr(t, "trigger_wait"):  # an AsyncCollectiveTensor: a collective may use the bytes
+            t.trigger_wait()
         inner = [getattr(t, attribute) for attribute in t.__tensor_flatten__()[0]]
         tensors = [part for part in inner if isinstance(part, Tensor)]
         return [leaf for part in tensors for leaf in _locals(op, name, part)]
     return [t]
+
+
+def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> list[Any]:
+    """Call a kernel on the tensors behind arguments of which some are of subclasses.
+
+    Past their `__torch_function__`, since nothing is computed. A class that wraps tensors and does
+    not name them by `__tensor_flatten__` finds them itself, in its `__torch_dispatch__`.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        behind = [_locals(op, name, t) for name, t in arguments.items()]
+        if len({len(tensors) for tensors in behind}) > 1:
+            raise RuntimeError(
+                f"{op}: src holds {len(behind[1])} tensors; expected {len(behind[0])}, as dst does"
+            )
+        calls = list(zip(*behind, strict=True))
+        try:
+            if len(calls) > 1 and op != "is_discarded" and not torch.compiler.is_compiling():
+                for t, *src in calls:  # all of them, before anything changes
+                    _OPS._check_storage(t, *src or (None,))
+            return [kernel(*tensors) for tensors in calls]
+        except (TypeError, NotImplementedError) as error:
+            name, kind = next((n, type(t)) for n, t in arguments.items() if type(t) not in _PLAIN)
+            raise RuntimeError(
+                f"{op}: {name} is a {kind.__name__}, which does not let the op through; expected a "
+                "class with __tensor_flatten__, or whose __torch_dispatch__ applies storage_ops to "
+                "the tensors that it wraps"
+            ) from error
+
+
+def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream]) -> None:
+    if t.is_cuda:
+        for stream in (torch.cuda.current_stream(t.device), *streams):
+            _OPS._record_stream(t, stream.stream_id, stream.device_index, stream.device_type)
+    _OPS.discard_storage(t)
+    if guard is not None:
+        _OPS._arm_guard(t, guard)
 
 
 def discard_storage(
@@ -47,11 +87,12 @@ def discard_storage(
     """Free the bytes of a tensor's storage; every view of it loses them.
 
     Shape, strides, dtype and version counter stay. Discarding twice is fine. In compiled code this
-    does nothing: the compiler plans memory itself.
+    does nothing: the compiler plans memory itself. Nor does it while `torch.jit.trace` records.
 
     Args:
         t: a strided tensor of any shape and dtype. A DTensor or another wrapper subclass acts on
-            the tensors it wraps.
+            the tensors it wraps; a jagged nested tensor on its values, a batched one of
+            torch.func.vmap on all samples, a dual one of forward-mode AD on its primal.
         guard: the message of the RuntimeError that any read of the tensor raises until
             `share_storage` binds new bytes; resizing the storage by other means does not lift it.
             None arms no guard, and then reading is undefined, as it is where
@@ -60,7 +101,9 @@ def discard_storage(
 
     Raises:
         TypeError: `t` is not a tensor.
-        RuntimeError: `t` is sparse, quantized, a lazy copy or fake; nothing has changed.
+        RuntimeError: `t` is sparse, quantized, a lazy copy, fake, a zero tensor, nested with
+            layout torch.strided, or of a class that does not let the op through; nothing has
+            changed.
 
     Example:
         >>> h = torch.ones(1024)
@@ -68,16 +111,13 @@ def discard_storage(
         >>> storage_ops.is_discarded(h), h.shape, h.untyped_storage().nbytes()
         (True, torch.Size([1024]), 0)
     """
-    locals_ = [t] if type(t) in _PLAIN else _locals("discard_storage", "t", t)
-    for local in locals_:
-        if local.is_cuda and not torch.compiler.is_compiling():
-            for stream in (torch.cuda.current_stream(local.device), *streams):
-                _OPS._record_stream(
-                    local, stream.stream_id, stream.device_index, stream.device_type
-                )
-        _OPS.discard_storage(local)
-        if guard is not None and not torch.compiler.is_compiling():
-            _OPS._arm_guard(local, guard)
+    if torch.compiler.is_compiling() and isinstance(t, Tensor):
+        return
+    if type(t) in _PLAIN:
+        _discard(t, guard, streams)
+    else:
+        every = tuple(streams)  # may be an iterator, and the class may wrap several tensors
+        _on_subclasses("discard_storage", lambda part: _discard(part, guard, every), t=t)
 
 
 def share_storage(dst: Tensor, src: Tensor) -> None:
@@ -88,6 +128,9 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
     discarding, resizing or deleting one of them does not touch the other. `dst` is `src`: nothing
     happens. In compiled code, where storages do not exist, the values are copied.
 
+    What is bound are the bytes: a conjugate or negative view reads the new ones as it did the old
+    ones, and forward-mode AD keeps the tangent of `dst`.
+
     Args:
         dst: a strided tensor, discarded or not, any shape and dtype.
         src: a strided tensor on the same device whose storage has at least as many bytes as the
@@ -96,8 +139,9 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
 
     Raises:
         TypeError: an argument is not a tensor.
-        RuntimeError: different devices; `src` too small or discarded; an argument is sparse,
-            quantized, a lazy copy or fake; `src` got its bytes from `dst`. Nothing has changed.
+        RuntimeError: different devices; `src` too small or discarded; `src` got its bytes from
+            `dst`; in vmap, they are not batched along the same dimension; an argument is none that
+            `discard_storage` takes. Nothing has changed.
 
     Example:
         >>> h, again = torch.zeros(4), torch.arange(4.0)
@@ -109,13 +153,7 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
     if type(dst) in _PLAIN and type(src) in _PLAIN:
         _OPS.share_storage(dst, src)
         return
-    to, source = _locals("share_storage", "dst", dst), _locals("share_storage", "src", src)
-    if len(to) != len(source):
-        raise RuntimeError(
-            f"share_storage: src holds {len(source)} tensors; expected {len(to)}, as dst does"
-        )
-    for d, s in zip(to, source, strict=True):
-        _OPS.share_storage(d, s)
+    _on_subclasses("share_storage", _OPS.share_storage, dst=dst, src=src)
 
 
 def is_discarded(t: Tensor) -> bool:
@@ -125,7 +163,9 @@ def is_discarded(t: Tensor) -> bool:
         >>> storage_ops.is_discarded(torch.ones(2))
         False
     """
-    return any(_OPS._is_discarded(local) for local in _locals("is_discarded", "t", t))
+    if type(t) in _PLAIN:
+        return bool(_OPS._is_discarded(t))
+    return any(_on_subclasses("is_discarded", _OPS._is_discarded, t=t))
 
 
 class check_discarded(TorchDispatchMode):
@@ -146,9 +186,17 @@ whose bytes were discarded
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (func.is_view or func.namespace == "storage_ops"):
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and _OPS._is_discarded(leaf):
-                    raise DiscardedTensorError(
-                        f"{func} reads a tensor of shape {tuple(leaf.shape)} "
-                        "whose bytes were discarded"
+                if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+                    continue
+                try:
+                    gone = is_discarded(leaf)
+                except RuntimeError:  # of a class that keeps its tensors to itself
+                    return NotImplemented  # has it run the op: its own ones come here as well
+                if gone:  # a nested tensor need not have a shape
+                    what = (
+                        "nested tensor"
+                        if leaf.is_nested
+                        else f"tensor of shape {tuple(leaf.shape)}"
                     )
+                    raise DiscardedTensorError(f"{func} reads a {what} whose bytes were discarded")
         return func(*args, **(kwargs or {}))

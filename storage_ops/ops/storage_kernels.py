@@ -6,14 +6,16 @@ The copy path is `reference`; the native binding is csrc/storage_binding.cpp and
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import UntypedStorage as Storage
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.library import Library, fallthrough_kernel, register_fake
+from torch.library import Library, fallthrough_kernel, register_fake, register_vmap
 
 from storage_ops import _library, _schemas
 from storage_ops.ops import reference
@@ -26,20 +28,17 @@ def _swap(to: Storage, other: Storage) -> None:
 
 
 def _alias_discard(self: Tensor) -> None:
-    storage = reference.storage_of("discard_storage", "self", self)
-    if storage.nbytes() == 0:
-        return
-    reference.check_may_lose_bytes("discard_storage", "self", storage)
-    reference.note_discard(storage)
-    _swap(storage, Storage(0, device=storage.device))
+    storage = reference.check_discard(self)
+    if storage is not None:
+        reference.note_discard(storage)
+        _swap(storage, Storage(0, device=storage.device))
 
 
 def _alias_share(dst: Tensor, src: Tensor) -> None:
-    storages = reference.check_share(dst, src)
+    storages = reference.check_share(dst, src, copies=False)
     if storages is None:
         return
     to, source = storages
-    reference.check_may_lose_bytes("share_storage", "dst", to)  # before anything changes
     record = reference.record_of(source)
     if record.owner is None:
         # An owner that no user sees takes over the memory; source and dst become aliases of it, so
@@ -62,16 +61,24 @@ def _record_stream(self: Tensor, id: int, device_index: int, device_type: int) -
         (self if owner is None else owner).record_stream(stream)
 
 
-def _no_guard(self: Tensor, message: str) -> bool:
-    return False
+def _nothing(self: Tensor, *rest: object) -> None:
+    """Do nothing.
+
+    For discard_storage where a graph is made: one of torch.compile has no storages, and its
+    compiler frees what is not used; one of torch.jit.trace has no hooks, which would have to bind
+    the bytes back before its backward. For _arm_guard where no guard can be had.
+    """
 
 
-def _functional_discard(self: Tensor) -> None:
-    """Do nothing: a traced graph has no storages, and its compiler frees what is not used."""
+def _stored(t: Tensor) -> Tensor:
+    """A view of a tensor without its conjugate and negative bits: the values in its storage."""
+    t = t.conj() if t.is_conj() else t
+    return torch._neg_view(t) if t.is_neg() else t
 
 
 def _functional_share(dst: Tensor, src: Tensor) -> None:
     """Copy the values that dst would read from the storage of src; no version counter moves."""
+    dst, src = _stored(dst), _stored(src)
     if dst.dtype != src.dtype:
         raise RuntimeError(
             f"share_storage: src is {src.dtype} in compiled code; expected {dst.dtype}, as dst is"
@@ -82,18 +89,43 @@ def _functional_share(dst: Tensor, src: Tensor) -> None:
         torch.ops.aten.copy_(dst, src if same else src.as_strided(*geometry))
 
 
-_PYTHON_KERNELS = {
+_PYTHON_KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
     "copy": {
         "discard_storage": reference.discard_storage,
         "share_storage": reference.share_storage,
+        "_check_storage": reference.check_storage,
     },
-    "alias": {"discard_storage": _alias_discard, "share_storage": _alias_share},
+    "alias": {
+        "discard_storage": _alias_discard,
+        "share_storage": _alias_share,
+        "_check_storage": functools.partial(reference.check_storage, copies=False),
+    },
 }
-_COMMON_KERNELS = {
+_COMMON_KERNELS: dict[str, Callable[..., Any]] = {
     "_is_discarded": reference.is_discarded,
-    "_arm_guard": _no_guard,
+    "_arm_guard": _nothing,
     "_record_stream": _record_stream,
 }
+
+
+# Keys whose fallbacks hand the kernel something else than the tensor that has the storage: a clone
+# instead of a conjugate or negative view, zeros instead of a zero tensor. And a binding changes no
+# value that autograd has seen: nothing to track.
+_PASSED = ("Conjugate", "Negative", "ZeroTensor", "Autograd")
+
+
+def _batched(name: str) -> Callable[..., tuple[Any, None]]:
+    """The rule of vmap for an op: the samples are slices of one tensor, which has the storage."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, None]:
+        if name == "share_storage" and in_dims[0] != in_dims[1]:
+            raise RuntimeError(
+                f"share_storage: src is batched by vmap along dimension {in_dims[1]} of what holds "
+                f"the samples; expected dimension {in_dims[0]}, as dst is"
+            )
+        return getattr(_OPS, name)(*args), None
+
+    return rule
 
 
 def register(status: _library.Status) -> None:
@@ -105,11 +137,19 @@ def register(status: _library.Status) -> None:
     python = _PYTHON_KERNELS.get(status.storage_path, _PYTHON_KERNELS["copy"])
     for name, kernel in {**python, **_COMMON_KERNELS, "_alias_bytes": alias_bytes}.items():
         _schemas.library.impl(name, kernel, "CompositeExplicitAutograd")
-    for name in ("discard_storage", "share_storage"):
-        # A binding changes no value that autograd has seen: nothing to track.
-        _schemas.library.impl(name, fallthrough_kernel, "Autograd")
-    _schemas.library.impl("discard_storage", _functional_discard, "Functionalize")
+    for name, kernel in {**python, **_COMMON_KERNELS}.items():
+        for key in _PASSED:
+            _schemas.library.impl(name, fallthrough_kernel, key)
+        # Nested tensors are of a backend of their own, which no native kernel is for.
+        _schemas.library.impl(name, kernel, "NestedTensorCPU")
+        _schemas.library.impl(name, kernel, "NestedTensorCUDA")
+        register_vmap(f"storage_ops::{name}", _batched(name), lib=_schemas.library)
+    for key in ("Functionalize", "Tracer"):
+        _schemas.library.impl("discard_storage", _nothing, key)
     _schemas.library.impl("share_storage", _functional_share, "Functionalize")
+    for name in ("_arm_guard", "_check_storage", "_record_stream"):
+        _schemas.library.impl(name, _nothing, "Tracer")
+    _schemas.library.impl("_is_discarded", fallthrough_kernel, "Tracer")
 
 
 @contextlib.contextmanager
@@ -146,8 +186,13 @@ def _(self: Tensor) -> bool:
 
 
 @register_fake("storage_ops::_arm_guard", lib=_schemas.library)
-def _(self: Tensor, message: str) -> bool:
-    return False
+def _(self: Tensor, message: str) -> None:
+    return None
+
+
+@register_fake("storage_ops::_check_storage", lib=_schemas.library)
+def _(self: Tensor, src: Tensor | None) -> None:
+    return None
 
 
 @register_fake("storage_ops::_record_stream", lib=_schemas.library)

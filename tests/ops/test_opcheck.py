@@ -89,6 +89,7 @@ CASES = {
     ],
     "_is_discarded": [(torch.randn(4),), (torch.empty(0),)],
     "_arm_guard": [(torch.randn(4), "message")],
+    "_check_storage": [(torch.randn(4), None), (torch.randn(4), torch.randn(4))],
     "_record_stream": [(torch.randn(4), 0, 0, 1)],
     "_alias_bytes": [(torch.arange(8, dtype=torch.uint8),)],
     "_cross_entropy_rows": [
