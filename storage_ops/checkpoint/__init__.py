@@ -9,12 +9,12 @@ afterwards what it left (`effects.py`). What it saves the second time is compare
 
 A region that discards frees its *outputs* once their *consumers* have run. Consumers are found by
 what they saved (`consumers.py`); who else holds an output is counted, and then it is kept
-(`holders.py`). `output_discard.py` and `chain.py` are the API on that, `discard_scope.py` is that of
-a module around layers, `guard.py` and `makers.py` know discarded storages.
+(`holders.py`). `output_discard.py` and `chain.py` are the API on that, `discard_scope.py` is that
+of a module around layers, `guard.py` and `makers.py` know discarded storages.
 
 Layers are modules of another class (`wrapper.py`), chosen by `config.py` and `transform.py`; what a
 policy saves in them is in `policies.py` and `selective.py`, with `rules.py` and `op_names.py`.
 `reentrant.py` is the checkpoint of older torch on the same parts. `report.py` and `explain.py`
-count. Where a region cannot be repeated, in compiled and traced code, it becomes a mark in the graph
-(`lowering.py`).
+count. Where a region cannot be repeated, in compiled and traced code, it becomes a mark in the
+graph (`lowering.py`).
 """
