@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops._subclass import Replaced
 from storage_ops.checkpoint.chain import OutputDiscardChain
+from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.inputs import leaves_of
 from storage_ops.checkpoint.selective import by_storage
 
 
@@ -27,13 +30,32 @@ class _Scope(OutputDiscardChain):
     _variables = False
 
 
+@dataclass
+class Pretended:
+    """What would be freed.
+
+    Attributes:
+        storages: the keys of storages.
+        kept_classes: of outputs that have no storage to free, for they wrap other tensors.
+    """
+
+    storages: set[int] = field(default_factory=set)
+    kept_classes: set[str] = field(default_factory=set)
+
+    def add(self, outputs: Any, inputs: Any) -> None:
+        """Note what a layer returns."""
+        self.storages.update(by_storage(outputs).keys() - by_storage(inputs).keys())
+        for leaf in leaves_of(outputs):
+            if isinstance(leaf, torch.Tensor) and storage_key(leaf) is None:
+                self.kept_classes.add(type(leaf).__name__)
+
+
 class _Scopes(threading.local):
     """The calls in progress of modules that hold such layers, innermost last."""
 
     def __init__(self) -> None:
         self.open: list[_Scope] = []
-        # While nothing is freed: the storages that would be, in all and by the innermost holder.
-        self.pretended: set[int] | None = None
+        self.pretended: Pretended | None = None
 
 
 _scopes = _Scopes()
@@ -55,7 +77,7 @@ class DiscardHolder(Replaced):
             return super().__call__(*args, **kwargs)
         if _scopes.pretended is not None:
             outputs = super().__call__(*args, **kwargs)
-            _scopes.pretended.difference_update(by_storage(outputs))
+            _scopes.pretended.storages.difference_update(by_storage(outputs))
             return outputs
         scope = _Scope(**self._discarding)
         with scope:
@@ -70,7 +92,7 @@ def run(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) ->
     """Call a layer whose output the innermost holder will free; without a holder it is kept."""
     if _scopes.pretended is not None:
         outputs = torch_checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
-        _scopes.pretended.update(by_storage(outputs).keys() - by_storage((args, kwargs)).keys())
+        _scopes.pretended.add(outputs, (args, kwargs))
         return outputs
     if _scopes.open:
         return _scopes.open[-1].run(fn, args, kwargs, name)
@@ -96,9 +118,9 @@ def options_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def pretend() -> Iterator[set[int]]:
-    """Free nothing in a block, and name the storages that would be freed: fakes have no bytes."""
-    _scopes.pretended = set()
+def pretend() -> Iterator[Pretended]:
+    """Free nothing in a block, and note what would be freed: fakes have no bytes."""
+    _scopes.pretended = Pretended()
     try:
         yield _scopes.pretended
     finally:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from storage_ops.checkpoint import discard_scope, wrapper
+from storage_ops.checkpoint.execution import disable_checkpointing
 from storage_ops.checkpoint.rules import class_of
 from storage_ops.checkpoint.selective import by_storage
-from storage_ops.checkpoint.wrapper import CheckpointWrapper
 from storage_ops.ops.sizes import readable
 
 if TYPE_CHECKING:
@@ -51,11 +49,14 @@ class CheckpointReport:
         kept_bytes: bytes that the forward leaves for the backward, its output included; None
             without inputs.
         plain_bytes: the same without any checkpoint.
+        kept_classes: tensors of these classes are outputs of layers that discard theirs, and are
+            kept: nothing tells where the bytes are that such a tensor wraps.
     """
 
     layers: tuple[LayerCount, ...]
     kept_bytes: int | None = None
     plain_bytes: int | None = None
+    kept_classes: tuple[str, ...] = ()
 
     def __rich__(self) -> Table:
         from rich.table import Table
@@ -66,6 +67,8 @@ class CheckpointReport:
                 f"kept for backward: {readable(self.kept_bytes)} instead of "
                 f"{readable(self.plain_bytes)}"
             )
+        if self.kept_classes:
+            caption = f"{caption}; outputs that are kept: {', '.join(self.kept_classes)}"
         table = Table(title="Activation checkpoints", caption=caption)
         table.add_column("class")
         table.add_column("mode")
@@ -117,23 +120,9 @@ def checkpoint_report(model: nn.Module, *args: Any, **kwargs: Any) -> Checkpoint
     )
     if not (args or kwargs):
         return CheckpointReport(layers)
-    kept = _kept_bytes(model, args, kwargs)
-    with _plain(model):
-        return CheckpointReport(layers, kept, _kept_bytes(model, args, kwargs))
-
-
-@contextmanager
-def _plain(model: nn.Module) -> Iterator[None]:
-    """The model runs without checkpoints."""
-    wrapped: list[Any] = [m for m in model.modules() if isinstance(m, CheckpointWrapper)]
-    hows = [m._checkpointing for m in wrapped]
-    try:
-        for module in wrapped:
-            module._checkpointing = None
-        yield
-    finally:
-        for module, how in zip(wrapped, hows, strict=True):
-            module._checkpointing = how
+    kept, classes = _kept_bytes(model, args, kwargs)
+    with disable_checkpointing():
+        return CheckpointReport(layers, kept, _kept_bytes(model, args, kwargs)[0], classes)
 
 
 class _Storages(TorchDispatchMode):
@@ -166,8 +155,11 @@ class _Storages(TorchDispatchMode):
         return sum(n for key, n in self._known.items() if key not in without)
 
 
-def _kept_bytes(model: nn.Module, args: Any, kwargs: Any) -> int:
-    """Bytes that live between the forward and the backward, by a run on fake tensors."""
+def _kept_bytes(model: nn.Module, args: Any, kwargs: Any) -> tuple[int, tuple[str, ...]]:
+    """Bytes that live between the forward and the backward, by a run on fake tensors.
+
+    And the classes of outputs that would be discarded if it were known where their bytes are.
+    """
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -182,8 +174,8 @@ def _kept_bytes(model: nn.Module, args: Any, kwargs: Any) -> int:
             for name, t in named(remove_duplicate=False):
                 state[name] = copies.setdefault(id(t), imitate(t))
         args, kwargs = tree_map_only(Tensor, imitate, (args, kwargs))
-        with discard_scope.pretend() as discarded, torch.enable_grad(), _Storages() as storages:
+        with discard_scope.pretend() as pretended, torch.enable_grad(), _Storages() as storages:
             outputs = torch.func.functional_call(model, state, args, kwargs)
-            nbytes: int = storages.nbytes(without=discarded)
+            nbytes: int = storages.nbytes(without=pretended.storages)
         del outputs
-    return nbytes
+    return nbytes, tuple(sorted(pretended.kept_classes))

@@ -228,3 +228,41 @@ def test_saved_tensors_that_are_offloaded(options):
 def test_a_block_is_still_a_block():
     model = discarding(Model(layers=1), layer_classes=["Block"])
     assert isinstance(model.layers[0], Block) and isinstance(model.layers[0], so.CheckpointWrapper)
+
+
+class Wraps(torch.Tensor):
+    """Wraps a tensor, and does not say where it is."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        wrap = torch.Tensor._make_wrapper_subclass
+        return wrap(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        unwrap = lambda t: t.inner if isinstance(t, cls) else t  # noqa: E731
+        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, op(*args, **kwargs))
+
+
+def test_an_output_that_wraps_others_unsaid_is_kept_and_reported(path):
+    class Wrapping(nn.Linear):
+        def forward(self, x):
+            return super().forward(Wraps(x.detach()))
+
+    model, x = nn.Sequential(Wrapping(4, 4), nn.Linear(4, 2)), torch.randn(3, 4)
+    right = model(x).inner.detach()
+    so.apply_activation_checkpoint(model, {"layer_names": ["0"], "mode": "output_discard"})
+    report = so.checkpoint_report(model, x)
+    assert report.kept_classes == ("Wraps",) and "outputs that are kept: Wraps" in str(report)
+    for _ in range(2):
+        y = model(x)
+        assert torch.equal(y.inner, right)
+        y.sum().backward()
+    up, down = nn.Linear(4, 4), nn.Linear(4, 2)
+    y = so.output_discard(lambda x: up(Wraps(x)), lambda h: down(h))(x)  # h is dropped
+    y.sum().backward()
+    assert up.weight.grad is not None
