@@ -203,6 +203,6 @@ def _numbers(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{of[n]}")
             key = f"{node.target} {args} {kwargs}"
         else:
-            key = f"{node.op} {node.name}"
+            key = f"{node.op} {node.target}"  # each use of an attribute is a node of its own
         of[node] = known.setdefault(key, len(known))
         yield node, of[node]
