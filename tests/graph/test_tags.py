@@ -367,6 +367,17 @@ def test_a_graph_within_a_checkpoint_is_run_again():
     torch.testing.assert_close(after(*args), fn(*args), rtol=0, atol=0)
 
 
+@needs_pass
+def test_what_one_op_reads_is_recomputed_in_the_order_of_the_forward():
+    def fn(x, w, g):
+        h, k = x @ w, x.exp()
+        return h * k, torch.addcmul(g.t(), k, h)
+
+    gm = make_fx(fn, tracing_mode="fake")(*(double(4, 4) for _ in range(3)))
+    tag(gm, aten.t.default)
+    check_against_torch(gm, graph.remat(gm, verify=True))
+
+
 def test_a_user_may_choose_the_backward_passes():
     def fn(x, w, g):
         h = x @ w
