@@ -89,10 +89,22 @@ def fake_modes(graph: fx.Graph) -> set[FakeTensorMode]:
 
 def compute_value(node: fx.Node, mode: FakeTensorMode) -> None:
     """Fill in the value of a new node from those of its arguments."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
     with mode, torch.no_grad():
         assert callable(node.target)
         node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _value(node: fx.Node) -> Any:
+    """The value of a node; a graph that is called from another one is its own."""
+    if node.op == "get_attr" and "val" not in node.meta:
+        return attribute(node.graph.owning_module, str(node.target))
+    return node.meta["val"]
+
+
+def attribute(module: Any, target: str) -> Any:
+    """What a node of a module's graph that gets an attribute gets."""
+    return operator.attrgetter(target)(module)
 
 
 def refresh_views(graph: fx.Graph, mode: FakeTensorMode) -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from storage_ops.graph import rng
 from storage_ops.graph.functionalize import FILLS, functionalize, reinplace
 from storage_ops.graph.nodes import (
+    attribute,
     compute_value,
     copy_of,
     fake_modes,
@@ -26,6 +27,7 @@ from storage_ops.graph.nodes import (
 )
 from storage_ops.graph.regions import KEY, Mark, mark_of
 from storage_ops.graph.repair import repair
+from storage_ops.graph.tags import PHASE_KEYS, TAG, mark_tagged, raise_items
 from storage_ops.graph.verify import verify_equal
 
 BEFORE = "storage_ops_before"
@@ -48,10 +50,14 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
     numbers of the forward; where that cannot be told from the graph, a warning says so once and
     names `trace_step`.
 
+    A graph of torch.compile, of forward and backward or of a step that calls
+    `torch.autograd.grad`, says by tags what each backward pass is to recompute. It becomes what
+    torch's own pass makes of it, with any number of backward passes and with random ops besides.
+
     Args:
         gm: a graph of forward and backward. It is not modified.
-        verify: run the graph as it was and as it becomes, on random inputs from one seed, and
-            compare results, modified inputs and the state of the random-number generator.
+        verify: run the graph as eager mode would and as it becomes, on random inputs from one seed,
+            and compare results, modified inputs and the state of the random-number generator.
 
     Returns:
         A new graph, with the inputs and outputs of `gm`.
@@ -59,7 +65,7 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
     Raises:
         TypeError: `gm` is no GraphModule. ValueError: its nodes have no values.
         RuntimeError: a region modifies in place what was made outside it, or reads what is modified
-            later; the graphs differ.
+            later; the graphs differ, or what eager mode does cannot be told to `verify`.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -83,14 +89,18 @@ def recompute(before: fx.GraphModule, foreign: bool) -> fx.GraphModule:
     """The work of `remat`; `foreign` graphs carry no marks, only what torch leaves in them."""
     gm = copy_of(before)
     mode = _one_mode(gm)
-    if foreign:
-        repair(gm, mode)
+    tagged = foreign and mark_tagged(gm.graph)
+    if foreign and not tagged:
+        before = repair(gm, mode)
     remove_dead(gm.graph)  # what nothing reads is not worth recomputing anything for
     functionalize(gm, mode)
-    _include_views(gm.graph)
+    if not tagged:  # tags say of each node whether it is kept
+        _include_views(gm.graph)
     while any(mark_of(node).path for node in gm.graph.nodes):
-        _Pass(gm.graph, mode).run()
+        _Pass(gm.graph, mode, tagged).run()
     remove_dead(gm.graph)
+    if tagged:
+        raise_items(gm.graph)
     refresh_views(gm.graph, mode)
     reinplace(gm.graph)
     refresh_views(gm.graph, mode)
@@ -112,13 +122,19 @@ def forget_tags() -> None:
 
 
 class _Pass:
-    """Recomputes the outermost regions of a graph; the marks that remain are those inside them."""
+    """Recomputes the outermost regions of a graph; the marks that remain are those inside them.
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+    Of tags of torch.compile each backward pass makes its own, in the order of the forward: so do
+    torch's pass and eager mode.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, tagged: bool) -> None:
         self._graph = graph
         self._mode = mode
+        self._tagged = tagged
         self._order = {node: at for at, node in enumerate(graph.nodes)}
         self._copies: dict[fx.Node, fx.Node] = {}
+        self._randoms: dict[fx.Node, list[fx.Node]] = {}
         self._writes: dict[int, list[int]] = {}
         for node, at in self._order.items():
             for target in written(node):
@@ -127,7 +143,7 @@ class _Pass:
                         self._writes.setdefault(key, []).append(at)
 
     def run(self) -> None:
-        place, step = None, (-1, -1)
+        place, step, backward = None, (-1, -1), -1
         for reader in self._order:
             mark = mark_of(reader)
             if place is None or mark.step == -1 or (mark.backward, mark.step) != step:
@@ -135,22 +151,25 @@ class _Pass:
                 place, step = reader, (mark.backward, mark.step)
             if mark.backward == -1:
                 continue
-            for source in reader.all_input_nodes:
-                if _is_recomputed_for(source, reader):
-                    self._copy(source, place)
-                    reader.replace_input_with(source, self._copies[source])
-        randoms = [node for node in self._copies if rng.must_replay(node)]
+            if self._tagged and mark.backward != backward:
+                self._copies = {}
+            backward = mark.backward
+            wanted = [s for s in reader.all_input_nodes if _is_recomputed_for(s, reader)]
+            for sources in [wanted] if self._tagged else [[source] for source in wanted]:
+                self._copy(sources, place)
+            for source in wanted:
+                reader.replace_input_with(source, self._copies[source])
         for node in self._order:
             mark = mark_of(node)
             if mark.path or mark.owner:
                 rest = () if mark.path and _is_saved(node) else mark.path[1:]
                 node.meta[KEY] = replace(mark, path=rest, owner=mark.owner[1:])
-        for node in randoms:
-            rng.replay(self._graph, node, [self._copies[node]], self._mode)
+        for node, copies in self._randoms.items():
+            rng.replay(self._graph, node, copies, self._mode)
 
-    def _copy(self, wanted: fx.Node, place: fx.Node) -> None:
-        """Copy a node, and what it is computed from in its region, to just before `place`."""
-        needed, stack = set(), [wanted]
+    def _copy(self, wanted: list[fx.Node], place: fx.Node) -> None:
+        """Copy nodes, and what they are computed from in their regions, to just before `place`."""
+        needed, stack = set(), wanted[:]
         while stack:
             node = stack.pop()
             if node not in self._copies and node not in needed:
@@ -172,9 +191,14 @@ class _Pass:
                     fx.node.map_arg(args, moved),
                     fx.node.map_arg(kwargs, moved),
                 )
-            copied.meta = {**node.meta, KEY: Mark(mark_of(node).path[1:])}
+            here = {key: place.meta[key] for key in PHASE_KEYS if key in place.meta}
+            if self._tagged:
+                here[TAG] = mark_of(node).path[0].decision
+            copied.meta = {**node.meta, **here, KEY: Mark(mark_of(node).path[1:])}
             compute_value(copied, self._mode)
             self._copies[node] = copied
+            if rng.must_replay(node):
+                self._randoms.setdefault(node, []).append(copied)
 
     def _check_unmodified(self, source: fx.Node, node: fx.Node, place: fx.Node) -> None:
         first, last = self._order[node], self._order[place]
@@ -287,7 +311,7 @@ def _one_mode(gm: fx.GraphModule) -> FakeTensorMode:
         if node.op == "call_function":
             compute_value(node, mode)
         elif node.op == "get_attr":
-            node.meta["val"] = _stand_in(_attribute(gm, str(node.target)), mode)
+            node.meta["val"] = _stand_in(attribute(gm, str(node.target)), mode)
         elif node.op == "placeholder":
             node.meta["val"] = _stand_in(node.meta.get("val"), mode)
     return mode
@@ -300,10 +324,3 @@ def _stand_in(value: Any, mode: FakeTensorMode) -> Any:
         return torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
-
-
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    value: Any = gm
-    for name in target.split("."):
-        value = getattr(value, name)
-    return value

@@ -12,6 +12,7 @@ import bisect
 import itertools
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -20,27 +21,47 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from storage_ops.graph import rng
 from storage_ops.graph.functionalize import is_new
-from storage_ops.graph.nodes import ALIASES, is_call, item_of, written
+from storage_ops.graph.nodes import ALIASES, copy_of, is_call, item_of, written
 from storage_ops.graph.regions import KEY, Level, Mark
+from storage_ops.graph.verify import REPEATS
 
 aten = torch.ops.aten
 _INSTEAD = "trace the function with storage_ops.graph.trace_step instead of make_fx"
 _regions = itertools.count(-1, -1)
 
 
-def repair(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
+def repair(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     """Mark the regions of a foreign graph and give its recomputes the numbers of the forward.
 
     Warns where the graph does not say what was checkpointed, or which numbers belong together.
+
+    Returns:
+        The graph as it was, with notes by which `verify_equal` runs it as eager mode would.
     """
     marked = _mark_tagged(gm.graph)
-    repeats = _pair_random(gm.graph, mode)
-    if not marked and not repeats:
+    repeats = _find_repeats(gm.graph)
+    eager = copy_of(gm)
+    for node, noted in zip(gm.graph.nodes, eager.graph.nodes, strict=True):
+        if node in repeats.unclear:
+            noted.meta[REPEATS] = None
+        for first, again in repeats.random:
+            if node in again:
+                noted.meta[REPEATS] = first.name
+    for first, again in repeats.random:
+        rng.replay(gm.graph, first, again, mode)
+    if repeats.unclear:
+        warnings.warn(
+            f"remat: {', '.join(node.name for node in repeats.unclear)} may recompute random "
+            "numbers, and the graph does not say which; its gradients are wrong if so: " + _INSTEAD,
+            stacklevel=4,
+        )
+    if not marked and not repeats.found:
         warnings.warn(
             "remat: nothing in this graph says what was checkpointed, and nothing is recomputed; "
             + _INSTEAD,
             stacklevel=4,
         )
+    return eager
 
 
 def _mark_tagged(graph: fx.Graph) -> bool:
@@ -88,33 +109,40 @@ def _mark_tagged(graph: fx.Graph) -> bool:
     return True
 
 
-def _pair_random(graph: fx.Graph, mode: FakeTensorMode) -> bool:
-    """Let random ops of recomputes repeat those of the forward; whether there are recomputes."""
-    forward = _leads_to_backward(graph)
+@dataclass
+class _Repeats:
+    """What is computed in a graph more than once, first in a forward.
+
+    Attributes:
+        found: whether there is any.
+        random: random ops of forwards, each with those that are to repeat its numbers.
+        unclear: random ops that may be to repeat numbers, which the graph does not say.
+    """
+
+    found: bool
+    random: list[tuple[fx.Node, list[fx.Node]]]
+    unclear: list[fx.Node]
+
+
+def _find_repeats(graph: fx.Graph) -> _Repeats:
+    forward, elsewhere = _leads_to_backward(graph), _leads_past_gradients(graph)
     groups: dict[int, list[fx.Node]] = {}
-    repeated = False
     for node, number in _numbers(graph):
-        if node.op == "call_function":
+        if node.op == "call_function" and (node in forward or node not in elsewhere):
             groups.setdefault(number, []).append(node)
-    unclear = []
+    repeats = _Repeats(False, [], [])
     drawn = {node.target for nodes in groups.values() for node in nodes if node in forward}
     for nodes in groups.values():
         first = [node for node in nodes if node in forward]
         again = [node for node in nodes if node not in forward]
-        repeated = repeated or bool(first and again)
+        repeats.found = repeats.found or bool(first and again)
         if not again or not rng.is_random(again[0]) or again[0].target not in drawn:
             continue
         if len(first) == 1 and all(_can_replay(node) for node in (*first, *again)):
-            rng.replay(graph, first[0], again, mode)
+            repeats.random.append((first[0], again))
         else:
-            unclear.append(again[0])
-    if unclear:
-        warnings.warn(
-            f"remat: {', '.join(node.name for node in unclear)} may recompute random numbers, and "
-            "the graph does not say which; its gradients are wrong if so: " + _INSTEAD,
-            stacklevel=5,
-        )
-    return repeated
+            repeats.unclear.append(again[0])
+    return repeats
 
 
 def _can_replay(node: fx.Node) -> bool:
@@ -128,11 +156,32 @@ def _leads_to_backward(graph: fx.Graph) -> set[fx.Node]:
     """Nodes of forwards: those a backward pass is begun from, and what these are computed from."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if is_call(node, aten.ones_like.default) and _is_scalar(node):
+        if _begins_backward(node):
             found.update(node.all_input_nodes)
         if node in found:
             found.update(node.all_input_nodes)
     return found
+
+
+def _leads_past_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that what the graph returns is computed from, and no gradient: no recompute is."""
+    gradients: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _begins_backward(node) or not gradients.isdisjoint(node.all_input_nodes):
+            gradients.add(node)
+    (output,) = graph.find_nodes(op="output")
+    gradients.discard(output)
+    into, past = set(gradients), {output}
+    for node in reversed(graph.nodes):
+        if not into.isdisjoint(node.users):
+            into.add(node)
+        elif node not in into and not past.isdisjoint(node.users):
+            past.add(node)
+    return past
+
+
+def _begins_backward(node: fx.Node) -> bool:
+    return is_call(node, aten.ones_like.default) and _is_scalar(node)
 
 
 def _is_scalar(node: fx.Node) -> bool:
@@ -154,6 +203,6 @@ def _numbers(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{of[n]}")
             key = f"{node.target} {args} {kwargs}"
         else:
-            key = f"{node.op} {node.name}"
+            key = f"{node.op} {node.target}"  # each use of an attribute is a node of its own
         of[node] = known.setdefault(key, len(known))
         yield node, of[node]

@@ -6,31 +6,48 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# On a random op that was recorded again: the name of the op whose numbers eager mode gives it,
+# None where that cannot be told.
+REPEATS = "storage_ops_repeats"
 
 
 def verify_equal(first: fx.GraphModule, second: fx.GraphModule) -> None:
     """Raise unless two graphs give the same bits on the same random inputs.
 
-    Floating-point inputs are normal numbers, all others are zeros, which are valid as indices.
+    The first runs as eager mode would, where it notes what it repeats. Floating-point inputs are
+    normal numbers, all others are zeros, which are valid as indices.
 
     Raises:
-        RuntimeError: naming what differs.
+        RuntimeError: naming what differs, or what the first graph does not tell.
     """
+    unclear = [n.name for n in first.graph.nodes if n.meta.get(REPEATS, n.name) is None]
+    if unclear:
+        raise RuntimeError(
+            f"remat: cannot verify a graph that does not say whose numbers {', '.join(unclear)} "
+            "repeat; expected one of storage_ops.graph.trace_step"
+        )
+    # A compiler's backend runs under modes that compute no values.
+    with _disable_current_modes(), torch.random.fork_rng():
+        _compare(first, second)
+
+
+def _compare(first: fx.GraphModule, second: fx.GraphModule) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = [
         _random(node.meta.get("val"), generator)
         for node in first.graph.nodes
         if node.op == "placeholder"
     ]
-    with torch.random.fork_rng():
-        ours, theirs = _run(first, inputs), _run(second, inputs)
+    ours, theirs = _run(first, inputs), _run(second, inputs)
     states = len(_random_states())
     names = [f"output {i}" for i in range(len(ours) - len(inputs) - states)]
     names += [f"input {i} after the run" for i in range(len(inputs))]
     names += ["the state of the random-number generator"] * states
     for name, one, other in zip(names, ours, theirs, strict=True):
-        if isinstance(one, Tensor) and not torch.equal(one.nan_to_num(), other.nan_to_num()):
+        if isinstance(one, Tensor) and not _same(one, other):
             difference = (one.double() - other.double()).abs().max().item()
             raise RuntimeError(
                 f"remat: {name} differs by {difference:.3g} from that of the graph without "
@@ -38,13 +55,40 @@ def verify_equal(first: fx.GraphModule, second: fx.GraphModule) -> None:
             )
 
 
+def _same(one: Tensor, other: Tensor) -> bool:
+    numbers = torch.equal(one.nan_to_num(), other.nan_to_num())
+    return numbers and torch.equal(one.isnan(), other.isnan())
+
+
 def _run(gm: fx.GraphModule, inputs: list[Any]) -> list[Any]:
     given = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
     torch.manual_seed(0)
     with torch.no_grad():
         # Not by calling the graph, which may take its inputs in containers.
-        outputs = tree_leaves(fx.Interpreter(gm).run(*given, enable_io_processing=False))
+        outputs = tree_leaves(_Eager(gm).run(*given, enable_io_processing=False))
     return [*outputs, *given, *_random_states()]
+
+
+class _Eager(fx.Interpreter):
+    """Runs a graph so that ops which repeat another give what it gave, and draw nothing."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._repeated = {node.meta.get(REPEATS) for node in gm.graph.nodes}
+        self._given: dict[str, Any] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        first = node.meta.get(REPEATS)
+        if first is not None:
+            return _copied(self._given[first])
+        value = super().run_node(node)
+        if node.name in self._repeated:
+            self._given[node.name] = _copied(value)  # what reads it may modify it
+        return value
+
+
+def _copied(value: Any) -> Any:
+    return tree_map_only(Tensor, torch.clone, value)
 
 
 def _random_states() -> list[Tensor]:

@@ -253,16 +253,6 @@ def test_effects_happen_once():
         assert torch.equal(result[0], step(x)[0])
 
 
-@pytest.fixture
-def fake_group():
-    dist = pytest.importorskip("torch.distributed")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("must", [False, True])
 def test_communication_is_repeated_only_if_the_policy_says_so(fake_group, must):
     from torch.distributed import _functional_collectives as collectives

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import storage_ops
 from storage_ops import graph
+from storage_ops.graph import rng
+from storage_ops.graph.verify import verify_equal
 
 from .models import count, selective
 
@@ -131,6 +133,69 @@ def test_numbers_of_two_forwards_are_not_taken_for_a_recompute():
     assert torch.equal(after(x)[0], expected[0])
 
 
+RANDOM = {
+    "rand_like": lambda h: h * torch.rand_like(h),
+    "dropout": lambda h: F.dropout(h, 0.4),
+    "bernoulli_": lambda h: h * torch.empty_like(h).bernoulli_(0.4).div_(0.4),
+    "attention": lambda h: F.scaled_dot_product_attention(*[h[None, None]] * 3, dropout_p=0.2),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_verify_compares_with_the_numbers_of_eager_mode(name, monkeypatch):
+    """And not with those of the graph as recorded, which draws anew."""
+    w = torch.randn(6, 6, dtype=torch.double, requires_grad=True)
+
+    def step(x):
+        for _ in range(2):
+            x = checkpoint(lambda x: RANDOM[name](x @ w).squeeze(), x, use_reentrant=False)
+        loss = x.square().sum()
+        return loss.detach(), torch.rand(2), *torch.autograd.grad(loss, w)
+
+    x = torch.randn(6, 6, dtype=torch.double)
+    gm = make_fx(step)(x)
+    after = graph.remat(gm, verify=True)
+    assert graph.remat(after, verify=True) is after
+    torch.manual_seed(0)
+    expected = step(x), torch.get_rng_state()
+    torch.manual_seed(0)
+    torch.testing.assert_close((after(x), torch.get_rng_state()), expected, rtol=0, atol=0)
+    monkeypatch.setattr(rng, "replay", lambda *args: None)
+    with pytest.raises(RuntimeError, match=r"differs by"):
+        graph.remat(gm, verify=True)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_numbers_drawn_after_the_gradients_are_not_taken_for_a_recompute(checkpointed):
+    w = torch.randn(4, 4, requires_grad=True)
+
+    def body(x):
+        return F.dropout(x, 0.5) @ w
+
+    def step(x):
+        y = checkpoint(body, x, use_reentrant=False) if checkpointed else body(x)
+        grads = torch.autograd.grad(y.square().sum(), w)
+        return *grads, F.dropout(x, 0.5).mean()
+
+    x = torch.randn(3, 4)
+    known = contextlib.nullcontext()
+    with known if checkpointed else pytest.warns(UserWarning, match="nothing is recomputed"):
+        after = graph.remat(make_fx(step)(x), verify=True)
+    torch.manual_seed(0)
+    expected = step(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(after(x), expected, rtol=0, atol=0)
+
+
+def test_verify_tells_nan_from_zero():
+    gm, other = (
+        make_fx(fn)(torch.ones(2)) for fn in (torch.zeros_like, lambda x: x.mul(torch.nan))
+    )
+    verify_equal(other, other)
+    with pytest.raises(RuntimeError, match="output 0 differs"):
+        verify_equal(gm, other)
+
+
 def test_what_the_graph_does_not_say_is_a_warning():
     def step(x, w):
         x = checkpoint(lambda x: F.dropout(x, 0.5) * F.dropout(x, 0.5) @ w, x, use_reentrant=False)
@@ -138,7 +203,9 @@ def test_what_the_graph_does_not_say_is_a_warning():
 
     args = torch.randn(3, 3), torch.randn(3, 3, requires_grad=True)
     with pytest.warns(UserWarning, match=r"may recompute random numbers.*trace_step"):
-        repaired(step, args)
+        _, after = repaired(step, args)
+    with pytest.raises(RuntimeError, match=r"cannot verify .* whose numbers bernoulli_"):
+        graph.remat(after, verify=True)
     torch.manual_seed(0)
     (expected,) = step(*args)
     torch.manual_seed(0)

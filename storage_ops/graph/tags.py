@@ -1,0 +1,76 @@
+"""Graphs of torch.compile, which tags the ops of checkpoints and the nodes of backward passes."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from storage_ops.graph.nodes import item_of
+from storage_ops.graph.regions import KEY, Level, Mark
+
+TAG = "recompute"
+# Keys of `node.meta` that say of a node whether it is of a backward pass.
+PHASE_KEYS = ("autograd_backward", "partitioner_tag")
+_NUMBER = "ac_graph_id"
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_regions = itertools.count(-1, -1)
+
+
+def mark_tagged(graph: fx.Graph) -> bool:
+    """Turn the tags of a graph into marks; whether torch.compile has tagged it.
+
+    An op tagged as recomputed is so for all that reads it in backward passes, in the gradient of
+    its own checkpoint or of what follows. Kept is what one checkpoint gives to a later one, and
+    what it gives to a backward hook, without which it may not be possible to recompute. Only what
+    is recomputed keeps its tag then: a partitioner that finds others would recompute once more.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    chosen = any(_annotation(node, "phase") == "backward" for node in calls)
+    backward = {node for node in calls if _is_backward(node, chosen)}
+    tagged = [node for node in calls if _is_tagged(node)]
+    if not tagged or not (backward or any(_NUMBER in node.meta for node in tagged)):
+        return False
+    decided = {node: node.meta.pop(TAG) for node in tagged if node not in backward}
+    again = {n: n.meta.get(_NUMBER, 0) for n, policy in decided.items() if policy in _RECOMPUTED}
+    regions = {checkpoint: next(_regions) for checkpoint in sorted(set(again.values()))}
+    for node, checkpoint in again.items():
+        readers = [again[user] for user in node.users if user in again]
+        given_to_hook = node.meta.get("has_backward_hook", False) and not readers
+        if not given_to_hook and not any(later > checkpoint for later in readers):
+            node.meta[KEY] = Mark((Level(regions[checkpoint], decided[node], True),))
+    for number, (is_backward, run) in enumerate(itertools.groupby(calls, backward.__contains__)):
+        for node in run if is_backward else ():
+            node.meta[KEY] = Mark((), number)
+    return True
+
+
+def raise_items(graph: fx.Graph) -> None:
+    """Take the results of ops with several right after them, lest one of them keep the others."""
+    for node in reversed(list(graph.nodes)):
+        source = item_of(node)
+        if source is not None and source.op == "call_function":
+            source.append(node)
+
+
+def _is_tagged(node: fx.Node) -> bool:
+    """Whether torch.compile tagged a node; without it, the tags lack the checkpoint's number."""
+    policy = isinstance(node.meta.get(TAG), CheckpointPolicy)
+    return policy and node.meta.get(_NUMBER, 0) is not None
+
+
+def _is_backward(node: fx.Node, chosen: bool) -> bool:
+    """Whether a node is of a backward pass; of those that a user has `chosen`, where one has."""
+    if chosen:
+        return _annotation(node, "phase") == "backward"
+    return (
+        bool(node.meta.get("autograd_backward"))
+        or node.meta.get("partitioner_tag") == "is_backward"
+        or _annotation(node, "remat_pass_tag") == "is_backward"
+    )
+
+
+def _annotation(node: fx.Node, key: str) -> object:
+    """What a user has written on a node with torch.fx.traceback.annotate."""
+    return (node.meta.get("custom") or {}).get(key)
