@@ -6,20 +6,17 @@ import contextlib
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._mode_utils import no_dispatch
 
+from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_gpu import gpu_kernels
-from storage_ops.memory.estimate_inputs import Held, as_on_gpu, on_one_device
+from storage_ops.memory.estimate_inputs import Held, as_on_gpu, on_one_device, unchanged
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import RefuseAutocast, Simulation
 from storage_ops.memory.measure import Measurement, Sample
@@ -60,7 +57,12 @@ class Estimate(Measurement):
         return "\n".join(lines)
 
 
-def estimate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
+def estimate(
+    fn: Callable[..., Any],
+    *args: Any,
+    assume: float | Mapping[str, float] | None = None,
+    **kwargs: Any,
+) -> Estimate:
     """Return what `fn(*args, **kwargs)` would take on a GPU, without a GPU and without the memory.
 
     The call runs once on fake tensors, which have shapes but no bytes. Counted are the live
@@ -94,13 +96,19 @@ def estimate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
         >>> e.peak_bytes >> 20, e.input_bytes >> 20
         (2432, 640)
     """
+    assumption = Assumption(assume)
     held = Held(fn, args, kwargs)
     ledger = Ledger()
-    simulation = Simulation(ledger, copies=_share_copies())
+    simulation = Simulation(ledger, _share_copies(), assumption)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_collection())
+        # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
+        # mode unless told so.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for optimizer in held.optimizers:
             stack.enter_context(as_on_gpu(optimizer, simulation))
+        for stepper in held.steppers:
+            stack.enter_context(unchanged(stepper))
         stack.callback(simulation.restore_gradients)
         stack.enter_context(gpu_kernels())
         stack.enter_context(simulation)
@@ -116,28 +124,43 @@ def estimate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
     return estimated
 
 
+# What torch says where a simulation cannot go on, and what that means here.
+_RAW_ERRORS = {
+    "data is not allocated yet": "reads the bytes of a tensor",
+    "data pointer of Tensor": "reads the bytes of a tensor",
+    "FakeTensor.__format__": "prints the value of a tensor",
+    "no rule registered for HigherOrderOperator": "calls a higher-order operator of torch",
+}
+
+
 def _call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call fn, and say in the terms of this module what it cannot do."""
     try:
         with warnings.catch_warnings():
-            # torch only warns that autocast for an absent GPU does nothing.
+            # torch only warns that autocast and scalers for an absent GPU do nothing.
             warnings.filterwarnings("error", ".*CUDA is not available.*", UserWarning)
             return fn(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise RuntimeError(
-            f"estimate: fn needs the values of a tensor ({error.func}), which a simulation does "
-            "not have; leave that part out of fn"
-        ) from error
     except UnsupportedOperatorException as error:
         raise RuntimeError(
-            f"estimate: fn calls {error.func}, which has no implementation for fake tensors"
+            f"estimate: fn calls {name_of(error.func)} at {users_line(error.__traceback__)}, which "
+            "has no implementation for fake tensors; leave that part out of fn"
+        ) from error
+    except (RuntimeError, TypeError) as error:
+        does = next((does for text, does in _RAW_ERRORS.items() if text in str(error)), None)
+        if does is None:
+            raise
+        raise RuntimeError(
+            f"estimate: fn {does} at {users_line(error.__traceback__)}, which a simulation does "
+            "not have; leave that part out of fn"
         ) from error
     except UserWarning as error:
         if "CUDA is not available" not in str(error):
             raise
+        what, expected = "torch.autocast for CUDA", "torch.autocast(x.device.type)"
+        if "GradScaler" in str(error):
+            what, expected = "a GradScaler for CUDA", "torch.amp.GradScaler(x.device.type)"
         raise RuntimeError(
-            "estimate: fn uses torch.autocast for CUDA, which torch turns off on this machine; "
-            "expected torch.autocast(x.device.type)"
+            f"estimate: fn uses {what}, which torch turns off on this machine; expected {expected}"
         ) from error
 
 
