@@ -22,6 +22,7 @@ _NAMES = {
     "_local_scalar_dense": "item",
     "_unique2": "unique",
     "unique_dim": "unique",
+    "unique_consecutive": "unique",
     "_coalesce": "coalesce",
 }
 # What has to be said of an op's outcome, by its kind.
@@ -103,7 +104,7 @@ def _share(what: str, number: Any) -> float:
             f"estimate: {what} is {number!r}; expected a share (a float from 0.0 to 1.0) or a "
             "count (an int)"
         )
-    if not 0 <= number or (isinstance(number, float) and not number <= 1):
+    if not number >= 0 or (isinstance(number, float) and not number <= 1):
         raise ValueError(
             f"estimate: {what} is {number!r}; expected a share (a float from 0.0 to 1.0) or a "
             "count (an int of 0 or more)"
@@ -116,7 +117,9 @@ def unanswered(asked: Source, cause: Source | None) -> RuntimeError:
     told = cause if cause is not None and cause.kind in ("condition", "choice") else asked
     made = "" if told is asked else f", which depend on {told.name} at {told.line}"
     key = "item" if told.kind == "value" else told.name
-    advice = "" if told.kind == "nothing" else f"pass assume={{{key!r}: {_EXPECTED[told.kind]}}} or "
+    advice = (
+        "" if told.kind == "nothing" else f"pass assume={{{key!r}: {_EXPECTED[told.kind]}}} or "
+    )
     return RuntimeError(
         f"estimate: fn needs the values of a tensor{made}: {asked.name} at {asked.line}. A "
         f"simulation does not have them; {advice}leave that part out of fn"

@@ -155,7 +155,8 @@ class _FlexAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Any:
-        order = sorted(range(4), key=lambda dim: -q.stride(dim))  # that of the queries in memory
+        strides = q.stride()
+        order = sorted(range(4), key=lambda dim: -strides[dim])  # that of the queries in memory
         shape = (*q.shape[:3], v.shape[3])
         out = q.new_empty([shape[dim] for dim in order]).permute([order.index(d) for d in range(4)])
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -172,11 +173,17 @@ class _FlexAttention(torch.autograd.Function):
         of_q = torch.empty_like(q)
         # One of keys that several batches share is added up afterwards.
         of_k, of_v = (t.new_empty((len(q), *t.shape[1:])) for t in (k, v))
-        sums = [torch.empty_like(t, dtype=torch.float32) if t.requires_grad else None for t in captured]
+        sums = [
+            torch.empty_like(t, dtype=torch.float32) if t.requires_grad else None for t in captured
+        ]
         del delta
         if len(k) < len(q):
             of_k, of_v = of_k.sum(0, keepdim=True), of_v.sum(0, keepdim=True)
-        return of_q, of_k, of_v, *(s if s is None else s.to(t.dtype) for s, t in zip(sums, captured))
+        of_captured = [
+            total if total is None else total.to(t.dtype)
+            for total, t in zip(sums, captured, strict=True)
+        ]
+        return of_q, of_k, of_v, *of_captured
 
 
 def _flex_attention(
@@ -187,7 +194,7 @@ def _flex_attention(
     for t in tree_leaves(block_mask):
         if isinstance(t, Tensor):
             simulation.twin(t)  # it is in memory, though no op reads it
-    if torch.is_autocast_enabled(query.device.type):
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     captured = [t for t in reached_by(score_mod) if isinstance(t, Tensor)]

@@ -114,7 +114,8 @@ def as_on_gpu(optimizer: Optimizer, simulation: Simulation) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for group, before in zip(optimizer.param_groups, groups, strict=False):
+        del optimizer.param_groups[len(groups) :]
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(before)
         optimizer.state.clear()

@@ -158,10 +158,9 @@ class Simulation(TorchDispatchMode):
                     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
             if func in _STORAGE_OPS:
                 return self._storage_op(func, *args)
-        with self:
-            out = self._sparse(func, args, kwargs)
-        if out is not NotImplemented:
-            return out
+        if self._sparse.takes(func, args, kwargs):
+            with self:
+                return self._sparse(func, args, kwargs)
         try:
             if func is _aten.histc.default and not args[0].is_floating_point():
                 out = args[0].new_empty(args[1] if len(args) > 1 else 100)  # GPUs count integers
@@ -171,6 +170,7 @@ class Simulation(TorchDispatchMode):
             out = self._by_values(func, args, kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, FakeTensor):
+                _check_layout(func, leaf)
                 self._ledger.see(leaf, str(func))
         self.values.follow(func, args, kwargs, out)
         if func is _aten._softmax_backward_data.default:
@@ -199,7 +199,10 @@ class Simulation(TorchDispatchMode):
         if known is not None:
             with no_dispatch():
                 return func(known)
-        return 1.0 if self.any_value else self._said(func, t)
+        if self.any_value:
+            return 1.0
+        kind = bool if t.dtype == torch.bool else float if t.is_floating_point() else int
+        return kind(self._said(func, t))
 
     def _said(self, func: Any, args: Any, kind: str = "value") -> Any:
         """The number that the caller said such an op returns."""
@@ -233,6 +236,15 @@ _KERNELS_OF_OPS = {
 }
 
 
+def _check_layout(func: Any, t: Tensor) -> None:
+    if t.layout != torch.strided:
+        here = Source.here(func, "nothing")
+        raise RuntimeError(
+            f"estimate: fn calls {here.name} at {here.line}, which makes a tensor with layout "
+            f"{t.layout} that is not simulated; leave that part out of fn"
+        )
+
+
 def _check_device(func: Any, device: Any) -> None:
     if device is None or torch.device(device).type in ("cpu", "meta"):
         return
@@ -243,8 +255,11 @@ def _check_device(func: Any, device: Any) -> None:
         )
 
 
-class RefuseAutocast(TorchFunctionMode):
-    """Raises where autocast would be without effect, since tensors are on the meta device."""
+class OnMeta(TorchFunctionMode):
+    """What functions of torch do otherwise because tensors are on the meta device.
+
+    Raises where autocast would be without effect, and makes the sparse tensors of SparseAdam.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_autocast_enabled("cpu"):
@@ -252,4 +267,6 @@ class RefuseAutocast(TorchFunctionMode):
                 "estimate: fn uses torch.autocast('cpu'), which does nothing to tensors on the "
                 "meta device; expected parameters and arguments on the CPU"
             )
+        if func is Tensor.new and args[0].layout == torch.sparse_coo and len(args) > 1:
+            return torch.sparse_coo_tensor(*args[1:])
         return func(*args, **(kwargs or {}))

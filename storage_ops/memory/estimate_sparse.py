@@ -6,6 +6,7 @@ simulated here, as the CUDA kernels do them, with what they only take while they
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from storage_ops.memory.estimate_assume import name_of, users_line
 
 _aten = torch.ops.aten
-# Ops that act on the values alone, out of place and in place.
+# Ops that act on the values alone, out of place and in place; all take one sparse tensor.
 _ON_VALUES = {"mul", "div", "neg", "clone", "abs", "sqrt", "pow", "square", "to_copy"}
 
-_METADATA = {"sparse_dim", "dense_dim", "_dimI", "_dimV", "size"}
+_METADATA = {_aten.sparse_dim.default, _aten.dense_dim.default}
+_CONSTRUCTORS = {
+    _aten._sparse_coo_tensor_with_dims_and_tensors.default,
+    _aten.sparse_coo_tensor.indices_size,
+}
 
 
 @dataclass
@@ -59,89 +64,99 @@ class Sparse:
         self._parts[shell] = Parts(indices, values, coalesced)
         return shell
 
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op that takes or makes a sparse tensor; NotImplemented if it does neither."""
-        name = func._schema.name.removeprefix("aten::")
-        if name in ("_sparse_coo_tensor_with_dims_and_tensors", "sparse_coo_tensor"):
-            return self._construct(name, func, args, kwargs)
-        leaves = tree_leaves((args, kwargs))
-        if func.namespace == "prim" or name in _METADATA:
-            return NotImplemented
-        if not any(isinstance(leaf, Tensor) and leaf.layout == torch.sparse_coo for leaf in leaves):
-            return NotImplemented
-        found = getattr(self, name.strip("_") + "_of", None)
-        own = self._parts.get(args[0]) if isinstance(args[0], Tensor) else None
-        if found is not None:
-            return found(func, *args, **kwargs)
-        if own is not None and name.strip("_") in _ON_VALUES:
-            values = func(own.values, *args[1:], **kwargs)
-            if func._schema.is_mutable:
-                return args[0]
-            indices = own.indices.clone() if name == "clone" else own.indices
-            return self.new(indices, values, args[0].shape, own.coalesced)
-        raise RuntimeError(
-            f"estimate: fn calls {name_of(func)} with a sparse tensor at {users_line(_here())}, "
-            "which is not simulated; leave that part out of fn"
-        )
+    def _of(self, t: Tensor) -> Parts:
+        parts: Parts = self._parts[t]
+        return parts
 
-    def _construct(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        at = 3 if name[0] == "_" else 0
-        if name[0] != "_" and func._overloadname != "indices_size":
-            return NotImplemented
+    def takes(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an op takes or makes a sparse tensor and depends on its elements."""
+        if func.namespace == "prim" or func in _METADATA:
+            return False
+        if func is _aten._embedding_bag_backward.default:
+            return bool(args[9])
+        return func in _CONSTRUCTORS or any(map(_is_sparse, tree_leaves((args, kwargs))))
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run such an op."""
+        if func in _CONSTRUCTORS:
+            return self._construct(func, args, kwargs)
+        name = func._schema.name.removeprefix("aten::").strip("_")
+        simulated = getattr(self, f"_{name}_of", None)
+        if simulated is not None:
+            return simulated(func, *args, **kwargs)
+        own = self._parts.get(args[0]) if _is_sparse(args[0]) else None
+        if own is None or name not in _ON_VALUES or any(map(_is_sparse, args[1:])):
+            raise RuntimeError(
+                f"estimate: fn calls {name_of(func)} with a sparse tensor at "
+                f"{users_line(sys._getframe())}, which is not simulated; leave that part out of fn"
+            )
+        values = func(own.values, *args[1:], **kwargs)
+        if func._schema.is_mutable:
+            return args[0]
+        indices = own.indices.clone() if name == "clone" else own.indices
+        return self.new(indices, values, args[0].shape, own.coalesced)
+
+    def _construct(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
         given.update(kwargs)
-        size = args[at - 1] if at else given["size"]
-        return self.new(
-            given["indices"], given["values"], size, bool(given.get("is_coalesced", False))
-        )
+        coalesced = bool(given.get("is_coalesced", False))
+        return self.new(given["indices"], given["values"], given["size"], coalesced)
 
-    def indices_of(self, func: Any, t: Tensor) -> Tensor:
-        return self._parts[t].indices.detach()
+    def _indices_of(self, func: Any, t: Tensor) -> Tensor:
+        return self._of(t).indices.detach()
 
-    def values_of(self, func: Any, t: Tensor) -> Tensor:
-        return self._parts[t].values.detach()
+    def _values_of(self, func: Any, t: Tensor) -> Tensor:
+        return self._of(t).values.detach()
 
-    def nnz_of(self, func: Any, t: Tensor) -> int:
-        return len(self._parts[t].values)
+    def _nnz_of(self, func: Any, t: Tensor) -> int:
+        return len(self._of(t).values)
 
-    def is_coalesced_of(self, func: Any, t: Tensor) -> bool:
-        return self._parts[t].coalesced
+    def _is_coalesced_of(self, func: Any, t: Tensor) -> bool:
+        return self._of(t).coalesced
 
-    def coalesced_of(self, func: Any, t: Tensor, coalesced: bool) -> Tensor:
-        self._parts[t].coalesced = coalesced
+    def _coalesced_of(self, func: Any, t: Tensor, coalesced: bool) -> Tensor:
+        self._of(t).coalesced = coalesced
         return t
 
-    def coalesce_of(self, func: Any, t: Tensor) -> Tensor:
-        own = self._parts[t]
+    def _coalesce_of(self, func: Any, t: Tensor) -> Tensor:
+        own = self._of(t)
         if own.coalesced:
             return t
         n = self._distinct(func, own.indices)
         indices = own.indices.new_empty((len(own.indices), n))
         return self.new(indices, own.values.new_empty((n, *own.values.shape[1:])), t.shape, True)
 
-    def detach_of(self, func: Any, t: Tensor) -> Tensor:
-        own = self._parts[t]
+    def _embedding_bag_backward_of(
+        self, func: Any, grad: Tensor, indices: Tensor, *options: Any, **_: Any
+    ) -> Tensor:
+        """A row of the gradient for every index, that of its bag."""
+        rows = grad.new_empty((indices.numel(), grad.shape[1]))
+        return self.new(indices.view(1, -1), rows, (options[4], grad.shape[1]), False)
+
+    def _detach_of(self, func: Any, t: Tensor) -> Tensor:
+        own = self._of(t)
         return self.new(own.indices, own.values, t.shape, own.coalesced)
 
-    alias_of = detach_of
+    _alias_of = _detach_of
 
-    def zero_of(self, func: Any, t: Tensor) -> Tensor:
-        own = self._parts[t]
+    def _zero_of(self, func: Any, t: Tensor) -> Tensor:
+        own = self._of(t)
         empty = own.values.new_empty((0, *own.values.shape[1:]))
         self._parts[t] = Parts(own.indices.new_empty((len(own.indices), 0)), empty, True)
         return t
 
-    def sparse_mask_of(self, func: Any, t: Tensor, mask: Tensor) -> Tensor:
-        own = self._parts[mask]
+    def _sparse_mask_of(self, func: Any, t: Tensor, mask: Tensor) -> Tensor:
+        own = self._of(mask)
         values = torch.empty_like(own.values, dtype=t.dtype)
         self._temporary(values, str(func))  # the rows, before they are multiplied by the mask
         return self.new(own.indices.clone(), values, t.shape, own.coalesced)
 
-    def to_dense_of(self, func: Any, t: Tensor, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
-        own = self._parts[t]
-        return own.values.new_empty(t.shape, dtype=dtype or t.dtype)
+    def _to_dense_of(self, func: Any, t: Tensor, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
+        own = self._of(t)
+        dense: Tensor = own.values.new_empty(t.shape, dtype=dtype or t.dtype)
+        return dense
 
-    def add_of(self, func: Any, t: Tensor, other: Tensor, *, alpha: Any = 1) -> Tensor:
+    def _add_of(self, func: Any, t: Tensor, other: Tensor, *, alpha: Any = 1) -> Tensor:
         """A sparse one to a dense one, or two sparse ones: the elements of both, in one list."""
         in_place = func._schema.is_mutable
         own, added = self._parts.get(t), self._parts.get(other)
@@ -156,7 +171,5 @@ class Sparse:
         return self.new(parts.indices, parts.values, t.shape, False)
 
 
-def _here() -> Any:
-    import sys
-
-    return sys._getframe(2)
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.sparse_coo

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from storage_ops.memory.estimate_assume import Assumption, Source, name_of
 
 _aten = torch.ops.aten
-# Elements and bytes above which a tensor is not followed: a mask of 8192 x 8192 still is.
-_LIMIT = 64 << 20
+# Elements and bytes above which a tensor is not followed. The one-hot choices of 8 among 128
+# experts for 32768 tokens still are.
+_LIMIT = 256 << 20
 # Ops that return indices along a dimension: where that is among their arguments.
 _CHOICES = {
     "topk": 2,
@@ -48,47 +49,54 @@ class Values:
     def __init__(self, assumption: Assumption) -> None:
         self._assumption = assumption
         self._bytes: dict[int, Tensor] = {}
-        self._outside: dict[int, Tensor] = {}  # real tensors whose bytes nobody asked for yet
+        # Those that nobody asked for yet: what makes the bytes.
+        self._later: dict[int, Callable[[], Tensor]] = {}
         self._sources: dict[int, Source] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def offer(self, twin: Tensor, real: Tensor) -> None:
         """Take the values of a real tensor for its twin, should they be asked for."""
-        if _is_followed(real) and not real.is_meta and not isinstance(real, FakeTensor):
-            key = self._key(twin)
-            if key not in self._bytes:
-                self._outside[key] = real
+        if not _is_followed(real) or real.is_meta or isinstance(real, FakeTensor):
+            return
+
+        def copied() -> Tensor:
+            storage = real.untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            return torch.empty_like(whole, device="cpu").copy_(whole)
+
+        key = self._key(twin)
+        if key not in self._bytes:
+            self._later[key] = copied
 
     def read(self, t: Tensor) -> Tensor | None:
         """Return the values of a fake tensor, or None. What is written to them is kept."""
-        key = t.untyped_storage()._cdata
-        if t.numel() > _LIMIT or (key not in self._bytes and key not in self._outside):
+        if not self._is_known(t):
             return None
+        key = _key_of(t)
         with no_dispatch(), torch.no_grad():
-            if key in self._outside:
-                storage = self._outside.pop(key).untyped_storage()
-                whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                self._bytes[key] = torch.empty_like(whole, device="cpu").copy_(whole)
-            whole = self._bytes[key]
-            elements = whole[: len(whole) // t.itemsize * t.itemsize].view(t.dtype)
-            return elements.as_strided(t.shape, t.stride(), t.storage_offset())
+            if key in self._later:
+                self._bytes[key] = self._later.pop(key)()
+            return _view(self._bytes[key], t.dtype, t.shape, t.stride(), t.storage_offset())
+
+    def _is_known(self, t: Any) -> bool:
+        if not _is_strided(t) or t.numel() > _LIMIT:
+            return False
+        key = _key_of(t)
+        return key in self._bytes or key in self._later
 
     def source(self, args: Any) -> Source | None:
         """Who made a value among these unknown."""
         for leaf in tree_leaves(args):
-            if _is_strided(leaf) and self.read(leaf) is None:
+            if _is_strided(leaf) and not self._is_known(leaf):
                 return self._sources.get(leaf.untyped_storage()._cdata)
         return None
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on known values, or return None if not all are known."""
-        known: dict[int, Tensor] = {}
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                value = self.read(leaf) if _is_strided(leaf) else None
-                if value is None:
-                    return None
-                known[id(leaf)] = value
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not all(map(self._is_known, given)):
+            return None
+        known = {id(t): self.read(t) for t in given}
         cpu = torch.device("cpu")
         with no_dispatch(), torch.no_grad(), _private_random_numbers(func):
             args, kwargs = tree_map_only(Tensor, lambda t: known[id(t)], (args, kwargs))
@@ -118,24 +126,27 @@ class Values:
         if real is not None:
             computed = tree_leaves(real)
             for i, leaf in made:
-                self.know(leaf, computed[i])
+                self._know(leaf, partial(_same, computed[i]))
             return
         for t in written:
             if _is_followed(t):
                 self._is_unknown(func, args, kwargs, t, "value")
             self._bytes.pop(_key_of(t), None)
-            self._outside.pop(_key_of(t), None)
+            self._later.pop(_key_of(t), None)
         for _, leaf in made:
             self._suppose(func, args, kwargs, leaf)
 
-    def know(self, t: Tensor, value: Tensor) -> None:
-        """Take these values for a fake tensor whose storage is new."""
-        with no_dispatch(), torch.no_grad():
-            size = t.untyped_storage().nbytes()
-            self._bytes[self._key(t)] = torch.zeros(size, dtype=torch.uint8, device="cpu")
-            known = self.read(t)
-            assert known is not None
-            known.copy_(value)
+    def _know(self, t: Tensor, value: Callable[[], Tensor]) -> None:
+        """Take these values, when they are asked for, for a fake tensor whose storage is new."""
+        size = t.untyped_storage().nbytes()
+        dtype, shape, stride, offset = t.dtype, t.shape, t.stride(), t.storage_offset()
+
+        def made() -> Tensor:
+            whole = torch.zeros(size, dtype=torch.uint8)
+            _view(whole, dtype, shape, stride, offset).copy_(value())
+            return whole
+
+        self._later[self._key(t)] = made
 
     def _suppose(self, func: Any, args: Any, kwargs: Any, t: Tensor) -> None:
         """Give a tensor that depends on unknown values those that the assumption says."""
@@ -155,12 +166,11 @@ class Values:
             count = self._assumption.count(Source.here(func, kind), t.numel())
         if count is None:
             return
-        with no_dispatch(), torch.no_grad():
-            if kind == "condition":
-                value = _some_true(t.numel(), count).view(t.shape)
-            else:
-                value = _choices(_along(name, args, kwargs), args[0], t, count)
-        self.know(t, value)
+        if kind == "condition":
+            self._know(t, partial(_some_true, t.shape, count))
+        else:
+            dim = _along(name, args, kwargs)
+            self._know(t, partial(_choices, dim, args[0].shape, t.shape, count))
 
     def _is_unknown(self, func: Any, args: Any, kwargs: Any, t: Tensor, kind: str) -> None:
         """Note who is to be told of, should the values of a tensor be asked for."""
@@ -171,19 +181,19 @@ class Values:
 
     def _key(self, t: Tensor) -> int:
         """The key of a storage, whose entries go when it goes."""
-        storage = t.untyped_storage()
-        key = storage._cdata
+        storage, key = t.untyped_storage(), _key_of(t)
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, partial(self._gone, key))
         return key
 
     def _gone(self, key: int, reference: Any) -> None:
-        for table in (self._bytes, self._outside, self._sources, self._alive):
-            table.pop(key, None)  # type: ignore[attr-defined]
+        for table in (self._bytes, self._later, self._sources, self._alive):
+            table.pop(key, None)
 
 
 def _key_of(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
+    key: int = t.untyped_storage()._cdata
+    return key
 
 
 def _is_strided(value: Any) -> bool:
@@ -231,14 +241,15 @@ def _of_finite_numbers(func: Any, args: Any) -> bool | None:
     return None
 
 
-def _some_true(numel: int, count: int) -> Tensor:
-    """`count` of `numel` elements are True, in no order that a shape could resonate with."""
+def _some_true(shape: torch.Size, count: int) -> Tensor:
+    """`count` elements are True, in no order that a shape could resonate with."""
+    numel = shape.numel()
     value = torch.zeros(numel, dtype=torch.bool)
     if count in (0, numel):
-        return value.fill_(count > 0)
+        return value.fill_(count > 0).view(shape)
     order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
     value[order[:count]] = True
-    return value
+    return value.view(shape)
 
 
 def _along(name: str, args: Any, kwargs: Any) -> int | None:
@@ -246,25 +257,39 @@ def _along(name: str, args: Any, kwargs: Any) -> int | None:
     at = _CHOICES[name]
     if at is None:
         return -1
-    return kwargs.get("dim", args[at] if len(args) > at else None if name[:3] == "arg" else -1)
+    missing = None if name.startswith("arg") else -1
+    dim: int | None = kwargs.get("dim", args[at] if len(args) > at else missing)
+    return dim
 
 
-def _choices(dim: int | None, chosen_from: Tensor, t: Tensor, count: int) -> Tensor:
+def _choices(dim: int | None, among: torch.Size, shape: torch.Size, count: int) -> Tensor:
     """Indices of which `count` are 0, if that is more than its even part; the others are even.
 
     Those of one row differ, as those of topk do.
     """
-    options = chosen_from.numel() if dim is None else chosen_from.shape[dim]
-    has_dim = dim is not None and t.dim() == chosen_from.dim()
-    moved = list(t.movedim(dim, -1).shape) if has_dim and dim is not None else list(t.shape)
-    row = moved[-1] if has_dim else 1
-    position = torch.arange(t.numel())
-    if count * options <= t.numel() or options == 1:
+    options = among.numel() if dim is None else among[dim]
+    # A dimension with the choices of a row, unless there is one choice for each.
+    along = dim if dim is not None and len(shape) == len(among) else None
+    moved = list(shape)
+    if along is not None:
+        moved.append(moved.pop(along))
+    position = torch.arange(shape.numel())
+    if count * options <= shape.numel() or options == 1:
         value = position % options
     else:
-        share = min(count / t.numel(), 1 / row)
+        share = min(count / shape.numel(), 1 / (moved[-1] if along is not None else 1))
         fullest = ((position + 1) * share).floor() > (position * share).floor()
         value = ((~fullest).cumsum(0) - 1) % (options - 1) + 1
         value[fullest] = 0
     value = value.view(moved)
-    return value.movedim(-1, dim) if has_dim and dim is not None else value
+    return value if along is None else value.movedim(-1, along)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _view(whole: Tensor, dtype: Any, shape: Any, stride: Any, offset: Any) -> Tensor:
+    """Elements that lie somewhere in bytes."""
+    elements = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return elements.as_strided(shape, stride, offset)
