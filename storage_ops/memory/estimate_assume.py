@@ -70,7 +70,10 @@ class Assumption:
                         f"estimate: assume has the key {name!r}; expected the name of an op of "
                         "torch, such as 'topk', 'gt', 'unique' or 'item'"
                     )
-                self._of[name] = number if name == "item" else _share(f"assume[{name!r}]", number)
+                what = f"assume[{name!r}]"
+                if name == "item" and not isinstance(number, (bool, int, float)):
+                    raise TypeError(f"estimate: {what} is {number!r}; expected a number")
+                self._of[name] = number if name == "item" else _share(what, number)
         elif assume is not None:
             self._default = _share("assume", assume)
 

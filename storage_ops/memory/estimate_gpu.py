@@ -210,5 +210,7 @@ def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
 _REPLACED_FUNCTIONS = (
     ("torch.nn.attention.flex_attention", "flex_attention_hop", _flex_attention),
     ("torch.nn.attention.flex_attention", "_validate_device", lambda *_: None),
+    # That it is not compiled is no news here, and torch tells it once only.
+    ("torch.nn.attention.flex_attention", "_warn_once", lambda *_, **__: None),
     ("torch._higher_order_ops.cond", "cond_op", _cond),
 )

@@ -10,17 +10,7 @@ from torch.nn import functional as F
 import storage_ops as so
 from storage_ops.memory import estimate
 
-
-def agree(step, model, slack, **options):
-    """A step on a model without gradients takes what is measured, within `slack` bytes."""
-    model.zero_grad()
-    e = estimate(step, **options)
-    assert all(p.grad is None for p in model.parameters())
-    with so.memory.measure() as m:
-        step()
-    assert abs(e.peak_bytes - e.input_bytes - m.peak_bytes) < slack
-    assert abs(e.kept_bytes - e.input_bytes - m.kept_bytes) < slack
-    return e
+SPARSE = torch.eye(3).to_sparse()
 
 
 class MoE(nn.Module):
@@ -90,21 +80,22 @@ def test_experts_agree_with_what_is_measured(way):
     """The real router is given the choices that are assumed: even, and one expert too full."""
     tokens = 8 * int(torch.randint(64, 96, ()))
     model, x = MoE(way), torch.randn(tokens, 32)
+    chosen = []
+
+    def fixed(t, k, dim):
+        return t.gather(-1, chosen[-1]), chosen[-1]
+
+    def step():
+        model(x).square().sum().backward()
+
     for share in (1 / 8, 0.3):
-        choices = []
-
-        def fixed(t, k, dim, choices=choices):
-            return t.gather(-1, choices[0]), choices[0]
-
-        def step():
-            model(x).square().sum().backward()
-
-        estimate(lambda: choices.append(x.matmul(x.T[:, :8]).topk(2)[1].tolist()), assume=share)
-        choices[0] = torch.tensor(choices[0])
-        counts = torch.bincount(choices[0].flatten(), minlength=8)
-        assert counts[0] == pytest.approx(share * 2 * tokens, abs=1) == counts.max()
+        read = []
+        estimate(lambda read=read: read.extend((x @ x.T[:, :8]).topk(2)[1].tolist()), assume=share)
+        chosen.append(torch.tensor(read))
+        counts = torch.bincount(chosen[-1].flatten(), minlength=8)
+        assert counts[0] == counts.max() == pytest.approx(share * 2 * tokens, abs=1)
         assert counts[1:].max() - counts[1:].min() <= 1
-        assert (choices[0][:, 0] != choices[0][:, 1]).all()
+        assert (chosen[-1][:, 0] != chosen[-1][:, 1]).all()
         model.zero_grad()
         e = estimate(step, assume={"topk": share})
         with pytest.MonkeyPatch.context() as patch, so.memory.measure() as m:
@@ -113,10 +104,9 @@ def test_experts_agree_with_what_is_measured(way):
         slack = 1024 * len(e.at_peak) + 64 * tokens  # ids that the measured run does not choose
         assert abs(e.peak_bytes - e.input_bytes - m.peak_bytes) < slack
         assert abs(e.kept_bytes - e.input_bytes - m.kept_bytes) < slack
-    # And a fuller expert takes more, on the meta device as well.
-    on_meta, x = MoE(way, device="meta"), torch.empty(tokens, 32, device="meta")
-    peaks = [estimate(on_meta, x, assume=share).peak_bytes for share in (0.0, 0.5)]
-    assert peaks[0] < peaks[1] or way in ("sorted", "unique")
+    on_meta = MoE(way, device="meta")
+    other = estimate(lambda: on_meta(x.to("meta")).square().sum().backward(), assume=share)
+    assert other.peak_bytes - x.nbytes == pytest.approx(e.peak_bytes, abs=slack)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,7 +116,6 @@ def test_experts_without_an_assumption(way):
     assert "estimate: fn needs the values of a tensor, which depend on topk at" in str(error.value)
     assert "weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)" in str(error.value)
     assert "pass assume={'topk': the share of its choices" in str(error.value)
-    assert error.value.__cause__ is None or "DataDependent" not in str(error.value)
 
 
 def test_a_recomputed_layer_makes_the_same_choices():
@@ -168,13 +157,15 @@ def test_branches():
         return torch.cat([x, x]) if x.sum() > 0 else x + 1
 
     def cond():
-        return torch.cond(y.sum() > 0, lambda y: y.sin().exp(), lambda y: y - 1, (y,))
+        return torch.cond(y.sum() > 0, lambda y: y.sin() * y.cos(), lambda y: y - 1, (y,))
 
     sizes = [estimate(branch, assume=share).kept_bytes for share in (0.0, 1.0)]
     assert sizes == [2 * x.nbytes, 3 * x.nbytes]
-    assert [estimate(cond, assume=share).kept_bytes for share in (0.0, 1.0)] == [8192, 3 * 4096]
+    assert [estimate(cond, assume=share).kept_bytes for share in (0.0, 1.0)] == [8192, 4 * 4096]
     assert estimate(lambda: torch.cond(torch.tensor(False), branch, lambda: x, ())).peak_bytes
-    torch.testing.assert_close(cond(), y.sin().exp() if y.sum() > 0 else y - 1)  # torch's own again
+    torch.testing.assert_close(
+        cond(), y.sin() * y.cos() if y.sum() > 0 else y - 1
+    )  # torch's own again
 
 
 def test_sizes_of_ops_without_a_condition():
@@ -193,7 +184,7 @@ def test_sizes_of_ops_without_a_condition():
         (lambda: x.repeat_interleave(x[:, 0].long(), dim=0), "repeat_interleave"),
         (lambda: torch.bincount(x[:, 0].long()), "bincount"),
     ):
-        with pytest.raises(RuntimeError, match=f"pass assume={{'{key}': how many elements"):
+        with pytest.raises(RuntimeError, match=rf"pass assume=\{{'{key}': how many elements"):
             estimate(fn, assume=0.25)
         assert estimate(fn, assume={key: 512}).kept_bytes > x.nbytes
 
@@ -217,14 +208,14 @@ def test_known_values_need_no_assumption():
         assert counts.tolist() == [0, 32]
         assert sorted(torch.randperm(5).tolist()) == [0, 1, 2, 3, 4]
         lengths.add_(1)
-        assert lengths.tolist() == [4, 6, 9]
+        assert (lengths + 0).tolist() == [4, 6, 9]
         counts[0] = x.sum().long()
         return counts
 
     state = torch.get_rng_state()
     estimate(known)
     assert lengths.tolist() == [3, 5, 8] and torch.equal(state, torch.get_rng_state())
-    with pytest.raises(RuntimeError, match="item at .*tolist"):
+    with pytest.raises(RuntimeError, match=r"item at .*tolist"):
         estimate(lambda: known().tolist())
 
 
@@ -250,7 +241,7 @@ def test_the_number_that_is_read():
     assert seen == [3.0, True] and isinstance(seen[0], float)
     assert estimate(lambda: x + 1 if torch.equal(x, x) else 0, assume={"item": 0}).peak_bytes
     for read in (lambda: x.sum().item(), lambda: float(x.max()), lambda: torch.equal(x, x + 1)):
-        with pytest.raises(RuntimeError, match="pass assume={'item': the number that is read}"):
+        with pytest.raises(RuntimeError, match=r"pass assume=\{'item': the number that is read}"):
             estimate(read)
 
 
@@ -260,12 +251,12 @@ def test_the_number_that_is_read():
         (lambda x: torch.tensor_split(x, x[:2, 0].long()), "reads the bytes of a tensor"),
         (lambda x: (x + 1).numpy(), "reads the bytes of a tensor"),
         (lambda x: f"{(x + 1).sum():.2f}", "prints the value of a tensor"),
-        (lambda x: x.to_sparse(), "to_sparse"),
-        (lambda x: torch.relu(torch.eye(3).to_sparse()), "makes a tensor|relu"),
+        (lambda x: x.to_sparse(), "calls _to_sparse"),
+        (lambda x: torch.relu(SPARSE), "calls relu with a sparse tensor"),
     ],
 )
 def test_what_cannot_be_simulated_names_the_line(fn, does):
-    with pytest.raises(RuntimeError, match=rf"estimate: fn .*({does}).*test_estimate_values\.py:"):
+    with pytest.raises(RuntimeError, match=rf"estimate: fn {does}.*test_estimate_values\.py:"):
         estimate(fn, torch.randn(64, 64))
 
 
