@@ -277,8 +277,9 @@ def _choices(dim: int | None, among: torch.Size, shape: torch.Size, count: int) 
     if count * options <= shape.numel() or options == 1:
         value = position % options
     else:
-        share = min(count / shape.numel(), 1 / (moved[-1] if along is not None else 1))
-        fullest = ((position + 1) * share).floor() > (position * share).floor()
+        total = shape.numel()
+        count = min(count, total // (moved[-1] if along is not None else 1))  # one in each row
+        fullest = (position + 1) * count // total > position * count // total
         value = ((~fullest).cumsum(0) - 1) % (options - 1) + 1
         value[fullest] = 0
     value = value.view(moved)

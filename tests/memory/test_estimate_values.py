@@ -93,7 +93,7 @@ def test_experts_agree_with_what_is_measured(way):
         estimate(lambda read=read: read.extend((x @ x.T[:, :8]).topk(2)[1].tolist()), assume=share)
         chosen.append(torch.tensor(read))
         counts = torch.bincount(chosen[-1].flatten(), minlength=8)
-        assert counts[0] == counts.max() == pytest.approx(share * 2 * tokens, abs=1)
+        assert counts[0] == counts.max() == round(share * 2 * tokens)
         assert counts[1:].max() - counts[1:].min() <= 1
         assert (chosen[-1][:, 0] != chosen[-1][:, 1]).all()
         model.zero_grad()
