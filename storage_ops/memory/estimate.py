@@ -6,22 +6,19 @@ import contextlib
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._mode_utils import no_dispatch
 
+from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_gpu import gpu_kernels
-from storage_ops.memory.estimate_inputs import Held, as_on_gpu, on_one_device
+from storage_ops.memory.estimate_inputs import Held, as_on_gpu, on_one_device, unchanged
 from storage_ops.memory.estimate_ledger import Block, Ledger
-from storage_ops.memory.estimate_modes import RefuseAutocast, Simulation
+from storage_ops.memory.estimate_modes import OnMeta, Simulation
 from storage_ops.memory.measure import Measurement, Sample
 from storage_ops.ops.storage import share_storage
 
@@ -60,28 +57,52 @@ class Estimate(Measurement):
         return "\n".join(lines)
 
 
-def estimate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
+def estimate(
+    fn: Callable[..., Any],
+    *args: Any,
+    assume: float | Mapping[str, float] | None = None,
+    **kwargs: Any,
+) -> Estimate:
     """Return what `fn(*args, **kwargs)` would take on a GPU, without a GPU and without the memory.
 
     The call runs once on fake tensors, which have shapes but no bytes. Counted are the live
     storages after every op, rounded as the CUDA caching allocator does, with the memory that torch
     takes on a GPU where it differs from the CPU's (fused RMSNorm and attention, byte masks of
-    dropout, the temporary of the softmax backward). `discard_storage`, `share_storage` and
-    `OutputDiscardCheckpoint` free and bind as they do here. Not counted are what an op takes only
-    while it runs, such as a cuBLAS workspace or a conversion by a convolution, the CUDA context,
-    and fragmentation.
+    dropout, the temporary of the softmax backward). `flex_attention` is counted as the kernel that
+    torch.compile makes of it: it keeps its inputs, its output and a number per query and head, and
+    never scores or a mask; everything else runs as it would uncompiled. `discard_storage`,
+    `share_storage` and `OutputDiscardCheckpoint` free and bind as they do here. Not counted are
+    what an op takes only while it runs, such as a cuBLAS workspace, a sort or a conversion by a
+    convolution, the CUDA context, and fragmentation.
+
+    Some sizes depend on values. Known are the values of integers, booleans and single
+    floating-point numbers (up to 256 MiB each) that come from real tensors, constants and other
+    known values, and drawn integers, with any draw. Numbers are taken to be finite: nothing makes
+    a GradScaler skip a step. All the rest, such as the choices of a router, has to be assumed.
 
     Args:
         fn: a function or module: a block, or a whole step with backward and optimizer.
         args, kwargs: passed to it. Tensors, here and wherever else `fn` finds them, are real, fake
-            or on the meta device; their values are not used and not changed, and gradients and
-            the state of optimizers are afterwards what they were. Tensors among the arguments are
-            taken to the meta device if parameters are there.
+            or on the meta device, and are not changed; gradients and the state of optimizers,
+            gradient scalers and schedulers are afterwards what they were. Tensors among the
+            arguments are taken to the meta device if parameters are there. A keyword of `fn` that
+            is called `assume` goes into a `functools.partial`.
+        assume: what is said of values that are not known, as a share (a float from 0.0 to 1.0) or
+            as a count (an int). For a condition (`x > 0`): of its elements that are True. For a
+            choice (`topk`, `argmax`, `sort`, `multinomial`, ...): of its choices that the fullest
+            option gets, at least its even part; the other options get even parts. For an op whose
+            size depends on values of which nothing is known (`nonzero`, `unique`, `coalesce`): of
+            the largest size that it could have. A mapping says it by the name of the op, as in
+            `{"topk": 0.2, "gt": 0.5}`, and then also the number that is read by `item()` and its
+            kin, as in `{"item": 1.0}`.
 
     Raises:
-        RuntimeError: `fn` needs the values of a tensor (`item()`, `nonzero()`, a mask as an index),
-            or asks for a device that this machine does not have.
-        TypeError: a tensor is sparse or a wrapper subclass.
+        RuntimeError: `fn` needs the values of a tensor of which nothing is known and nothing was
+            assumed; the error names the op, its line and what to say. Or it asks for a device that
+            this machine does not have.
+        TypeError: a tensor is a wrapper subclass or has a layout other than strided and COO, or
+            `assume` is not numbers.
+        ValueError: `assume` is out of range or names no op.
 
     Example:
         >>> mlp = torch.nn.Sequential(
@@ -93,19 +114,32 @@ def estimate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
         >>> e = storage_ops.memory.estimate(lambda x: mlp(x).sum().backward(), x)
         >>> e.peak_bytes >> 20, e.input_bytes >> 20
         (2432, 640)
+
+        A quarter of the tokens passes:
+
+        >>> kept = lambda x: x[x[:, 0] > 0]
+        >>> e = storage_ops.memory.estimate(kept, x, assume=0.25)
+        >>> (e.kept_bytes - e.input_bytes) >> 20
+        32
     """
+    assumption = Assumption(assume)
     held = Held(fn, args, kwargs)
     ledger = Ledger()
-    simulation = Simulation(ledger, copies=_share_copies())
+    simulation = Simulation(ledger, _share_copies(), assumption)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_collection())
+        # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
+        # mode unless told so.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for optimizer in held.optimizers:
             stack.enter_context(as_on_gpu(optimizer, simulation))
+        for stepper in held.steppers:
+            stack.enter_context(unchanged(stepper))
         stack.callback(simulation.restore_gradients)
         stack.enter_context(gpu_kernels())
         stack.enter_context(simulation)
         if any(t.is_meta for t in held.tensors):
-            stack.enter_context(RefuseAutocast())
+            stack.enter_context(OnMeta())
         args, kwargs = on_one_device(simulation, held, args, kwargs)
         for t in held.tensors:
             simulation.twin(t)
@@ -116,28 +150,44 @@ def estimate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
     return estimated
 
 
+# What torch says where a simulation cannot go on, and what that means here.
+_RAW_ERRORS = {
+    "data is not allocated yet": "reads the bytes of a tensor",
+    "data pointer of Tensor": "reads the bytes of a tensor",
+    ".numpy() is not supported": "reads the bytes of a tensor",
+    "FakeTensor.__format__": "prints the value of a tensor",
+    "no rule registered for HigherOrderOperator": "calls a higher-order operator of torch",
+}
+
+
 def _call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call fn, and say in the terms of this module what it cannot do."""
     try:
         with warnings.catch_warnings():
-            # torch only warns that autocast for an absent GPU does nothing.
+            # torch only warns that autocast and scalers for an absent GPU do nothing.
             warnings.filterwarnings("error", ".*CUDA is not available.*", UserWarning)
             return fn(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise RuntimeError(
-            f"estimate: fn needs the values of a tensor ({error.func}), which a simulation does "
-            "not have; leave that part out of fn"
-        ) from error
     except UnsupportedOperatorException as error:
         raise RuntimeError(
-            f"estimate: fn calls {error.func}, which has no implementation for fake tensors"
+            f"estimate: fn calls {name_of(error.func)} at {users_line(error.__traceback__)}, which "
+            "has no implementation for fake tensors; leave that part out of fn"
+        ) from error
+    except (RuntimeError, TypeError) as error:
+        does = next((does for text, does in _RAW_ERRORS.items() if text in str(error)), None)
+        if does is None:
+            raise
+        raise RuntimeError(
+            f"estimate: fn {does} at {users_line(error.__traceback__)}, which a simulation does "
+            "not have; leave that part out of fn"
         ) from error
     except UserWarning as error:
         if "CUDA is not available" not in str(error):
             raise
+        what, expected = "torch.autocast for CUDA", "torch.autocast(x.device.type)"
+        if "GradScaler" in str(error):
+            what, expected = "a GradScaler for CUDA", "torch.amp.GradScaler(x.device.type)"
         raise RuntimeError(
-            "estimate: fn uses torch.autocast for CUDA, which torch turns off on this machine; "
-            "expected torch.autocast(x.device.type)"
+            f"estimate: fn uses {what}, which torch turns off on this machine; expected {expected}"
         ) from error
 
 

@@ -7,6 +7,7 @@ functions themselves are replaced while a run is simulated, and only for its ten
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +16,39 @@ import torch
 from torch import Tensor
 from torch.library import Library
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
+from storage_ops.memory.estimate_inputs import reached_by
 from storage_ops.memory.estimate_modes import Simulation
 
 
 @contextlib.contextmanager
 def gpu_kernels() -> Iterator[None]:
     """Use them inside a with block."""
+    with contextlib.ExitStack() as stack:
+        for module, name, kernel in _REPLACED_FUNCTIONS:
+            stack.enter_context(_replaced(importlib.import_module(module), name, kernel))
+        stack.enter_context(_replaced_ops())
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, kernel: Any) -> Iterator[None]:
+    """Let a function of a module be another one while a thread is simulating."""
+    original = getattr(module, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (kernel if _is_simulated() else original)(*args, **kwargs)
+
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def _replaced_ops() -> Iterator[None]:
     library = Library("aten", "IMPL")
     replaced = {
         "rms_norm": _rms_norm,
@@ -116,3 +143,74 @@ def _attention(
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
     return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+
+
+class _FlexAttention(torch.autograd.Function):
+    """The compiled kernel of flex_attention, which makes neither scores nor a mask.
+
+    Forward: the output, and two numbers per query and head (the logarithm of the sum, which is
+    kept, and the maximum). Backward: a number per query and head, the gradients, and those of
+    tensors that score_mod captures, added up in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Any:
+        strides = q.stride()
+        order = sorted(range(4), key=lambda dim: -strides[dim])  # that of the queries in memory
+        shape = (*q.shape[:3], v.shape[3])
+        out = q.new_empty([shape[dim] for dim in order]).permute([order.index(d) for d in range(4)])
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        top = torch.empty_like(lse)
+        ctx.save_for_backward(q, k, v, out, lse, *captured)
+        ctx.mark_non_differentiable(top)
+        ctx.set_materialize_grads(False)
+        return out, lse, top
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        q, k, v, _, lse, *captured = ctx.saved_tensors
+        delta = torch.empty_like(lse)
+        of_q = torch.empty_like(q)
+        # One of keys that several batches share is added up afterwards.
+        of_k, of_v = (t.new_empty((len(q), *t.shape[1:])) for t in (k, v))
+        sums = [
+            torch.empty_like(t, dtype=torch.float32) if t.requires_grad else None for t in captured
+        ]
+        del delta
+        if len(k) < len(q):
+            of_k, of_v = of_k.sum(0, keepdim=True), of_v.sum(0, keepdim=True)
+        of_captured = [
+            total if total is None else total.to(t.dtype)
+            for total, t in zip(sums, captured, strict=True)
+        ]
+        return of_q, of_k, of_v, *of_captured
+
+
+def _flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, *rest: Any,
+    **options: Any,
+) -> Any:  # fmt: skip
+    simulation = next(m for m in _get_current_dispatch_mode_stack() if isinstance(m, Simulation))
+    for t in tree_leaves(block_mask):
+        if isinstance(t, Tensor):
+            simulation.twin(t)  # it is in memory, though no op reads it
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    captured = [t for t in reached_by(score_mod) if isinstance(t, Tensor)]
+    return _FlexAttention.apply(query, key, value, *captured)  # type: ignore[no-untyped-call]
+
+
+def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    """The branch that the condition says, which has to be known."""
+    return (true_fn if bool(pred) else false_fn)(*operands)
+
+
+# Functions of torch for which a kernel is compiled or that trace their arguments.
+_REPLACED_FUNCTIONS = (
+    ("torch.nn.attention.flex_attention", "flex_attention_hop", _flex_attention),
+    ("torch.nn.attention.flex_attention", "_validate_device", lambda *_: None),
+    # That it is not compiled is no news here, and torch tells it once only.
+    ("torch.nn.attention.flex_attention", "_warn_once", lambda *_, **__: None),
+    ("torch._higher_order_ops.cond", "cond_op", _cond),
+)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from storage_ops.memory.estimate_modes import Simulation
 
+_HOLDERS = (nn.Module, Optimizer, GradScaler, LRScheduler)
+
 
 class Held:
-    """The tensors and optimizers that are there before a call."""
+    """The tensors, optimizers, and scalers and schedulers of theirs, that are there before."""
 
     def __init__(self, fn: Any, args: Any, kwargs: Any) -> None:
         self.tensors: list[Tensor] = []
         self.optimizers: list[Optimizer] = []
+        self.steppers: list[GradScaler | LRScheduler] = []
         self._seen: set[int] = set()
         self._look([fn, *tree_leaves((args, kwargs))])
 
@@ -37,27 +43,30 @@ class Held:
                 self.optimizers.append(value)
                 self._look(tree_leaves([group["params"] for group in value.param_groups]))
                 self._look(tree_leaves(list(value.state.values())))
+            elif isinstance(value, (GradScaler, LRScheduler)):
+                self.steppers.append(value)
+                self._look(vars(value).values())
             elif isinstance(value, functools.partial):
                 self._look([value.func, *tree_leaves((value.args, value.keywords))])
             elif isinstance(value, (list, tuple, dict)):
                 self._look(tree_leaves(value))
             elif callable(value):
-                self._look(list(_reached_by(value)))
+                self._look(list(reached_by(value)))
 
 
-def _reached_by(fn: Any) -> Iterator[Any]:
+def reached_by(fn: Any) -> Iterator[Any]:
     """What a function, method or callable object refers to."""
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a name that is not bound yet
             yield cell.cell_contents
     yield from getattr(fn, "__defaults__", None) or ()
     owner = getattr(fn, "__self__", fn)
-    yield owner if isinstance(owner, (nn.Module, Optimizer)) else None
+    yield owner if isinstance(owner, _HOLDERS) else None
     named = [*getattr(owner, "__dict__", {}).values()]
     code = getattr(fn, "__code__", None)
     if code is not None:
         named += [fn.__globals__.get(name) for name in code.co_names]
-    yield from (value for value in named if isinstance(value, (Tensor, nn.Module, Optimizer)))
+    yield from (value for value in named if isinstance(value, (Tensor, *_HOLDERS)))
 
 
 def on_one_device(simulation: Simulation, held: Held, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -83,7 +92,7 @@ def as_on_gpu(optimizer: Optimizer, simulation: Simulation) -> Iterator[None]:
     """Let an optimizer step as it does for parameters on a GPU, and forget what it did.
 
     There torch's optimizers handle all parameters at once unless told otherwise. They read their
-    step counts, on which no shape depends.
+    step counts, on which no shape depends. That they are capturable needs the GPU itself.
     """
 
     def reads_counts(value: bool) -> None:
@@ -94,15 +103,40 @@ def as_on_gpu(optimizer: Optimizer, simulation: Simulation) -> Iterator[None]:
         optimizer.register_step_post_hook(lambda *_: reads_counts(False)),
     )
     state = {key: dict(value) for key, value in optimizer.state.items()}
-    groups = [group for group in optimizer.param_groups if group.get("foreach", False) is None]
-    for group in groups:
-        group["foreach"] = not group.get("fused") and not group.get("differentiable")
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None:
+            group["foreach"] = not group.get("fused") and not group.get("differentiable")
+        if group.get("capturable"):
+            group["capturable"] = False
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for group in groups:
-            group["foreach"] = None
+        del optimizer.param_groups[len(groups) :]
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
         optimizer.state.clear()
         optimizer.state.update(state)
+
+
+@contextlib.contextmanager
+def unchanged(stepper: GradScaler | LRScheduler) -> Iterator[None]:
+    """Forget what a scaler or scheduler did: its attributes are what they were."""
+    before = _copied(vars(stepper))
+    try:
+        yield
+    finally:
+        vars(stepper).clear()
+        vars(stepper).update(before)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of containers in containers, with the same other objects inside."""
+    if isinstance(value, dict):
+        new = copy.copy(value)
+        new.update({key: _copied(item) for key, item in value.items()})
+        return new
+    return [_copied(item) for item in value] if type(value) is list else value

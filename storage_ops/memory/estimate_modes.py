@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
@@ -16,7 +18,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.memory.estimate_assume import Assumption, Source, unanswered
 from storage_ops.memory.estimate_ledger import Ledger
+from storage_ops.memory.estimate_sizes import SIZED, Sizes
+from storage_ops.memory.estimate_sparse import Sparse
+from storage_ops.memory.estimate_values import Values
 
 _OPS = torch.ops.storage_ops
 _aten = torch.ops.aten
@@ -30,11 +36,15 @@ class Simulation(TorchDispatchMode):
     them, are what they were after `restore_gradients`.
     """
 
-    def __init__(self, ledger: Ledger, copies: bool) -> None:
+    def __init__(self, ledger: Ledger, copies: bool, assumption: Assumption) -> None:
         """`copies`: whether share_storage copies, as it does where no other way is available."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._copies = copies
+        self._assumption = assumption
+        self.values = Values(assumption)
+        self._sizes = Sizes(self.values, assumption)
+        self._sparse = Sparse(self._unseen, self._sizes.distinct, ledger.temporary)
         self._fake = FakeTensorMode()
         self._paused = False
         # Whether values do not matter, as those of the step counts of an optimizer.
@@ -64,22 +74,35 @@ class Simulation(TorchDispatchMode):
         if isinstance(t, FakeTensor) and t.fake_mode is self._fake:
             return t
         if id(t) not in self._twins:
-            twin = self._new_twin(t)
+            if t.layout == torch.sparse_coo:
+                twin = self._new_sparse(t, self.twin)
+            else:
+                twin = self._new_twin(t)
+                self._ledger.see(twin, "input", is_input=True)
+                self.values.offer(twin, t)
             self._twins[id(t)] = (t, twin)
-            self._ledger.see(twin, "input", is_input=True)
             if t.is_leaf and t.requires_grad:
                 self._take_gradient(t)
         return self._twins[id(t)][1]
 
     def moved(self, t: Tensor, device: torch.device) -> Tensor:
         """Return a fake tensor of the simulation that is like `t` but on another device."""
-        self._paused = True
-        try:
-            new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-        finally:
-            self._paused = False
+        if t.layout == torch.sparse_coo:
+            return self._new_sparse(t, lambda part: self.moved(part, device))
+        new: Tensor = self._unseen(
+            torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=device
+        )
+        self.values.offer(new, t)
         self._ledger.see(new, "input", is_input=True)
         return new.requires_grad_(t.requires_grad)
+
+    def _unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an op on fake tensors without booking what it makes."""
+        self._paused = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._paused = False
 
     def _new_twin(self, t: Tensor) -> Tensor:
         if is_traceable_wrapper_subclass(t) or t.layout != torch.strided:
@@ -101,6 +124,16 @@ class Simulation(TorchDispatchMode):
                 return elements.as_strided(t.shape, t.stride(), t.storage_offset())
         finally:
             self._paused = False
+
+    def _new_sparse(self, t: Tensor, new: Callable[[Tensor], Tensor]) -> Tensor:
+        if isinstance(t, FakeTensor) or t.is_meta:
+            raise TypeError(
+                f"estimate: a sparse tensor is a {type(t).__name__} on {t.device}; expected a real "
+                "one, for others do not know how many elements they have"
+            )
+        with no_dispatch(), torch.no_grad():
+            indices, values, coalesced = t._indices(), t._values(), t.is_coalesced()
+        return self._sparse.new(new(indices), new(values), t.shape, coalesced)
 
     def _take_gradient(self, t: Tensor) -> None:
         gradient = t.grad
@@ -125,28 +158,58 @@ class Simulation(TorchDispatchMode):
                     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
             if func in _STORAGE_OPS:
                 return self._storage_op(func, *args)
-        out = func(*args, **kwargs)
+        if self._sparse.takes(func, args, kwargs):
+            with self:
+                return self._sparse(func, args, kwargs)
+        try:
+            if func is _aten.histc.default and not args[0].is_floating_point():
+                out = args[0].new_empty(args[1] if len(args) > 1 else 100)  # GPUs count integers
+            else:
+                out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            out = self._by_values(func, args, kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, FakeTensor):
+                _check_layout(func, leaf)
                 self._ledger.see(leaf, str(func))
+        self.values.follow(func, args, kwargs, out)
         if func is _aten._softmax_backward_data.default:
             # The CUDA kernel multiplies gradient and output first.
             self._ledger.temporary(args[0], str(func))
         return out
 
+    def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op whose result has a shape, or is a number, that depends on values."""
+        real = self.values.compute(func, args, kwargs)
+        if real is None and func in SIZED:
+            with self:
+                return SIZED[func](self._sizes, func, *args, **kwargs)
+        if real is None:
+            returned = [str(r.type) for r in func._schema.returns]
+            return self._said(func, args, "nothing" if "Tensor" in returned else "value")
+        device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        return tree_map_only(
+            Tensor,
+            lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device),
+            real,
+        )
+
     def _value(self, func: Any, t: Tensor) -> Any:
-        if not isinstance(t, FakeTensor):  # the value of a real tensor is known
+        known = self.values.read(self.twin(t))
+        if known is not None:
             with no_dispatch():
-                value = func(t)
-            # An optimizer whose state was made, as by a trace, and that has not stepped, counts
-            # from 0, but the simulation does not advance what is outside of it.
-            return (value or 1.0) if self.any_value else value
-        try:
-            return func(t)
-        except DataDependentOutputException:
-            if not self.any_value:
-                raise
+                return func(known)
+        if self.any_value:
             return 1.0
+        kind = bool if t.dtype == torch.bool else float if t.is_floating_point() else int
+        return kind(self._said(func, t))
+
+    def _said(self, func: Any, args: Any, kind: str = "value") -> Any:
+        """The number that the caller said such an op returns."""
+        value = self._assumption.value() if kind == "value" else None
+        if value is None:
+            raise unanswered(Source.here(func, kind), self.values.source(args))
+        return value
 
     def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:
         if func is _OPS.discard_storage.default:
@@ -174,6 +237,15 @@ _KERNELS_OF_OPS = {
 }
 
 
+def _check_layout(func: Any, t: Tensor) -> None:
+    if t.layout != torch.strided:
+        here = Source.here(func, "nothing")
+        raise RuntimeError(
+            f"estimate: fn calls {here.name} at {here.line}, which makes a tensor with layout "
+            f"{t.layout} that is not simulated; leave that part out of fn"
+        )
+
+
 def _check_device(func: Any, device: Any) -> None:
     if device is None or torch.device(device).type in ("cpu", "meta"):
         return
@@ -184,8 +256,11 @@ def _check_device(func: Any, device: Any) -> None:
         )
 
 
-class RefuseAutocast(TorchFunctionMode):
-    """Raises where autocast would be without effect, since tensors are on the meta device."""
+class OnMeta(TorchFunctionMode):
+    """What functions of torch do otherwise because tensors are on the meta device.
+
+    Raises where autocast would be without effect, and makes the sparse tensors of SparseAdam.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_autocast_enabled("cpu"):
@@ -193,4 +268,6 @@ class RefuseAutocast(TorchFunctionMode):
                 "estimate: fn uses torch.autocast('cpu'), which does nothing to tensors on the "
                 "meta device; expected parameters and arguments on the CPU"
             )
+        if func is Tensor.new and args[0].layout == torch.sparse_coo and len(args) > 1:
+            return torch.sparse_coo_tensor(*args[1:])
         return func(*args, **(kwargs or {}))

@@ -300,8 +300,11 @@ def test_autocast():
 
 
 def test_tensors_that_cannot_be_simulated():
-    with pytest.raises(TypeError, match=r"layout torch\.sparse_coo; expected plain strided"):
-        estimate(torch.relu, torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match=r"layout torch\.sparse_csr; expected plain strided"):
+        estimate(torch.relu, torch.eye(3).to_sparse_csr())
+    sparse = torch.sparse_coo_tensor(size=(3, 3), device="meta")
+    with pytest.raises(TypeError, match="a sparse tensor is a Tensor on meta; expected a real one"):
+        estimate(torch.relu, sparse)
 
 
 def test_an_exception_passes_and_leaves_no_trace():

@@ -1,0 +1,153 @@
+"""What a caller says of the values that a simulation does not have, and who in fn asks for them."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+_NOT_THE_CALLERS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(os.__file__) + os.sep + "contextlib.py",
+)
+# Ops by the names under which people call them.
+_NAMES = {
+    "_local_scalar_dense": "item",
+    "_unique2": "unique",
+    "unique_dim": "unique",
+    "unique_consecutive": "unique",
+    "_coalesce": "coalesce",
+}
+# What has to be said of an op's outcome, by its kind.
+_EXPECTED = {
+    "condition": "the share of its elements that is True, as a float, or their number, as an int",
+    "choice": "the share of its choices that the fullest option gets, as a float, or their number",
+    "size": "the share of the largest size that it takes, as a float, or its size, as an int",
+    "length": "how many elements it returns, as an int",
+    "value": "the number that is read",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """An op whose outcome a simulation does not know.
+
+    Attributes:
+        name: as people call it, such as "topk".
+        kind: "condition", "choice", "size", "length" or "value", by what can be said of it, or
+            "nothing".
+        line: of the caller's code.
+    """
+
+    name: str
+    kind: str
+    line: str
+
+    @staticmethod
+    def here(func: Any, kind: str) -> Source:
+        """The op that runs now."""
+        return Source(name_of(func), kind, users_line(sys._getframe(1)))
+
+
+class Assumption:
+    """The argument `assume` of `estimate`, checked."""
+
+    def __init__(self, assume: float | Mapping[str, float] | None) -> None:
+        """Raises ValueError or TypeError where it is not one."""
+        self._of: dict[str, float] = {}
+        self._default: float | None = None
+        if isinstance(assume, Mapping):
+            for name, number in assume.items():
+                if not (isinstance(name, str) and hasattr(torch.ops.aten, name)):
+                    raise ValueError(
+                        f"estimate: assume has the key {name!r}; expected the name of an op of "
+                        "torch, such as 'topk', 'gt', 'unique' or 'item'"
+                    )
+                what = f"assume[{name!r}]"
+                if name == "item" and not isinstance(number, (bool, int, float)):
+                    raise TypeError(f"estimate: {what} is {number!r}; expected a number")
+                self._of[name] = number if name == "item" else _share(what, number)
+        elif assume is not None:
+            self._default = _share("assume", assume)
+
+    def count(self, source: Source, total: int) -> int | None:
+        """How many of `total` elements an op takes, or None where nothing is said of it."""
+        said = self._of.get(source.name, self._default)
+        if said is None:
+            return None
+        if isinstance(said, float):
+            return round(said * total)
+        if said > total:
+            raise ValueError(
+                f"estimate: assume says {said} elements for {source.name} at {source.line}; "
+                f"expected at most the {total} that it has there"
+            )
+        return said
+
+    def length(self, source: Source) -> int | None:
+        """How many elements an op returns that has no largest size."""
+        said = self._of.get(source.name)
+        return said if isinstance(said, int) else None
+
+    def value(self) -> float | None:
+        """The number that `item()` and its kin return."""
+        return self._of.get("item")
+
+
+def _share(what: str, number: Any) -> float:
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(
+            f"estimate: {what} is {number!r}; expected a share (a float from 0.0 to 1.0) or a "
+            "count (an int)"
+        )
+    if not number >= 0 or (isinstance(number, float) and not number <= 1):
+        raise ValueError(
+            f"estimate: {what} is {number!r}; expected a share (a float from 0.0 to 1.0) or a "
+            "count (an int of 0 or more)"
+        )
+    return number
+
+
+def unanswered(asked: Source, cause: Source | None) -> RuntimeError:
+    """The error for an op that needs values of which nothing is known and nothing was said."""
+    told = cause if cause is not None and cause.kind in ("condition", "choice") else asked
+    made = "" if told is asked else f", which depend on {told.name} at {told.line}"
+    key = "item" if told.kind == "value" else told.name
+    advice = (
+        "" if told.kind == "nothing" else f"pass assume={{{key!r}: {_EXPECTED[told.kind]}}} or "
+    )
+    return RuntimeError(
+        f"estimate: fn needs the values of a tensor{made}: {asked.name} at {asked.line}. A "
+        f"simulation does not have them; {advice}leave that part out of fn"
+    )
+
+
+def name_of(func: Any) -> str:
+    """What people call an op."""
+    schema = getattr(func, "_schema", None)
+    name = schema.name.split("::")[-1] if schema is not None else str(func)
+    return _NAMES.get(name, name.rstrip("_"))
+
+
+def users_line(at: FrameType | TracebackType | None) -> str:
+    """The innermost line that is neither torch's nor ours, above a frame or in a traceback."""
+    found: tuple[str, int] | None = None
+    while at is not None:
+        frame = at.tb_frame if isinstance(at, TracebackType) else at
+        name = frame.f_code.co_filename
+        if not name.startswith((*_NOT_THE_CALLERS, "<")):
+            found = name, at.tb_lineno if isinstance(at, TracebackType) else at.f_lineno
+            if isinstance(at, FrameType):
+                break
+        at = at.tb_next if isinstance(at, TracebackType) else at.f_back
+    if found is None:
+        return "a line that is not in a file"
+    text = linecache.getline(*found).strip()
+    return f"{found[0]}:{found[1]} ({text})" if text else f"{found[0]}:{found[1]}"

@@ -1,0 +1,296 @@
+"""The values that a simulated run knows: those on which sizes depend, which are small.
+
+Followed are the values of integers, booleans and single floating-point numbers, from real tensors,
+constants and factories on. What is computed from known ones alone is known, for it is computed.
+Activations are not, nor is what is computed from them, unless the caller makes an assumption: then
+conditions (`x > 0`) and choices (`topk`) get values that fit it, and what follows from them, such
+as the counts of an expert and their sum, is consistent. Numbers are taken to be finite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from storage_ops.memory.estimate_assume import Assumption, Source, name_of
+
+_aten = torch.ops.aten
+# Elements and bytes above which a tensor is not followed. The one-hot choices of 8 among 128
+# experts for 32768 tokens still are.
+_LIMIT = 256 << 20
+# Ops that return indices along a dimension: where that is among their arguments.
+_CHOICES = {
+    "topk": 2,
+    "argmax": 1,
+    "argmin": 1,
+    "max": 1,
+    "min": 1,
+    "sort": 1,
+    "median": 1,
+    "mode": 1,
+    "kthvalue": 2,
+    "multinomial": None,
+}
+
+
+class Values:
+    """By storage, the bytes that are known, and for the others who made them unknown."""
+
+    def __init__(self, assumption: Assumption) -> None:
+        self._assumption = assumption
+        self._bytes: dict[int, Tensor] = {}
+        # Those that nobody asked for yet: what makes the bytes.
+        self._later: dict[int, Callable[[], Tensor]] = {}
+        self._sources: dict[int, Source] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def offer(self, twin: Tensor, real: Tensor) -> None:
+        """Take the values of a real tensor for its twin, should they be asked for."""
+        if not _is_followed(real) or real.is_meta or isinstance(real, FakeTensor):
+            return
+
+        def copied() -> Tensor:
+            storage = real.untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            return torch.empty_like(whole, device="cpu").copy_(whole)
+
+        key = self._key(twin)
+        if key not in self._bytes:
+            self._later[key] = copied
+
+    def read(self, t: Tensor) -> Tensor | None:
+        """Return the values of a fake tensor, or None. What is written to them is kept."""
+        if not self._is_known(t):
+            return None
+        key = _key_of(t)
+        with no_dispatch(), torch.no_grad():
+            if key in self._later:
+                self._bytes[key] = self._later.pop(key)()
+            return _view(self._bytes[key], t.dtype, t.shape, t.stride(), t.storage_offset())
+
+    def _is_known(self, t: Any) -> bool:
+        if not _is_strided(t) or t.numel() > _LIMIT:
+            return False
+        key = _key_of(t)
+        return key in self._bytes or key in self._later
+
+    def source(self, args: Any) -> Source | None:
+        """Who made a value among these unknown."""
+        for leaf in tree_leaves(args):
+            if _is_strided(leaf) and not self._is_known(leaf):
+                return self._sources.get(leaf.untyped_storage()._cdata)
+        return None
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on known values, or return None if not all are known."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not all(map(self._is_known, given)):
+            return None
+        known = {id(t): self.read(t) for t in given}
+        cpu = torch.device("cpu")
+        with no_dispatch(), torch.no_grad(), _private_random_numbers(func):
+            args, kwargs = tree_map_only(Tensor, lambda t: known[id(t)], (args, kwargs))
+            args, kwargs = tree_map_only(torch.device, lambda _: cpu, (args, kwargs))
+            if name_of(func) == "histc" and not args[0].is_floating_point():  # GPUs have it
+                return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+            try:
+                return func(*args, **kwargs)
+            except (RuntimeError, IndexError):  # a kernel that the CPU does not have
+                return None
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what an op did to values, once it ran on fake tensors."""
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return  # found_inf stays 0.0: numbers are finite
+        given = {_key_of(leaf) for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)}
+        leaves = tree_leaves(out)
+        made = [
+            (i, leaf)
+            for i, leaf in enumerate(leaves)
+            if _is_strided(leaf) and _key_of(leaf) not in given and _is_followed(leaf)
+        ]
+        written = list(_written(func, args, kwargs))
+        if not made and not any(_is_followed(t) for t in written):
+            return
+        real = self.compute(func, args, kwargs)
+        if real is not None:
+            computed = tree_leaves(real)
+            for i, leaf in made:
+                self._know(leaf, partial(_same, computed[i]))
+            return
+        for t in written:
+            if _is_followed(t):
+                self._is_unknown(func, args, kwargs, t, "value")
+            self._bytes.pop(_key_of(t), None)
+            self._later.pop(_key_of(t), None)
+        for _, leaf in made:
+            self._suppose(func, args, kwargs, leaf)
+
+    def _know(self, t: Tensor, value: Callable[[], Tensor]) -> None:
+        """Take these values, when they are asked for, for a fake tensor whose storage is new."""
+        size = t.untyped_storage().nbytes()
+        dtype, shape, stride, offset = t.dtype, t.shape, t.stride(), t.storage_offset()
+
+        def made() -> Tensor:
+            whole = torch.zeros(size, dtype=torch.uint8)
+            _view(whole, dtype, shape, stride, offset).copy_(value())
+            return whole
+
+        self._later[self._key(t)] = made
+
+    def _suppose(self, func: Any, args: Any, kwargs: Any, t: Tensor) -> None:
+        """Give a tensor that depends on unknown values those that the assumption says."""
+        name = name_of(func)
+        is_integer = not t.dtype.is_floating_point and not t.dtype.is_complex
+        if t.dtype == torch.bool:
+            kind = "condition"
+        else:
+            kind = "choice" if name in _CHOICES and is_integer else "value"
+        self._is_unknown(func, args, kwargs, t, kind)
+        if kind == "value" or t.numel() == 0:
+            return
+        finite = _of_finite_numbers(func, args) if kind == "condition" else None
+        if finite is not None:
+            count: int | None = int(finite) * t.numel()
+        else:
+            count = self._assumption.count(Source.here(func, kind), t.numel())
+        if count is None:
+            return
+        if kind == "condition":
+            self._know(t, partial(_some_true, t.shape, count))
+        else:
+            dim = _along(name, args, kwargs)
+            self._know(t, partial(_choices, dim, args[0].shape, t.shape, count))
+
+    def _is_unknown(self, func: Any, args: Any, kwargs: Any, t: Tensor, kind: str) -> None:
+        """Note who is to be told of, should the values of a tensor be asked for."""
+        cause = self.source((args, kwargs))
+        if cause is None or cause.kind == "value":
+            cause = Source.here(func, kind)
+        self._sources[self._key(t)] = cause
+
+    def _key(self, t: Tensor) -> int:
+        """The key of a storage, whose entries go when it goes."""
+        storage, key = t.untyped_storage(), _key_of(t)
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, partial(self._gone, key))
+        return key
+
+    def _gone(self, key: int, reference: Any) -> None:
+        for table in (self._bytes, self._later, self._sources, self._alive):
+            table.pop(key, None)
+
+
+def _key_of(t: Tensor) -> int:
+    key: int = t.untyped_storage()._cdata
+    return key
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _is_followed(t: Tensor) -> bool:
+    if t.dtype.is_floating_point or t.dtype.is_complex:
+        return t.untyped_storage().nbytes() == t.itemsize
+    return t.untyped_storage().nbytes() <= _LIMIT
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Tensors that an op writes to."""
+    if not func._schema.is_mutable:
+        return
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if _is_strided(leaf))
+
+
+@contextlib.contextmanager
+def _private_random_numbers(func: Any) -> Iterator[None]:
+    """Let an op that draws draw the same every time, and leave the generator as it was."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
+def _of_finite_numbers(func: Any, args: Any) -> bool | None:
+    """What a condition is for every finite number, if that does not depend on the number."""
+    name = name_of(func)
+    if name in ("isnan", "isinf"):
+        return False
+    if name not in ("eq", "ne") or len(args) < 2:
+        return None
+    left, right = args[:2]
+    is_inf = isinstance(right, (int, float)) and math.isinf(right)
+    if left is right or is_inf:
+        return (name == "eq") is not is_inf
+    return None
+
+
+def _some_true(shape: torch.Size, count: int) -> Tensor:
+    """`count` elements are True, in no order that a shape could resonate with."""
+    numel = shape.numel()
+    value = torch.zeros(numel, dtype=torch.bool)
+    if count in (0, numel):
+        return value.fill_(count > 0).view(shape)
+    order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
+    value[order[:count]] = True
+    return value.view(shape)
+
+
+def _along(name: str, args: Any, kwargs: Any) -> int | None:
+    """The dimension along which an op chooses; None is all of them."""
+    at = _CHOICES[name]
+    if at is None:
+        return -1
+    missing = None if name.startswith("arg") else -1
+    dim: int | None = kwargs.get("dim", args[at] if len(args) > at else missing)
+    return dim
+
+
+def _choices(dim: int | None, among: torch.Size, shape: torch.Size, count: int) -> Tensor:
+    """Indices of which `count` are 0, if that is more than its even part; the others are even.
+
+    Those of one row differ, as those of topk do.
+    """
+    options = among.numel() if dim is None else among[dim]
+    # A dimension with the choices of a row, unless there is one choice for each.
+    along = dim if dim is not None and len(shape) == len(among) else None
+    moved = list(shape)
+    if along is not None:
+        moved.append(moved.pop(along))
+    position = torch.arange(shape.numel())
+    if count * options <= shape.numel() or options == 1:
+        value = position % options
+    else:
+        total = shape.numel()
+        count = min(count, total // (moved[-1] if along is not None else 1))  # one in each row
+        fullest = (position + 1) * count // total > position * count // total
+        value = ((~fullest).cumsum(0) - 1) % (options - 1) + 1
+        value[fullest] = 0
+    value = value.view(moved)
+    return value if along is None else value.movedim(-1, along)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _view(whole: Tensor, dtype: Any, shape: Any, stride: Any, offset: Any) -> Tensor:
+    """Elements that lie somewhere in bytes."""
+    elements = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return elements.as_strided(shape, stride, offset)
