@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint import discard_scope
@@ -69,14 +68,8 @@ class Checkpointing:
         if torch.compiler.is_compiling():
             if not torch.is_grad_enabled():
                 return fn(*args, **kwargs)
-            preserve, context_fn = options.preserve_rng_state, self._context_fn(name)
-            if discards:
-                return compiled_region(fn, args, kwargs, preserve, context_fn)
-            more: Any = {} if context_fn is None else {"context_fn": context_fn}
-            call = functools.partial(fn, **kwargs)
-            return torch_checkpoint(
-                call, *args, use_reentrant=False, preserve_rng_state=preserve, **more
-            )
+            rng, context_fn = options.preserve_rng_state, self._context_fn(name)
+            return compiled_region(fn, args, kwargs, rng, context_fn, discards)
         if regions.tracing():
             return traced_region(fn, args, kwargs, self._context_fn(name), discards)
         if not is_repeatable():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
@@ -72,6 +72,7 @@ class Arguments:
         self.tensors: dict[int, Tensor] = {}
         self.dynamic = False
         self._layouts: dict[int, Layout] = {}
+        self._attributes: dict[int, dict[str, Any]] = {}
         flat = list(self._leaves)
         for place, leaf in enumerate(self._leaves):
             if isinstance(leaf, Tensor):
@@ -83,7 +84,12 @@ class Arguments:
                         f"trace_step: {self._names[place]} has a grad_fn, whose backward would not "
                         "be part of the step; expected a leaf, such as its .detach()"
                     )
-                self.tensors[place] = flat[place] = self._stand_in(leaf, dynamic)
+                made = self._stand_in(leaf, dynamic)
+                made.__dict__.update(_attributes(leaf))
+                if isinstance(leaf, nn.Parameter):
+                    made._is_param = True  # what isinstance asks for
+                self._attributes[place] = _attributes(leaf)
+                self.tensors[place] = flat[place] = made
                 self._leaves[place] = None
         self.args, self.kwargs = tree_unflatten(flat, self._spec)
 
@@ -128,6 +134,7 @@ class Arguments:
         for place, (leaf, traced) in enumerate(zip(leaves, self._leaves, strict=True)):
             if place in self._layouts:
                 self._layouts[place].check(self._names[place], leaf)
+                self._check_attributes(place, leaf)
                 plain.extend(_parts(leaf))
             elif leaf is not traced and leaf != traced:
                 raise ValueError(
@@ -144,6 +151,23 @@ class Arguments:
                 "when traced: trace the function again"
             )
         return leaves, plain
+
+    def _check_attributes(self, place: int, t: Tensor) -> None:
+        now = _attributes(t)
+        for name, traced in self._attributes[place].items():
+            given = now.get(name)
+            plain = not isinstance(traced, Tensor) and type(given) is type(traced)
+            if given is not traced and not (plain and given == traced):
+                raise ValueError(
+                    f"traced step: {self._names[place]}.{name} is {given!r}; expected {traced!r}, "
+                    "as when traced"
+                )
+
+
+def _attributes(t: Tensor) -> dict[str, Any]:
+    """What users have set on a tensor; names that begin with an underscore are torch's own."""
+    inner = t.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(t) else ()
+    return {k: v for k, v in vars(t).items() if not k.startswith("_") and k not in inner}
 
 
 def _name(path: str) -> str:

@@ -19,13 +19,17 @@ from storage_ops.graph.nodes import (
     refresh_views,
     storage_of,
     storages,
+    tensors_of,
+    updates_statistics,
     written,
+    written_at,
 )
 from storage_ops.graph.regions import KEY, mark_of
 
 aten = torch.ops.aten
 _IN_PLACE = "storage_ops_in_place"
 FILLS = "storage_ops_fills"
+KEPT = "storage_ops_kept"
 _EMPTY = (
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -54,8 +58,8 @@ def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
     """Replace in-place ops on what a region made by ops that return it modified.
 
     Raises:
-        RuntimeError: a region modifies in place what was made outside it, or an op has no form
-            that is not in place.
+        RuntimeError: a region modifies in place the output of a region that discards it, or an
+            op has no form that is not in place.
     """
     graph = gm.graph
     maker: dict[int, fx.Node] = {}
@@ -66,26 +70,29 @@ def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
         key = storage_of(node)
         if key is not None:
             maker.setdefault(key, node)
-        targets = list(written(node)) if mark_of(node).path else []
+        targets = tensors_of(written(node)) if mark_of(node).path else []
         for source in list(node.all_input_nodes):
             contents = tracked.get(storage_of(source) or 0)
             if contents is not None and born.get(source, -1) < contents.version:
                 node.replace_input_with(source, _view(graph, contents, source, node, mode))
         if key in tracked:
             born[node] = tracked[key].version
-        if not targets:
+        makers = [maker.get(storage_of(target) or 0, target) for target in targets]
+        for made_by in makers:
+            if not _is_local(made_by, node) and any(p.discards for p in mark_of(made_by).path):
+                raise _escapes(node, made_by)
+        if not any(_is_local(made_by, node) for made_by in makers):
+            continue  # it is run once, in place
+        if updates_statistics(node):
+            for made_by in makers:
+                made_by.meta[KEPT] = True
             continue
-        if len(targets) > 1 or not isinstance(targets[0], fx.Node):
+        if len(targets) > 1:
             raise RuntimeError(f"remat: {node.target} in a region modifies several tensors at once")
-        (target,) = targets
+        (target,), (made_by,) = targets, makers
         where = storage_of(target)
         assert where is not None
         if where not in tracked:
-            made_by = maker.get(where, target)
-            if not _is_local(made_by, node):
-                if _is_statistic(made_by):
-                    continue
-                raise _escapes(node, made_by)
             tracked[where] = _Contents(made_by)
         _write(graph, tracked[where], node, target, mode)
         born[tracked[where].base] = tracked[where].version
@@ -95,6 +102,29 @@ def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
         graph.erase_node(node)
     if gone:
         refresh_views(graph, mode)
+    _keep_views(graph)
+
+
+def _keep_views(graph: fx.Graph) -> None:
+    """Keep views, made in a region, of what is kept and modified while the view is in use.
+
+    A view that is made again would be one of what was there when it was made first.
+    """
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    writes = written_at(order)
+    maker: dict[int, fx.Node] = {}
+    for node, at in order.items():
+        key = storage_of(node)
+        if key is None:
+            continue
+        made_by = maker.setdefault(key, node)
+        if key not in writes or not mark_of(node).path or made_by is node:
+            continue
+        if _is_local(made_by, node) and KEPT not in made_by.meta:
+            continue
+        last = max((order[user] for user in node.users), default=at)
+        if any(at < place < last for place in writes[key]):
+            node.meta[KEPT] = True
 
 
 def reinplace(graph: fx.Graph) -> None:
@@ -257,14 +287,9 @@ def _is_local(maker: fx.Node, node: fx.Node) -> bool:
     return bool(path) and path[0].region == mark_of(node).path[0].region
 
 
-def _is_statistic(node: fx.Node) -> bool:
-    """Whether a node is a buffer of a module, which a region may update: it does so once."""
-    return bool(node.meta.get("storage_ops_buffer"))
-
-
 def _escapes(node: fx.Node, target: fx.Node) -> RuntimeError:
     return RuntimeError(
         f"remat: {node.target} ({node.name}) in a checkpointed region modifies {target.name} in "
-        "place, which was made outside the region; a region that is recomputed would "
-        "modify it twice. Expected the op that is not in place, or a clone inside the region"
+        "place, the output of another region, which discards and recomputes it. Expected the op "
+        "that is not in place, or a clone inside the region"
     )

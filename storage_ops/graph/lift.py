@@ -55,7 +55,7 @@ class Lift(TorchDispatchMode):
         self.nodes: list[fx.Node] = []
         self.leaves: dict[int, Tensor] = {}
         self.backward_ran = False
-        self._versions: list[tuple[Tensor, int]] = []
+        self._versions: list[tuple[Tensor, int, bool]] = []
         for t in closure.tensors:
             self.name(t, closure.slots[id(t)])
 
@@ -92,7 +92,7 @@ class Lift(TorchDispatchMode):
             self._fakes[id(value)] = self._by_place[place]
             self._held.append(value)  # its id must stay its own
             if not value.is_inference():
-                self._versions.append((value, value._version))
+                self._versions.append((value, value._version, value.is_leaf))
         return self._fakes[id(value)]
 
     def name(self, t: Tensor, slot: Slot) -> None:
@@ -110,8 +110,10 @@ class Lift(TorchDispatchMode):
         return found or Slot(_describe(t), lambda: t)
 
     def restore(self) -> None:
-        """Undo the counts of in-place ops that autograd made on the real tensors."""
-        for t, version in self._versions:
+        """Undo what in-place ops made autograd note on the real tensors: graphs and counts."""
+        for t, version, was_leaf in self._versions:
+            if was_leaf and not t.is_leaf:
+                t.detach_()
             torch._C._autograd._unsafe_set_version_counter((t,), (version,))
 
     def _add_input(self, value: Tensor) -> Tensor:
@@ -132,9 +134,7 @@ class Lift(TorchDispatchMode):
             proxy = tracer.create_proxy("placeholder", f"lifted_{len(self.inputs)}", (), {})
         with _disable_current_modes():
             track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
-        slot = self.slot_of(value)
-        proxy.node.meta["storage_ops_buffer"] = slot.is_buffer
-        self.inputs.append(slot)
+        self.inputs.append(self.slot_of(value))
         self.nodes.append(proxy.node)
         return fake
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 # Ops that return their argument as another tensor; torch 2.15 records .detach() as an alias.
 ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+STATISTICS = ("running_mean", "running_var")
+_BATCH_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+)
 # Namespaces of communication and of ops run for what they do, not for what they return.
 _EFFECTFUL = {
     "_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "fsdp",
@@ -43,13 +49,49 @@ def is_effectful(node: fx.Node) -> bool:
 
 def written(node: fx.Node) -> Iterator[Any]:
     """The arguments that a node modifies: nodes, or lists of nodes."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload):
         return
-    for place, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+    if updates_statistics(node):  # its schema does not say so
+        for name in STATISTICS:
+            value = argument(node, name)
             if value is not None:
                 yield value
+        return
+    if not node.target._schema.is_mutable:
+        return
+    for declared in node.target._schema.arguments:
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            value = argument(node, declared.name)
+            if value is not None:
+                yield value
+
+
+def written_at(order: Mapping[fx.Node, int]) -> dict[int, list[int]]:
+    """By the storage that is modified, the places in `order` of the nodes that do so."""
+    found: dict[int, list[int]] = {}
+    for node, at in order.items():
+        for t in tensors_of(written(node)):
+            for key, _ in storages(t.meta.get("val")):
+                found.setdefault(key, []).append(at)
+    return found
+
+
+def tensors_of(arguments: Iterable[Any]) -> list[fx.Node]:
+    """The nodes among arguments that may be lists of nodes."""
+    return [t for a in arguments for t in (a if isinstance(a, (list, tuple)) else [a])]
+
+
+def updates_statistics(node: fx.Node) -> bool:
+    """Whether a node is a batch norm in training."""
+    return node.target in _BATCH_NORMS and bool(argument(node, "training"))
+
+
+def makes_new(node: fx.Node) -> bool:
+    """Whether an op returns tensors of its own, besides those that it modifies."""
+    target = node.target
+    return isinstance(target, OpOverload) and any(
+        returned.alias_info is None for returned in target._schema.returns
+    )
 
 
 def argument(node: fx.Node, name: str) -> Any:

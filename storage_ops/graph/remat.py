@@ -12,7 +12,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
 from storage_ops.graph import rng
-from storage_ops.graph.functionalize import FILLS, functionalize, reinplace
+from storage_ops.graph.functionalize import FILLS, KEPT, functionalize, reinplace
 from storage_ops.graph.nodes import (
     attribute,
     compute_value,
@@ -21,9 +21,12 @@ from storage_ops.graph.nodes import (
     has_tensor,
     is_effectful,
     item_of,
+    makes_new,
     refresh_views,
     storages,
+    tensors_of,
     written,
+    written_at,
 )
 from storage_ops.graph.regions import KEY, Mark, mark_of
 from storage_ops.graph.repair import repair
@@ -31,6 +34,8 @@ from storage_ops.graph.tags import PHASE_KEYS, TAG, mark_tagged, raise_items
 from storage_ops.graph.verify import verify_equal
 
 BEFORE = "storage_ops_before"
+# Ops that read the storage of their argument, whatever its shape and strides.
+_BY_STORAGE = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 _SAVED = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 
 
@@ -41,7 +46,8 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
     region's inputs and from what its policy saves. The forward's copy then dies in the forward.
     Random ops are run again with the numbers they drew; a step draws the numbers it drew before.
     Communication, and ops run for their effect, are run once and kept unless a policy says
-    MUST_RECOMPUTE. In-place ops on what a region made become ordinary ones.
+    MUST_RECOMPUTE. In-place ops on what a region made become ordinary ones; those on what comes
+    from outside it are run once, and what they overwrite is kept where it is read again.
 
     A graph made by `trace_step` has been through this and comes back as it is. In a graph made with
     make_fx, regions of `CheckpointWrapper`, of `OutputDiscardCheckpoint` and of
@@ -64,8 +70,8 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
 
     Raises:
         TypeError: `gm` is no GraphModule. ValueError: its nodes have no values.
-        RuntimeError: a region modifies in place what was made outside it, or reads what is modified
-            later; the graphs differ, or what eager mode does cannot be told to `verify`.
+        RuntimeError: a region modifies in place the output of a region that discards it; the graphs
+            differ, or what eager mode does cannot be told to `verify`.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -135,12 +141,9 @@ class _Pass:
         self._order = {node: at for at, node in enumerate(graph.nodes)}
         self._copies: dict[fx.Node, fx.Node] = {}
         self._randoms: dict[fx.Node, list[fx.Node]] = {}
-        self._writes: dict[int, list[int]] = {}
-        for node, at in self._order.items():
-            for target in written(node):
-                for t in target if isinstance(target, (list, tuple)) else [target]:
-                    for key, _ in storages(t.meta.get("val")):
-                        self._writes.setdefault(key, []).append(at)
+        self._writes = written_at(self._order)
+        self._nodes = list(self._order)
+        self._snapshots: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def run(self) -> None:
         place, step, backward = None, (-1, -1), -1
@@ -176,21 +179,19 @@ class _Pass:
                 needed.add(node)
                 stack += [n for n in node.all_input_nodes if _is_recomputed_with(n, node)]
         for node in sorted(needed, key=self._order.__getitem__):
-            for source in node.all_input_nodes:
-                if not _is_recomputed_with(source, node):
-                    self._check_unmodified(source, node, place)
             args, kwargs = rng.without_side_effects(node)
+            modified = tensors_of(written(node))
 
-            def moved(n: fx.Node, node: fx.Node = node) -> fx.Node:
-                return self._copies[n] if _is_recomputed_with(n, node) else n
+            def moved(n: fx.Node, node: fx.Node = node, modified: Any = modified) -> fx.Node:
+                if _is_recomputed_with(n, node):
+                    return self._copies[n]
+                read = self._as_read(n, node, place)
+                return self._clone(read, place) if n in modified else read
 
+            args, kwargs = fx.node.map_arg((args, kwargs), moved)
             with self._graph.inserting_before(place):
                 assert callable(node.target)
-                copied = self._graph.call_function(
-                    node.target,
-                    fx.node.map_arg(args, moved),
-                    fx.node.map_arg(kwargs, moved),
-                )
+                copied = self._graph.call_function(node.target, args, kwargs)
             here = {key: place.meta[key] for key in PHASE_KEYS if key in place.meta}
             if self._tagged:
                 here[TAG] = mark_of(node).path[0].decision
@@ -200,18 +201,30 @@ class _Pass:
             if rng.must_replay(node):
                 self._randoms.setdefault(node, []).append(copied)
 
-    def _check_unmodified(self, source: fx.Node, node: fx.Node, place: fx.Node) -> None:
+    def _as_read(self, source: fx.Node, node: fx.Node, place: fx.Node) -> fx.Node:
+        """What `node` read of `source`: a copy of it where that is modified before `place`."""
         first, last = self._order[node], self._order[place]
-        for key, _ in storages(source.meta.get("val")):
-            for at in self._writes.get(key, ()):
-                if first < at < last:
-                    writer = next(n for n, number in self._order.items() if number == at)
-                    raise RuntimeError(
-                        f"remat: {node.target} ({node.name}) is to be recomputed from "
-                        f"{source.name}, which {writer.target} ({writer.name}) has modified in "
-                        "place by then; expected what a region reads to stay as it is until the "
-                        "region's backward"
-                    )
+        writes = [self._writes.get(key, ()) for key, _ in storages(source.meta.get("val"))]
+        at = min((at for found in writes for at in found if first <= at < last), default=None)
+        if at is None:
+            return source
+        if (source, at) not in self._snapshots:
+            self._snapshots[source, at] = self._clone(source, self._nodes[at])
+        copied = self._snapshots[source, at]
+        if node.target in _BY_STORAGE and _geometry(copied) != _geometry(source):
+            raise RuntimeError(
+                f"remat: {node.target} ({node.name}) is to be recomputed from {source.name}, which "
+                f"{self._nodes[at].target} ({self._nodes[at].name}) has modified in place by then; "
+                "expected a region to read it by another op, or it to stay as it is until the "
+                "region's backward"
+            )
+        return copied
+
+    def _clone(self, source: fx.Node, place: fx.Node) -> fx.Node:
+        with self._graph.inserting_before(place):
+            copied = self._graph.call_function(torch.ops.aten.clone.default, (source,))
+        compute_value(copied, self._mode)
+        return copied
 
 
 def _include_views(graph: fx.Graph) -> None:
@@ -255,8 +268,15 @@ def _is_inside(node: fx.Node, region: int) -> bool:
     return bool(path) and path[0].region == region
 
 
+def _geometry(node: fx.Node) -> tuple[Any, ...]:
+    t = node.meta["val"]
+    return t.stride(), t.storage_offset(), t.untyped_storage().nbytes()
+
+
 def _is_saved(node: fx.Node) -> bool:
     """Whether the forward's value of a node in a region is kept for backward."""
+    if KEPT in node.meta:
+        return True
     source = item_of(node)
     if source is not None and mark_of(source).path:
         return _is_saved(source)
@@ -267,7 +287,7 @@ def _is_saved(node: fx.Node) -> bool:
         return False
     if decision in _SAVED or rng.has_own_generator(node):
         return True
-    if any(written(node)) and FILLS not in node.meta:
+    if any(written(node)) and FILLS not in node.meta and not makes_new(node):
         return True
     if not is_effectful(node) or CheckpointPolicy.MUST_RECOMPUTE in inner:
         return False
@@ -286,13 +306,7 @@ def remove_dead(graph: fx.Graph) -> None:
 def _acts(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return bool(node.target.name() != "run_with_rng_state")
-    return (
-        is_effectful(node)
-        or any(written(node))
-        or rng.is_random(node)
-        or rng.updates_statistics(node)
-        or node.is_impure()
-    )
+    return is_effectful(node) or any(written(node)) or rng.is_random(node) or node.is_impure()
 
 
 def _one_mode(gm: fx.GraphModule) -> FakeTensorMode:

@@ -12,7 +12,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.graph.nodes import argument
+from storage_ops.graph.nodes import STATISTICS, argument, updates_statistics
 
 aten = torch.ops.aten
 _SEED_AND_OFFSET = 16  # bytes of the state of a GPU's generator
@@ -57,7 +57,7 @@ def without_side_effects(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]
     if _keeps_all(node):
         changes = {"train": False}
     elif updates_statistics(node):
-        changes = {"running_mean": None, "running_var": None}
+        changes = dict.fromkeys(STATISTICS)
     for place, declared in enumerate(node.target._schema.arguments if changes else ()):  # type: ignore[union-attr]
         if declared.name in changes:
             if place < len(args):
@@ -65,13 +65,6 @@ def without_side_effects(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]
             else:
                 kwargs[declared.name] = changes[declared.name]
     return tuple(args), kwargs
-
-
-def updates_statistics(node: fx.Node) -> bool:
-    """Whether a node is a batch norm in training; its schema does not say what it modifies."""
-    return node.target in (aten.native_batch_norm.default, aten.cudnn_batch_norm.default) and bool(
-        argument(node, "training")
-    )
 
 
 def replay(graph: fx.Graph, node: fx.Node, copies: list[fx.Node], mode: FakeTensorMode) -> None:

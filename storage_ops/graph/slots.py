@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype)
+_STATE = (Tensor, tuple, list, dict, type(None))
 _MAX_DEPTH = 12
 
 
@@ -23,30 +25,37 @@ class Slot:
     Attributes:
         name: the place in words of the user's program.
         read: returns what the place holds now.
-        container: what holds it, if that is a dict or a list, and `key` its place there.
-        is_buffer: whether that is the buffers of a module.
+        write: puts something there; None where nothing can be put.
     """
 
     name: str
     read: Callable[[], Any]
-    container: Any = None
-    key: Any = None
-    is_buffer: bool = False
+    write: Callable[[Any], object] | None = None
 
 
 @dataclass
 class Closure:
-    """What a function can reach besides its arguments."""
+    """What a function can reach besides its arguments.
+
+    Attributes:
+        slots: by the id of a tensor, where it was found first.
+        tensors: every tensor.
+        modules: every module, with its name.
+        containers: every dict, list and namespace of an object, with its name.
+        places: those that can be written, with what they hold, if that is a tensor, a container of
+            some or None.
+    """
 
     slots: dict[int, Slot]
     tensors: list[Tensor]
     modules: list[tuple[str, nn.Module]]
     containers: list[tuple[str, Any]]
+    places: list[tuple[Slot, Any]]
 
 
 def closure_of(fn: Callable[..., Any]) -> Closure:
     """Every tensor, module and container that `fn` reaches through names, attributes and items."""
-    found = Closure({}, [], [], [])
+    found = Closure({}, [], [], [], [])
     package = _package(fn)
     seen: set[int] = set()
 
@@ -58,15 +67,24 @@ def closure_of(fn: Callable[..., Any]) -> Closure:
                 if value.is_leaf and value.grad is not None:
                     grad = gradient_slot(slot)
                     visit(grad.name, value.grad, grad, depth + 1)
+                if vars(value) and not is_traceable_wrapper_subclass(value):
+                    children(name, value, slot, depth)
             return
         if id(value) in seen or depth > _MAX_DEPTH or _is_opaque(value):
             return
         seen.add(id(value))
         if isinstance(value, nn.Module):
             found.modules.append((name, value))
+        children(name, value, slot, depth)
+
+    def children(name: str, value: Any, slot: Slot, depth: int) -> None:
         if isinstance(value, (dict, list)):
             found.containers.append((name, value))
+        elif hasattr(value, "__dict__"):
+            found.containers.append((name, vars(value)))
         for child_name, child, child_slot in _children(name, value, slot.read, package):
+            if child_slot.write is not None and isinstance(child, _STATE):
+                found.places.append((child_slot, child))
             visit(child_name, child, child_slot, depth + 1)
 
     visit("fn", fn, Slot("fn", lambda: fn), 0)
@@ -108,61 +126,62 @@ def _children(
             except ValueError:  # not bound yet
                 continue
             label = value.__code__.co_freevars[place]
-            yield label, content, Slot(label, functools.partial(getattr, child, "cell_contents"))
+            read_cell = functools.partial(getattr, child, "cell_contents")
+            write_cell = functools.partial(setattr, child, "cell_contents")
+            yield label, content, Slot(label, read_cell, write_cell)
         # Names of other packages' functions lead everywhere, and not to what a user trains.
         for label in _global_names(value.__code__) if _package(value) == package else ():
             if label in value.__globals__:
                 scope = value.__globals__
                 content = scope[label]
-                yield label, content, Slot(label, functools.partial(scope.__getitem__, label))
+                read_name = functools.partial(scope.__getitem__, label)
+                write_name = functools.partial(scope.__setitem__, label)
+                yield label, content, Slot(label, read_name, write_name)
         for place, content in enumerate(value.__defaults__ or ()):
             label = f"{name}.__defaults__[{place}]"
-            yield label, content, _item(label, lambda: read().__defaults__, place, None)
+            yield label, content, _item(label, lambda: read().__defaults__, place)
         for label, content in (value.__kwdefaults__ or {}).items():
-            yield label, content, _item(label, lambda: read().__kwdefaults__, label, None)
+            yield label, content, _item(label, lambda: read().__kwdefaults__, label)
     elif isinstance(value, types.MethodType):
         yield name, value.__func__, Slot(name, lambda: read().__func__)
         yield "self", value.__self__, Slot("self", lambda: read().__self__)
     elif isinstance(value, functools.partial):
         parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
         for label, content in parts.items():
-            yield f"{name}.{label}", content, _attribute(f"{name}.{label}", read, label)
+            yield f"{name}.{label}", content, _attribute(f"{name}.{label}", read, label, False)
     elif isinstance(value, dict):
         for key, content in list(value.items()):
             label = f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[...]"
-            yield label, content, _item(label, read, key, value)
+            yield label, content, _item(label, read, key, True)
     elif isinstance(value, (list, tuple)):
         for place, content in enumerate(value):
             label = f"{name}[{place}]"
-            yield label, content, _item(label, read, place, value)
+            yield label, content, _item(label, read, place, isinstance(value, list))
     elif isinstance(value, nn.Module):
         for part in ("_parameters", "_buffers", "_modules"):
             for key, content in getattr(value, part).items():
                 label = f"{name}.{key}"
                 holder = _attribute(label, read, part)
-                slot = _item(label, holder.read, key, getattr(value, part))
-                slot.is_buffer = part == "_buffers"
-                yield label, content, slot
+                yield label, content, _item(label, holder.read, key, True)
         for key, content in list(vars(value).items()):
             if not key.startswith("_"):
-                yield f"{name}.{key}", content, _attribute(f"{name}.{key}", read, key, value)
+                yield f"{name}.{key}", content, _attribute(f"{name}.{key}", read, key)
     elif hasattr(value, "__dict__"):
         if callable(value):
             call = type(value).__call__
             yield name, call, Slot(name, lambda: call)
         for key, content in list(vars(value).items()):
-            yield f"{name}.{key}", content, _attribute(f"{name}.{key}", read, key, value)
+            yield f"{name}.{key}", content, _attribute(f"{name}.{key}", read, key)
 
 
-def _attribute(label: str, read: Callable[[], Any], key: str, holder: Any = None) -> Slot:
-    container = vars(holder) if hasattr(holder, "__dict__") else None
-    return Slot(label, lambda: getattr(read(), key), container, key)
+def _attribute(label: str, read: Callable[[], Any], key: str, writable: bool = True) -> Slot:
+    write = (lambda new: setattr(read(), key, new)) if writable else None
+    return Slot(label, lambda: getattr(read(), key), write)
 
 
-def _item(label: str, read: Callable[[], Any], key: Any, holder: Any) -> Slot:
-    return Slot(
-        label, lambda: read()[key], holder if isinstance(holder, (dict, list)) else None, key
-    )
+def _item(label: str, read: Callable[[], Any], key: Any, writable: bool = False) -> Slot:
+    write = (lambda new: operator.setitem(read(), key, new)) if writable else None
+    return Slot(label, lambda: read()[key], write)
 
 
 def _global_names(code: types.CodeType) -> list[str]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._pytree import tree_leaves
 
 from storage_ops.graph import cleanup, data_parallel, fully_sharded, regions, torch_checkpoint
 from storage_ops.graph.arguments import Arguments, Layout
@@ -66,7 +67,7 @@ class TracedStep:
 
         fake_mode = FakeTensorMode(shape_env=ShapeEnv())
         lift = Lift(fake_mode, closure)
-        with _nothing_left_behind(fn, closure, fake_mode) as replaced:
+        with _nothing_left_behind(fn, closure, fake_mode):
             self._arguments = Arguments(args, kwargs, fake_mode)
             gradients = Gradients(lift, closure)
             packer = Packer(lift.lift)
@@ -79,8 +80,10 @@ class TracedStep:
                     result = fn(*self._arguments.args, **self._arguments.kwargs)
                     self._result = packer.tree(result)
                     self._gradients = list(self._outgoing(gradients, lift, fake_mode, packer))
-                    replaced.extend(_replaced(closure, fake_mode))
-                    self._buffers = [(slot, packer.leaf(value)) for slot, value in replaced]
+                    self._state = [
+                        (write, packer.tree(value))
+                        for write, value in _replaced(closure, fake_mode)
+                    ]
                 return packer.outputs
 
             try:
@@ -143,8 +146,8 @@ class TracedStep:
             else:
                 with torch.no_grad():
                     before.add_(grad)
-        for slot, build in self._buffers:
-            slot.container[slot.key] = build(outputs)
+        for write, build in self._state:
+            write(build(outputs))
         return self._result(outputs)
 
     @property
@@ -263,50 +266,77 @@ def _eager_submodules() -> Iterator[None]:
 @contextlib.contextmanager
 def _nothing_left_behind(
     fn: Callable[..., Any], closure: Closure, fake_mode: FakeTensorMode
-) -> Iterator[list[tuple[Slot, Any]]]:
+) -> Iterator[None]:
     """Take what a trace puts into the user's objects out of them again.
 
-    Yields a list for the buffers that fn replaces; any other tensor left behind is an error.
+    State that fn replaces (`_replaced`) is expected; any other tensor left behind is an error.
     """
-    before = [(name, held, held.copy()) for name, held in _holders(closure)]
-    replaced: list[tuple[Slot, Any]] = []
-    torch.clear_autocast_cache()
+    held = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
+    before = [(name, holder, holder.copy()) for name, holder in held]
     left: list[str] = []
+    torch.clear_autocast_cache()
     try:
-        yield replaced
+        yield
     finally:
-        buffers = {(id(slot.container), slot.key) for slot, _ in replaced}
-        for name, held, copy in before:
-            items = held.items() if isinstance(held, dict) else enumerate(held)
-            traced = [key for key, value in items if is_traced(value, fake_mode)]
-            left += [f"{name}[{key!r}]" for key in traced if (id(held), key) not in buffers]
-            if traced:
-                held.clear()
-                held.update(copy) if isinstance(held, dict) else held.extend(copy)
-        for slot in closure_of(fn).slots.values():  # in containers that are new
-            held = slot.container
-            if isinstance(held, dict) and is_traced(held.get(slot.key), fake_mode):
-                left.append(slot.name)
-                del held[slot.key]
+        for slot, old in closure.places:
+            new = _read(slot)
+            if _is_another(old, new, fake_mode):
+                assert slot.write is not None
+                slot.write(old)
+                if not _is_state(old):
+                    left.append(slot.name)
+        for name, holder, _ in before:
+            items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+            left += [f"{name}[{key!r}]" for key, value in items if is_traced(value, fake_mode)]
+        kept = closure_of(fn)
+        left += [kept.slots[id(t)].name for t in kept.tensors if is_traced(t, fake_mode)]
+        if left or sys.exc_info()[0] is not None:
+            for _, holder, copy in before:
+                holder.clear()
+                holder.update(copy) if isinstance(holder, dict) else holder.extend(copy)
         torch.clear_autocast_cache()
         forget_tags()
     if left:
         raise RuntimeError(
-            f"trace_step: fn keeps a tensor of the step in {', '.join(left)}; expected it to be "
-            "returned instead (an optimizer whose state this is must take one step before)"
+            f"trace_step: fn keeps a tensor of the step in {', '.join(dict.fromkeys(left))}; "
+            "expected it to be returned instead, or a tensor to be there already, which it "
+            "replaces (an optimizer whose state this is must take one step before)"
         )
 
 
-def _holders(closure: Closure) -> list[tuple[str, Any]]:
-    held = list(closure.containers)
-    for name, module in closure.modules:
-        held += [(name, module._buffers), (name, vars(module))]
-    return held
+def _replaced(
+    closure: Closure, fake_mode: FakeTensorMode
+) -> Iterator[tuple[Callable[[Any], object], Any]]:
+    """State that fn replaces: what writes to a place that held tensors, and what it holds now."""
+    for slot, old in closure.places:
+        new = _read(slot)
+        if _is_another(old, new, fake_mode) and _is_state(old):
+            assert slot.write is not None
+            if new is _GONE:
+                raise RuntimeError(
+                    f"trace_step: fn deletes {slot.name}, which holds a tensor; expected it to "
+                    "stay, or to be set to None"
+                )
+            yield slot.write, new
 
 
-def _replaced(closure: Closure, fake_mode: FakeTensorMode) -> Iterator[tuple[Slot, Any]]:
-    """Buffers of modules that fn replaced by new tensors."""
-    for name, module in closure.modules:
-        for key, value in module._buffers.items():
-            if is_traced(value, fake_mode):
-                yield Slot(f"{name}.{key}", lambda: None, module._buffers, key), value
+def _is_another(old: Any, new: Any, fake_mode: FakeTensorMode) -> bool:
+    if new is old:
+        return False
+    return isinstance(old, Tensor) or any(is_traced(leaf, fake_mode) for leaf in tree_leaves(new))
+
+
+def _is_state(value: Any) -> bool:
+    return any(
+        isinstance(t, Tensor) and not isinstance(t, nn.Parameter) for t in tree_leaves(value)
+    )
+
+
+_GONE = object()
+
+
+def _read(slot: Slot) -> Any:
+    try:
+        return slot.read()
+    except (AttributeError, LookupError, ValueError):
+        return _GONE
