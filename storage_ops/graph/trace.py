@@ -224,8 +224,8 @@ def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
         ValueError: an argument has a grad_fn; a module is data-parallel in a way that cannot be
             recorded, such as with a communication hook.
         RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
-            in an object; a region modifies in place what comes from outside it. In each case
-            nothing has changed.
+            in an object; a region modifies in place the output of another that discards it. In
+            each case nothing has changed.
 
     Example:
         >>> layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
