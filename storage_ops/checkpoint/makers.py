@@ -15,7 +15,7 @@ makers: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
 
 def maker_of(t: Any) -> Region | None:
     """The region that can make the bytes of a tensor again, if one can."""
-    if not makers:
+    if not makers.data:  # type: ignore[attr-defined]  # asking for the length takes long
         return None
     key = storage_key(t)
     return None if key is None else makers.get(key)

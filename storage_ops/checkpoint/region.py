@@ -114,6 +114,7 @@ class Region:
         """Remember the call and what it depends on; `forward` runs it."""
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
         self.options = options
+        self._checksums = options.determinism_check == "checksum"
         self._serial = next(_serials)
         self._lock = threading.RLock()
         self._fn: Callable[..., Any] | None = fn
@@ -204,10 +205,6 @@ class Region:
             if made.holders.tensors > own:
                 self.made.remove(made)
                 _makers.pop(made.key, None)
-
-    @property
-    def _checksums(self) -> bool:
-        return self.options.determinism_check == "checksum"
 
     def made_this(self, t: Any) -> bool:
         """Whether a tensor is an output that this region made, or a view of one."""
