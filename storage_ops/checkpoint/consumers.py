@@ -15,46 +15,7 @@ from storage_ops.checkpoint.holders import Holders, is_held
 from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.region import Region
 from storage_ops.checkpoint.saved import fail
-
-
-class _Kept:
-    """A saved tensor as it is; torch does not look at the versions of what a hook has packed."""
-
-    __slots__ = ("__weakref__", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-
-    def read(self) -> Tensor:
-        """The tensor, unless it was modified in place."""
-        if self.tensor._version != self.version:
-            fail(
-                f"a tensor of shape {tuple(self.tensor.shape)} that a consumer has saved was "
-                f"modified in place: it is at version {self.tensor._version}, expected "
-                f"{self.version}"
-            )
-        return self.tensor
-
-
-class _Use(_Kept):
-    """A saved tensor that shares the storage of an output, and the region that made it."""
-
-    __slots__ = ("key", "region")
-
-    def __init__(self, tensor: Tensor, region: Region) -> None:
-        super().__init__(tensor.detach())  # of the bytes only, not of the tensor that others have
-        self.key = storage_key(tensor) or 0
-        self.region = region
-        region.uses[self.key] = region.uses.get(self.key, 0) + 1
-
-    def __del__(self) -> None:
-        self.region.uses[self.key] -= 1
-
-    def read(self) -> Tensor:
-        """The tensor with its bytes, which are recomputed when they are needed first."""
-        self.region.restore()
-        return super().read()
+from storage_ops.checkpoint.uses import Kept, Use
 
 
 class _Handed:
@@ -70,7 +31,7 @@ class _Handed:
         return self.unpack(self.packed)
 
 
-def _read(packed: _Kept | _Handed) -> Tensor:
+def _read(packed: Kept | _Handed) -> Tensor:
     return packed.read()
 
 
@@ -95,11 +56,11 @@ class ConsumerHooks:
     def __enter__(self) -> ConsumerHooks:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-        def pack(t: Tensor) -> _Kept | _Handed:
+        def pack(t: Tensor) -> Kept | _Handed:
             region = maker_of(t)
             if region is not None:
-                return _Use(t, region)
-            return _Kept(t) if outer is None else _Handed(outer[0](t), outer[1])
+                return Use(t, region)
+            return Kept(t) if outer is None else _Handed(outer[0](t), outer[1])
 
         pack.keeps_others = outer is None  # type: ignore[attr-defined]
         self.start = torch._C._autograd._get_sequence_nr()
@@ -144,7 +105,7 @@ def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
         first = made.holders._replace(names=1 << 30)  # a name is no use of the graph
         if not is_held(Holders.of(region, made), first, made, variables=True, saved_too=True):
             continue
-        known = {id(use.tensor) for use in gc.get_objects() if type(use) is _Use}
+        known = {id(use.tensor) for use in gc.get_objects() if type(use) is Use}
         output = made.output()
         outputs = [o for m in region.made if (o := m.output()) is not None]
         known |= {id(t) for o in outputs for t in (o, o._base)} | {

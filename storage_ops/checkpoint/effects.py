@@ -26,15 +26,20 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings
 from storage_ops.checkpoint.saved import fail
+from storage_ops.checkpoint.uses import Use
+
+if TYPE_CHECKING:
+    from storage_ops.checkpoint.region import Region
 
 _SMALL = 256 << 10  # bytes of a tensor that is copied at every forward
 _LARGE = 64 << 20  # of one that is never copied
@@ -55,14 +60,15 @@ class Effects:
 
     def __init__(self, around: Surroundings) -> None:
         """Look, and copy what may be written; `finish` when the forward has run."""
-        self._names = around.names
+        self._names = [(place, name, _named(value)) for place, name, value in around.names]
         self._contents = [(c, _copy(c)) for c in around.given if len(c) <= _MANY]
         self._attributes = [(held, dict(held)) for held in around.attributes]
         self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
         for module in around.modules:
             for name, t in module._parameters.items():
                 if t is not None and not isinstance(t, nn.UninitializedParameter):
-                    self._slots.append((module._parameters, name, t, t._version))
+                    version = -1 if t.is_inference() else t._version
+                    self._slots.append((module._parameters, name, t, version))
             if module._buffers:
                 self._attributes.append((module._buffers, dict(module._buffers)))
                 self._slots += [
@@ -101,7 +107,10 @@ class Effects:
     def restore(self, undo: Undo) -> None:
         """Make all what it was before the forward; `undo` gets what puts back what is now."""
         for place, name, value in self._names:
-            _set_name(place, name, value, undo)
+            if not isinstance(value, _Output):
+                _set_name(place, name, value, undo)
+            elif not value.is_in(place, name):
+                _set_name(place, name, value.read(), undo)
         for held, name, t, _ in self._slots:
             now = held.get(name)
             # In another layout: sharded, or gathered, by who looks after that.
@@ -117,6 +126,27 @@ class Effects:
                 _Put(container, contents)()
         for each in self._bytes:
             each.restore(undo, self._running)
+
+
+class _Output:
+    """An output of another region that a variable names; to remember it is not to hold it."""
+
+    def __init__(self, t: Tensor, maker: Region) -> None:
+        self._ref, self._use, self._needs_grad = weakref.ref(t), Use(t, maker), t.requires_grad
+
+    def is_in(self, place: Any, name: str) -> bool:
+        """Whether the variable still names it."""
+        output = self._ref()
+        return output is not None and _value_of(place, name) is output
+
+    def read(self) -> Tensor:
+        """The output, made again where it was discarded."""
+        return self._use.read().detach().requires_grad_(self._needs_grad)
+
+
+def _named(value: Any) -> Any:
+    maker = maker_of(value) if isinstance(value, Tensor) else None
+    return value if maker is None else _Output(value, maker)
 
 
 class _Bytes:
@@ -175,7 +205,9 @@ def _bytes(around: Surroundings) -> Iterator[_Bytes]:
             return False
         seen.add(id(t))
         plain = type(t) in _COPIED or isinstance(t, FakeTensor)
-        return plain and t.layout is torch.strided and not t.is_quantized
+        if not plain or t.layout is not torch.strided or t.is_quantized or t.is_inference():
+            return False
+        return maker_of(t) is None  # what a region can make again it restores itself
 
     for module in around.modules:
         if not module._buffers:
@@ -222,7 +254,11 @@ class _Write:
         self.tensor, self.contents, self.version = tensor, contents, version
 
     def __call__(self) -> None:
-        _memory(self.tensor).copy_(self.contents)
+        memory = _memory(self.tensor)
+        if memory.shape == self.contents.shape:
+            memory.copy_(self.contents)
+        else:  # resized, as observers of ranges do at their first call
+            self.tensor.data = self.contents.clone()
         _set_versions((self.tensor,), (self.version,))
 
 
@@ -289,7 +325,7 @@ def _set_name(place: Any, name: str, value: Any, undo: Undo) -> None:
     if isinstance(place, dict):
         _set_item(place, name, value, undo)
         return
-    now = getattr(place, name, _MISSING) if _is_bound(place) else _MISSING
+    now = _value_of(place, name)
     if now is not value:
         undo.append(lambda: _set_name(place, name, now, []))
         if value is _MISSING:
@@ -298,9 +334,10 @@ def _set_name(place: Any, name: str, value: Any, undo: Undo) -> None:
             setattr(place, name, value)
 
 
-def _is_bound(cell: Any) -> bool:
+def _value_of(place: Any, name: str) -> Any:
+    if isinstance(place, dict):
+        return place.get(name, _MISSING)
     try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+        return getattr(place, name)
+    except ValueError:  # a cell that nothing is bound to
+        return _MISSING

@@ -108,3 +108,40 @@ def test_gradients_of_inputs_and_then_of_weights(path, kind):
     got = torch.autograd.grad(loss, x, retain_graph=True)
     got += torch.autograd.grad(loss, tuple(model.parameters()))
     assert all(map(torch.equal, got, right))
+
+
+def test_buffers_of_inference_mode_and_frozen_outputs_that_are_captured(path):
+    with torch.inference_mode():
+        layer = nn.Linear(4, 4)
+        layer.register_buffer("table", torch.randn(4))
+    x, frozen = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 4).requires_grad_(False)
+    ckpt = so.OutputDiscardCheckpoint()
+    scale = ckpt.checkpoint(frozen, torch.randn(3, 4))
+    run = so.output_discard(lambda x: x.sin() * scale + len(list(layer.buffers())), torch.exp)
+    with ckpt.consumer():
+        y = run(x)
+    ckpt.discard_output_and_register_recompute()
+    assert so.is_discarded(scale)
+    y.sum().backward()
+    right = torch.autograd.grad((x.sin() * scale + 1).exp().sum(), x)[0]
+    assert torch.allclose(x.grad, right)
+
+
+@pytest.mark.parametrize("way", ["chain", "regions"])
+def test_the_output_of_a_region_in_a_variable_that_is_bound_anew(path, way):
+    """The second region reads the output of the first by a name that has another value later."""
+    layers, x = [nn.Linear(4, 4) for _ in range(3)], torch.randn(3, 4, requires_grad=True)
+
+    def step(checkpoint):
+        h = x
+        for layer in layers:
+            h = checkpoint(lambda: layer(h).tanh())  # noqa: B023
+        return h
+
+    right = torch.autograd.grad(step(lambda fn: fn()).sin().sum(), x)[0]
+    if way == "chain":
+        with so.OutputDiscardChain() as chain:
+            y = step(chain.checkpoint).sin()
+    else:
+        y = step(lambda fn: so.output_discard(fn, torch.clone)()).sin()
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], right)
