@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint.guard import LIBRARIES, storage_key
-from storage_ops.checkpoint.reachable import CONTAINERS, MAPPINGS
+from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region import Made, Region
@@ -123,7 +123,8 @@ def _is_saved(t: Tensor) -> bool:
 def _in_variables(key: int) -> list[tuple[Tensor, int]]:
     """The tensors of a storage that variables of running functions name, and how often.
 
-    What a container, or an object with attributes, holds that a variable names counts as well.
+    What a short container, or an object with attributes, holds that a variable names counts as
+    well.
     """
     found: dict[int, tuple[Tensor, int]] = {}
     frame: FrameType | None = sys._getframe(1)
@@ -153,10 +154,9 @@ def _inside(value: Any, seen: set[int]) -> Iterator[Any]:
         yield value
     elif id(value) not in seen:
         seen.add(id(value))
-        if type(value) in MAPPINGS:
-            yield from value.values()
-        elif type(value) in CONTAINERS or isinstance(value, tuple):
-            yield from value
+        if type(value) in CONTAINERS or isinstance(value, tuple):
+            if len(value) <= LONG:
+                yield from value.values() if type(value) in MAPPINGS else value
         elif not isinstance(value, (type, FunctionType, ModuleType, nn.Module)):
             yield from getattr(value, "__dict__", {}).values()
 

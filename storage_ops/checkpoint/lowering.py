@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -84,11 +85,17 @@ def _side_effects(allowed: bool) -> bool:
     It refuses by default, because eager mode does such things again when it recomputes. A graph
     does not: each of them happens once, which is what a region is to do.
     """
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_mistake)
     config: Any = torch._dynamo.config
     before = bool(getattr(config, _SIDE_EFFECTS, False))
     if hasattr(config, _SIDE_EFFECTS):
         setattr(config, _SIDE_EFFECTS, allowed)
     return before
+
+
+def _is_no_mistake(record: logging.LogRecord) -> bool:
+    """Whether a warning is one: of contexts torch says, once, that in-place ops must be avoided."""
+    return "Detected that context_fn is passed" not in record.getMessage()
 
 
 _SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"

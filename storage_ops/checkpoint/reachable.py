@@ -17,7 +17,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
 _DEEP = 4  # functions that call one another, containers in containers
-_LONG = 256  # the items of a container of more are data
+LONG = 256  # the items of a container of more are data
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 Name = tuple[Any, str, Any]  # a cell or the globals, the name in it, what a function finds there
 
@@ -104,7 +104,7 @@ class Surroundings:
             elif type(value) in CONTAINERS or isinstance(value, tuple):
                 if given and type(value) in CONTAINERS:
                     self.given.append(value)
-                if len(value) <= _LONG:
+                if len(value) <= LONG:
                     inside = list(value.values() if type(value) in MAPPINGS else value)
             elif isinstance(value, torch.Generator):
                 self.generators[value] = None
