@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint.guard import LIBRARIES, storage_key
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
+from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, names_of_globals
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region import Made, Region
@@ -139,12 +139,18 @@ def _in_variables(key: int) -> list[tuple[Tensor, int]]:
     return list(found.values())
 
 
+_ASKS_FOR_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
+
+
 def _variables(frame: FrameType) -> list[Any]:
     code, values = frame.f_code, frame.f_locals
     own = {*code.co_varnames, *code.co_cellvars}  # the others are counted where they are its own
     of_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
     found = [value for name, value in values.items() if name in own or not of_function]
-    if of_function and type(values) is dict:  # before Python 3.13 a copy, which the frame keeps
+    # Before Python 3.13 a copy, which the frame keeps, and all in it. It is the function's own if
+    # that asks for it.
+    asks = _ASKS_FOR_LOCALS.intersection(names_of_globals(code))
+    if of_function and type(values) is dict and not asks:
         values.clear()
     return found
 

@@ -169,16 +169,16 @@ def _cells(fn: FunctionType) -> Iterator[Name]:
 
 def _globals(fn: FunctionType) -> Iterator[Name]:
     values = fn.__globals__
-    for name in _names_of_globals(fn.__code__):
+    for name in names_of_globals(fn.__code__):
         if name in values and not isinstance(values[name], (type, ModuleType)):
             yield values, name, values[name]
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_of_globals(code: CodeType) -> tuple[str, ...]:
+def names_of_globals(code: CodeType) -> tuple[str, ...]:
     """The names of globals that code reads, and functions in it."""
     found = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            found.update(_names_of_globals(const))
+            found.update(names_of_globals(const))
     return tuple(sorted(found))

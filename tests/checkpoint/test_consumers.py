@@ -1,6 +1,7 @@
 """Consumers are found by what they saved, whatever they are; what is not covered is refused."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -321,3 +322,25 @@ def tensors(value, found):
         value = value if isinstance(value, (list, tuple, dict)) else vars(value)
         for each in value.values() if isinstance(value, dict) else value:
             tensors(each, found)
+
+
+def test_looking_at_variables_leaves_them_alone():
+    """Neither does the frame keep what a variable no longer names, nor lose what it was told."""
+    x = torch.randn(6, 4, 8, requires_grad=True)
+    mine = locals()
+
+    def step():
+        ckpt = so.OutputDiscardCheckpoint()
+        h = ckpt.checkpoint(torch.exp, x)
+        with ckpt.consumer():
+            inside = h.flatten()
+            y = inside.sin()
+        ckpt.discard_output_and_register_recompute()
+        assert so.is_discarded(h)
+        ref = weakref.ref(inside)
+        del inside
+        assert ref() is None
+        return y
+
+    step().sum().backward()
+    assert mine["x"] is x
