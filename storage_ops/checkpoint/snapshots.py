@@ -49,7 +49,7 @@ def with_snapshots(mode: Any) -> Any:
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[FunctionalTensor, fx.Node]]:
     """The tensors that an op modifies and that are inputs of the graph, or views of one."""
     tracing = get_proxy_mode()
-    if tracing is None:
+    if tracing is None or not isinstance(func, torch._ops.OpOverload):
         return
     for place, declared in enumerate(func._schema.arguments):
         if declared.alias_info is None or not declared.alias_info.is_write:
