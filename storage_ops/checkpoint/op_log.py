@@ -18,6 +18,8 @@ class OpLog(TorchDispatchMode):
         ops: pairs of a name and "file:line".
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[tuple[str, str]] = []

@@ -187,6 +187,8 @@ class _Saved:
 
 
 class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Code that is compiled already runs as it is."""

@@ -43,7 +43,9 @@ def with_snapshots(mode: Any) -> Any:
             _sync(t)  # the write may be pending, and reads the input
             _read_a_copy(node)
 
-    return type(mode.__name__, (mode,), {"__torch_dispatch__": dispatch, "__exit__": leave})
+    body = {"__torch_dispatch__": dispatch, "__exit__": leave}
+    # Torch registers its own mode, and no subclass, for each higher-order op that it knows.
+    return type(mode.__name__, (mode,), {**body, "supports_higher_order_operators": True})
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[FunctionalTensor, fx.Node]]:

@@ -1,11 +1,13 @@
 """Options of checkpointed layers: a predicate, contexts, early stop, debugging, hooks."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import storage_ops as so
@@ -180,3 +182,46 @@ def test_offloading_what_a_policy_saves_in_a_model():
     got = step(Offloaded(), x)
     got[1].update({n.removeprefix("inner."): got[1].pop(n) for n in list(got[1])})
     assert_same(got, right)
+
+
+class Attends(nn.Module):
+    """Higher-order ops: a branch, and attention whose scores a function changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.linear(x)
+        h = torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))
+        return flex_attention(h[None], h[None], h[None], score_mod=lambda s, *at: s * 2)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:.*lex_attention")
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "matmuls"}, {"policy": "attention"}, {"debug": True}]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_higher_order_ops(compiled, options):
+    plain = Attends().requires_grad_(False)
+    layer = so.CheckpointWrapper(copy.deepcopy(plain), **options)
+    x = torch.randn(2, 8, 16)
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    torch.testing.assert_close(run(x), plain(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"debug": True}])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_branches(compiled, options):
+    class Branches(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            return torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))
+
+    layer, x = Branches(4, 4), torch.randn(3, 4, requires_grad=True)
+    right = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))
+    so.CheckpointWrapper(layer, **options)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    got = torch.autograd.grad(run(x).square().sum(), (x, layer.weight))
+    torch.testing.assert_close(got, right)
