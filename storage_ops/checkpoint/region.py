@@ -84,6 +84,8 @@ class Made:
 
 
 _serials = itertools.count()
+# It saves its noise, which its kernel has not written by then, and its input.
+_SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
 # Where the saved-tensor hooks of checkpoints are defined.
 _CHECKPOINTS = ("torch.utils.checkpoint", __name__)
 
@@ -135,6 +137,8 @@ class Region:
         self._recomputed: dict[int, Tensor] = {}
         self._reread = False
         self._never_read: set[int] = set()
+        self._stops = options.early_stop
+        self._stopped = 0  # how many tensors the recompute had when it was stopped
         self._running = False  # the forward, whose own backward passes may read what it saves
         self.is_frozen = False  # no output needs grad
         self.end = 0  # the number of the first autograd node after the forward
@@ -305,12 +309,14 @@ class Region:
             self._state.effects.check(self.name)
         saved: list[tuple[Saved, Tensor]] = []
         first = list(self._saved)
-        stops = self._running or (self.options.early_stop and not self._discarded)
+        stops = self._running or (self._stops and not self._discarded)
+        self._stopped = 0
         args, kwargs = self._inputs.again(self.name)
 
         def pack(t: Tensor) -> Tensor:
             saved.append((Saved(t, self._checksums), t.detach() if t.requires_grad else t))
             if stops and len(saved) >= len(first):
+                self._stopped = len(first)
                 raise _AsFarAsNeeded
             return saved[-1][1]
 
@@ -382,8 +388,10 @@ class Region:
         # reads twice makes the region run once more, and then nothing is emptied.
         if self._task is None or index not in self._recomputed or self._task != _current_task():
             self.recompute()
-        if index not in self._recomputed:
+        unwritten = self._stopped_within_op(index)
+        if unwritten or index not in self._recomputed:
             self._task, self._reread = None, True
+            self._stops = self._stops and not unwritten
             self.recompute()
         self._never_read.discard(index)
         value = self._recomputed[index] if self._reread else self._recomputed.pop(index)
@@ -392,6 +400,20 @@ class Region:
         elif not self._recomputed and not isinstance(self._task, int):  # nor in a group of them
             self.end_backward(torch._C._autograd._get_current_graph_task_keep_graph())
         return value
+
+    def _stopped_within_op(self, index: int) -> bool:
+        """Whether the recompute was stopped before the op that saves a tensor had written it."""
+        if index != self._stopped - 2:
+            return False
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() != _SAVES_BEFORE_WRITING:
+            return False
+        if self._running:
+            fail(
+                f"{self.name} has a backward pass of its own right after torch.rrelu in training, "
+                "whose noise cannot be repeated alone; expected another op in between"
+            )
+        return True
 
 
 def _current_task() -> Any:
