@@ -15,7 +15,7 @@ import storage_ops
 from storage_ops.checkpoint import lowering
 
 from ..graph import effects
-from ..graph.effects import LAYERS, WIDTH, Config, Holder, nothing
+from ..graph.effects import LAYERS, WIDTH, Config, Holder, nothing, pairs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd"),
@@ -92,8 +92,7 @@ def compare(layer, region, backend):
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize("layer", COMPILED)
+@pytest.mark.parametrize("layer, region", pairs(COMPILED, REGIONS))
 def test_effects_happen_once(layer, region):
     compare(COMPILED[layer], region, "aot_eager")
 

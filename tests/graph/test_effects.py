@@ -9,7 +9,7 @@ from torch import nn
 from storage_ops import graph
 
 from . import effects
-from .effects import FUNCTIONS, LAYERS, REGIONS, WIDTH, nothing
+from .effects import FUNCTIONS, LAYERS, REGIONS, WIDTH, nothing, pairs
 
 
 def state_of(model):
@@ -57,8 +57,7 @@ def compare(make, region, calls=2):
     torch.testing.assert_close(traced, eager, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer, region", pairs(LAYERS, REGIONS))
 def test_effects_happen_once(layer, region):
     compare(LAYERS[layer], REGIONS[region])
 
