@@ -104,6 +104,10 @@ class Effects:
                 "from the next on), or to do it outside of the region"
             )
 
+    def modified(self) -> list[Tensor]:
+        """The parameters that were modified in place since the forward."""
+        return [t for _, _, t, v in self._slots if 0 <= v != t._version]
+
     def restore(self, undo: Undo) -> None:
         """Make all what it was before the forward; `undo` gets what puts back what is now."""
         for place, name, value in self._names:

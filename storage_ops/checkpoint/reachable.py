@@ -60,15 +60,18 @@ class Surroundings:
             self.devices.add(t.device)
 
     def _add_attributes(self, attributes: dict[str, Any], given: bool) -> list[Any]:
-        """Note what an object has; return its containers."""
+        """Note what an object has; return its containers and modules."""
         (self.given if given else self.attributes).append(attributes)
-        containers = []
+        inside = []
         for name, value in attributes.items():
             if type(value) is torch.Generator:
                 self.generators[value] = None
-            elif type(value) in CONTAINERS and name not in _OF_EVERY_MODULE:
-                containers.append(value)
-        return containers
+            elif type(value) in CONTAINERS:
+                if name not in _OF_EVERY_MODULE:
+                    inside.append(value)
+            elif isinstance(value, nn.Module):
+                inside.append(value)
+        return inside
 
     def _reach(self, stack: list[tuple[Any, int, bool]], seen: set[int]) -> None:
         """Note what calls of these may read, but for what was seen.

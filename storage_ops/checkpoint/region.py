@@ -34,7 +34,7 @@ from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.saved import Saved, compare, fail
-from storage_ops.checkpoint.versions import Versions
+from storage_ops.checkpoint.versions import check_unread
 from storage_ops.ops.storage import discard_storage, share_storage
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
@@ -126,7 +126,8 @@ class Region:
         around = Surroundings.of(fn, self._inputs.plain, self._inputs.tensors)
         self._state: ExecutionState | None = ExecutionState(around, options.preserve_rng_state)
         self._captured = around.tensors  # until the forward has run
-        self._versions: Versions | None = None
+        # Captured tensors with a gradient: weak, for a region must not keep them alive.
+        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
         self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
         self._producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
@@ -166,8 +167,8 @@ class Region:
         leaves = leaves_of(outputs)
         if self.options.determinism_check != "none":
             # Discarded outputs of other regions change as they are bound back.
-            captured = [t for t in self._captured if maker_of(t) is None]
-            self._versions = Versions(leaves, start, self._inputs.tensors, captured)
+            captured = [t for t in self._captured if t.requires_grad and maker_of(t) is None]
+            self._versions = [(weakref.ref(t), t._version) for t in captured]
         if self.options.discards:
             self._note_made(leaves, start)
         self._captured = []
@@ -304,12 +305,15 @@ class Region:
         to bind, up to the last tensor that is saved.
         """
         assert self._fn is not None and self._state is not None and self._inputs is not None
-        if self._versions is not None:
-            self._versions.check(self.name)
+        checks = self.options.determinism_check != "none"
+        modified: list[Tensor] = []
+        if checks and not self._running:
             self._state.effects.check(self.name)
+            modified = self._state.effects.modified() + self._modified()
+        start = torch._C._autograd._get_sequence_nr()
         saved: list[tuple[Saved, Tensor]] = []
         first = list(self._saved)
-        stops = self._running or (self._stops and not self._discarded)
+        stops = self._running or (self._stops and not self._discarded and not modified)
         self._stopped = 0
         args, kwargs = self._inputs.again(self.name)
 
@@ -331,11 +335,18 @@ class Region:
             pass
         finally:
             self._inputs.forget_new_hooks()
-        if self.options.determinism_check != "none":
+        if checks:
             compare(self.name, first, saved, lambda: self._difference(log, stops))
+        if modified:
+            given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            check_unread(self.name, modified, outputs, start, given)
         if not self._running:
             self._bind(outputs)
         return [t for _, t in saved]
+
+    def _modified(self) -> list[Tensor]:
+        seen = ((ref(), version) for ref, version in self._versions)
+        return [t for t, version in seen if t is not None and t._version != version]
 
     def _difference(self, log: OpLog | None, stops: bool) -> str:
         """What the logs of ops say, for an error."""

@@ -1,8 +1,7 @@
-"""Whether the parameters that a region has read are what they were in forward."""
+"""Which tensors a region has read by its graph: those that must not change before the recompute."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,31 +10,26 @@ from torch import Tensor
 from storage_ops.checkpoint.saved import fail_modified
 
 
-class Versions:
-    """How often tensors that a region has read had been modified in place when it had run.
+def check_unread(
+    name: str, modified: list[Tensor], outputs: Iterable[Any], start: int, given: list[Tensor]
+) -> None:
+    """Raise if a region has read one of the tensors that were modified since its forward.
+
+    It is asked of the repetition: mostly nothing was modified, and then no graph is walked.
 
     Args:
-        outputs: of the region.
+        name: what the error calls the region.
+        modified: leaves, and captured tensors with a history.
+        outputs: of the repetition.
         start: number of the first node of its graph; other threads have other numbers.
         given: its inputs, which autograd compares.
-        captured: tensors that it may have read without being given them.
     """
-
-    def __init__(
-        self, outputs: Iterable[Any], start: int, given: list[Tensor], captured: list[Tensor]
-    ) -> None:
-        ends = {t.grad_fn for t in (*given, *captured)} - {None}
-        leaves, before = _edges(outputs, start, ends)
-        read = [t for t in captured if t.grad_fn in before]
-        # Weak, for a region must not keep them alive.
-        self._seen = [(weakref.ref(t), t._version) for t in (*leaves, *read)]
-
-    def check(self, name: str) -> None:
-        """Raise if one of them was modified since."""
-        for ref, version in self._seen:
-            t = ref()
-            if t is not None and t._version != version:
-                fail_modified(name, t)
+    ends = {t.grad_fn for t in (*given, *modified)} - {None}
+    leaves, before = _edges(outputs, start, ends)
+    read = {id(t) for t in leaves}
+    for t in modified:
+        if id(t) in read or (t.grad_fn is not None and t.grad_fn in before):
+            fail_modified(name, t)
 
 
 def _edges(outputs: Iterable[Any], start: int, ends: set[Any]) -> tuple[list[Tensor], set[Any]]:
