@@ -71,6 +71,9 @@ def rng_of(device: torch.device) -> _Source:
     return functools.partial(library.get_rng_state, device), put
 
 
+_RNG_OF_CPU = rng_of(torch.device("cpu"))
+
+
 def _device() -> torch.device | None:
     """Where factories put tensors by default; asking torch is slow, and mostly there is no mode."""
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
@@ -162,7 +165,7 @@ class ExecutionState:
         self._rng: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         if not preserve_rng_state:
             return
-        sources = [rng_of(torch.device("cpu")), *map(rng_of, devices)]
+        sources = [_RNG_OF_CPU, *map(rng_of, devices)] if devices else [_RNG_OF_CPU]
         sources += [_accessors(each) for each in (*around.generators, *_trackers.values())]
         self._rng = [(get, put, get()) for get, put in sources]
 

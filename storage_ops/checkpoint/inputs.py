@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.saved import fail_modified
 
@@ -38,15 +37,16 @@ class Inputs:
     Attributes:
         tensors: those among the arguments, until `forget`.
         plain: the leaves that are no tensors.
-        keys: what identifies their storages.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._at: Sequence[int]
         flat, self._spec = _flatten(args, kwargs)
-        self.tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        self.plain = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
-        self.keys = {storage_key(t) for t in self.tensors}
-        self._at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        self.tensors, self.plain, self._at = flat, [], range(len(flat))
+        if self._spec is not None:
+            self._at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+            self.tensors = [flat[i] for i in self._at]
+            self.plain = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
         self._like = [Like(t) for t in self.tensors]
         self._again: list[tuple[Tensor, int]] = []  # what a repetition got, and its hooks then
         # Hooks hand out other tensors. Where the graph, or hooks of ours, keep the tensor itself
@@ -98,7 +98,8 @@ class Like:
     def __init__(self, t: Tensor) -> None:
         self.kind = type(t)
         self.needs_grad = t.requires_grad
-        self.attributes = dict(t.__dict__) if t.__dict__ else None
+        attributes = t.__dict__
+        self.attributes = dict(attributes) if attributes else None
 
     def make(self, t: Tensor) -> Tensor:
         """A tensor that was kept, as it was."""

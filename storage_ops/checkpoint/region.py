@@ -122,7 +122,6 @@ class Region:
         self._fn: Callable[..., Any] | None = fn
         self._contexts = options.context_fn() if options.context_fn else ()
         self._inputs: Inputs | None = Inputs(args, kwargs)
-        self._input_keys = self._inputs.keys
         around = Surroundings.of(fn, self._inputs.plain, self._inputs.tensors)
         self._state: ExecutionState | None = ExecutionState(around, options.preserve_rng_state)
         self._captured = around.tensors  # until the forward has run
@@ -180,10 +179,12 @@ class Region:
         """Find the outputs that can be discarded."""
         frozen = not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         self.is_frozen = frozen
-        outside = set(map(storage_key, self._captured)) if frozen else set()
+        assert self._inputs is not None
+        others = [*self._inputs.tensors, *self._captured] if frozen else self._inputs.tensors
+        outside = {None, *map(storage_key, others)}
         for index, leaf in enumerate(leaves):
             key = storage_key(leaf)
-            if key is None or key in self._input_keys or key in outside:
+            if key is None or key in outside:
                 continue
             if not frozen and not _is_made_here(leaf, start):
                 continue
