@@ -121,9 +121,9 @@ def disable_checkpointing() -> Iterator[None]:
     """Make every checkpoint of this package a plain call, in the forwards of a with block.
 
     Holds for checkpointed layers, `OutputDiscardCheckpoint`, `output_discard` and chains, in this
-    thread: they save what plain autograd saves, and free nothing. A backward may run anywhere; it
-    repeats what was checkpointed in the forward. Checkpoints of `torch.utils.checkpoint` are not
-    touched.
+    thread, in traced steps too: they save what plain autograd saves, and free nothing. A backward
+    may run anywhere; it repeats what was checkpointed in the forward. Compiled code and
+    `torch.utils.checkpoint` keep their checkpoints.
 
     Example:
         >>> layer = storage_ops.CheckpointWrapper(torch.nn.Linear(4, 4))

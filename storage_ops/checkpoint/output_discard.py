@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.checkpoint.consumers import ConsumerHooks, verify
+from storage_ops.checkpoint.execution import is_disabled
 from storage_ops.checkpoint.inputs import leaves_of
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region import ContextFn, Options, Region, is_repeatable
@@ -224,7 +225,7 @@ def run_region(
     if torch.compiler.is_compiling():
         rng = options.preserve_rng_state
         return compiled_region(fn, args, kwargs, rng, options.context_fn), None
-    if regions.tracing():
+    if regions.tracing() and not is_disabled():
         return traced_region(fn, args, kwargs, options.context_fn, discards=True), None
     if not is_repeatable() or Region.is_saved_by_another():
         return fn(*args, **kwargs), None

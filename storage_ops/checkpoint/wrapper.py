@@ -19,6 +19,7 @@ from torch import nn
 from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint import discard_scope
 from storage_ops.checkpoint.config import ActivationCheckpointConfig, Mode
+from storage_ops.checkpoint.execution import is_disabled
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.policies import Policy
 from storage_ops.checkpoint.reentrant import run_reentrant
@@ -70,7 +71,7 @@ class Checkpointing:
                 return fn(*args, **kwargs)
             rng, context_fn = options.preserve_rng_state, self._context_fn(name)
             return compiled_region(fn, args, kwargs, rng, context_fn, discards)
-        if regions.tracing():
+        if regions.tracing() and not is_disabled():
             return traced_region(fn, args, kwargs, self._context_fn(name), discards)
         if not is_repeatable():
             return fn(*args, **kwargs)
@@ -100,8 +101,7 @@ class CheckpointWrapper(Replaced):
     dict, hooks and attributes stay. Copies and pickles are checkpointed as well. Without grad mode,
     under the transforms of `torch.func` and in `storage_ops.disable_checkpointing` its forward is
     the plain one. What the forward changes besides returning tensors happens once, as with
-    `OutputDiscardCheckpoint`.
-    `remove_activation_checkpoint` undoes it.
+    `OutputDiscardCheckpoint`. `remove_activation_checkpoint` undoes it.
 
     Args:
         module: the module; changed in place and returned.
@@ -109,9 +109,8 @@ class CheckpointWrapper(Replaced):
             and for the recompute. Not with rules of what to save, which are such a pair.
         options: those of `ActivationCheckpointConfig` that do not choose layers: `mode`,
             `ops_to_save`, `policy`, `use_reentrant`, `early_stop`, `debug` and so on. None: all is
-            recomputed. With mode
-            "output_discard" the output is freed by the module around this one, which
-            `apply_activation_checkpoint` knows and this does not, so it is refused here.
+            recomputed. With mode "output_discard" the output is freed by the module around this
+            one, which `apply_activation_checkpoint` knows and this does not, so it is refused here.
 
     Raises:
         TypeError: `module` is not a module whose class can change. ValueError: an unknown or

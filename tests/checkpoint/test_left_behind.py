@@ -1,5 +1,7 @@
 """No error leaves state behind, and a region that awaits its backward is in nobody's way."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -202,3 +204,21 @@ def test_nested_regions_in_a_backward_under_disabled_checkpoints():
     y.sum().backward()
     right = torch.autograd.grad(inner(x).sum() + outer[1](inner(x)).sum(), x)[0]
     assert torch.allclose(x.grad, right)
+
+
+def test_checkpoints_that_are_disabled_in_a_trace():
+    layer, x = so.CheckpointWrapper(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())), torch.ones(2, 4)
+
+    def step(x):
+        with so.disable_checkpointing() if off else contextlib.nullcontext():
+            loss = layer(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    counts = []
+    for off in (False, True):
+        traced = so.graph.trace_step(step, x)
+        targets = [n.target for n in traced.gm.graph.nodes]
+        counts.append(targets.count(torch.ops.aten.sigmoid.default))
+        layer.zero_grad()
+    assert counts == [2, 1]
