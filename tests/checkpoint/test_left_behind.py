@@ -209,7 +209,7 @@ def test_nested_regions_in_a_backward_under_disabled_checkpoints():
 def test_checkpoints_that_are_disabled_in_a_trace():
     layer, x = so.CheckpointWrapper(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())), torch.ones(2, 4)
 
-    def step(x):
+    def step(x, off):
         with so.disable_checkpointing() if off else contextlib.nullcontext():
             loss = layer(x).square().sum()
         loss.backward()
@@ -217,7 +217,7 @@ def test_checkpoints_that_are_disabled_in_a_trace():
 
     counts = []
     for off in (False, True):
-        traced = so.graph.trace_step(step, x)
+        traced = so.graph.trace_step(step, x, off)
         targets = [n.target for n in traced.gm.graph.nodes]
         counts.append(targets.count(torch.ops.aten.sigmoid.default))
         layer.zero_grad()
