@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import storage_ops as so
+
 from .test_effects import KINDS, pair, steps
 
 
@@ -49,3 +51,28 @@ def test_a_region_that_writes_what_cannot_be_copied_says_so(kind):
     y = fn(torch.randn(3, 4, requires_grad=True))
     with pytest.raises(RuntimeError, match="itself modifies a parameter of shape"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["region", "composed", "layer"])
+def test_a_parameter_that_was_exchanged_out_of_reach_is_an_error(way):
+    """By the number in a loop's variable: which layer that means is not seen from outside."""
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    x = h = torch.randn(2, 4, requires_grad=True)
+
+    class Calls(nn.Module):
+        def forward(self, x):
+            return layers[i](x).tanh()
+
+    for i in range(3):
+        if way == "region":
+            ckpt = so.OutputDiscardCheckpoint()
+            t = ckpt.checkpoint(lambda x: layers[i](x).tanh(), h)  # noqa: B023
+            h = t.sin()
+            ckpt.discard_output_and_register_recompute(h)
+        elif way == "composed":
+            h = so.output_discard(lambda x: layers[i](x).tanh(), torch.sin)(h)  # noqa: B023
+        else:
+            h = so.CheckpointWrapper(Calls())(h)
+    with pytest.raises(RuntimeError, match="another parameter of shape .* was exchanged since"):
+        h.sum().backward()
+    assert x.grad is None
