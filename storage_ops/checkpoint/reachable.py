@@ -129,7 +129,9 @@ class Surroundings:
                 self.modules.append(module)
                 types[type(module)] = None
                 if not _is_of_torch(type(module)):
-                    inside += self._add_attributes(vars(module), False)
+                    found = self._add_attributes(vars(module), False)
+                    # A module that is an attribute but no part is the model around, mostly.
+                    inside += [value for value in found if not isinstance(value, nn.Module)]
         for cls in types:
             inside += _calls(cls)
         return inside

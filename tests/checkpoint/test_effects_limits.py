@@ -73,6 +73,6 @@ def test_a_parameter_that_was_exchanged_out_of_reach_is_an_error(way):
             h = so.output_discard(lambda x: layers[i](x).tanh(), torch.sin)(h)  # noqa: B023
         else:
             h = so.CheckpointWrapper(Calls())(h)
-    with pytest.raises(RuntimeError, match="another parameter of shape .* was exchanged since"):
+    with pytest.raises(RuntimeError, match=r"another parameter of shape .* was exchanged since"):
         h.sum().backward()
     assert x.grad is None

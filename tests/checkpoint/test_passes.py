@@ -145,3 +145,16 @@ def test_the_output_of_a_region_in_a_variable_that_is_bound_anew(path, way):
     else:
         y = step(lambda fn: so.output_discard(fn, torch.clone)()).sin()
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], right)
+
+
+def test_buffers_of_modules_that_an_object_has(path):
+    class Trainer:
+        def __init__(self):
+            self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def part(self, x):
+            return self.model(x)
+
+    trainer, x = Trainer(), torch.randn(3, 4, requires_grad=True)
+    so.output_discard(trainer.part, torch.sin)(x).sum().backward()
+    assert trainer.model[1].num_batches_tracked == 1
