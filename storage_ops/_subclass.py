@@ -51,6 +51,22 @@ class Replaced(nn.Module):
         return found
 
     @classmethod
+    def change(cls, module: Any) -> None:
+        """Change the class of a module to one of this kind.
+
+        Raises:
+            TypeError: it cannot change.
+        """
+        original: Any = type(module)
+        try:
+            module.__class__ = cls.over(original)
+        except TypeError as error:
+            raise TypeError(
+                f"the class of {original.__name__} cannot change: {error}; expected an "
+                "ordinary subclass of torch.nn.Module"
+            ) from error
+
+    @classmethod
     def _make(cls, original: Any) -> Any:
         body = {
             "__module__": original.__module__,

@@ -103,13 +103,15 @@ def run(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) ->
 def hold(module: Any, **options: Any) -> None:
     """Let a module free the outputs of the layers it holds; options of `OutputDiscardChain`."""
     if not isinstance(module, DiscardHolder):
-        module.__class__ = DiscardHolder.over(type(module))
+        DiscardHolder.change(module)
     module._discarding = options
 
 
-def release(module: nn.Module) -> None:
-    """Undo `hold`, but for the class."""
+def release(module: Any) -> None:
+    """Undo `hold`; the class stays where another was put above it."""
     vars(module).pop("_discarding", None)
+    if vars(type(module)).get("_kind") is DiscardHolder:
+        module.__class__ = type(module)._original
 
 
 def options_of(module: nn.Module) -> dict[str, Any] | None:

@@ -101,16 +101,20 @@ def apply_activation_checkpoint(
                 f"expected the same, {options}, or remove_activation_checkpoint(model) first"
             )
     changed: list[nn.Module] = []
+    held: list[nn.Module] = []
     try:
         for _, layer, holder in chosen:
             if wrapper.checkpointing_of(layer) is None:
                 wrapper.set_checkpointing(layer, how)
                 changed.append(layer)
-            if discarding and holder is not None:
+            if discarding and holder is not None and discard_scope.options_of(holder) is None:
                 discard_scope.hold(holder, **options)
+                held.append(holder)
     except TypeError:
         for layer in changed:
             wrapper.unset_checkpointing(layer)
+        for holder in held:
+            discard_scope.release(holder)
         raise
     _log.info("%s", checkpoint_report(model))
     return model
@@ -133,7 +137,10 @@ def remove_activation_checkpoint(model: nn.Module) -> nn.Module:
         True
     """
     for module in model.modules():
+        # Whichever is above the other.
+        discard_scope.release(module)
         wrapper.unset_checkpointing(module)
+        discard_scope.release(module)
     return model
 
 

@@ -219,23 +219,12 @@ def checkpointing_of(module: nn.Module) -> Checkpointing | None:
 def set_checkpointing(module: Any, how: Checkpointing) -> None:
     """Checkpoint a module; `check` has passed."""
     if not isinstance(module, CheckpointWrapper):
-        original: Any = type(module)
-        try:
-            module.__class__ = CheckpointWrapper.over(original)
-        except TypeError as error:
-            raise TypeError(
-                f"the class of {original.__name__} cannot change: {error}; expected an "
-                "ordinary subclass of torch.nn.Module"
-            ) from error
+        CheckpointWrapper.change(module)
     module._checkpointing = how
 
 
 def unset_checkpointing(module: Any) -> None:
     """Give a module its plain forward back, and its class unless another one was put above it."""
     vars(module).pop("_checkpointing", None)
-    discard_scope.release(module)
-    while issubclass(vars(type(module)).get("_kind", object), _KINDS):
+    if vars(type(module)).get("_kind") is CheckpointWrapper:
         module.__class__ = type(module)._original
-
-
-_KINDS = (CheckpointWrapper, discard_scope.DiscardHolder)

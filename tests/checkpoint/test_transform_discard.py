@@ -266,3 +266,34 @@ def test_an_output_that_wraps_others_unsaid_is_kept_and_reported(path):
     y = so.output_discard(lambda x: up(Wraps(x)), lambda h: down(h))(x)  # h is dropped
     y.sum().backward()
     assert up.weight.grad is not None
+
+
+def test_a_holder_whose_class_cannot_change_is_refused_and_nothing_changes():
+    class Slotted(MLP):
+        __slots__ = ("more",)
+
+        def __setattr__(self, name, value):
+            if name == "__class__":
+                raise TypeError("on purpose")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(MLP(16, 0.0), Slotted(16, 0.0))
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(TypeError, match="the class of Slotted cannot change: on purpose"):
+        discarding(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert not any("_discarding" in vars(m) for m in model.modules())
+
+
+def test_a_layer_that_is_a_holder_too():
+    model, x = nn.Sequential(MLP(16, 0.0), nn.Linear(16, 2)).double(), make_input()
+    right = step(model, x)
+    for first in (True, False):
+        for layer, options in [("0", {}), ("0.act", {"mode": "output_discard"})][
+            :: 1 if first else -1
+        ]:
+            so.apply_activation_checkpoint(model, {"layer_names": [layer], **options})
+        assert_same(step(model, x), right)
+        assert_same(step(pickle.loads(pickle.dumps(model)), x), right)
+        so.remove_activation_checkpoint(model)
+        assert [type(m) for m in model.modules()][1:3] == [MLP, nn.Linear]
