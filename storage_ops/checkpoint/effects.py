@@ -117,8 +117,10 @@ class Effects:
                 _set_name(place, name, value.read(), undo)
         for held, name, t, _ in self._slots:
             now = held.get(name)
-            # In another layout: sharded, or gathered, by who looks after that.
-            if now is not None and getattr(now, "_spec", None) == getattr(t, "_spec", None):
+            if now is t or now is None:
+                continue
+            # Not if it is in another layout: sharded, or gathered, by who looks after that.
+            if getattr(now, "_spec", None) == getattr(t, "_spec", None):
                 _set_item(held, name, t, undo)
         for held, before in self._attributes:
             changed = _changed(before, held) if self._running else before
