@@ -34,16 +34,8 @@ def _count_of_one() -> int:
     return _count(only.untyped_storage()._cdata)
 
 
-def _names(t: Any) -> int:
-    """How many places in Python hold a tensor, those of the functions that ask included.
-
-    In some versions of torch what holds a tensor in C++ holds its Python object too, once.
-    """
-    held = sys.getrefcount(t)
-    return held - _BY_CPP if t._use_count() > 1 else held
-
-
 def _held_by_cpp() -> int:
+    """What holds a tensor in C++ holds its Python object too, once, in some versions of torch."""
     leaf = torch.ones(1, requires_grad=True)
     before = sys.getrefcount(leaf)
     product = leaf * leaf  # saves it
@@ -75,7 +67,9 @@ class Holders(NamedTuple):
         if held is None:
             return Holders(_count(key) - _ONE + 1 - uses, 0, 0)
         places: int = held._use_count()  # type: ignore[attr-defined]
-        return Holders(_count(key) - _ONE + 1 - uses, places, _names(held) - _OWN_NAMES)
+        # Asked here: to hand a tensor on takes a reference more where dynamo looks at every call.
+        names = sys.getrefcount(held) - _OWN_NAMES - (_BY_CPP if places > 1 else 0)
+        return Holders(_count(key) - _ONE + 1 - uses, places, names)
 
     @staticmethod
     def of(region: Region, made: Made) -> Holders:
@@ -113,7 +107,11 @@ def is_held(
 
 def _others(found: list[tuple[Tensor, int]]) -> list[int]:
     """How many places in Python hold each tensor besides the variables that were found."""
-    return [_names(t) - times - _OF_A_PAIR for t, times in found]
+    others = []
+    for t, times in found:
+        by_cpp = _BY_CPP if t._use_count() > 1 else 0  # type: ignore[attr-defined]
+        others.append(sys.getrefcount(t) - times - _OF_A_PAIR - by_cpp)
+    return others
 
 
 def _is_saved(t: Tensor) -> bool:

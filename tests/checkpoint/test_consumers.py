@@ -344,3 +344,10 @@ def test_looking_at_variables_leaves_them_alone():
 
     step().sum().backward()
     assert mine["x"] is x
+
+
+def test_counting_where_dynamo_looks_at_every_call():
+    """It then calls functions in another way, in which arguments have a reference more."""
+    torch.compile(lambda t: t + 1, backend="eager")(torch.ones(2))
+    test_what_the_caller_keeps_is_no_use()
+    test_a_leaf_of_the_same_bytes()
