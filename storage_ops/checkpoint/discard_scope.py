@@ -110,8 +110,7 @@ def hold(module: Any, **options: Any) -> None:
 def release(module: Any) -> None:
     """Undo `hold`; the class stays where another was put above it."""
     vars(module).pop("_discarding", None)
-    if vars(type(module)).get("_kind") is DiscardHolder:
-        module.__class__ = type(module)._original
+    DiscardHolder.change_back(module)
 
 
 def options_of(module: nn.Module) -> dict[str, Any] | None:

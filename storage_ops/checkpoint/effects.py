@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from storage_ops.checkpoint.makers import maker_of
-from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings
+from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings, is_of_torch
 from storage_ops.checkpoint.saved import fail
 from storage_ops.checkpoint.uses import Use
 
@@ -218,7 +218,7 @@ def _bytes(around: Surroundings) -> Iterator[_Bytes]:
     for module in around.modules:
         if not module._buffers:
             continue
-        own = not _is_of_torch(module) or isinstance(module, _NormBase)
+        own = not is_of_torch(type(module)) or isinstance(module, _NormBase)
         quiet = _quiet.get(module, {})
         for name, t in module._buffers.items():
             if may_change(t):
@@ -236,10 +236,6 @@ def _bytes(around: Surroundings) -> Iterator[_Bytes]:
     for t in around.tensors:
         if may_change(t) and not isinstance(t, nn.Parameter):
             yield _Bytes(t, False, None, t.nbytes <= _SMALL)
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
 
 
 def _memory(t: Tensor) -> Tensor:

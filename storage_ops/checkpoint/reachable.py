@@ -99,7 +99,7 @@ class Surroundings:
             elif isinstance(value, MethodType):
                 inside = [value.__self__, value.__func__]
             elif isinstance(value, FunctionType):
-                if not _is_of_torch(value):
+                if not is_of_torch(value):
                     inside = self._inside_function(value)
                 given = False
             elif isinstance(value, nn.Module):
@@ -113,7 +113,7 @@ class Surroundings:
                 self.generators[value] = None
             else:
                 attributes = _attributes(value)
-                if attributes and not _is_of_torch(type(value)):
+                if attributes and not is_of_torch(type(value)):
                     inside = self._add_attributes(attributes, given)
                 cls: Any = type(value)
                 inside += _calls(cls)
@@ -128,7 +128,7 @@ class Surroundings:
                 seen.add(id(module))
                 self.modules.append(module)
                 types[type(module)] = None
-                if not _is_of_torch(type(module)):
+                if not is_of_torch(type(module)):
                     found = self._add_attributes(vars(module), False)
                     # A module that is an attribute but no part is the model around, mostly.
                     inside += [value for value in found if not isinstance(value, nn.Module)]
@@ -152,14 +152,15 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _is_of_torch(value: Any) -> bool:
+def is_of_torch(value: Any) -> bool:
+    """Whether a class or a function is defined by torch."""
     return (value.__module__ or "").startswith("torch.")
 
 
 @functools.lru_cache(maxsize=4096)
 def _calls(cls: Any) -> tuple[FunctionType, ...]:
     """What calls of an object of a class run in Python, but for what torch defines."""
-    mine = [vars(c) for c in cls.__mro__ if not _is_of_torch(c)]
+    mine = [vars(c) for c in cls.__mro__ if not is_of_torch(c)]
     found = [c.get(name) for c in mine for name in ("forward", "__call__")]
     return tuple(f for f in found if isinstance(f, FunctionType))
 

@@ -226,5 +226,4 @@ def set_checkpointing(module: Any, how: Checkpointing) -> None:
 def unset_checkpointing(module: Any) -> None:
     """Give a module its plain forward back, and its class unless another one was put above it."""
     vars(module).pop("_checkpointing", None)
-    if vars(type(module)).get("_kind") is CheckpointWrapper:
-        module.__class__ = type(module)._original
+    CheckpointWrapper.change_back(module)
