@@ -65,6 +65,7 @@ void lift_guard(T* storage) {
   if constexpr (can_lift_guard<T>::value) storage->clear_data_ptr_access_error_msg_();
 }
 
+// Makes every access to the bytes of a discarded tensor raise `message`, where torch has the means.
 template <typename T>
 void set_guard(T* storage, std::string message) {
   if constexpr (can_lift_guard<T>::value) {
@@ -118,13 +119,15 @@ StorageImpl* check_discard(const at::Tensor& self) {
   return storage;
 }
 
-void discard_storage(const at::Tensor& self) {
-  StorageImpl* storage = check_discard(self);
-  if (!storage) return;
-  const c10::Device device = storage->device();
-  auto* vacancy = new Vacancy{storage->nbytes()};
-  storage->set_data_ptr_noswap({nullptr, vacancy, &Vacancy::release, device});
-  storage->set_nbytes(0);
+void discard_storage(const at::Tensor& self, std::optional<std::string> guard) {
+  if (StorageImpl* storage = check_discard(self)) {
+    const c10::Device device = storage->device();
+    auto* vacancy = new Vacancy{storage->nbytes()};
+    storage->set_data_ptr_noswap({nullptr, vacancy, &Vacancy::release, device});
+    storage->set_nbytes(0);
+  }
+  StorageImpl* empty = self.storage().unsafeGetStorageImpl();
+  if (guard && vacancy_of(empty)) set_guard(empty, *std::move(guard));
 }
 
 c10::weak_intrusive_ptr<StorageImpl> weak(StorageImpl* storage) {
@@ -198,12 +201,6 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
   lease(to, lease_of(from)->owner, from);
 }
 
-// Makes every access to the bytes of a discarded tensor raise `message`, where torch has the means.
-void arm_guard(const at::Tensor& self, std::string message) {
-  StorageImpl* storage = storage_of("discard_storage", "self", self);
-  if (vacancy_of(storage)) set_guard(storage, std::move(message));
-}
-
 // Tells the allocator that a stream uses these bytes. The caching allocator knows a storage by the
 // deleter of its DataPtr, so the record must be made on the owner of shared bytes.
 void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int64_t device_type) {
@@ -225,7 +222,6 @@ void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int
     m.impl("share_storage", TORCH_FN(share_storage));     \
     m.impl("_is_discarded", TORCH_FN(is_discarded));      \
     m.impl("_check_storage", TORCH_FN(check_storage));    \
-    m.impl("_arm_guard", TORCH_FN(arm_guard));            \
     m.impl("_record_stream", TORCH_FN(record_stream));    \
   }
 

@@ -18,8 +18,7 @@ def info(status: _library.Status) -> dict[str, Any]:
     ops = torch.ops.storage_ops
     probe, other = torch.ones(1), torch.zeros(1)
     address = other.data_ptr()
-    ops.discard_storage(probe)
-    ops._arm_guard(probe, "probe")
+    ops.discard_storage(probe, "probe")
     guard = raises(probe.data_ptr)
     ops.share_storage(probe, other)
     on_cpu, on_cuda = products.has_row_kernel("cpu"), products.has_row_kernel("cuda")

@@ -20,10 +20,9 @@ _LOSS_UPSTREAM = (
 
 # name -> schema. A leading underscore marks an op that only this package calls.
 SCHEMAS: dict[str, str] = {
-    "discard_storage": "(Tensor(a!) self) -> ()",
+    "discard_storage": "(Tensor(a!) self, str? guard=None) -> ()",
     "share_storage": "(Tensor(a!) dst, Tensor src) -> ()",
     "_is_discarded": "(Tensor self) -> bool",
-    "_arm_guard": "(Tensor self, str message) -> ()",
     "_check_storage": "(Tensor self, Tensor? src) -> ()",
     "_record_stream": "(Tensor self, int id, int device_index, int device_type) -> ()",
     "_alias_bytes": "(Tensor owner) -> Tensor",

@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[1]
 NATIVE_ONLY = {"_alias_bytes"}
 REFERENCES = {
     "_is_discarded": "is_discarded",
-    "_arm_guard": "storage_of",
     "_check_storage": "check_storage",
     "_record_stream": "storage_of",
     "_cross_entropy_rows": "cross_entropy_rows",

@@ -65,7 +65,7 @@ def _accessors(source: Any) -> _Source:
 def rng_of(device: torch.device) -> _Source:
     """How to get and set the state of a device's default generator."""
     if device.type == "cpu":
-        return torch.get_rng_state, torch.set_rng_state
+        return torch.default_generator.get_state, torch.default_generator.set_state
     library = torch.get_device_module(device)
     put = functools.partial(library.set_rng_state, device=device)
     return functools.partial(library.get_rng_state, device), put
@@ -141,6 +141,7 @@ def disable_checkpointing() -> Iterator[None]:
 
 # Modes that change what the same code computes.
 _SETTINGS: tuple[_Source, ...] = (
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
     (is_disabled, _disable),
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),

@@ -88,6 +88,8 @@ def is_held(
         variables: whether those of the functions that run do not count.
         saved_too: whether a tensor of a variable counts when the graph holds it as well.
     """
+    if now == before:
+        return False
     more = [n - b for n, b in zip(now, before, strict=True)]
     if max(more) <= 0 or not variables:
         return max(more) > 0

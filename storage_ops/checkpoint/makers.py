@@ -10,12 +10,14 @@ from storage_ops.checkpoint.guard import storage_key
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region import Region
 
-makers: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+# A region strikes out what it made when it can no longer make it again, or is gone.
+makers: dict[int, weakref.ref[Region]] = {}
 
 
 def maker_of(t: Any) -> Region | None:
     """The region that can make the bytes of a tensor again, if one can."""
-    if not makers.data:  # type: ignore[attr-defined]  # asking for the length takes long
+    if not makers:
         return None
     key = storage_key(t)
-    return None if key is None else makers.get(key)
+    region = None if key is None else makers.get(key)
+    return None if region is None else region()

@@ -146,6 +146,10 @@ class Region:
         self._discarded: list[Made] = []  # wait for the recompute
         self.uses: dict[int, int] = {}  # storage -> how many saved tensors of consumers share it
 
+    def __del__(self) -> None:
+        for made in (*self.made, *self._discarded):
+            _makers.pop(made.key, None)
+
     @staticmethod
     def is_saved_by_another() -> bool:
         """Whether an enclosing checkpoint, torch's or ours, saves nothing of a call anyway."""
@@ -193,7 +197,7 @@ class Region:
             self._results[index] = Saved(leaf, self._checksums)
         for made in self.made:
             made.holders = Holders.counted(made.key, made.output)
-            _makers[made.key] = self
+            _makers[made.key] = weakref.ref(self)
         if frozen or self._contexts:
             self._keep_what_others_hold()
 
@@ -319,7 +323,7 @@ class Region:
         args, kwargs = self._inputs.again(self.name)
 
         def pack(t: Tensor) -> Tensor:
-            saved.append((Saved(t, self._checksums), t.detach() if t.requires_grad else t))
+            saved.append((Saved(t, self._checksums), t if t.grad_fn is None else t.detach()))
             if stops and len(saved) >= len(first):
                 self._stopped = len(first)
                 raise _AsFarAsNeeded
@@ -330,7 +334,7 @@ class Region:
         hooks = saved_tensors_hooks(pack, _as_it_is)
         outputs: list[Any] = []
         try:
-            with self._state, torch.enable_grad(), hooks, around, log or _NOTHING:
+            with self._state, hooks, around, log or _NOTHING:
                 outputs = leaves_of(self._fn(*args, **kwargs))
         except _AsFarAsNeeded:
             pass
@@ -400,7 +404,7 @@ class Region:
         # reads twice makes the region run once more, and then nothing is emptied.
         if self._task is None or index not in self._recomputed or self._task != _current_task():
             self.recompute()
-        unwritten = self._stopped_within_op(index)
+        unwritten = index == self._stopped - 2 and self._is_unwritten()
         if unwritten or index not in self._recomputed:
             self._task, self._reread = None, True
             self._stops = self._stops and not unwritten
@@ -413,10 +417,8 @@ class Region:
             self.end_backward(torch._C._autograd._get_current_graph_task_keep_graph())
         return value
 
-    def _stopped_within_op(self, index: int) -> bool:
-        """Whether the recompute was stopped before the op that saves a tensor had written it."""
-        if index != self._stopped - 2:
-            return False
+    def _is_unwritten(self) -> bool:
+        """Whether the op that was stopped has not written what it saves last but one."""
         node = torch._C._current_autograd_node()
         if node is None or node.name() != _SAVES_BEFORE_WRITING:
             return False

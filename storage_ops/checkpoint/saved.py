@@ -39,7 +39,8 @@ class Saved:
         self.layout = (t.shape, stride, t.dtype, t.device)
         self.checksum = _checksum(t) if checksum else None
         # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
-        root = t if t._base is None else t._base
+        base = t._base
+        root = t if base is None else base
         self.is_leaf = root.is_leaf
         # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
         is_parameter = type(root) is not Tensor and isinstance(root, torch.nn.Parameter)

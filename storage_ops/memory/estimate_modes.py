@@ -225,7 +225,6 @@ _STORAGE_OPS = {
     _OPS.discard_storage.default,
     _OPS.share_storage.default,
     _OPS._is_discarded.default,
-    _OPS._arm_guard.default,
     _OPS._check_storage.default,
     _OPS._record_stream.default,
 }

@@ -173,8 +173,11 @@ def check_storage(self: Tensor, src: Tensor | None, copies: bool = True) -> None
         check_share(self, src, copies)
 
 
-def discard_storage(self: Tensor) -> None:
-    """Free the bytes of the storage of `self`; shape, strides and version counter stay."""
+def discard_storage(self: Tensor, guard: str | None = None) -> None:
+    """Free the bytes of the storage of `self`; shape, strides and version counter stay.
+
+    Nothing in plain torch makes a read raise `guard`.
+    """
     storage = check_discard(self)
     if storage is not None:
         note_discard(storage)

@@ -76,9 +76,7 @@ def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream]) -> N
     if t.is_cuda:
         for stream in (torch.cuda.current_stream(t.device), *streams):
             _OPS._record_stream(t, stream.stream_id, stream.device_index, stream.device_type)
-    _OPS.discard_storage(t)
-    if guard is not None:
-        _OPS._arm_guard(t, guard)
+    _OPS.discard_storage(t, guard)
 
 
 def discard_storage(

@@ -27,7 +27,7 @@ def _swap(to: Storage, other: Storage) -> None:
     to._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
-def _alias_discard(self: Tensor) -> None:
+def _alias_discard(self: Tensor, guard: str | None = None) -> None:
     storage = reference.check_discard(self)
     if storage is not None:
         reference.note_discard(storage)
@@ -66,7 +66,7 @@ def _nothing(self: Tensor, *rest: object) -> None:
 
     For discard_storage where a graph is made: one of torch.compile has no storages, and its
     compiler frees what is not used; one of torch.jit.trace has no hooks, which would have to bind
-    the bytes back before its backward. For _arm_guard where no guard can be had.
+    the bytes back before its backward.
     """
 
 
@@ -103,7 +103,6 @@ _PYTHON_KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 _COMMON_KERNELS: dict[str, Callable[..., Any]] = {
     "_is_discarded": reference.is_discarded,
-    "_arm_guard": _nothing,
     "_record_stream": _record_stream,
 }
 
@@ -147,7 +146,7 @@ def register(status: _library.Status) -> None:
     for key in ("Functionalize", "Tracer"):
         _schemas.library.impl("discard_storage", _nothing, key)
     _schemas.library.impl("share_storage", _functional_share, "Functionalize")
-    for name in ("_arm_guard", "_check_storage", "_record_stream"):
+    for name in ("_check_storage", "_record_stream"):
         _schemas.library.impl(name, _nothing, "Tracer")
     _schemas.library.impl("_is_discarded", fallthrough_kernel, "Tracer")
 
@@ -168,7 +167,7 @@ def storage_path(path: str) -> Iterator[None]:
 
 
 @register_fake("storage_ops::discard_storage", lib=_schemas.library)
-def _(self: Tensor) -> None:
+def _(self: Tensor, guard: str | None = None) -> None:
     return None
 
 
@@ -183,11 +182,6 @@ def _(dst: Tensor, src: Tensor) -> None:
 @register_fake("storage_ops::_is_discarded", lib=_schemas.library)
 def _(self: Tensor) -> bool:
     return False
-
-
-@register_fake("storage_ops::_arm_guard", lib=_schemas.library)
-def _(self: Tensor, message: str) -> None:
-    return None
 
 
 @register_fake("storage_ops::_check_storage", lib=_schemas.library)

@@ -79,7 +79,7 @@ def span(dtype=torch.float32):
 
 # op name -> argument tuples. The house test asserts that every schema has an entry.
 CASES = {
-    "discard_storage": [(torch.empty(0),), (torch.empty(3, 0)[:1],)],
+    "discard_storage": [(torch.empty(0),), (torch.empty(3, 0)[:1],), (torch.empty(0), "message")],
     "share_storage": [
         (torch.randn(4), torch.randn(4)),
         (torch.randn(6)[2:4], torch.randn(9)),
@@ -88,7 +88,6 @@ CASES = {
         (torch.zeros((), dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)),
     ],
     "_is_discarded": [(torch.randn(4),), (torch.empty(0),)],
-    "_arm_guard": [(torch.randn(4), "message")],
     "_check_storage": [(torch.randn(4), None), (torch.randn(4), torch.randn(4))],
     "_record_stream": [(torch.randn(4), 0, 0, 1)],
     "_alias_bytes": [(torch.arange(8, dtype=torch.uint8),)],
