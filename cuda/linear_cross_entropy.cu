@@ -277,7 +277,7 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
                   "_cross_entropy_rows: more rows than a grid of blocks can have");
   if (logits.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  for_dtypes(logits, [&](auto logit, auto arithmetic) {
+  for_dtypes("_cross_entropy_rows: logits", logits, [&](auto logit, auto arithmetic) {
     const auto a = row_arguments<decltype(logit), decltype(arithmetic)>(tensors, options);
     // With the first three rows of upstream, the entropy has no gradient.
     const bool general = a.bias != nullptr || a.spread() || a.slope || a.transform.softcap != 0 ||

@@ -258,7 +258,8 @@ def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     batched = functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream)
     if retained or batched or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
         return grad * upstream
-    return grad.mul_(upstream)
+    _OPS._scale(grad, upstream)
+    return grad
 
 
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -18,6 +18,7 @@ from storage_ops.ops.tile_memory import SLICE
 for _name, _kernel in (
     ("_product", reference.product),
     ("_transposed_product", reference.transposed_product),
+    ("_scale", reference.scale),
 ):
     _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
     register_fake(f"storage_ops::{_name}", lambda *args: None, lib=_schemas.library)
@@ -155,7 +156,7 @@ _adds_wide: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
 
 
 def adds_wide(out: Tensor, dtype: torch.dtype) -> bool:
-    """Whether this torch adds products of a 16-bit dtype to a matrix like `out`, and rounds neither.
+    """Whether this torch adds 16-bit products to a matrix like `out`, and rounds neither.
 
     Not all that multiply do. It is tried when it is asked first, but not while a graph is captured:
     there nobody may look at a result.

@@ -1,4 +1,4 @@
-"""Sums over tiles and over parts of a product: in full precision, whatever the dtype and settings."""
+"""Sums over tiles and parts of a product: in full precision, whatever the dtype and settings."""
 
 import threading
 import warnings
