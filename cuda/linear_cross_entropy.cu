@@ -103,9 +103,9 @@ struct BlockRow {
       transform_products(column, z);
       A max = z[0];
 #pragma unroll
-      for (const A& logit : z) max = ::max(max, logit);
+      for (const A& logit : z) max = maximum(max, logit);
       if (max > state.max()) own.best = static_cast<unsigned>(column / kPack<T>);
-      state = moved(state, shift_of(::max(max, state.max())));
+      state = moved(state, shift_of(maximum(max, state.max())));
 #pragma unroll
       for (const A& logit : z) {
         const A e = exponential(logit - state.shift);
@@ -130,7 +130,7 @@ struct BlockRow {
   __device__ __forceinline__ RowState<A> combine(const Partial<A>& own, Scratch<A>& scratch) const {
     A max[] = {own.state.max()};
     block_reduce(max, -std::numeric_limits<A>::infinity(), scratch.max,
-                 [](A x, A y) { return ::max(x, y); });
+                 [](A x, A y) { return maximum(x, y); });
     RowState<A> state = moved(own.state, shift_of(max[0]));
     const auto add = [](A x, A y) { return x + y; };
     if constexpr (kGeneral) {
@@ -160,14 +160,14 @@ struct BlockRow {
         rank[0] = a.columns + j;
       }
     }
-    if (all.sum != all.sum) {
+    if (all.max() != all.max()) {
       for (int64_t j = threadIdx.x; j < a.columns && rank[0] >= a.columns; j += blockDim.x) {
         const A z = logit(j);
         if (z != z) rank[0] = j;
       }
     }
     block_reduce(rank, none, scratch.rank, [](int64_t x, int64_t y) { return x < y ? x : y; });
-    if (threadIdx.x != 0 || previous.sum != previous.sum) return;
+    if (threadIdx.x != 0 || previous.max() != previous.max()) return;
     if (rank[0] < a.columns) {
       a.argmax[i] = a.first_column + rank[0];
     } else if (rank[0] < none && all.max() > previous.max()) {
@@ -204,7 +204,7 @@ struct BlockRow {
 template <bool kGeneral, typename T, typename A>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     cross_entropy_rows_kernel(const __grid_constant__ RowArguments<T, A> a) {
-  __shared__ Scratch<A> scratch;
+  auto& scratch = shared_memory<Scratch<A>>();
   const int64_t i = blockIdx.x;
   const BlockRow<kGeneral, T, A> block(a, i);
   const int64_t index = a.index ? a.index[i] : -1;
@@ -254,14 +254,13 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 }
 
 template <bool kGeneral, typename T, typename A>
-void launch(const RowArguments<T, A>& a, cudaStream_t stream) {
+void launch_rows(const RowArguments<T, A>& a, cudaStream_t stream) {
   // Short rows get fewer threads: each still has a tile of its own.
   constexpr int64_t kColumns = kTile<kGeneral> * kPack<T> * 32;  // of a warp
   const int64_t warps = (a.columns + kColumns - 1) / kColumns;
   const auto threads = static_cast<unsigned>(32 * std::clamp<int64_t>(warps, 1, kThreads<A> / 32));
-  cross_entropy_rows_kernel<kGeneral, T, A>
-      <<<static_cast<unsigned>(a.rows), threads, 0, stream>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(cross_entropy_rows_kernel<kGeneral, T, A>, static_cast<unsigned>(a.rows), threads, stream,
+         a);
 }
 
 void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias,
@@ -282,8 +281,8 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
     // With the first three rows of upstream, the entropy has no gradient.
     const bool general = a.bias != nullptr || a.spread() || a.slope || a.transform.softcap != 0 ||
                          (a.grad && a.upstream_count > 3);
-    const auto run = general ? launch<true, decltype(logit), decltype(arithmetic)>
-                             : launch<false, decltype(logit), decltype(arithmetic)>;
+    const auto run = general ? launch_rows<true, decltype(logit), decltype(arithmetic)>
+                             : launch_rows<false, decltype(logit), decltype(arithmetic)>;
     run(a, current_stream(logits));
   });
 }
