@@ -20,6 +20,12 @@ inline cudaStream_t current_stream(const Tensor& t) {
   return static_cast<cudaStream_t>(stream);
 }
 
+inline int attribute(cudaDeviceAttr which, int32_t device) {
+  int value = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
 // Calls a kernel with so many blocks and threads of each.
 template <typename... Parameters>
 void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, cudaStream_t stream,
