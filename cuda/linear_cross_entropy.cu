@@ -262,7 +262,8 @@ template <bool kGeneral, typename T, typename A>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     cross_entropy_rows_kernel(const __grid_constant__ RowArguments<T, A> a) {
   auto& scratch = shared_memory<Scratch<A>>();
-  for (int64_t i = blockIdx.x; i < a.rows; i += gridDim.x) {
+  // Not in 64 bits, for the registers: a grid has no more blocks than fit into 31.
+  for (unsigned i = blockIdx.x; i < static_cast<unsigned>(a.rows); i += gridDim.x) {
     work_on_row<kGeneral>(a, i, scratch);
   }
 }

@@ -10,7 +10,7 @@ namespace storage_ops::kernels {
 
 constexpr unsigned kScaleThreads = 256;
 constexpr int kScalePacks = 4;          // that a thread loads before it uses the first
-constexpr int64_t kScaleBlocks = 2048;  // enough for every multiprocessor, and soon started
+constexpr int64_t kScaleBlocks = 1024;  // enough for every multiprocessor, and soon started
 constexpr int64_t kScaleBytes =
     kScaleThreads * kScalePacks * sizeof(uint4);  // of a block at a time
 
@@ -44,10 +44,9 @@ void scale(Tensor self, Tensor factor) {
                     "_scale: factor must be in the dtype of the arithmetic");
     const int64_t blocks = (count * sizeof(T) + kScaleBytes - 1) / kScaleBytes;
     const auto grid = static_cast<unsigned>(std::min(blocks, kScaleBlocks));
-    scale_kernel<T, A><<<grid, kScaleThreads, 0, current_stream(self)>>>(
-        static_cast<T*>(self.mutable_data_ptr()), count,
-        static_cast<const A*>(factor.const_data_ptr()));
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(scale_kernel<T, A>, grid, kScaleThreads, current_stream(self),
+           static_cast<T*>(self.mutable_data_ptr()), count,
+           static_cast<const A*>(factor.const_data_ptr()));
   });
 }
 
