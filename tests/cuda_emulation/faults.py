@@ -1,12 +1,10 @@
 """The row kernel with faults planted in it, each of which the emulation has to find.
 
-`python -m tests.cuda_emulation.faults NAME` looks for one, which a sanitizer may do as well.
+`python -m tests.cuda_emulation.faults LIBRARY NAME` runs one of them, for a sanitizer to see.
 """
 
 import ctypes
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -17,6 +15,7 @@ from ..cuda.test_row_kernel import OPTIONS, Place, Rows
 from . import build
 from .ops import SANITIZER, Emulated
 
+NAMESPACE = "storage_ops_planted"
 KERNEL, HEADER = "linear_cross_entropy.cu", "launch.cuh"
 # Where what is right in a source gives way to what is wrong while THIS is planted; and what becomes
 # of it: results that are wrong, or what the emulation says.
@@ -59,8 +58,8 @@ FAULTS = {
 }  # fmt: skip
 
 
-def planted(folder: Path) -> Emulated:
-    """The kernel with all faults in it; `plant` chooses one."""
+def compile_planted(folder: Path, sanitizer: str = SANITIZER) -> Path:
+    """A library of the kernel with all faults in it, of which `plant` chooses one."""
     texts = {name: (build.ROOT / "cuda" / name).read_text() for name in (KERNEL, HEADER)}
     for number, (file, right, wrong, _) in enumerate(FAULTS.values(), 1):
         assert right in texts[file], right
@@ -69,11 +68,7 @@ def planted(folder: Path) -> Emulated:
     texts[KERNEL] = exported + texts[KERNEL]
     for name, text in texts.items():
         (folder / name).write_text(text)
-    for name in (p.name for p in (build.ROOT / "cuda").iterdir() if p.name not in texts):
-        shutil.copy(build.ROOT / "cuda" / name, folder)
-    namespace = "storage_ops_planted"
-    library = build.compile_kernels(folder, [folder / KERNEL], SANITIZER, namespace)
-    return Emulated(library, namespace)
+    return build.compile_kernels(folder, [folder / KERNEL], sanitizer, NAMESPACE)
 
 
 def plant(ops: Emulated, name: str) -> None:
@@ -99,11 +94,9 @@ def found(ops: Emulated, trials: int = 12) -> str:
 
 
 if __name__ == "__main__":
+    library, fault = sys.argv[1:]
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as work:
-        kernel = planted(Path(work))
-    plant(kernel, sys.argv[1])
-    kernel.seed(
-        int.from_bytes(torch.randint(256, (4,)).to(torch.uint8).numpy().tobytes(), "little")
-    )
-    print("found by the emulation:", found(kernel) or "nothing")
+    kernel = Emulated(Path(library), NAMESPACE)
+    kernel.seed(torch.seed() % 2**32)
+    plant(kernel, fault)
+    print(found(kernel) or "no fault was found")

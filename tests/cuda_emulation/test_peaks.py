@@ -8,7 +8,9 @@ from ..ops import test_planner
 from ..ops.test_planner import plans  # noqa: F401 (a fixture of the tests)
 from .gpu import pretended
 
-globals().update(borrowed(test_planner))
+# On a GPU the tokens of this one are worked on, which takes a minute one by one.
+LEFT_OUT_ON_A_CPU = "test_the_smallest_budget_has_room_for_the_state_of_ignored_tokens"
+globals().update(borrowed(test_planner, frozenset({LEFT_OUT_ON_A_CPU})))
 
 
 @pytest.fixture(scope="module", autouse=True, params=[True, False], ids=["adds_wide", "multiplies"])
