@@ -114,9 +114,9 @@ class Rows:
             )
         return state.taken_out(), argmax.taken_out()[0], logits.taken_out()
 
-    def compare(self, *calls):
-        """Check the CUDA kernel against the CPU kernel."""
-        (state, argmax, logits), right = self.run(GPU, *calls), self.run(CPU, *calls)
+    def compare(self, place, *calls):
+        """Check a kernel against the CPU kernel."""
+        (state, argmax, logits), right = self.run(place, *calls), self.run(CPU, *calls)
         tolerance = 1e-11 if self.arithmetic == torch.float64 else 1e-4
         kept = [0, 1, 5]  # the rest has a meaning only where it is asked for
         kept += [2] if self.phases & SLOPE else []
@@ -134,7 +134,7 @@ class Rows:
 @pytest.mark.parametrize("columns", [1, 7, 1000, 50257])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_row_kernel_against_the_cpu(dtype, columns, options):
-    Rows(dtype, columns, **OPTIONS[options]).compare((0, columns, UPDATE | GRADIENT))
+    Rows(dtype, columns, **OPTIONS[options]).compare(GPU, (0, columns, UPDATE | GRADIENT))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,13 +143,13 @@ def test_row_kernel_on_slices_of_the_vocabulary(dtype, options):
     ends = [0, 1, 1001, 1001, 2048, 4096, 5003]
     slices = list(itertools.pairwise(ends))
     calls = [(begin, end, phase) for phase in (UPDATE, GRADIENT) for begin, end in slices]
-    Rows(dtype, 5003, **OPTIONS[options]).compare(*calls)
+    Rows(dtype, 5003, **OPTIONS[options]).compare(GPU, *calls)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_row_kernel_writes_exponentials(dtype, options):
-    Rows(dtype, 3001, **OPTIONS[options]).compare((0, 3001, UPDATE | EXPONENTIALS))
+    Rows(dtype, 3001, **OPTIONS[options]).compare(GPU, (0, 3001, UPDATE | EXPONENTIALS))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

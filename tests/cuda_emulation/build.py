@@ -55,7 +55,7 @@ def why_not() -> str:
 
 
 def compile_kernels(
-    folder: Path, kernels: Iterable[Path], sanitizer: str = "", headers: Path = ROOT / "cuda"
+    folder: Path, kernels: Iterable[Path], sanitizer: str = "", namespace: str = NAMESPACE
 ) -> Path:
     """Compile CUDA sources, and what emulates their device, into a library in a folder."""
     from build_tools.ninja_file import STABLE  # not beside tests that were copied
@@ -65,7 +65,8 @@ def compile_kernels(
     common = [
         "g++", "-c", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-O2", *WARNINGS,
         STABLE, "-DUSE_CUDA", f"-DEMULATION_{sanitizer.upper() or 'PLAIN'}",
-        f"-I{HERE / 'include'}", f"-I{HERE}", f"-I{ROOT / 'csrc'}", f"-I{headers}",
+        f'-DEMULATION_NAMESPACE="{namespace}"', f"-I{HERE / 'include'}", f"-I{HERE}",
+        f"-I{ROOT / 'csrc'}",
         f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}",
     ]  # fmt: skip
     units = [(HERE / name, []) for name in ("block.cpp", "torch_cuda.cpp")]
@@ -101,15 +102,15 @@ def built(sanitizer: str = "") -> Path:
 
 
 @functools.cache
-def _schemas_in_namespace() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")
+def _schemas_in(namespace: str) -> torch.library.Library:
+    library = torch.library.Library(namespace, "DEF")
     for name, schema in _schemas.SCHEMAS.items():
         library.define(name + schema)
     return library
 
 
-def load(library: Path) -> ctypes.CDLL:
-    """Make the ops of a compiled library callable."""
-    _schemas_in_namespace()
+def load(library: Path, namespace: str = NAMESPACE) -> ctypes.CDLL:
+    """Make the ops of a library callable that was compiled for this namespace."""
+    _schemas_in(namespace)
     torch.ops.load_library(library)
     return ctypes.CDLL(str(library))

@@ -4,40 +4,48 @@ import ctypes
 import functools
 import os
 import random
+from pathlib import Path
 
 import torch
 
 from . import build
 from .memory import call_fenced
 
+# "thread" or "address" where python runs under that sanitizer; see `make sanitize`.
+SANITIZER = os.environ.get("STORAGE_OPS_EMULATION_SANITIZER", "")
+
 
 class Emulated:
     """Stands in for `torch.ops.storage_ops`. An op without a kernel for a GPU is the ordinary one.
 
     Attributes:
-        calls: how many ops ran in the emulation.
+        library: the compiled kernels.
+        calls: how many of its ops were called.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library, self.calls, self._random = library, 0, random.Random()
+    def __init__(self, library: Path, namespace: str = build.NAMESPACE) -> None:
+        self.library, self.calls = build.load(library, namespace), 0
+        self._namespace, self._random = namespace, random.Random()
 
     def seed(self, seed: int) -> None:
         """Fix the order of threads from here on, and where tensors have their fences."""
         self._random.seed(seed)
-        self._library.emulation_seed(ctypes.c_uint64(seed))
+        self.library.emulation_seed(ctypes.c_uint64(seed))
 
     def __getattr__(self, name: str) -> object:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        if not has_kernel(f"{build.NAMESPACE}::{name}", "CPU"):
+        if not has_kernel(f"{self._namespace}::{name}", "CPU"):
             return getattr(torch.ops.storage_ops, name)
-        return functools.partial(self._call, getattr(torch.ops, build.NAMESPACE), name)
+        return functools.partial(
+            self._call, getattr(getattr(torch.ops, self._namespace), name).default
+        )
 
-    def _call(self, namespace: object, name: str, *args: object) -> object:
+    def _call(self, op: torch._ops.OpOverload, *args: object) -> object:
         self.calls += 1
-        return call_fenced(getattr(namespace, name).default, *args, random=self._random)
+        return call_fenced(op, *args, draw=self._random)
 
 
 @functools.cache
 def emulated() -> Emulated:
     """The ops, compiled and loaded at the first call."""
-    return Emulated(build.load(build.built(os.environ.get("STORAGE_OPS_EMULATION_SANITIZER", ""))))
+    return Emulated(build.built(SANITIZER))

@@ -1,10 +1,9 @@
-// What the kernels ask of torch's CUDA library, for one device that has one stream; and the ops of
-// the kernels, registered for tensors of the CPU in a namespace of their own.
+// What the kernels ask of torch's CUDA library, for one device that has one stream. Their ops are
+// registered for tensors of the CPU, in EMULATION_NAMESPACE.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstdio>
-#include <string>
 
 // The linker sends calls of `x` to `__wrap_x`, and of `__real_x` to `x`.
 extern "C" {
@@ -12,10 +11,9 @@ extern "C" {
 AOTITorchError __real_aoti_torch_library_init_impl(const char*, const char*, const char*, uint32_t,
                                                    TorchLibraryHandle*);
 
-AOTITorchError __wrap_aoti_torch_library_init_impl(const char* ns, const char*, const char* file,
+AOTITorchError __wrap_aoti_torch_library_init_impl(const char*, const char*, const char* file,
                                                    uint32_t line, TorchLibraryHandle* library) {
-  static const std::string own = std::string(ns) + "_emulated";
-  return __real_aoti_torch_library_init_impl(own.c_str(), "CPU", file, line, library);
+  return __real_aoti_torch_library_init_impl(EMULATION_NAMESPACE, "CPU", file, line, library);
 }
 
 AOTITorchError __wrap_aoti_torch_get_current_cuda_stream(int32_t, void** stream) {

@@ -37,35 +37,33 @@ struct alignas(4) __nv_bfloat162 {
   uint16_t x, y;
 };
 
-// Where a call is written.
-#define EMULATION_SITE(name) \
-  emulation::Site { name, __builtin_FILE(), __builtin_LINE() }
-
-inline void __syncthreads(emulation::Site site = EMULATION_SITE("__syncthreads")) {
-  emulation::barrier(site);
+// Calls that wait take the place that they are written in, for messages.
+inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulation::barrier({"__syncthreads", file, line});
 }
 
-inline void __syncwarp(unsigned mask = ~0u, emulation::Site site = EMULATION_SITE("__syncwarp")) {
-  emulation::exchange(mask, 0, true, site);
+inline void __syncwarp(unsigned mask = ~0u, const char* file = __builtin_FILE(),
+                       int line = __builtin_LINE()) {
+  emulation::exchange(mask, 0, true, {"__syncwarp", file, line});
 }
 
-inline unsigned __ballot_sync(unsigned mask, bool vote,
-                              emulation::Site site = EMULATION_SITE("__ballot_sync")) {
-  const uint64_t* votes = emulation::exchange(mask, vote, false, site);
+inline unsigned __ballot_sync(unsigned mask, bool vote, const char* file = __builtin_FILE(),
+                              int line = __builtin_LINE()) {
+  const auto* votes = emulation::exchange(mask, vote, false, {"__ballot_sync", file, line});
   unsigned result = 0;
   for (unsigned lane = 0; lane < emulation::kLanes; ++lane) result |= unsigned(votes[lane]) << lane;
   return result;
 }
 
 template <typename V>
-V __shfl_xor_sync(unsigned mask, V value, unsigned lanes,
-                  emulation::Site site = EMULATION_SITE("__shfl_xor_sync")) {
+V __shfl_xor_sync(unsigned mask, V value, unsigned lanes, const char* file = __builtin_FILE(),
+                  int line = __builtin_LINE()) {
   static_assert(sizeof(V) <= sizeof(uint64_t));
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof value);
   const unsigned lane = threadIdx.x % emulation::kLanes;
-  bits = emulation::exchange(mask, bits, false, site)[lane ^ lanes];
-  std::memcpy(&value, &bits, sizeof value);
+  const auto* offered = emulation::exchange(mask, bits, false, {"__shfl_xor_sync", file, line});
+  std::memcpy(&value, &offered[lane ^ lanes], sizeof value);
   return value;
 }
 
