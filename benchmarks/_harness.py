@@ -32,9 +32,10 @@ RESULTS = Path(__file__).parent / "results"
 REPORT = Path("bench-report")  # where results go that are not kept
 MIB = 1 << 20
 Case = Callable[[], object]
-Runs = list[tuple[float, float]]  # wall seconds, and seconds on the clock that is compared
+Runs = list[tuple[float, float]]  # what a Clock gives; the second is compared
 POINTS = 400  # of a curve of memory that is kept
 WARM_RUNS = {"cpu": 1, "cuda": 3}
+HEAD_START = 20_000_000  # cycles that a GPU waits for the host: about 10 ms
 PEER_PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "quack-kernels", "megatron-core",
                  "ai2-olmo-core", "transformers")  # fmt: skip
 
@@ -100,9 +101,9 @@ def interleave(
     cases have in common.
 
     Returns:
-        The runs of each case: wall seconds, and seconds of process CPU time, or on a GPU of device
-        time between two events. Ratios of medians of these, taken within one process, hold on a
-        shared machine where single times do not.
+        The runs of each case: wall seconds, and seconds of process CPU time; on a GPU both are of
+        device time between two events. Ratios of medians of these, taken within one process, hold
+        on a shared machine where single times do not.
     """
     prefix = f"{label}: " if label else ""
     for name in list(cases):
@@ -149,20 +150,37 @@ def _release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _timed(run: Case, device: str) -> tuple[float, float]:
-    if device == "cpu":
-        wall, cpu = time.perf_counter(), time.process_time()
-        run()
+class Clock:
+    """Seconds by the clock and of this process's CPU; on a GPU both are those of the device.
+
+    A GPU is kept busy until its first work has been launched, so that what the host does before
+    that is not counted, as it would not be where work is queued all the time.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (device == "cuda"))]
+        if self._events:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(HEAD_START)
+            self._events[0].record()
+        self._start = time.perf_counter(), time.process_time()
+
+    def stop(self) -> tuple[float, float]:
+        """Seconds since it was made, after what is running on the device."""
+        if self._events:
+            self._events[1].record()
+            self._events[1].synchronize()
+            seconds = self._events[0].elapsed_time(self._events[1]) / 1000
+            return seconds, seconds
+        wall, cpu = self._start
         cpu = time.process_time() - cpu
         return time.perf_counter() - wall, cpu
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    wall = time.perf_counter()
-    begin.record()
+
+
+def _timed(run: Case, device: str) -> tuple[float, float]:
+    clock = Clock(device)
     run()
-    end.record()
-    torch.cuda.synchronize()
-    return time.perf_counter() - wall, begin.elapsed_time(end) / 1e3
+    return clock.stop()
 
 
 def ratios(seconds: dict[str, Runs], base: str) -> dict[str, tuple[float, float, float]]:
