@@ -111,6 +111,7 @@ class BuildNative(build_ext):
             "torch_target": "{}.{}".format(*toolchain.TARGET),
             "torch_built_with": minors[-1],
             "bindings": " ".join(minors),
+            "sources": ninja_file.digest_of_sources(),
         }
 
 

@@ -7,9 +7,11 @@ import datetime
 import gc
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,8 +38,8 @@ Runs = list[tuple[float, float]]  # what a Clock gives; the second is compared
 POINTS = 400  # of a curve of memory that is kept
 WARM_RUNS = {"cpu": 1, "cuda": 3}
 HEAD_START = 20_000_000  # cycles that a GPU waits for the host: about 10 ms
-PEER_PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "quack-kernels", "megatron-core",
-                 "ai2-olmo-core", "transformers")  # fmt: skip
+PEER_PACKAGES = ("triton", "liger-kernel", "liger-cute-kernels", "cut-cross-entropy",
+                 "quack-kernels", "megatron-core", "ai2-olmo-core", "transformers")  # fmt: skip
 
 
 class Result:
@@ -51,6 +53,7 @@ class Result:
         self.skipped: dict[str, str] = {}
         self.rows: list[dict[str, Any]] = []
         self.groups = self.groups_done = 0
+        self.end = time.monotonic() + (arguments.seconds or math.inf)
         self._written = 0.0
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -119,6 +122,9 @@ def interleave(
             _release(device)
     seconds: dict[str, Runs] = {name: [] for name in cases}
     for round_ in range(repeats):
+        if round_ > 0 and _result is not None and time.monotonic() > _result.end:
+            print(f"{prefix}{round_} of {repeats} rounds, for want of time", flush=True)
+            break
         names = list(cases) if round_ % 2 == 0 else list(reversed(cases))
         for k, name in enumerate(names):
             tick(f"{prefix}{name}", (round_ + k / len(names)) / repeats)
@@ -244,8 +250,8 @@ def hardware(device: str | None = None) -> str:
 
 def provenance(device: str | None = None) -> dict[str, Any]:
     """Versions, hardware, commit and day."""
-    commit = os.environ.get("STORAGE_OPS_COMMIT")  # where the source travelled without its history
-    if commit is None:
+    commit = os.environ.get("STORAGE_OPS_COMMIT", "")  # where the source lacks its history, or git
+    if not commit and shutil.which("git"):
         command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         commit = done.stdout.strip()
@@ -307,6 +313,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     result.add_argument("--json", type=Path, help="where the results go")
     result.add_argument("--repeats", type=int, default=5, help="rounds of interleaved runs")
+    result.add_argument("--seconds", type=float, help="begin no round after so long, but a first")
     result.add_argument("--quick", action="store_true",
                         help="small shapes, few rounds: a look, not a result to keep")  # fmt: skip
     result.add_argument("--device", choices=["cpu", "cuda"],
