@@ -104,6 +104,18 @@ def test_the_result_is_whole_at_any_moment(arguments, capsys):
     assert "curve" not in capsys.readouterr().out
 
 
+def test_no_round_begins_after_the_time_but_a_first(arguments, capsys):
+    rounds = []
+
+    def rows():
+        rounds.extend(_harness.interleave({"slow": lambda: time.sleep(0.1)}, 9)["slow"])
+        yield {"case": "slow"}
+
+    arguments.seconds = 0.15
+    _harness.finish("a", rows(), arguments)
+    assert len(rounds) == 1 and "1 of 9 rounds" in capsys.readouterr().out
+
+
 def test_peak_is_above_what_was_there():
     held = torch.empty(1 << 20)
     mib = _harness.peak(lambda: (held + 1) + (held + 2))
