@@ -14,11 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 # Activity of the CPU has the memory events of every device. Nothing else is asked for: CUPTI, which
 # records calls of the CUDA runtime and what a GPU does, slows a block down and serves one profiler
-# at a time. A torch without filters records those calls as activity of the CPU.
+# at a time. Where torch has no filters, the calls of the runtime are activity of the CPU.
 _FILTERS = "activity_filters" in inspect.signature(torch.autograd.profiler.profile).parameters
-ACTIVITIES: list[Any] = [
-    {ProfilerActivity.CPU: ["CPU_INSTANT_EVENT"]} if _FILTERS else ProfilerActivity.CPU
-]
+_WITHOUT_CUPTI = {ProfilerActivity.CPU: ["CPU_OP", "CPU_INSTANT_EVENT", "USER_ANNOTATION"]}
+ACTIVITIES: list[Any] = [_WITHOUT_CUPTI if _FILTERS else ProfilerActivity.CPU]
 
 
 @dataclass(frozen=True)

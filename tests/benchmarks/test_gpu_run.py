@@ -95,8 +95,8 @@ def run_of(tmp_path, monkeypatch):
         monkeypatch.setattr(Run, "_finds_gpu", lambda self: True)
         monkeypatch.setattr(Run, "command", lambda self, stage, limit: commands[stage.name])
         this = Run(tmp_path / "out", seconds, "", False)
-        for name, limit in limits.items():
-            this.stage(Stage(name, (), limit * 60 * _gpu_run.MINUTES / seconds, "tests"))
+        scale = 60 * _gpu_run.MINUTES / seconds
+        this.stages([Stage(name, (), limit * scale, "tests") for name, limit in limits.items()])
         outcomes = [row["outcome"] for row in this.rows]
         return outcomes, this.close(), (tmp_path / "out" / "log.txt").read_text()
 
@@ -129,7 +129,7 @@ def test_what_hangs_is_stopped_and_its_failures_are_told(deaf, tmp_path, run_of)
     junit = tmp_path / "junit.xml"
     commands = {"hangs": [*map(str, command), f"--junit-xml={junit}"], "next": ["echo", "done"]}
     begin = time.monotonic()
-    outcomes, code, log = run_of(60, {"hangs": 9, "next": 5}, commands)
+    outcomes, code, log = run_of(14.5, {"hangs": 9, "next": 5}, commands)
     assert outcomes == ["stopped after 9 s", "ok"] and code == 1
     assert 6 <= time.monotonic() - begin < 30
     assert log.count("FAILED test_it.py::test_wrong - AssertionError: arithmetic") == 1
@@ -140,10 +140,15 @@ def test_what_hangs_is_stopped_and_its_failures_are_told(deaf, tmp_path, run_of)
     assert deaf or 'failures="1"' in junit.read_text()
 
 
+def test_a_stage_takes_what_others_left_but_not_what_is_kept_for_them(run_of):
+    commands = {"short": ["true"], "long": ["sleep", "9"], "last": ["echo", "done"]}
+    outcomes, code, _ = run_of(12.5, {"short": 4, "long": 4, "last": 4}, commands)
+    assert outcomes == ["ok", "stopped after 8 s", "ok"] and code == 1
+
+
 def test_a_stage_does_not_begin_where_no_time_is_left(run_of):
-    commands = {"takes all": ["sleep", "9"], "late": ["echo", "late"]}
-    outcomes, code, log = run_of(4, {"takes all": 3.5, "late": 2}, commands)
-    assert outcomes == ["stopped after 3 s", "not begun, no time left"] and code == 2
+    outcomes, code, log = run_of(1, {"late": 5}, {"late": ["echo", "late"]})
+    assert outcomes == ["not begun, no time left"] and code == 1
     assert "stage: late not begun, no time left" in log
 
 
