@@ -24,6 +24,8 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.*? - .*)$", re.MULTILINE)
 FINDING = re.compile(
     r"^========= (?!COMPUTE-SANITIZER|\w+ SUMMARY|No attached)(\S.*)$", re.MULTILINE
 )
+# What faulthandler, by which pytest watches a test, says of one that is still running.
+RUNNING = re.compile(r'^  File ".*?(tests/[^"]*)", line (\d+) in (test\w*)$', re.MULTILINE)
 Stage = Mapping[str, str | int]  # stage, outcome, seconds
 
 
@@ -44,6 +46,7 @@ def ranked(
     kinds = {
         "preparation": [f"{name} {bad[name]}" for name in first if name in bad],
         "failed test": [text for log in logs.values() for text in FAILED.findall(log)],
+        "stuck test": [text for log in logs.values() for text in stuck(log)],
         "wrong loss": [text for result in judged for text in wrong_losses(result)],
         "sanitizer": [text for name, log in logs.items() for text in findings(name, log)],
         "stage": [f"{name} {how}" for name, how in bad.items() if name not in first],
@@ -59,6 +62,13 @@ def ranked(
         lines += [f"{kind}: {text}" for text in texts[:MOST]]
         lines += [f"{kind}: and {len(texts) - MOST} more"] * (len(texts) > MOST)
     return [f"{number:3}. {line}" for number, line in enumerate(lines, 1)]
+
+
+def stuck(log: str) -> Iterator[str]:
+    """Tests that ran for so long that their stack was printed."""
+    for dump in log.split("\nTimeout (")[1:]:
+        if found := RUNNING.search(dump):
+            yield "{}:{}, {}".format(*found.groups())
 
 
 def findings(name: str, log: str) -> Iterator[str]:

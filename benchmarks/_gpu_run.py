@@ -142,9 +142,9 @@ class Run:
 
     def say(self, text: str) -> None:
         """To the log and to whoever watches."""
-        print(text, flush=True)
         with (self.out / "log.txt").open("a") as log:
             log.write(text + "\n")
+        print(text, flush=True)
 
     def command(self, stage: Stage, limit: int) -> list[str]:
         """What a stage runs."""

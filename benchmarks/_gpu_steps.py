@@ -100,7 +100,6 @@ def build() -> int:
         gpu = torch.cuda.is_available()
         arch = "{}.{}".format(*torch.cuda.get_device_capability()) if gpu else "9.0"
         environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": arch, "FORCE_CUDA": "1"}
-        (ROOT / "storage_ops" / "lib").mkdir(exist_ok=True)
         command = [sys.executable, "setup.py", "-q", "egg_info", "build_ext", "--inplace"]
         if code := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
             return code

@@ -73,6 +73,20 @@ def test_faults_come_before_goals_and_goals_before_what_is_slow():
     ]
 
 
+def test_a_test_that_hangs_is_named():
+    dump = """..
+Timeout (0:01:00)!
+Thread 0x1 (most recent call first):
+  File "/x/lib/execnet/gateway_base.py", line 534 in read
+Thread 0x2 (most recent call first):
+  File "/x/tests/cuda/devices.py", line 15 in synchronize
+  File "/x/tests/cuda/test_loss.py", line 60 in test_that_waits
+  File "/x/lib/_pytest/python.py", line 187 in pytest_pyfunc_call
+"""
+    lines = ranked(STAGES, {"tests-core": dump}, [])
+    assert lines[0] == "  1. stuck test: tests/cuda/test_loss.py:60, test_that_waits"
+
+
 def test_a_build_that_failed_is_first():
     stages = [{"stage": "build", "outcome": "stopped after 90 s", "seconds": 90}, *STAGES[1:]]
     assert ranked(stages, LOGS, [])[0] == "  1. preparation: build stopped after 90 s"
