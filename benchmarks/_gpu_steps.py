@@ -53,13 +53,19 @@ def why_not(module: str) -> str:
 
 
 def packages(site: str, wheels: str = "") -> int:
-    """Install the wheels, each for itself, and say of every tool and peer whether it is here."""
-    names = {path.name.split("-")[0] for path in Path(wheels).glob("*.whl")} if wheels else set()
+    """Install the wheels, and say of every tool and peer whether it is here."""
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps",
-               "--no-compile", "--upgrade", "--target", site, "--find-links", wheels]  # fmt: skip
-    for name in sorted(names):
-        if subprocess.run([*install, name], check=False).returncode != 0:
-            print(f"not installed: {name}")
+               "--no-compile", "--target", site, "--find-links", wheels]  # fmt: skip
+    # One that is broken, or for another Python, must not keep the rest out. The rest goes in at
+    # once: several may fill one folder, which pip would replace.
+    good = []
+    for name in sorted({path.name.split("-")[0] for path in Path(wheels or site).glob("*.whl")}):
+        if subprocess.run([*install, "--dry-run", name], check=False).returncode == 0:
+            good.append(name)
+        else:
+            print(f"not installed: {name}", flush=True)
+    if good:
+        subprocess.run([*install, *good], check=False)
     importlib.invalidate_caches()
     for name, module in PEERS.items():
         why = why_not(module)

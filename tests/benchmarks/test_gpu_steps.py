@@ -2,6 +2,7 @@
 
 import json
 import re
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -70,13 +71,30 @@ def test_the_digest_is_of_every_source_and_flag(tmp_path, monkeypatch):
     assert len(found) == 5
 
 
+def wheel(folder, name, module):
+    """A wheel of one file, of a folder that others may fill too."""
+    about = f"{name}-1.0.dist-info"
+    files = {
+        f"shared_by_wheels/{module}.py": "",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{file},,\n" for file in [*files, f"{about}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        for file, text in {**files, f"{about}/RECORD": record}.items():
+            archive.writestr(file, text)
+
+
 def test_packages_are_installed_or_named(tmp_path, capfd):
-    wheels = tmp_path / "wheels"
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
     wheels.mkdir()
     (wheels / "broken-1.0-py3-none-any.whl").write_text("no wheel")
-    assert _gpu_steps.packages(str(tmp_path / "site"), str(wheels)) == 0
+    wheel(wheels, "first", "one")
+    wheel(wheels, "second", "two")
+    assert _gpu_steps.packages(str(site), str(wheels)) == 0
+    assert {path.name for path in site.glob("shared_by_wheels/*")} == {"one.py", "two.py"}
     printed = capfd.readouterr().out
-    assert "not installed: broken" in printed
+    assert "not installed: broken\n" in printed and printed.count("not installed") == 1
     for peer in ("quack-kernels", "liger-kernel", "liger-cute-kernels", "cut-cross-entropy"):
         assert f"peer missing: {peer}: " in printed or f"peer found: {peer}" in printed
 
