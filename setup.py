@@ -81,13 +81,21 @@ class BuildNative(build_ext):
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(build / f"{ext.stem}.so", target)
-        base = ROOT if self.editable_mode else Path(self.build_lib)
+        self.complete(Path(self.build_lib))
+
+    def copy_extensions_to_source(self) -> None:
+        """Last of --inplace and of an editable installation."""
+        self.complete(ROOT)
+        super().copy_extensions_to_source()
+
+    def complete(self, base: Path) -> None:
+        """Add what is not built here to the folder of the libraries."""
         lib = base / "storage_ops/lib"
         lib.mkdir(parents=True, exist_ok=True)
         if PREBUILT:
             for path in sorted(Path(PREBUILT).glob("lib*.so")):
                 shutil.copy2(path, lib)
-        (lib / "build_info.json").write_text(json.dumps(info, indent=1) + "\n")
+        (lib / "build_info.json").write_text(json.dumps(self.build_info(), indent=1) + "\n")
 
     def build_info(self) -> dict[str, str]:
         version = self.distribution.get_version()
@@ -113,6 +121,7 @@ class BuildNative(build_ext):
             "torch_target": "{}.{}".format(*toolchain.TARGET),
             "torch_built_with": minors[-1],
             "bindings": " ".join(minors),
+            "sources": ninja_file.digest_of_sources(),
         }
 
 

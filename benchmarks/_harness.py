@@ -7,9 +7,11 @@ import datetime
 import gc
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,11 +34,12 @@ RESULTS = Path(__file__).parent / "results"
 REPORT = Path("bench-report")  # where results go that are not kept
 MIB = 1 << 20
 Case = Callable[[], object]
-Runs = list[tuple[float, float]]  # wall seconds, and seconds on the clock that is compared
+Runs = list[tuple[float, float]]  # what a Clock gives; the second is compared
 POINTS = 400  # of a curve of memory that is kept
 WARM_RUNS = {"cpu": 1, "cuda": 3}
-PEER_PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "quack-kernels", "megatron-core",
-                 "ai2-olmo-core", "transformers")  # fmt: skip
+HEAD_START = 20_000_000  # cycles that a GPU waits for the host: about 10 ms
+PEER_PACKAGES = ("triton", "liger-kernel", "liger-cute-kernels", "cut-cross-entropy",
+                 "quack-kernels", "megatron-core", "ai2-olmo-core", "transformers")  # fmt: skip
 
 
 class Result:
@@ -50,6 +53,7 @@ class Result:
         self.skipped: dict[str, str] = {}
         self.rows: list[dict[str, Any]] = []
         self.groups = self.groups_done = 0
+        self.end = time.monotonic() + (arguments.seconds or math.inf)
         self._written = 0.0
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -100,9 +104,9 @@ def interleave(
     cases have in common.
 
     Returns:
-        The runs of each case: wall seconds, and seconds of process CPU time, or on a GPU of device
-        time between two events. Ratios of medians of these, taken within one process, hold on a
-        shared machine where single times do not.
+        The runs of each case: wall seconds, and seconds of process CPU time; on a GPU both are of
+        device time between two events. Ratios of medians of these, taken within one process, hold
+        on a shared machine where single times do not.
     """
     prefix = f"{label}: " if label else ""
     for name in list(cases):
@@ -118,6 +122,9 @@ def interleave(
             _release(device)
     seconds: dict[str, Runs] = {name: [] for name in cases}
     for round_ in range(repeats):
+        if round_ > 0 and _result is not None and time.monotonic() > _result.end:
+            print(f"{prefix}{round_} of {repeats} rounds, for want of time", flush=True)
+            break
         names = list(cases) if round_ % 2 == 0 else list(reversed(cases))
         for k, name in enumerate(names):
             tick(f"{prefix}{name}", (round_ + k / len(names)) / repeats)
@@ -149,20 +156,37 @@ def _release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _timed(run: Case, device: str) -> tuple[float, float]:
-    if device == "cpu":
-        wall, cpu = time.perf_counter(), time.process_time()
-        run()
+class Clock:
+    """Seconds by the clock and of this process's CPU; on a GPU both are those of the device.
+
+    A GPU is kept busy until its first work has been launched, so that what the host does before
+    that is not counted, as it would not be where work is queued all the time.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (device == "cuda"))]
+        if self._events:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(HEAD_START)
+            self._events[0].record()
+        self._start = time.perf_counter(), time.process_time()
+
+    def stop(self) -> tuple[float, float]:
+        """Seconds since it was made, after what is running on the device."""
+        if self._events:
+            self._events[1].record()
+            self._events[1].synchronize()
+            seconds = self._events[0].elapsed_time(self._events[1]) / 1000
+            return seconds, seconds
+        wall, cpu = self._start
         cpu = time.process_time() - cpu
         return time.perf_counter() - wall, cpu
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    wall = time.perf_counter()
-    begin.record()
+
+
+def _timed(run: Case, device: str) -> tuple[float, float]:
+    clock = Clock(device)
     run()
-    end.record()
-    torch.cuda.synchronize()
-    return time.perf_counter() - wall, begin.elapsed_time(end) / 1e3
+    return clock.stop()
 
 
 def ratios(seconds: dict[str, Runs], base: str) -> dict[str, tuple[float, float, float]]:
@@ -226,8 +250,8 @@ def hardware(device: str | None = None) -> str:
 
 def provenance(device: str | None = None) -> dict[str, Any]:
     """Versions, hardware, commit and day."""
-    commit = os.environ.get("STORAGE_OPS_COMMIT")  # where the source travelled without its history
-    if commit is None:
+    commit = os.environ.get("STORAGE_OPS_COMMIT", "")  # where the source lacks its history, or git
+    if not commit and shutil.which("git"):
         command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         commit = done.stdout.strip()
@@ -289,6 +313,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     result.add_argument("--json", type=Path, help="where the results go")
     result.add_argument("--repeats", type=int, default=5, help="rounds of interleaved runs")
+    result.add_argument("--seconds", type=float, help="begin no round after so long, but a first")
     result.add_argument("--quick", action="store_true",
                         help="small shapes, few rounds: a look, not a result to keep")  # fmt: skip
     result.add_argument("--device", choices=["cpu", "cuda"],

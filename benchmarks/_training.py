@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 import storage_ops
 from benchmarks._gpt import Config, Decoder, features_of
+from benchmarks._harness import Clock
 from storage_ops.memory.measure import Measurement
 
 
@@ -114,7 +114,7 @@ class Job:
         """Take one optimizer step; what it logs."""
         step = len(self.losses)
         torch.manual_seed(self.settings.seed + step)
-        clock = Clock(self.device)
+        clock = Clock(self.device.type)
         self.optimizer.zero_grad(set_to_none=True)
         total = sum(self.run(step, part) for part in range(self.settings.accumulate))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -187,25 +187,3 @@ class Job:
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         self._log.write_text("".join(line + "\n" for line in lines[: len(self.losses)]))
         return True
-
-
-class Clock:
-    """Seconds by the clock and of this process's CPU; on a GPU both are those of the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.events = [
-            torch.cuda.Event(enable_timing=True) for _ in range(2 * (device.type == "cuda"))
-        ]
-        if self.events:
-            self.events[0].record()
-        self.start = time.perf_counter(), time.process_time()
-
-    def stop(self) -> tuple[float, float]:
-        """Seconds since it was made."""
-        if self.events:
-            self.events[1].record()
-            self.events[1].synchronize()
-            seconds = self.events[0].elapsed_time(self.events[1]) / 1000
-            return seconds, seconds
-        wall, cpu = self.start
-        return time.perf_counter() - wall, time.process_time() - cpu

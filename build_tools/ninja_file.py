@@ -4,11 +4,12 @@ Paths in it are relative to the source tree or mapped away, so that two builds i
 the same bytes.
 """
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from build_tools.toolchain import TARGET, gpu_archs, python_includes, torch_headers
+from build_tools.toolchain import ROOT, TARGET, gpu_archs, python_includes, torch_headers
 
 STABLE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 ALIAS_TARGET = (2, 12)  # from here on torch can swap storages in Python
@@ -25,6 +26,14 @@ assert STABLE.endswith("{:02x}{:02x}000000000000".format(*TARGET))
 
 def on(variable: str) -> bool:
     return os.environ.get(variable) == "1"
+
+
+def digest_of_sources() -> str:
+    """What the libraries are built from, flags included: another digest, another build."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for path in sorted([*(ROOT / "csrc").iterdir(), *(ROOT / "cuda").iterdir()]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def archs(nvccs: Iterable[str]) -> str:

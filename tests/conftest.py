@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 
 import pytest
@@ -45,6 +46,13 @@ def path(request):
 @pytest.fixture
 def zero_copy(path):
     return path != "copy"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_was_there_before_is_no_garbage():
+    """Each `measure` and `estimate` collects garbage: not again among millions of old objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

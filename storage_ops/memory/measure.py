@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -10,6 +11,13 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+# Activity of the CPU has the memory events of every device. Nothing else is asked for: CUPTI, which
+# records calls of the CUDA runtime and what a GPU does, slows a block down and serves one profiler
+# at a time. Where torch has no filters, the calls of the runtime are activity of the CPU.
+_FILTERS = "activity_filters" in inspect.signature(torch.autograd.profiler.profile).parameters
+_WITHOUT_CUPTI = {ProfilerActivity.CPU: ["CPU_OP", "CPU_INSTANT_EVENT", "USER_ANNOTATION"]}
+ACTIVITIES: list[Any] = [_WITHOUT_CUPTI if _FILTERS else ProfilerActivity.CPU]
 
 
 @dataclass(frozen=True)
@@ -75,13 +83,11 @@ class measure:
         gc.collect()  # garbage of earlier code must not be freed inside the block
         # Kineto announces each start and stop on stderr unless told otherwise before the first.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._entry_bytes = torch.cuda.memory_allocated(self._device)
-        self._profile = profile(activities=activities, profile_memory=True, acc_events=True)
+        self._profile = profile(activities=ACTIVITIES, profile_memory=True, acc_events=True)
         self._profile.__enter__()
         return self._result
 

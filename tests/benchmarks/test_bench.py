@@ -1,13 +1,10 @@
-"""`python -m storage_ops bench`, and the script for a machine with a GPU."""
+"""`python -m storage_ops bench`."""
 
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-
-import pytest
 
 from benchmarks import _runner
 from storage_ops import bench_command, cli
@@ -70,62 +67,3 @@ def test_an_interrupt_ends_the_part_and_reports_what_there_is(tmp_path):
     assert running.returncode == 1 and "storage failed with exit code 130" in printed
     assert "**It did not reach its end**" in (tmp_path / "report.md").read_text()
     assert not (tmp_path / "demo.json").exists()
-
-
-@pytest.fixture
-def interpreter(tmp_path):
-    """A python that lacks a package and whose storage benchmark fails and demo is at once done."""
-    script = tmp_path / "python"
-    script.write_text(f"""#!/bin/sh
-case "$*" in
-  *"import hypothesis"*) exit 1 ;;
-  *benchmarks.storage*) echo "it broke"; exit 7 ;;
-  *benchmarks.demo*) echo '{{"stem": "demo", "rows": []}}' > "$4" ;;
-  *) exec {sys.executable} "$@" ;;
-esac
-""")
-    script.chmod(0o755)
-    return script
-
-
-def test_gpu_script_goes_on_after_a_failure(tmp_path, interpreter):
-    wheels, out = tmp_path / "wheels", tmp_path / "out"
-    wheels.mkdir()
-    (wheels / "broken-1.0-py3-none-any.whl").write_text("no wheel")
-    stages = "packages racecheck storage demo"
-    options = {"--minutes": "2", "--wheels": wheels, "--out": out, "--stages": stages}
-    command = [
-        ROOT / "benchmarks/gpu_run.sh",
-        "--dry-run",
-        *(x for o in options.items() for x in o),
-    ]
-    environment = {**os.environ, "PYTHON": str(interpreter), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
-    summary = {
-        row["stage"]: row["outcome"] for row in json.loads((out / "summary.json").read_text())
-    }
-    assert summary == {
-        "packages": "FAILED, exit code 1",
-        "racecheck": "skipped, a tool is missing",
-        "storage": "FAILED, exit code 7",
-        "demo": "ok",
-    }
-    assert done.returncode == 2 and done.stdout.splitlines()[-1].startswith("demo")
-    assert [result["stem"] for result in json.loads((out / "results.json").read_text())] == ["demo"]
-    log = (out / "log.txt").read_text()
-    assert "missing: hypothesis" in log and "not installed:" in log and "it broke" in log
-
-
-@pytest.mark.parametrize(
-    "options, complaint",
-    [
-        (["--minutes", "soon"], "--minutes is soon; expected a whole number"),
-        (["--wheels", "/no/such/folder"], "--wheels is /no/such/folder; expected a folder"),
-        (["--unknown"], "--dry-run"),
-    ],
-)
-def test_gpu_script_complains(options, complaint):
-    done = subprocess.run(
-        [ROOT / "benchmarks" / "gpu_run.sh", *options], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and complaint in done.stdout

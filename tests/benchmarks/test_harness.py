@@ -32,6 +32,32 @@ def test_process_time_is_compared_not_waiting():
     assert work_wall >= 0.99 * worked and worked >= 0.05 and wait_wall >= 0.1 > 2 * waited
 
 
+def test_on_a_gpu_the_launches_before_the_first_work_do_not_count(monkeypatch):
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            order.append("record")
+
+        def synchronize(self):
+            order.append("wait")
+
+        def elapsed_time(self, end):
+            return 7.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("idle"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"sleep {cycles}"))
+    monkeypatch.setitem(_harness.WARM_RUNS, "cuda", 0)
+    seconds = _harness.interleave({"case": lambda: order.append("run")}, 1, "cuda")
+    assert seconds == {"case": [(0.007, 0.007)]}
+    sleep = f"sleep {_harness.HEAD_START}"
+    assert order == ["idle", "idle", sleep, "record", "run", "record", "wait"]
+
+
 def test_ratio_of_medians_and_spread_of_rounds():
     seconds = {"base": [(9, 1.0), (9, 2.0), (9, 4.0)], "case": [(9, 3.0), (9, 1.0), (9, 5.0)]}
     ratios = _harness.ratios(seconds, "base")
@@ -76,6 +102,18 @@ def test_the_result_is_whole_at_any_moment(arguments, capsys):
     assert all(fact in final for fact in facts) and final["torch"] == torch.__version__
     assert arguments.json.read_text().count("\n  {") == 2  # a row a line
     assert "curve" not in capsys.readouterr().out
+
+
+def test_no_round_begins_after_the_time_but_a_first(arguments, capsys):
+    rounds = []
+
+    def rows():
+        rounds.extend(_harness.interleave({"slow": lambda: time.sleep(0.1)}, 9)["slow"])
+        yield {"case": "slow"}
+
+    arguments.seconds = 0.15
+    _harness.finish("a", rows(), arguments)
+    assert len(rounds) == 1 and "1 of 9 rounds" in capsys.readouterr().out
 
 
 def test_peak_is_above_what_was_there():

@@ -1,5 +1,8 @@
+from unittest import mock
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 import storage_ops as so
 
@@ -68,6 +71,24 @@ def test_unknown_device():
 def test_no_gpu():
     with pytest.raises(ValueError, match="device is 'cuda', but torch finds none; expected 'cpu'"):
         so.memory.measure(device="cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_the_gpu_does_is_not_recorded(device, monkeypatch, capfd):
+    for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    start = mock.Mock(wraps=torch.autograd.profiler._prepare_profiler)
+    monkeypatch.setattr(torch.autograd.profiler, "_prepare_profiler", start)
+    with so.memory.measure(device) as m, torch.profiler.record_function("mine"):
+        t = torch.empty(MIB)
+    assert "Warning" not in capfd.readouterr().err  # of events whose kind was left out
+    (_, activities), options = start.call_args
+    assert activities == {ProfilerActivity.CPU}
+    filters = options.get("activity_filter", {ProfilerActivity.CPU: set()})
+    assert not any("CUDA" in name for name in filters[ProfilerActivity.CPU])
+    assert m.peak_bytes == (7 if device == "cuda" else t.nbytes)
 
 
 def test_timelines_are_drawn():

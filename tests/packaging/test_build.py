@@ -102,6 +102,11 @@ def test_prebuilt_libraries_are_taken_as_they_are(tree):
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     assert loaded.bindings == "2.10 9.9" and loaded.version == version[1]
+    result = setup(tree, "build_ext", "--inplace", **environment)
+    assert result.returncode == 0, result.stderr
+    lib = tree / "src/storage_ops/lib"
+    assert (lib / "libstorage_ops_cpu.so").read_bytes() == content
+    assert json.loads((lib / "build_info.json").read_text())["bindings"] == "2.10 9.9"
 
 
 def test_forcing_cuda_without_nvcc_says_so(tree):
