@@ -205,8 +205,8 @@ void arm_guard(const at::Tensor& self, std::string message) {
 }
 
 // Tells the allocator that a stream uses these bytes, if it is one of their kind of device. The
-// caching allocator knows a storage by the deleter of its DataPtr, so the record must be made on the
-// owner of shared bytes.
+// caching allocator knows a storage by the deleter of its DataPtr, so the record must be made on
+// the owner of shared bytes.
 void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int64_t device_type) {
   StorageImpl* storage = storage_of("discard_storage", "self", self);
   const auto kind = static_cast<c10::DeviceType>(device_type);
