@@ -16,9 +16,8 @@ pytestmark = pytest.mark.skipif(SANITIZER != "", reason="some of the kernels are
 
 
 @pytest.fixture(scope="module")
-def library(compiled, tmp_path_factory):
-    source, folder = build.HERE / "primitives.cu", tmp_path_factory.mktemp("primitives")
-    return ctypes.CDLL(str(build.compile_kernels(folder, [source])))
+def library(compiled):
+    return ctypes.CDLL(str(build.built(kernels=[build.HERE / "primitives.cu"])))
 
 
 @pytest.fixture
