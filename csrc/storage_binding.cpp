@@ -202,8 +202,8 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
 }
 
 // Tells the allocator that a stream uses these bytes, if it is one of their kind of device. The
-// caching allocator knows a storage by the deleter of its DataPtr, so the record must be made on the
-// owner of shared bytes.
+// caching allocator knows a storage by the deleter of its DataPtr, so the record must be made on
+// the owner of shared bytes.
 void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int64_t device_type) {
   StorageImpl* storage = storage_of("discard_storage", "self", self);
   const auto kind = static_cast<c10::DeviceType>(device_type);

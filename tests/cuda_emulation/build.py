@@ -1,4 +1,4 @@
-"""Compiles CUDA sources for the CPU, into a library that registers their ops for its tensors."""
+"""Compiles CUDA sources for the CPU, into libraries that register their ops for its tensors."""
 
 import ctypes
 import fcntl
@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -54,10 +54,7 @@ def why_not() -> str:
     return "" if shutil.which("g++") else "there is no g++"
 
 
-def compile_kernels(
-    folder: Path, kernels: Iterable[Path], sanitizer: str = "", namespace: str = NAMESPACE
-) -> Path:
-    """Compile CUDA sources, and what emulates their device, into a library in a folder."""
+def _compile(folder: Path, kernels: Sequence[Path], sanitizer: str, namespace: str) -> Path:
     from build_tools.ninja_file import STABLE  # not beside tests that were copied
 
     torch_folder = Path(torch.__file__).parent
@@ -83,11 +80,14 @@ def compile_kernels(
     return library
 
 
-def built(sanitizer: str = "") -> Path:
-    """The library of all kernels, compiled again where a source of it has changed."""
-    sources = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "cuda").iterdir(), HERE / "build.py"]
-    sources += [p for p in HERE.rglob("*") if p.suffix in {".h", ".cuh", ".cpp"}]
-    digest = hashlib.sha256(torch.__version__.encode())
+def built(
+    sanitizer: str = "", kernels: Sequence[Path] = KERNELS, namespace: str = NAMESPACE
+) -> Path:
+    """The library of some CUDA sources, compiled again where one or a header has changed."""
+    sources = [*(ROOT / "csrc").glob("*.h"), *HERE.rglob("*.h"), *HERE.rglob("*.cuh")]
+    sources += [*HERE.glob("*.cpp"), HERE / "build.py", *kernels]
+    sources += [header for kernel in kernels for header in kernel.parent.glob("*.cuh")]
+    digest = hashlib.sha256(f"{torch.__version__} {namespace}".encode())
     for source in sorted(sources):
         digest.update(source.read_bytes())
     folder = ROOT / "build/cuda_emulation"
@@ -97,7 +97,7 @@ def built(sanitizer: str = "") -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=folder) as work:
-                compile_kernels(Path(work), KERNELS, sanitizer).rename(target)
+                _compile(Path(work), kernels, sanitizer, namespace).rename(target)
     return target
 
 

@@ -6,7 +6,7 @@ from . import build
 from .ops import emulated
 
 # Of the tests that a file here has from others, CI runs one in so many.
-SHARES = {"test_row_kernel.py": 4, "test_loss.py": 4, "test_peaks.py": 12}
+SHARES = {"test_row_kernel.py": 6, "test_loss.py": 6, "test_peaks.py": 24}
 
 
 def pytest_collection_modifyitems(config, items):

@@ -68,7 +68,7 @@ def compile_planted(folder: Path, sanitizer: str = SANITIZER) -> Path:
     texts[KERNEL] = exported + texts[KERNEL]
     for name, text in texts.items():
         (folder / name).write_text(text)
-    return build.compile_kernels(folder, [folder / KERNEL], sanitizer, NAMESPACE)
+    return build.built(sanitizer, [folder / KERNEL], NAMESPACE)
 
 
 def plant(ops: Emulated, name: str) -> None:

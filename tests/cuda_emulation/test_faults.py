@@ -46,7 +46,7 @@ def watched(compiled, tmp_path_factory):
     return compile_planted(tmp_path_factory.mktemp("watched"), "thread")
 
 
-@pytest.mark.parametrize("fault", ["", *RACES[:: len(RACES) if os.environ.get("CI") else 1]])
+@pytest.mark.parametrize("fault", RACES[:1] if os.environ.get("CI") else ["", *RACES])
 def test_thread_sanitizer_sees_races(watched, fault):
     settings = {
         "LD_PRELOAD": runtime("tsan"),
