@@ -55,7 +55,7 @@ class Fenced:
 def call_fenced(op: torch._ops.OpOverload, *args: object, number: int) -> object:
     """Call an op on fenced copies of its tensors, and take back those that it writes.
 
-    By the `number` of the call, each has its fence before its first byte and behind its last in turn.
+    By the `number` of the call, each has its fence before its first byte or behind its last.
     """
     fences = {
         i: Fenced(arg, ("start", "end")[(i + number) % 2])
