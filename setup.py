@@ -50,7 +50,9 @@ def kernels() -> list[Native]:
     for major, nvcc in toolchain.nvccs().items():
         name, needs = f"lib.libstorage_ops_cu{major}", ["torch_cpu", "torch_cuda"]
         macros = [ninja_file.STABLE, "-DUSE_CUDA"]
-        cuda = Native(name, "cuda/linear_cross_entropy.cu", newest, macros, needs, nvcc)
+        cuda = Native(
+            name, "cuda/linear_cross_entropy.cu cuda/scale.cu", newest, macros, needs, nvcc
+        )
         libs.append(cuda)
     return libs
 

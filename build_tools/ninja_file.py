@@ -59,7 +59,7 @@ def rules(cxx: str, gpus: str) -> list[str]:
     host += [f"{SANITIZERS} -g -O1"] if sanitize else []
     device = [DEVICE, *gencode(gpus), "-Werror=all-warnings" if werror else ""]
     device += [DEVICE_HOST, f"--threads={os.environ.get('NVCC_THREADS', '2')}"]
-    common = "-I../../csrc $flags -c $in -o $out"
+    common = "-I../../csrc -I../../cuda $flags -c $in -o $out"
     link = SANITIZERS if sanitize else "" if debug else "-Xlinker -s"
     return [
         "rule cxx",  # error messages name files of the source tree

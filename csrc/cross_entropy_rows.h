@@ -1,8 +1,8 @@
-// The arguments of the CPU and the CUDA row kernel, their checks, and their dispatch on dtype.
+// The arguments of the CPU and the CUDA row kernel, and their checks.
 #pragma once
 
+#include "dtypes.h"
 #include "row_math.h"
-#include "stable.h"
 
 namespace storage_ops {
 
@@ -91,10 +91,6 @@ struct RowArguments {
   }
 };
 
-inline ScalarType arithmetic_of(const Tensor& logits) {
-  return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 inline void check_rows(const RowTensors& t, bool grad) {
   constexpr const char* kOp = "_cross_entropy_rows: ";
   STD_TORCH_CHECK(t.logits.dim() == 2 && (t.logits.stride(1) == 1 || t.logits.size(1) < 2), kOp,
@@ -172,24 +168,6 @@ RowArguments<T, A> row_arguments(const RowTensors& t, const RowOptions& o) {
   a.exponentials = o.phases & kExponentials;
   a.slope = o.phases & kSlope;
   return a;
-}
-
-// Calls `body(logit, arithmetic)` with a value of each of the two types in use.
-template <typename Body>
-void for_dtypes(const Tensor& logits, Body body) {
-  switch (logits.scalar_type()) {
-    case ScalarType::Double:
-      return body(double(), double());
-    case ScalarType::Float:
-      return body(float(), float());
-    case ScalarType::BFloat16:
-      return body(BFloat16(0.0f), float());
-    case ScalarType::Half:
-      return body(Half(0.0f), float());
-    default:
-      STD_TORCH_CHECK(false,
-                      "_cross_entropy_rows: logits must be float64, float32, bfloat16 or float16");
-  }
 }
 
 }  // namespace storage_ops

@@ -305,7 +305,7 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
   const RowOptions options{first_column, vocabulary,      ignore_index, softcap,
                            logit_scale,  label_smoothing, phases};
   check_rows(tensors, phases & kGradient);
-  for_dtypes(logits, [&](auto logit, auto arithmetic) {
+  for_dtypes("_cross_entropy_rows: logits", logits, [&](auto logit, auto arithmetic) {
     const auto a = row_arguments<decltype(logit), decltype(arithmetic)>(tensors, options);
     const int64_t bad = first_bad_row(a);
     STD_TORCH_CHECK(bad < 0, "linear_cross_entropy: target ", bad < 0 ? 0 : a.index[bad],

@@ -24,6 +24,9 @@
 #else
 #define STORAGE_OPS_INLINE inline __attribute__((always_inline))
 #endif
+#if defined(__CUDA_ARCH__)
+#include <device.cuh>
+#endif
 
 namespace storage_ops {
 
@@ -44,9 +47,7 @@ struct Exponential {
 // 2 + 1.2 |x| ulp.
 STORAGE_OPS_INLINE float exponential(float x) {
 #if defined(__CUDA_ARCH__)
-  float power;  // __expf also treats results under 2^-126, in three more instructions
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269504f));
-  return power;
+  return exp2_approx(x * Exponential::kInverseLn2);
 #else
   using E = Exponential;
   const float shifted = x * E::kInverseLn2 + E::kRound;
@@ -123,6 +124,15 @@ struct RowState {
   }
 };
 
+// The larger number; nan if either is, as torch has it.
+template <typename A>
+STORAGE_OPS_INLINE A maximum(A a, A b) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(A) == sizeof(float)) return max_nan(a, b);
+#endif
+  return a > b || a != a ? a : b;
+}
+
 // What to subtract before exp: the maximum, but 0 when every logit so far is -inf.
 template <typename A>
 STORAGE_OPS_INLINE A shift_of(A max) {
@@ -147,7 +157,7 @@ STORAGE_OPS_INLINE RowState<A> moved(RowState<A> s, A shift) {
 
 template <typename A>
 STORAGE_OPS_INLINE RowState<A> merge(const RowState<A>& a, const RowState<A>& b) {
-  const A max = a.max() > b.max() || a.max() != a.max() ? a.max() : b.max();
+  const A max = maximum(a.max(), b.max());
   const RowState<A> p = moved(a, shift_of(max)), q = moved(b, shift_of(max));
   return {p.shift, p.sum + q.sum, p.slope + q.slope, p.dot + q.dot, p.mass + q.mass};
 }

@@ -201,17 +201,18 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
   lease(to, lease_of(from)->owner, from);
 }
 
-// Tells the allocator that a stream uses these bytes. The caching allocator knows a storage by the
-// deleter of its DataPtr, so the record must be made on the owner of shared bytes.
+// Tells the allocator that a stream uses these bytes, if it is one of their kind of device. The
+// caching allocator knows a storage by the deleter of its DataPtr, so the record must be made on
+// the owner of shared bytes.
 void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int64_t device_type) {
   StorageImpl* storage = storage_of("discard_storage", "self", self);
-  if (self.is_cpu() || vacancy_of(storage)) return;
+  const auto kind = static_cast<c10::DeviceType>(device_type);
+  if (self.device().type() != kind || vacancy_of(storage)) return;
   const Lease* held = lease_of(storage);
   auto bytes = at::empty({0}, self.options().dtype(at::kByte).requires_grad(false));
   if (held) bytes.set_(held->owner, 0, {static_cast<int64_t>(held->owner.nbytes())}, {1});
   (held ? bytes : self)
-      .record_stream(c10::Stream::unpack3(id, static_cast<c10::DeviceIndex>(device_index),
-                                          static_cast<c10::DeviceType>(device_type)));
+      .record_stream(c10::Stream::unpack3(id, static_cast<c10::DeviceIndex>(device_index), kind));
 }
 
 }  // namespace

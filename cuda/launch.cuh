@@ -7,6 +7,8 @@
 #include <torch/csrc/stable/macros.h>
 
 #include <cstring>
+#include <device.cuh>
+#include <type_traits>
 
 #include "stable.h"
 
@@ -16,6 +18,23 @@ inline cudaStream_t current_stream(const Tensor& t) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
+}
+
+inline int attribute(cudaDeviceAttr which, int32_t device) {
+  int value = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+// Calls a kernel with so many blocks and threads of each.
+template <typename... Parameters>
+void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, cudaStream_t stream,
+            const std::remove_cv_t<Parameters>&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3{blocks, 1, 1};
+  config.blockDim = dim3{threads, 1, 1};
+  config.stream = stream;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 // 16 bytes of memory, and the numbers in them in the type of the arithmetic.

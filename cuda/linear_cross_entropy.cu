@@ -1,5 +1,6 @@
-// CUDA row kernel of linear cross-entropy: one block per row. A row is read from memory once; its
-// second read, for the gradient, goes backwards, so that it finds in the caches what was read last.
+// CUDA row kernel of linear cross-entropy: a block works on a row at a time. A row is read from
+// memory once; its second read, for the gradient, goes backwards, so that it finds in the caches
+// what was read last.
 // Nothing waits for the host, nothing depends on the order of blocks, and a target out of range
 // touches no memory: it makes the row's sum and its gradient nan.
 #include <algorithm>
@@ -14,6 +15,10 @@ namespace storage_ops::kernels {
 // Threads of a block at most. With 1024, double does not fit into its share of the registers.
 template <typename A>
 constexpr int kThreads = sizeof(A) == 8 ? 512 : 1024;
+
+// Bytes of a row of which a multiprocessor's L1 cache holds two. It gets two blocks with half of
+// the threads: while the threads of one wait for each other, those of the other keep memory busy.
+constexpr int64_t kShortRow = 110 << 10;
 
 // Packs that a thread loads before it uses the first. Once there is a block of 1024 threads per
 // multiprocessor, only these loads hide the latency of memory.
@@ -103,9 +108,9 @@ struct BlockRow {
       transform_products(column, z);
       A max = z[0];
 #pragma unroll
-      for (const A& logit : z) max = ::max(max, logit);
+      for (const A& logit : z) max = maximum(max, logit);
       if (max > state.max()) own.best = static_cast<unsigned>(column / kPack<T>);
-      state = moved(state, shift_of(::max(max, state.max())));
+      state = moved(state, shift_of(maximum(max, state.max())));
 #pragma unroll
       for (const A& logit : z) {
         const A e = exponential(logit - state.shift);
@@ -130,7 +135,7 @@ struct BlockRow {
   __device__ __forceinline__ RowState<A> combine(const Partial<A>& own, Scratch<A>& scratch) const {
     A max[] = {own.state.max()};
     block_reduce(max, -std::numeric_limits<A>::infinity(), scratch.max,
-                 [](A x, A y) { return ::max(x, y); });
+                 [](A x, A y) { return maximum(x, y); });
     RowState<A> state = moved(own.state, shift_of(max[0]));
     const auto add = [](A x, A y) { return x + y; };
     if constexpr (kGeneral) {
@@ -160,14 +165,14 @@ struct BlockRow {
         rank[0] = a.columns + j;
       }
     }
-    if (all.sum != all.sum) {
+    if (all.max() != all.max()) {
       for (int64_t j = threadIdx.x; j < a.columns && rank[0] >= a.columns; j += blockDim.x) {
         const A z = logit(j);
         if (z != z) rank[0] = j;
       }
     }
     block_reduce(rank, none, scratch.rank, [](int64_t x, int64_t y) { return x < y ? x : y; });
-    if (threadIdx.x != 0 || previous.sum != previous.sum) return;
+    if (threadIdx.x != 0 || previous.max() != previous.max()) return;
     if (rank[0] < a.columns) {
       a.argmax[i] = a.first_column + rank[0];
     } else if (rank[0] < none && all.max() > previous.max()) {
@@ -202,10 +207,8 @@ struct BlockRow {
 };
 
 template <bool kGeneral, typename T, typename A>
-__global__ void __launch_bounds__(kThreads<A>, 1)
-    cross_entropy_rows_kernel(const __grid_constant__ RowArguments<T, A> a) {
-  __shared__ Scratch<A> scratch;
-  const int64_t i = blockIdx.x;
+__device__ __forceinline__ void work_on_row(const RowArguments<T, A>& a, int64_t i,
+                                            Scratch<A>& scratch) {
   const BlockRow<kGeneral, T, A> block(a, i);
   const int64_t index = a.index ? a.index[i] : -1;
   const bool ignored = a.index && index == a.ignore_index;
@@ -253,15 +256,41 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   }
 }
 
+// All threads have read `scratch` when a row ends, or have not used it: the next row needs no
+// barrier.
 template <bool kGeneral, typename T, typename A>
-void launch(const RowArguments<T, A>& a, cudaStream_t stream) {
+__global__ void __launch_bounds__(kThreads<A>, 1)
+    cross_entropy_rows_kernel(const __grid_constant__ RowArguments<T, A> a) {
+  auto& scratch = shared_memory<Scratch<A>>();
+  // Not in 64 bits, for the registers: a grid has no more blocks than fit into 31.
+  for (unsigned i = blockIdx.x; i < static_cast<unsigned>(a.rows); i += gridDim.x) {
+    work_on_row<kGeneral>(a, i, scratch);
+  }
+}
+
+// How many rows are worked on at a time: all that there are, unless the second read of long ones
+// would miss the L2 cache. Then fewer, as long as their blocks are enough to keep memory busy.
+template <typename T, typename A>
+int64_t rows_at_once(const RowArguments<T, A>& a, int32_t device) {
+  const bool reads_twice = a.update && (a.grad || a.exponentials);
+  const int64_t multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
+  const int64_t cache = attribute(cudaDevAttrL2CacheSize, device) / 5 * 4;
+  const int64_t cached = cache / std::max<int64_t>(a.columns * sizeof(T), 1);
+  const bool helps = reads_twice && cached < multiprocessors && 2 * cached >= multiprocessors;
+  return helps ? std::min(cached, a.rows) : a.rows;
+}
+
+template <bool kGeneral, typename T, typename A>
+void launch_rows(const RowArguments<T, A>& a, const Tensor& logits) {
   // Short rows get fewer threads: each still has a tile of its own.
   constexpr int64_t kColumns = kTile<kGeneral> * kPack<T> * 32;  // of a warp
   const int64_t warps = (a.columns + kColumns - 1) / kColumns;
-  const auto threads = static_cast<unsigned>(32 * std::clamp<int64_t>(warps, 1, kThreads<A> / 32));
-  cross_entropy_rows_kernel<kGeneral, T, A>
-      <<<static_cast<unsigned>(a.rows), threads, 0, stream>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  const bool is_short = a.columns * static_cast<int64_t>(sizeof(T)) <= kShortRow;
+  const int64_t most = kThreads<A> / 32 / (is_short ? 2 : 1);
+  const auto threads = static_cast<unsigned>(32 * std::clamp<int64_t>(warps, 1, most));
+  const int64_t blocks = rows_at_once(a, logits.get_device_index());
+  launch(cross_entropy_rows_kernel<kGeneral, T, A>, static_cast<unsigned>(blocks), threads,
+         current_stream(logits), a);
 }
 
 void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias,
@@ -277,14 +306,14 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
                   "_cross_entropy_rows: more rows than a grid of blocks can have");
   if (logits.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  for_dtypes(logits, [&](auto logit, auto arithmetic) {
+  for_dtypes("_cross_entropy_rows: logits", logits, [&](auto logit, auto arithmetic) {
     const auto a = row_arguments<decltype(logit), decltype(arithmetic)>(tensors, options);
     // With the first three rows of upstream, the entropy has no gradient.
     const bool general = a.bias != nullptr || a.spread() || a.slope || a.transform.softcap != 0 ||
                          (a.grad && a.upstream_count > 3);
-    const auto run = general ? launch<true, decltype(logit), decltype(arithmetic)>
-                             : launch<false, decltype(logit), decltype(arithmetic)>;
-    run(a, current_stream(logits));
+    const auto run = general ? launch_rows<true, decltype(logit), decltype(arithmetic)>
+                             : launch_rows<false, decltype(logit), decltype(arithmetic)>;
+    run(a, logits);
   });
 }
 

@@ -36,6 +36,7 @@ SCHEMAS: dict[str, str] = {
     "_transposed_product": (
         "(Tensor(a!) out, Tensor(b!) left, Tensor right, Tensor(c!) scratch, bool add) -> ()"
     ),
+    "_scale": "(Tensor(a!) self, Tensor factor) -> ()",
     "linear_cross_entropy": (
         f"({_LOSS_ARGUMENTS}) -> (Tensor loss, Tensor nll, Tensor lse, Tensor entropy, "
         "Tensor argmax, Tensor state, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"

@@ -28,6 +28,7 @@ REFERENCES = {
     "_chunked_span": "chunked_span",
     "_product": "product",
     "_transposed_product": "transposed_product",
+    "_scale": "scale",
     "linear_cross_entropy_backward": "linear_cross_entropy",
     "linear_cross_entropy_backward_into": "linear_cross_entropy",
     "linear_cross_entropy_backward_target": "linear_cross_entropy",

@@ -83,12 +83,12 @@ def linear_cross_entropy(
             dtype takes less memory and loses accuracy with every tile. A processor without 16-bit
             products sums in float32 in any case.
         memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
-            number or text such as "400 MiB". None takes a quarter of the logits, at least 32 MiB
-            and at most 1 GiB, plus, with more tokens than the hidden size, a float32 sum for the
-            gradient of a 16-bit weight where the forward makes it. Logits wait in the gradient of
-            the weight until it is written, so a small budget costs little time up to that many
-            tokens; where it has no room for the float32 sums of a 16-bit gradient of the input,
-            they lie there too. `storage_ops.plan` shows what becomes of it.
+            number or text such as "400 MiB". None takes a quarter of the logits (on a GPU all of
+            them), at least 32 MiB and at most 1 GiB, plus, with more tokens than the hidden size, a
+            float32 sum for the gradient of a 16-bit weight where the forward makes it. Logits wait
+            in the gradient of the weight until it is written, so a small budget costs little time
+            up to that many tokens; where it has no room for the float32 sums of a 16-bit gradient
+            of the input, they lie there too. `storage_ops.plan` shows what becomes of it.
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
         process_group: torch.distributed group whose ranks hold consecutive, equal slices of the
             vocabulary (linear_weight, linear_bias, weight); target holds indices of the whole. The

@@ -7,6 +7,7 @@ forms the logits once more in the backward, when it knows what each of them is w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.library import register_autograd, register_fake, register_vmap
 from storage_ops import _schemas
 from storage_ops.distributed import vocab_parallel
 from storage_ops.ops import loss_reference, loss_tiles, plan_memory, planner, products
+from storage_ops.ops.full_sums import full_sums
 from storage_ops.ops.loss_rows import (
     Outputs,
     Spec,
@@ -256,7 +258,8 @@ def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     batched = functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream)
     if retained or batched or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
         return grad * upstream
-    return grad.mul_(upstream)
+    _OPS._scale(grad, upstream)
+    return grad
 
 
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -360,15 +363,16 @@ def _looped(op: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel whose matrix products keep the dtype of their operands."""
+def _exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose matrix products keep the dtype of their operands and sum in full precision."""
 
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
         if not torch.amp.is_autocast_available(device):  # such as the meta device
             return kernel(*args)
-        with torch.autocast(device, enabled=False):
+        sums = full_sums if device == "cuda" else contextlib.nullcontext()
+        with torch.autocast(device, enabled=False), sums:
             return kernel(*args)
 
     return run
@@ -382,7 +386,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_backward_target": _backward_target,
 }
 for _name, _kernel in _KERNELS.items():
-    _schemas.library.impl(_name, _without_autocast(_kernel), "CompositeExplicitAutograd")
+    _schemas.library.impl(_name, _exact(_kernel), "CompositeExplicitAutograd")
 
 _NAME, _BACKWARD_NAME = (f"storage_ops::linear_cross_entropy{end}" for end in ("", "_backward"))
 register_autograd(_NAME, _autograd, setup_context=_setup_context, lib=_schemas.library)

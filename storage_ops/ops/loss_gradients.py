@@ -81,7 +81,7 @@ class Gradients:
         """Add what a tile gives to those of weight and bias; the tile may be overwritten."""
         threads = self._problem.threads
         if self.bias is not None:
-            self.bias[columns] += dz.sum(0)  # dtype= would cast the whole tile first
+            products.bias_gradient(dz, self.bias[columns])
         if self._problem.grads[1]:
             again = rows.start > 0
             if self._direct:

@@ -37,7 +37,7 @@ def cross_entropy_rows(
     """Merge a tile of logits into the state of its rows, and overwrite it. See csrc/row_math.h."""
     rows, columns = logits.shape
     wide, index = state.dtype, target.dim() == 1
-    kept = target != ignore_index if index else torch.ones_like(target[:, 0], dtype=torch.bool)
+    kept = target != ignore_index if index else target.new_ones(rows, dtype=torch.bool)
     outside = torch.zeros_like(kept)
     if index:
         outside = kept & ((target < 0) | (target >= vocabulary))
@@ -47,6 +47,8 @@ def cross_entropy_rows(
                 f"ignore_index ({ignore_index}) or a class index from 0 to {vocabulary - 1}"
             )
     if rows == 0 or columns == 0:
+        if phases & UPDATE:
+            _mark(state, argmax, kept, outside)
         return
     if rows > (height := tile_memory.plain_rows(rows, columns)):
         for begin in range(0, rows, height):
@@ -75,10 +77,7 @@ def cross_entropy_rows(
         _update(z, share, state, argmax, first_column, bool(phases & SLOPE))
         hit = z.gather(1, column).squeeze(1)
         state[5] = torch.where(here, hit, state[5])
-        state.masked_fill_(~kept, 0)[1].masked_fill_(~kept, 1)
-        state[1].masked_fill_(outside, float("nan"))
-        if argmax is not None:
-            argmax.masked_fill_(~kept, -1)
+        _mark(state, argmax, kept, outside)
     shift, total, slope, _, mass, _ = (row.unsqueeze(1) for row in state)
     if phases & EXPONENTIALS:
         result = (z - shift).exp() * cap * logit_scale
@@ -100,17 +99,23 @@ def cross_entropy_rows(
     logits.copy_(result)
 
 
+def _mark(state: Tensor, argmax: Tensor | None, kept: Tensor, outside: Tensor) -> None:
+    """The state of ignored rows, and the sum of those whose target is out of range."""
+    state.masked_fill_(~kept, 0)[1].masked_fill_(~kept, 1)
+    state[1].masked_fill_(outside, float("nan"))
+    if argmax is not None:
+        argmax.masked_fill_(~kept, -1)
+
+
 def _update(
     z: Tensor, share: Tensor | None, state: Tensor, argmax: Tensor | None, first: int, slope: bool
 ) -> None:
     shift, total, old_slope, dot, mass, _ = state
-    largest = torch.where(z.isnan(), -torch.inf, z).amax(1)
+    largest = z.amax(1)  # nan if a logit is, as the shift becomes then
     before = torch.where(total == 0, -torch.inf, shift)
     if argmax is not None:
-        nan = z.isnan()
-        found = torch.where(nan.any(1), nan.int().argmax(1), z.argmax(1)) + first
-        better = ~total.isnan() & ((largest > before) | nan.any(1))
-        argmax.copy_(torch.where(better, found, argmax))
+        better = ~before.isnan() & ((largest > before) | largest.isnan())
+        argmax.copy_(torch.where(better, z.argmax(1) + first, argmax))
     new = torch.maximum(largest, before)
     new = torch.where(new == -torch.inf, 0, new)
     by = shift - new
@@ -118,7 +123,7 @@ def _update(
     moved = z - new.unsqueeze(1)
     e = moved.exp()
     if slope:
-        old = torch.where(total == 0, 0, factor * (old_slope + _weighted(total, by)))
+        old = _weighted(factor, old_slope + _weighted(total, by))
         state[2] = old + _weighted(e, moved).sum(1)
     if share is not None:
         state[3] = dot + _weighted(mass, by) + (share * moved).sum(1)

@@ -205,14 +205,21 @@ def tokens_of(
     )  # fmt: skip
 
 
+def _may_count(target: Tensor) -> bool:
+    """Whether values can be counted for free: a GPU would have to be waited for.
+
+    Fake tensors have none: they do as on a GPU.
+    """
+    return target.device.type == "cpu" and not isinstance(target, FakeTensor)
+
+
 def _kept(target: Tensor, spec: Spec) -> tuple[Tensor | None, Tensor | None]:
     """Which tokens to work on (None: all of them), and whether `max_valid` was too small."""
-    # Fake tensors have no values to count: they do as on a GPU.
-    on_cpu = target.device.type == "cpu" and not isinstance(target, FakeTensor)
-    if spec.max_valid is None and not on_cpu:
+    may_count = _may_count(target)
+    if spec.max_valid is None and not may_count:
         return None, None
     valid = target != spec.ignore_index
-    if on_cpu or spec.max_valid == -1:
+    if may_count or spec.max_valid == -1:
         count = int(valid.sum())
         if spec.max_valid is not None and 0 <= spec.max_valid < count:
             raise RuntimeError(

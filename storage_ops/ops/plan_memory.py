@@ -175,7 +175,8 @@ def token_bytes(p: Problem) -> int:
 
 def _working_bytes(p: Problem, rows: int, columns: int) -> int:
     """What working on a tile takes besides the tile."""
-    copies = PLAIN_COPIES * p.arithmetic * plain_elements(rows, columns) if p.plain else 0
+    number = PLAIN_COPIES if p.plain else int(p.grads[2] and p.itemsize < 4 and not p.cuda)
+    copies = number * p.arithmetic * plain_elements(rows, columns)
     return max(product_bytes(p, rows, columns), copies) + rows * columns * p.cast_bytes
 
 

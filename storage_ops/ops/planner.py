@@ -356,16 +356,18 @@ def _slowed(p: Problem, plan: Plan) -> Plan:
 
 
 def default_budget(p: Problem) -> int:
-    """A quarter of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
+    """A part of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
+
+    A quarter on a CPU. On a GPU, whose products are slow with few rows or columns, all of them.
 
     The sum is what chunks of tokens take, which need a product less than other plans; unless there
     are no more tokens than the hidden size: then all logits wait in the gradient of the weight.
     """
-    quarter = p.tokens * padded(p.vocab) * p.itemsize // 4
+    part = p.tokens * padded(p.vocab) * p.itemsize // (1 if p.cuda else 4)
     chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
     sums = p.vocab * p.hidden * 4 if p.mixed and chunked and p.tokens > p.hidden else 0
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
-    return least + sums + min(max(quarter, 32 * MIB), GIB)
+    return least + sums + min(max(part, 32 * MIB), GIB)
 
 
 @functools.lru_cache(maxsize=256)

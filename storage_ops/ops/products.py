@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import register_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -16,6 +18,7 @@ from storage_ops.ops.tile_memory import SLICE
 for _name, _kernel in (
     ("_product", reference.product),
     ("_transposed_product", reference.transposed_product),
+    ("_scale", reference.scale),
 ):
     _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
     register_fake(f"storage_ops::{_name}", lambda *args: None, lib=_schemas.library)
@@ -149,15 +152,35 @@ def _pack(
         torch.ops.storage_ops._product(out[rows], left[rows], right, scratch, add)
 
 
-@functools.cache
-def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a 16-bit product to a wider matrix; not all that multiply do."""
-    left, out = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
-    try:
-        torch.ops.aten.addmm.dtype_out(out, left, left, out.dtype, out=out)
-    except RuntimeError:
-        return False
-    return True
+_adds_wide: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
+
+
+def adds_wide(out: Tensor, dtype: torch.dtype) -> bool:
+    """Whether this torch adds 16-bit products to a matrix like `out`, and rounds neither.
+
+    Not all that multiply do. It is tried when it is asked first, but not while a graph is captured:
+    there nobody may look at a result.
+    """
+    key = (out.device, dtype, isinstance(out, FakeTensor))
+    if key not in _adds_wide:
+        if out.is_cuda and not key[-1] and torch.cuda.is_current_stream_capturing():
+            return False
+        _adds_wide[key] = _try_to_add(*key)
+    return _adds_wide[key]
+
+
+def _try_to_add(device: torch.device, dtype: torch.dtype, fake: bool) -> bool:
+    with contextlib.nullcontext() if fake else _disable_current_modes():
+        # Neither the matrix, nor the product, nor their sum fits into 16 bits.
+        left = torch.full((16, 16), 2.0**-6, dtype=dtype, device=device)
+        left[:, 0] = 1
+        out = torch.full((16, 16), 1 + 2.0**-16, device=device)
+        total = out + (1 + 15 * 2.0**-12)
+        try:
+            torch.ops.aten.addmm.dtype_out(out, left, left.t(), out.dtype, out=out)
+        except RuntimeError:
+            return False
+        return fake or torch.equal(out, total)
 
 
 def multiply(
@@ -181,7 +204,7 @@ def multiply(
     elif out.dtype != left.dtype:
         if not add:
             torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
-        elif _adds_wide(out.device, left.dtype):
+        elif adds_wide(out, left.dtype):
             torch.ops.aten.addmm.dtype_out(out, left, right, out.dtype, out=out)
         else:
             for begin in range(0, len(out), SLICE):
@@ -213,6 +236,16 @@ def logits(x: Tensor, w: Tensor, out: Tensor, threads: int | None = None) -> Non
             multiply(wide, part.t(), piece, False, True, threads)
             out[:, columns] = piece
             del part, piece  # or two of them are alive at a time
+
+
+def bias_gradient(dz: Tensor, out: Tensor) -> None:
+    """out (columns) += the sum of dz (rows, columns) over its rows, in the dtype of `out`."""
+    if dz.dtype == out.dtype or dz.is_cuda:  # a GPU widens what it reads, a CPU makes a copy first
+        out += dz.sum(0, dtype=out.dtype)
+        return
+    step = tile_memory.plain_rows(*dz.shape)
+    for begin in range(0, len(dz), step):
+        out += dz[begin : begin + step].to(out.dtype).sum(0)
 
 
 def input_gradient(

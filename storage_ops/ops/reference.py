@@ -207,3 +207,9 @@ def transposed_product(
 ) -> None:
     """out (m, n) = left (k, m).T @ right (k, n), or out += it; `left` is spent."""
     product(out, left.t(), right, scratch, add)
+
+
+def scale(self: Tensor, factor: Tensor) -> None:
+    """Multiply `self` by a number; by 1 on a CPU, where that is known, nothing is read."""
+    if factor.device.type != "cpu" or factor.item() != 1:
+        self.mul_(factor)

@@ -55,9 +55,9 @@ def _alias_share(dst: Tensor, src: Tensor) -> None:
 
 
 def _record_stream(self: Tensor, id: int, device_index: int, device_type: int) -> None:
-    if self.is_cuda:
+    stream = torch.Stream(stream_id=id, device_index=device_index, device_type=device_type)
+    if self.device.type == stream.device.type and not reference.is_discarded(self):
         owner = reference.record_of(self.untyped_storage()).owner
-        stream = torch.cuda.Stream(stream_id=id, device_index=device_index, device_type=device_type)
         (self if owner is None else owner).record_stream(stream)
 
 

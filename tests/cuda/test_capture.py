@@ -1,6 +1,10 @@
 """CUDA graphs: training steps that are captured once and replayed on new inputs."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +61,42 @@ def test_a_captured_target_out_of_range_is_nan_at_its_replay_alone(device):
     assert replay().isnan()
     target[5] -= 1000
     assert torch.equal(replay(), right)
+
+
+# The driver loads a kernel's code at its first launch, which may take memory and wait for the
+# device. A capture forbids that to its user; that it does not to the driver is what this finds out.
+# The library has a CUDA runtime of its own, so neither torch's kernels nor its context prepare it.
+FIRST_LAUNCHES = """
+import torch
+from tests.cuda.test_row_kernel import DTYPES, OPTIONS, Place, Rows
+from storage_ops.ops.loss_rows import GRADIENT, UPDATE
+
+class Captured:
+    @staticmethod
+    def _cross_entropy_rows(*args):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            torch.ops.storage_ops._cross_entropy_rows(*args)
+        graph.replay()
+        torch.cuda.synchronize()
+
+for dtype in DTYPES:
+    for options in ("plain", "all"):  # a kernel of its own for each of these
+        rows = Rows(dtype, 4099, **OPTIONS[options])
+        rows.compare(Place("cuda", Captured), (0, 4099, UPDATE | GRADIENT))
+print("captured")
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
+def test_the_first_launches_of_a_process_may_be_captured(loading):
+    environment = os.environ | {"CUDA_MODULE_LOADING": loading}
+    command = [sys.executable, "-c", FIRST_LAUNCHES]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert result.stdout.strip() == "captured", result.stderr
 
 
 class Net(nn.Module):

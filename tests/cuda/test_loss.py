@@ -9,7 +9,7 @@ import storage_ops as so
 
 from ..ops.test_linear_cross_entropy import REDUCTIONS, error, exact, problem, run, smallest_budget
 from ..ops.test_loss_options import CHOICES, arguments, outputs
-from .devices import DTYPES, busy, each_device, moved, side_stream
+from .devices import DTYPES, busy, each_device, moved, raises, side_stream
 
 # As on the CPU (tests/ops), with float32 sums in another order.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
@@ -106,7 +106,7 @@ def test_a_target_out_of_range_spoils_its_own_token_alone(device, reduction, sha
         broken[bad] = wrong
         options = {"reduction": reduction, "memory_budget": budget}
         there = moved((x, w, broken, b), device)
-        if device == "cpu":  # whose kernels can raise
+        if raises(device):
             with pytest.raises(RuntimeError, match="target"):
                 run(so.linear_cross_entropy, *there, **options)
             continue
@@ -151,10 +151,14 @@ def test_max_valid_leaves_ignored_tokens_out(device, max_valid):
         assert all(error(a.cpu(), e) < 1e-5 for a, e in zip(grads, right_grads, strict=True))
 
 
-@pytest.mark.cuda
-def test_more_valid_tokens_than_promised_make_the_loss_nan():
-    given = moved(problem(64, ignored=0.0), "cuda")
-    assert run(so.linear_cross_entropy, *given, max_valid=63)[0].isnan()
+@each_device
+def test_more_valid_tokens_than_promised_make_the_loss_nan(device):
+    given = moved(problem(64, ignored=0.0), device)
+    if raises(device):
+        with pytest.raises(RuntimeError, match="max_valid is 63; expected at least 64"):
+            run(so.linear_cross_entropy, *given, max_valid=63)
+    else:
+        assert run(so.linear_cross_entropy, *given, max_valid=63)[0].isnan()
 
 
 @each_device

@@ -1,6 +1,7 @@
 """The row kernel of the loss on a GPU, against the one for the CPU."""
 
 import itertools
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,15 @@ def test_the_cuda_library_is_loaded():
     assert has("storage_ops::_cross_entropy_rows", "CUDA")
 
 
-DEVICE = "cuda"
+class Place(NamedTuple):
+    """Where rows are, and the ops that work on them there."""
+
+    device: str
+    ops: Any
+
+
+INF, NAN = float("inf"), float("nan")
+CPU, GPU = Place("cpu", torch.ops.storage_ops), Place("cuda", torch.ops.storage_ops)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OPTIONS = {
     "plain": {},
@@ -76,8 +85,9 @@ class Rows:
         self.scalars, self.phases = (softcap, logit_scale, label_smoothing), phases
         self.spread = probabilities or label_smoothing != 0
 
-    def run(self, device, *calls):
+    def run(self, place, *calls):
         """State, argmax and logits after calls (begin, end, phases) on slices of the columns."""
+        device = place.device
         target, bias, weight, upstream = (
             None if t is None else t.to(device)
             for t in (self.target, self.bias, self.weight, self.upstream)
@@ -88,7 +98,7 @@ class Rows:
         argmax = Fenced(torch.full((1, rows), -7), device)
         for begin, end, phases in calls:
             part = slice(begin, end)
-            torch.ops.storage_ops._cross_entropy_rows(
+            place.ops._cross_entropy_rows(
                 logits.values[:, part],
                 target if target.dim() == 1 else target[:, part],
                 None if bias is None else bias[part],
@@ -104,9 +114,9 @@ class Rows:
             )
         return state.taken_out(), argmax.taken_out()[0], logits.taken_out()
 
-    def compare(self, *calls):
-        """Check the CUDA kernel against the CPU kernel."""
-        (state, argmax, logits), right = self.run(DEVICE, *calls), self.run("cpu", *calls)
+    def compare(self, place, *calls):
+        """Check a kernel against the CPU kernel."""
+        (state, argmax, logits), right = self.run(place, *calls), self.run(CPU, *calls)
         tolerance = 1e-11 if self.arithmetic == torch.float64 else 1e-4
         kept = [0, 1, 5]  # the rest has a meaning only where it is asked for
         kept += [2] if self.phases & SLOPE else []
@@ -124,7 +134,7 @@ class Rows:
 @pytest.mark.parametrize("columns", [1, 7, 1000, 50257])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_row_kernel_against_the_cpu(dtype, columns, options):
-    Rows(dtype, columns, **OPTIONS[options]).compare((0, columns, UPDATE | GRADIENT))
+    Rows(dtype, columns, **OPTIONS[options]).compare(GPU, (0, columns, UPDATE | GRADIENT))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,13 +143,13 @@ def test_row_kernel_on_slices_of_the_vocabulary(dtype, options):
     ends = [0, 1, 1001, 1001, 2048, 4096, 5003]
     slices = list(itertools.pairwise(ends))
     calls = [(begin, end, phase) for phase in (UPDATE, GRADIENT) for begin, end in slices]
-    Rows(dtype, 5003, **OPTIONS[options]).compare(*calls)
+    Rows(dtype, 5003, **OPTIONS[options]).compare(GPU, *calls)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_row_kernel_writes_exponentials(dtype, options):
-    Rows(dtype, 3001, **OPTIONS[options]).compare((0, 3001, UPDATE | EXPONENTIALS))
+    Rows(dtype, 3001, **OPTIONS[options]).compare(GPU, (0, 3001, UPDATE | EXPONENTIALS))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,15 +166,34 @@ def test_row_kernel_finds_the_first_maximum(dtype, columns):
     right = p.logits.double().argmax(1)
     right[5] = -7  # no logit is above -inf
     for slices in ([(0, columns)], [(0, middle), (middle, columns)]):
-        state, argmax, _ = p.run(DEVICE, *((begin, end, UPDATE) for begin, end in slices))
+        state, argmax, _ = p.run(GPU, *((begin, end, UPDATE) for begin, end in slices))
         assert torch.equal(argmax, right)
         assert state[1, 4].isnan() and state[1, 5] == 0 and state[0, 6] == float("inf")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [9, 700, 4099])
+def test_row_kernel_tells_nan_from_infinite_logits(dtype, columns):
+    p = Rows(dtype, columns)
+    p.target.clamp_(0)
+    for row, values in enumerate(itertools.product([INF, NAN, -INF, 0.5], repeat=2)):
+        p.logits[row, torch.randperm(columns)[:2]] = torch.tensor(values, dtype=dtype)
+    z = p.logits.double()
+    lse, argmax = z.logsumexp(1), z.argmax(1)
+    assert lse[:16].isnan().any() and (lse == INF).any()
+    ends = [0, *sorted(torch.randint(columns + 1, (3,)).tolist()), columns]
+    for slices in ([(0, columns)], list(itertools.pairwise(ends))):
+        state, found, _ = p.run(GPU, *((begin, end, UPDATE) for begin, end in slices))
+        shift, total = state[:2].double()
+        ours = torch.where(shift == INF, INF, shift + total.log())
+        torch.testing.assert_close(ours, lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert torch.equal(found, argmax)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_row_kernel_gives_the_same_bits_twice(dtype):
     p = Rows(dtype, 4099, **OPTIONS["all"])
-    once, again = (p.run(DEVICE, (0, 4099, UPDATE | GRADIENT)) for _ in range(2))
+    once, again = (p.run(GPU, (0, 4099, UPDATE | GRADIENT)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
@@ -176,9 +205,9 @@ def test_targets_out_of_range_make_nan_and_touch_nothing(wrong, options, last):
     bad = [0, 5, 32]
     others = [i for i in range(33) if i not in bad]
     p.target[bad] = wrong
-    state, argmax, logits = p.run(DEVICE, (0, 30, UPDATE), (30, 50, UPDATE), (0, 50, last))
+    state, argmax, logits = p.run(GPU, (0, 30, UPDATE), (30, 50, UPDATE), (0, 50, last))
     p.target[bad] = -100
-    right = p.run("cpu", (0, 30, UPDATE), (30, 50, UPDATE), (0, 50, last))
+    right = p.run(CPU, (0, 30, UPDATE), (30, 50, UPDATE), (0, 50, last))
     assert state[1, bad].isnan().all() and logits[bad].isnan().all()
     torch.testing.assert_close(state[:2, others], right[0][:2, others])
     torch.testing.assert_close(logits[others], right[2][others], rtol=1e-4, atol=1e-6)
@@ -187,10 +216,10 @@ def test_targets_out_of_range_make_nan_and_touch_nothing(wrong, options, last):
 
 def test_rows_on_a_side_stream_are_not_mixed_up_with_the_default_one():
     p, side = Rows(torch.float32, 4099), torch.cuda.Stream()
-    right = p.run("cpu", (0, 4099, UPDATE | GRADIENT))
+    right = p.run(CPU, (0, 4099, UPDATE | GRADIENT))
     with torch.cuda.stream(side):
         torch.cuda._sleep(2_000_000)  # a launch on the default stream would run before the copies
-        state, argmax, logits = p.run(DEVICE, (0, 4099, UPDATE | GRADIENT))
+        state, argmax, logits = p.run(GPU, (0, 4099, UPDATE | GRADIENT))
     torch.testing.assert_close(state[:2], right[0][:2], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits, right[2], rtol=1e-4, atol=1e-6)
     assert torch.equal(argmax, right[1])

@@ -63,11 +63,41 @@ def compare(rank, dtype, options, bias):
         torch.testing.assert_close(a.grad, e.grad[part], rtol=1e-4, atol=1e-5)
 
 
+def infinite_and_nan(rank):
+    """The logits of one class are infinite, and those of another, on a later rank, nan."""
+    x, target = torch.randn(4, HIDDEN), torch.tensor([0, 30, -100, 60])
+    w, b, part = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB), VOCAB // WORLD
+    for large, nan in ((5, 50), (50, 5), (30, 31), (31, 30)):
+        b[:] = 0
+        b[large], b[nan] = torch.inf, torch.nan
+        for only in (large, None):
+            bias = b if only is None else b.nan_to_num(0.0, torch.inf)
+            mine = slice(rank * part, (rank + 1) * part)
+            options = {"returns": ("lse", "argmax"), "reduction": "none"}
+            lse, argmax = so.linear_cross_entropy(
+                x,
+                w[mine],
+                target,
+                linear_bias=bias[mine],
+                process_group=dist.group.WORLD,
+                **options,
+            )
+            logits = x @ w.T + bias
+            right, kept = logits.argmax(1), target != -100
+            assert torch.equal(argmax[kept], right[kept])
+            assert lse[kept].isnan().all() if only is None else (lse[kept] == torch.inf).all()
+
+
 def work(rank):
     for dtype in (torch.float64, torch.float32):
         for options in OPTIONS:
             for bias in (False, True):
                 compare(rank, dtype, options, bias)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+def test_a_nan_is_above_an_infinite_logit_whatever_their_ranks():
+    run_on_ranks(infinite_and_nan, WORLD)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")

@@ -101,6 +101,15 @@ CASES = {
         rows(count=0),
     ],
     "_product": [product(False), product(True), product(True, torch.bfloat16)],
+    "_scale": [
+        (torch.randn(3, 4).to(dtype), torch.tensor(by, dtype=wide))
+        for dtype, wide in [
+            (torch.float64, torch.float64),
+            (torch.float32, torch.float32),
+            (torch.bfloat16, torch.float32),
+        ]
+        for by in (1.0, 0.3)
+    ],
     "_transposed_product": [product(add, transposed=True) for add in (False, True)],
     "linear_cross_entropy": [
         loss("mean"),

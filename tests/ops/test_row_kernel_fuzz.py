@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
     "libstorage_ops_cpu.so" not in so.info()["loaded"], reason="the native library is not loaded"
 )
 
+OPS = torch.ops.storage_ops
 UPDATE, GRADIENT, EXPONENTIALS, SLOPE = 1, 2, 4, 8
 SHIFT, SUM, SLOPE_SUM, DOT, MASS, TARGET_LOGIT = range(6)
 IGNORED = -100
@@ -177,7 +178,7 @@ class Problem:
 
     def call(self, begin, end, phases):
         case = self.case
-        torch.ops.storage_ops._cross_entropy_rows(
+        OPS._cross_entropy_rows(
             self.logits[:, begin:end],
             self.target[:, begin:end] if case.probabilities else self.target,
             None if self.bias is None else self.bias[begin:end],

@@ -100,3 +100,27 @@ def test_share_storage_costs_microseconds():
     calls = 1000  # so few that some repeat is not interrupted on a busy machine
     best = min(timeit.repeat(lambda: so.share_storage(dst, src), number=calls, repeat=100)) / calls
     assert best < 5e-6
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_stream_is_recorded_on_the_owner_of_the_bytes(path, zero_copy, shared):
+    """An allocator of the CPU has no use for records: here they are kept by the test."""
+    records, (cpu, cuda) = [], (0, 1)  # numbers of their kinds of device
+    with torch.library._scoped_library("aten", "IMPL") as aten:
+        aten.impl("record_stream", lambda t, stream: records.append((t, stream)), "CPU")
+        t, src = torch.zeros(64), torch.ones(64)
+        if shared:
+            so.share_storage(t, src)
+        torch.ops.storage_ops._record_stream(t[3:], 5, 0, cuda)
+        assert not records
+        torch.ops.storage_ops._record_stream(t[3:], 5, 0, cpu)
+        ((recorded, stream),) = records
+        storage = recorded.untyped_storage()
+        assert (stream.stream_id, stream.device) == (5, torch.device("cpu", 0))
+        assert (storage.data_ptr(), storage.nbytes()) == (t.data_ptr(), t.nbytes)
+        hidden = storage._cdata not in (t.untyped_storage()._cdata, src.untyped_storage()._cdata)
+        assert hidden == (shared and zero_copy)
+        del storage, recorded
+        so.discard_storage(t)
+        torch.ops.storage_ops._record_stream(t, 5, 0, cpu)
+        assert len(records) == 1

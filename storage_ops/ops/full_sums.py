@@ -1,0 +1,55 @@
+"""Matrix products of 16-bit operands on a GPU with sums in fp32, whatever the process allows."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+_ROUNDED = tuple(f"allow_{name}_reduced_precision_reduction" for name in ("bf16", "fp16"))
+
+
+class _FullSums:
+    """Context manager in which no sum of a product is rounded before it is complete.
+
+    Where the depth is large and the result small, cuBLAS divides the depth, and by default torch
+    lets it round the sums of the parts to 16 bits. In fp16 torch can be told to round every
+    addition. Both are settings of the process: the first of several threads changes them, the last
+    one puts them back.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = _settings()
+                for name, value in self._before.items():
+                    setattr(torch.backends.cuda.matmul, name, _without(value))
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                for name, value in self._before.items():
+                    setattr(torch.backends.cuda.matmul, name, value)
+
+
+full_sums = _FullSums()
+
+
+def _settings() -> dict[str, Any]:
+    matmul = torch.backends.cuda.matmul
+    found = {name: getattr(matmul, name) for name in _ROUNDED}
+    for name, allowed in found.items():
+        divides = getattr(matmul, f"{name}_split_k", None)  # since torch 2.11
+        found[name] = allowed if divides is None else (allowed, divides)
+    return {**found, "allow_fp16_accumulation": matmul.allow_fp16_accumulation}
+
+
+def _without(value: Any) -> Any:
+    return (False, value[1]) if isinstance(value, tuple) else False

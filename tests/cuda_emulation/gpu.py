@@ -1,0 +1,113 @@
+"""The loss as it runs on a GPU, for tensors of the CPU: kernels, products, plans and choices."""
+
+import contextlib
+import functools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from storage_ops.ops import loss_autograd, loss_rows, loss_tiles, products, rates
+
+
+def numbers(t: torch.Tensor) -> np.ndarray:
+    """The values of a matrix in the type that its products are summed in; no tensor is made."""
+    if t.dtype == torch.bfloat16:
+        wide = t.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32) << 16
+        return wide.view(np.float32)
+    return t.numpy().astype(np.float64 if t.dtype == torch.float64 else np.float32)
+
+
+def write(values: np.ndarray, out: torch.Tensor) -> torch.Tensor:
+    """Round values into a matrix; no tensor is made."""
+    if out.dtype == torch.bfloat16:
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded[np.isnan(values)] = 0x7FC0
+        out.view(torch.int16).numpy()[...] = rounded.astype(np.uint16).view(np.int16)
+    else:
+        out.numpy()[...] = values
+    return out
+
+
+def mm_wide(left, right, out_dtype, *, out):
+    assert out.dtype == out_dtype and left.dtype == right.dtype != out_dtype
+    return write(numbers(left) @ numbers(right), out)
+
+
+def mm_new(left, right, out_dtype):
+    out = left.new_empty(len(left), right.shape[1], dtype=out_dtype)
+    return mm_wide(left, right, out_dtype, out=out)
+
+
+def addmm_wide(self, left, right, out_dtype, *, beta=1, alpha=1, out):
+    assert out.dtype == out_dtype == self.dtype and left.dtype == right.dtype != out_dtype
+    assert beta == alpha == 1 and self.data_ptr() == out.data_ptr()
+    return write(numbers(self) + numbers(left) @ numbers(right), out)
+
+
+def addmm_of_an_older_torch(self, *args, **kwargs):
+    raise RuntimeError("self and mat2 must have the same dtype")
+
+
+def bias_gradient(dz, out):
+    """A GPU widens what it reads, without a copy."""
+    out.numpy()[...] += numbers(dz).sum(0)
+
+
+class Products:
+    """`torch`, for products: those in 16 bits take no memory that torch counts, as on a GPU."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def mm(left, right, *, out=None):
+        if out is None or out.element_size() > 2:
+            return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
+        return write(numbers(left.detach()) @ numbers(right.detach()), out)
+
+    @staticmethod
+    def addmm(self, left, right, *, out):
+        if out.element_size() > 2:
+            return torch.addmm(self, left, right, out=out)
+        return write(numbers(self) + numbers(left.detach()) @ numbers(right.detach()), out)
+
+
+@contextlib.contextmanager
+def pretended(ops, adds_wide: bool):
+    """Within it the loss takes tensors of the CPU for those of an H100, and `ops` for its kernels.
+
+    Args:
+        ops: what to call the kernels of.
+        adds_wide: whether torch adds a product of 16-bit matrices to a wider one.
+    """
+
+    def on_cuda(function):
+        return functools.cache(lambda dtype, device: function(dtype, "cuda"))
+
+    kernels = {
+        "mm.dtype_out": mm_wide,
+        "mm.dtype": mm_new,
+        "addmm.dtype_out": addmm_wide if adds_wide else addmm_of_an_older_torch,
+    }
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.library._scoped_library("aten", "IMPL") as aten,
+    ):
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            for name, kernel in kernels.items():
+                aten.impl(name, kernel, "CPU")
+        for name in ("has_fast_products", "packs", "rounds", "traits"):
+            patch.setattr(products, name, on_cuda(getattr(products, name)))
+        patch.setattr(products, "has_row_kernel", lambda device: True)
+        patch.setattr(products, "rates_of", lambda device: rates.GPUS["h100"])
+        patch.setattr(products, "_widens", lambda dz, out: False)
+        patch.setattr(products, "_adds_wide", {})
+        patch.setattr(products, "bias_gradient", bias_gradient)
+        patch.setattr(products, "torch", Products())
+        patch.setattr(loss_rows, "_may_count", lambda target: False)
+        patch.setattr(loss_tiles, "_OPS", ops)
+        patch.setattr(loss_autograd, "_OPS", ops)
+        yield

@@ -1,0 +1,137 @@
+// CUDA C++ for a host compiler: what a kernel and its launch use of the language and the runtime.
+// The compiler includes it before the kernel's source, as nvcc does with its own.
+#pragma once
+
+// They would take this for a device of CUDA if they saw it after what is defined below.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "block.h"
+#include "stable.h"
+
+#define __CUDACC__
+#define __CUDA_ARCH__ 900
+#define __global__
+#define __host__
+#define __device__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+using emulation::blockDim, emulation::blockIdx, emulation::gridDim, emulation::threadIdx;
+using dim3 = emulation::Index;
+
+// Vector types: aligned as on a GPU, which the alignment sanitizer enforces at every access.
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(4) __half2 {
+  _Float16 x, y;
+};
+struct alignas(4) __nv_bfloat162 {
+  uint16_t x, y;
+};
+
+// Calls that wait take the place that they are written in, for messages.
+inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulation::barrier({"__syncthreads", file, line});
+}
+
+inline void __syncwarp(unsigned mask = ~0u, const char* file = __builtin_FILE(),
+                       int line = __builtin_LINE()) {
+  emulation::exchange(mask, 0, true, {"__syncwarp", file, line});
+}
+
+inline unsigned __ballot_sync(unsigned mask, bool vote, const char* file = __builtin_FILE(),
+                              int line = __builtin_LINE()) {
+  const auto* votes = emulation::exchange(mask, vote, false, {"__ballot_sync", file, line});
+  unsigned result = 0;
+  for (unsigned lane = 0; lane < emulation::kLanes; ++lane) result |= unsigned(votes[lane]) << lane;
+  return result;
+}
+
+template <typename V>
+V __shfl_xor_sync(unsigned mask, V value, unsigned lanes, const char* file = __builtin_FILE(),
+                  int line = __builtin_LINE()) {
+  static_assert(sizeof(V) <= sizeof(uint64_t));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  const unsigned lane = threadIdx.x % emulation::kLanes;
+  const auto* offered = emulation::exchange(mask, bits, false, {"__shfl_xor_sync", file, line});
+  std::memcpy(&value, &offered[lane ^ lanes], sizeof value);
+  return value;
+}
+
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float2 __half22float2(__half2 pair) {
+  return {static_cast<float>(pair.x), static_cast<float>(pair.y)};
+}
+
+inline __half2 __floats2half2_rn(float x, float y) {
+  return {static_cast<_Float16>(x), static_cast<_Float16>(y)};
+}
+
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {torch::headeronly::detail::round_to_nearest_even(x),
+          torch::headeronly::detail::round_to_nearest_even(y)};
+}
+
+namespace emulation {
+
+// A result of an instruction that may be off by `bound`, relatively: by any part of it, drawn from
+// the bits of the result, so that equal operands have equal results.
+inline float off_by(double bound, double exact) {
+  uint64_t bits;
+  std::memcpy(&bits, &exact, sizeof bits);
+  const double part = static_cast<double>(bits * 0x9E3779B97F4A7C15u >> 11) / (1ull << 52) - 1;
+  return static_cast<float>(exact * (1 + bound * part));
+}
+
+}  // namespace emulation
+
+// To 2 ulp, says NVIDIA, for divisors that are not too large.
+inline float __fdividef(float a, float b) {
+  return emulation::off_by(1.5 * 0x1p-23, static_cast<double>(a) / b);
+}
+
+// The runtime: streams are ignored, and a launch returns when the kernel has ended.
+using cudaStream_t = void*;
+using cudaError_t = int;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidConfiguration = 9;
+
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrL2CacheSize };
+
+// Of a small device, so that the tests' longest rows fill its cache, some of them too often.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  *value = which == cudaDevAttrMultiProcessorCount ? 4 : 400 << 10;
+  return cudaSuccess;
+}
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  const auto volume = [](const dim3& d) { return uint64_t{d.x} * d.y * d.z; };
+  const bool grid = config->gridDim.x <= 0x7fffffff && config->gridDim.y <= 0xffff;
+  if (!grid || volume(config->gridDim) == 0 || volume(config->blockDim) == 0 ||
+      volume(config->blockDim) > 1024) {
+    return cudaErrorInvalidConfiguration;
+  }
+  emulation::launch(config->gridDim, config->blockDim, [&] { kernel(arguments...); });
+  return cudaSuccess;
+}

@@ -1,0 +1,63 @@
+"""What the emulation is for: each fault that is planted in the kernel is found."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from . import build
+from .faults import FAULTS, NAMESPACE, compile_planted, found, plant
+from .ops import SANITIZER, Emulated
+
+RACES = [fault for fault, (*_, shows) in FAULTS.items() if shows == "wrong results"]
+
+
+@pytest.fixture(scope="module")
+def kernel(compiled, tmp_path_factory):
+    return Emulated(compile_planted(tmp_path_factory.mktemp("faults")), NAMESPACE)
+
+
+@pytest.mark.skipif(SANITIZER != "", reason="the sanitizer ends the run first")
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_planted_faults_are_found_and_nothing_else(kernel, fault):
+    kernel.seed(int.from_bytes(os.urandom(4), "little"))
+    plant(kernel, fault)
+    says = found(kernel)
+    if fault:
+        assert re.search(FAULTS[fault][-1], says)
+    else:
+        assert says == ""
+
+
+def runtime(name):
+    """The library of a sanitizer, to be loaded before python; empty if there is none."""
+    asked = ["g++", f"-print-file-name=lib{name}.so"]
+    path = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    return path if os.path.isabs(path) else ""
+
+
+@pytest.fixture(scope="module")
+def watched(compiled, tmp_path_factory):
+    """The kernel that thread sanitizer watches."""
+    if not runtime("tsan"):
+        pytest.skip("there is no thread sanitizer")
+    return compile_planted(tmp_path_factory.mktemp("watched"), "thread")
+
+
+@pytest.mark.parametrize("fault", RACES[:1] if os.environ.get("CI") else ["", *RACES])
+def test_thread_sanitizer_sees_races(watched, fault):
+    settings = {
+        "LD_PRELOAD": runtime("tsan"),
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1 halt_on_error=1 exitcode=66",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.cuda_emulation.faults", str(watched), fault]
+    result = subprocess.run(
+        command, env=os.environ | settings, cwd=build.ROOT, capture_output=True, text=True
+    )
+    if fault:
+        assert result.returncode == 66 and "data race" in result.stderr, result.stderr
+    else:
+        assert result.returncode == 0 and "no fault" in result.stdout, result.stderr

@@ -1,0 +1,33 @@
+"""The emulated row kernel, by the tests for a GPU and those of the kernel for the CPU."""
+
+import pytest
+
+from ..borrow import borrowed
+from ..cuda import test_row_kernel as on_gpu
+from ..ops import test_row_kernel_fuzz as fuzz
+
+NEEDS_A_GPU = frozenset(
+    {
+        "test_the_cuda_library_is_loaded",
+        "test_rows_on_a_side_stream_are_not_mixed_up_with_the_default_one",
+    }
+)
+FOR_THE_CPU = frozenset(
+    {
+        "test_a_target_out_of_range_changes_nothing",  # a GPU cannot raise
+        "test_vector_exponential_is_within_2_ulp",  # a GPU's is less exact
+    }
+)
+globals().update(borrowed(on_gpu, without=NEEDS_A_GPU))
+globals().update(borrowed(fuzz, without=FOR_THE_CPU))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_place_of_the_kernels(compiled):
+    """Both are run as they are on the emulated kernel."""
+    calls = compiled.calls
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_gpu, "GPU", on_gpu.Place("cpu", compiled))
+        patch.setattr(fuzz, "OPS", compiled)
+        yield
+    assert compiled.calls > calls
