@@ -14,18 +14,24 @@ from storage_ops.ops import loss_autograd, loss_rows, loss_tiles, products, rate
 def numbers(t: torch.Tensor) -> np.ndarray:
     """The values of a matrix in the type that its products are summed in; no tensor is made."""
     if t.dtype == torch.bfloat16:
-        wide = t.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32) << 16
+        wide = t.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+        wide <<= 16
         return wide.view(np.float32)
-    return t.numpy().astype(np.float64 if t.dtype == torch.float64 else np.float32)
+    wide = np.float64 if t.dtype == torch.float64 else np.float32
+    return t.numpy().astype(wide, copy=False)
 
 
 def write(values: np.ndarray, out: torch.Tensor) -> torch.Tensor:
     """Round values into a matrix; no tensor is made."""
     if out.dtype == torch.bfloat16:
         bits = np.ascontiguousarray(values).view(np.uint32)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = bits >> 16
+        rounded &= 1  # ties go to the even one
+        rounded += bits
+        rounded += 0x7FFF
+        rounded >>= 16
         rounded[np.isnan(values)] = 0x7FC0
-        out.view(torch.int16).numpy()[...] = rounded.astype(np.uint16).view(np.int16)
+        out.view(torch.int16).numpy().view(np.uint16)[...] = rounded
     else:
         out.numpy()[...] = values
     return out
