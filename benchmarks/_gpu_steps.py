@@ -118,8 +118,11 @@ def build() -> int:
 
 
 def tests(which: str, junit: str, rehearse: str = "") -> int:
-    """Run "core" or "others"; to rehearse, their bodies on the CPU."""
+    """Run "core" or "others"; to rehearse, their bodies on the CPU, and kernels emulated there."""
     chosen = CORE if which == "core" else [*OTHERS, *(f"--ignore={path}" for path in CORE)]
+    if rehearse and which == "core":
+        chosen = [*chosen, "tests/cuda_emulation"]
+        os.environ["CI"] = "1"  # a share of them
     command = [*PYTEST, f"--junit-xml={junit}", *([] if rehearse else ["-m", "cuda"]), *chosen]
     # One worker too is worth it: a test that hangs or crashes does not take the report with it.
     workers = 6 if which == "core" else 1

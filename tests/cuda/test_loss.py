@@ -56,6 +56,24 @@ def test_larger_and_odd_shapes(device, dtype, tokens, hidden, vocab):
     compare(device, (x, w, target, None))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [16, 128, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_few_tokens_are_complete_before_they_are_rounded(dtype, tokens, monkeypatch):
+    # The vocabulary is the depth of the product for the input's gradient, and cuBLAS divides it.
+    x, w, target, _ = problem(tokens, 256, 128256, dtype, bias=False, ignored=0.0)
+    _, right = exact(x, w, target, None)
+    made = []
+    for allowed in (True, False):
+        name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+        monkeypatch.setattr(torch.backends.cuda.matmul, name, allowed)
+        _, (grad, *_) = run(so.linear_cross_entropy, *moved((x, w, target, None), "cuda"))
+        made.append(grad.cpu())
+    assert torch.equal(*made)
+    # Logits, their gradient and the result are each rounded once.
+    assert error(made[0], right[0]) < 3 * torch.finfo(dtype).eps
+
+
 def check_options(device, choices, dtype=torch.float64, tolerance=1e-10):
     """A call with some options against the same on the CPU, which tests/ops hold to be right."""
     made, leaves = arguments(choices, dtype)
