@@ -262,9 +262,10 @@ template <bool kGeneral, typename T, typename A>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     cross_entropy_rows_kernel(const __grid_constant__ RowArguments<T, A> a) {
   auto& scratch = shared_memory<Scratch<A>>();
-  // Not in 64 bits, for the registers: a grid has no more blocks than fit into 31.
-  for (unsigned i = blockIdx.x; i < static_cast<unsigned>(a.rows); i += gridDim.x) {
-    work_on_row<kGeneral>(a, i, scratch);
+  if constexpr (kGeneral) {  // which has no registers left for a loop
+    work_on_row<kGeneral>(a, blockIdx.x, scratch);
+  } else {
+    for (int64_t i = blockIdx.x; i < a.rows; i += gridDim.x) work_on_row<kGeneral>(a, i, scratch);
   }
 }
 
@@ -288,7 +289,7 @@ void launch_rows(const RowArguments<T, A>& a, const Tensor& logits) {
   const bool is_short = a.columns * static_cast<int64_t>(sizeof(T)) <= kShortRow;
   const int64_t most = kThreads<A> / 32 / (is_short ? 2 : 1);
   const auto threads = static_cast<unsigned>(32 * std::clamp<int64_t>(warps, 1, most));
-  const int64_t blocks = rows_at_once(a, logits.get_device_index());
+  const int64_t blocks = kGeneral ? a.rows : rows_at_once(a, logits.get_device_index());
   launch(cross_entropy_rows_kernel<kGeneral, T, A>, static_cast<unsigned>(blocks), threads,
          current_stream(logits), a);
 }

@@ -114,6 +114,8 @@ class Region:
         name: str = "",
     ) -> None:
         """Remember the call and what it depends on; `forward` runs it."""
+        self.made: list[Made] = []  # can be discarded
+        self._discarded: list[Made] = []  # wait for the recompute
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
         self.options = options
         self._checksums = options.determinism_check == "checksum"
@@ -142,8 +144,6 @@ class Region:
         self._running = False  # the forward, whose own backward passes may read what it saves
         self.is_frozen = False  # no output needs grad
         self.end = 0  # the number of the first autograd node after the forward
-        self.made: list[Made] = []  # can be discarded
-        self._discarded: list[Made] = []  # wait for the recompute
         self.uses: dict[int, int] = {}  # storage -> how many saved tensors of consumers share it
 
     def __del__(self) -> None:
