@@ -111,7 +111,8 @@ def _ending(mode: type) -> type:
         if kind is None and not decide.saves_any:
             _warn_of_nothing(decide.region, decide.calls)
 
-    return type("SelectiveMode", (mode,), {"__exit__": __exit__})
+    members = {"__exit__": __exit__, "supports_higher_order_operators": True}  # not so in torch 2.10
+    return type("SelectiveMode", (mode,), members)
 
 
 def _warn_of_nothing(region: str, calls: Counter[Any]) -> None:

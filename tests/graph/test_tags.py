@@ -339,7 +339,7 @@ def test_what_one_checkpoint_gives_to_a_later_one_is_kept():
 @pytest.mark.parametrize("must", [False, True])
 def test_communication_is_repeated_only_if_the_policy_says_so(fake_group, must):
     def fn(x, g):
-        h = torch.ops._c10d_functional.all_reduce(x.sin(), "sum", fake_group)
+        h = torch.ops._c10d_functional.all_reduce(x.sin(), "sum", fake_group.group_name)
         h = torch.ops._c10d_functional.wait_tensor(h)
         return h.cos(), g.t() * h
 
