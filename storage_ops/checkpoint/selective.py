@@ -111,7 +111,8 @@ def _ending(mode: type) -> type:
         if kind is None and not decide.saves_any:
             _warn_of_nothing(decide.region, decide.calls)
 
-    members = {"__exit__": __exit__, "supports_higher_order_operators": True}  # not so in torch 2.10
+    # That torch 2.10 and 2.11 do not let through.
+    members = {"__exit__": __exit__, "supports_higher_order_operators": True}
     return type("SelectiveMode", (mode,), members)
 
 

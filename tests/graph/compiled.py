@@ -14,9 +14,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from storage_ops import graph
 from storage_ops.graph.nodes import compute_value, copy_of, fake_modes
 
-TRACES_GRAD = hasattr(torch._dynamo.config, "trace_autograd_ops")
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+# torch 2.11 traces it as well, but leaves random ops and all but the first pass without tags.
+TRACES_GRAD = hasattr(torch._dynamo.config, "trace_autograd_ops") and VERSION >= (2, 12)
 torch_pass = None
-if TRACES_GRAD and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+if TRACES_GRAD and VERSION >= (2, 13):
     # Before, it tells backward passes by other signs.
     from torch._functorch._activation_checkpointing import (
         remat_using_tags_for_fwd_loss_bwd_graph_pass as torch_pass,
