@@ -127,12 +127,20 @@ def measured(
     return result
 
 
-def host_overhead(makes: dict[str, Make]) -> dict[str, float]:
+# The op that ends a tiny region. Of gelu, autograd saves the input: a checkpoint that keeps the output
+# ends its recompute before gelu, which a discarded output needs. Of sigmoid it saves the output.
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+def host_overhead(makes: dict[str, Make], end: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """Microseconds that one region with tiny tensors adds to forward and backward."""
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
     def producer(x: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(x @ w)
+        return end(x @ w)
 
     def consumer(h: Tensor) -> Tensor:
         return h @ w
@@ -167,7 +175,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     makes = peers(device)
-    expect(2 * len(arguments.only) * len(arguments.layers) + 1)
+    expect(2 * len(arguments.only) * len(arguments.layers) + len(ENDS))
     for name in arguments.only:
         for layers in arguments.layers:
             fp32, bf16 = (simulated(name, layers, t) for t in (torch.float32, torch.bfloat16))
@@ -181,8 +189,9 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "GPU, bf16 (MiB)": bf16[way],
                 } if way in fp32 else {}  # fmt: skip
                 yield {"shape": f"{name} x{layers}", "case": way, **row, **simulated_peaks}
-    for way, micros in host_overhead(makes).items():
-        yield {"shape": "tiny region", "case": way, "host us": micros}
+    for name, end in ENDS.items():
+        for way, micros in host_overhead(makes, end).items():
+            yield {"shape": f"tiny region, {name}", "case": way, "host us": micros}
     torch.set_num_threads(threads)
 
 
