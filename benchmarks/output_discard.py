@@ -127,7 +127,7 @@ def measured(
     return result
 
 
-# The op that ends a tiny region. Of gelu, autograd saves the input: a checkpoint that keeps the output
+# The op that ends a tiny region. Of gelu, autograd saves the input: a checkpoint that keeps outputs
 # ends its recompute before gelu, which a discarded output needs. Of sigmoid it saves the output.
 ENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
