@@ -43,8 +43,8 @@ sanitize: $(VENV)/installed  ## run the tests of the ops with the address and UB
 
 # The kernels for a GPU, compiled for the CPU. In a report of threads, each is one of CUDA's; what
 # torch does in its own threads is none of its business, and a race ends the run.
-EMULATED = $(BIN)/python -m pytest --capture=sys tests/cuda_emulation/test_row_kernel.py \
-  -k "not 50257"
+EMULATED = $(BIN)/python -m pytest --capture=sys -k "not 50257" \
+  tests/cuda_emulation/test_row_kernel.py tests/cuda_emulation/test_scale.py
 EMULATED_IN_THREADS = LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) \
   TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1" OMP_NUM_THREADS=1 \
   STORAGE_OPS_EMULATION_SANITIZER=thread $(EMULATED)
