@@ -161,7 +161,7 @@ def adds_wide(out: Tensor, dtype: torch.dtype) -> bool:
     Not all that multiply do. It is tried when it is asked first, but not while a graph is captured:
     there nobody may look at a result.
     """
-    key = (out.device, dtype, isinstance(out, FakeTensor))
+    key = (out.device, dtype, out.is_meta or isinstance(out, FakeTensor))
     if key not in _adds_wide:
         if out.is_cuda and not key[-1] and torch.cuda.is_current_stream_capturing():
             return False
@@ -172,8 +172,10 @@ def adds_wide(out: Tensor, dtype: torch.dtype) -> bool:
 def _try_to_add(device: torch.device, dtype: torch.dtype, fake: bool) -> bool:
     with contextlib.nullcontext() if fake else _disable_current_modes():
         # Neither the matrix, nor the product, nor their sum fits into 16 bits.
-        left = torch.full((16, 16), 2.0**-6, dtype=dtype, device=device)
-        left[:, 0] = 1
+        parts = [
+            torch.full((16, n), v, dtype=dtype, device=device) for n, v in ((1, 1), (15, 2**-6))
+        ]
+        left = torch.cat(parts, 1)
         out = torch.full((16, 16), 1 + 2.0**-16, device=device)
         total = out + (1 + 15 * 2.0**-12)
         try:

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from storage_ops.ops import loss_autograd, products, tile_memory
 from storage_ops.ops.full_sums import full_sums
@@ -128,6 +129,19 @@ def test_adding_to_a_wider_matrix_is_tried_by_its_value(monkeypatch, kernel, dty
         assert products.adds_wide(out, dtype) == KERNELS[kernel]
     finally:
         aten._destroy()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_what_is_fake_has_no_value_to_look_at(monkeypatch, device):
+    monkeypatch.setattr(products, "_adds_wide", {})
+    with FakeTensorMode():
+        adds = products.adds_wide(torch.empty(3, 3, device=device), torch.bfloat16)
+    # A torch without CUDA has no such product of tensors that pretend to be on a GPU.
+    assert adds == (device != "cuda" or torch.backends.cuda.is_built())
+    assert products.adds_wide(torch.empty(3, 3, device="meta"), torch.bfloat16)
+    # What was answered for fake ones is no answer for others.
+    assert not any(key[:2] == (torch.device("cpu"), torch.bfloat16) and not key[2]
+                   for key in products._adds_wide)  # fmt: skip
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
