@@ -127,7 +127,7 @@ struct RowState {
 // The larger number; nan if either is, as torch has it.
 template <typename A>
 STORAGE_OPS_INLINE A maximum(A a, A b) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   if constexpr (sizeof(A) == sizeof(float)) return max_nan(a, b);
 #endif
   return a > b || a != a ? a : b;

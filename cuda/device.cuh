@@ -18,15 +18,11 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return power;
 }
 
-// The larger number, nan if either is: fmax drops it.
+// The larger number, nan if either is: fmax drops it. From sm_80 on.
 __device__ __forceinline__ float max_nan(float a, float b) {
-#if __CUDA_ARCH__ >= 800
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
   return larger;
-#else
-  return a > b || a != a ? a : b;
-#endif
 }
 
 }  // namespace storage_ops

@@ -273,11 +273,11 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // would miss the L2 cache. Then fewer, as long as their blocks are enough to keep memory busy.
 template <typename T, typename A>
 int64_t rows_at_once(const RowArguments<T, A>& a, int32_t device) {
-  const bool reads_twice = a.update && (a.grad || a.exponentials);
+  if (!a.update || !(a.grad || a.exponentials)) return a.rows;  // they are read once
   const int64_t multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
   const int64_t cache = attribute(cudaDevAttrL2CacheSize, device) / 5 * 4;
   const int64_t cached = cache / std::max<int64_t>(a.columns * sizeof(T), 1);
-  const bool helps = reads_twice && cached < multiprocessors && 2 * cached >= multiprocessors;
+  const bool helps = cached < multiprocessors && 2 * cached >= multiprocessors;
   return helps ? std::min(cached, a.rows) : a.rows;
 }
 

@@ -27,27 +27,32 @@ class _FullSums:
         with self._lock:
             if not self._inside:
                 self._before = _settings()
-                for name, value in self._before.items():
-                    setattr(torch.backends.cuda.matmul, name, _without(value))
+                try:
+                    _set({name: _without(value) for name, value in self._before.items()})
+                except BaseException:
+                    _set(self._before)
+                    raise
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                for name, value in self._before.items():
-                    setattr(torch.backends.cuda.matmul, name, value)
+                _set(self._before)
 
 
 full_sums = _FullSums()
 
 
+def _set(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(torch.backends.cuda.matmul, name, value)
+
+
 def _settings() -> dict[str, Any]:
     matmul = torch.backends.cuda.matmul
-    found = {name: getattr(matmul, name) for name in _ROUNDED}
-    for name, allowed in found.items():
-        divides = getattr(matmul, f"{name}_split_k", None)  # since torch 2.11
-        found[name] = allowed if divides is None else (allowed, divides)
+    # Whether sums are rounded, and whether the depth is divided at all, are set together.
+    found = {n: (getattr(matmul, n), getattr(matmul, f"{n}_split_k")) for n in _ROUNDED}
     return {**found, "allow_fp16_accumulation": matmul.allow_fp16_accumulation}
 
 

@@ -63,13 +63,31 @@ def test_products_on_a_gpu_are_summed_in_full(settings, allowed):
 
 def test_a_division_that_is_not_allowed_stays_so(settings):
     name = NAMES[0]
-    if not hasattr(torch.backends.cuda.matmul, f"{name}_split_k"):
-        pytest.skip("this torch has no such setting")
     setattr(MATMUL, name, (False, False))
     with full_sums:
         pass
     assert getattr(MATMUL, f"{name}_split_k") is False
     setattr(MATMUL, name, True)
+
+
+def test_an_interrupt_while_settings_change_leaves_none_changed(settings, monkeypatch):
+    for name in NAMES[:2]:
+        setattr(MATMUL, name, True)
+    change, calls = type(MATMUL).__setattr__, []
+
+    def interrupted(self, name, value):
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        change(self, name, value)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(MATMUL), "__setattr__", interrupted)
+        full_sums.__enter__()
+    assert all(getattr(MATMUL, name) for name in NAMES[:2])
+    with full_sums:  # counts as before
+        assert not getattr(MATMUL, NAMES[0])
+    assert getattr(MATMUL, NAMES[0])
 
 
 def test_settings_of_several_threads(settings):
