@@ -155,8 +155,9 @@ def test_what_is_fake_has_no_value_to_look_at(monkeypatch, device):
     with FakeTensorMode():
         adds = products.adds_wide(torch.empty(3, 3, device=device), torch.bfloat16)
     # A torch without CUDA has no such product of tensors that pretend to be on a GPU.
-    assert adds == (device != "cuda" or torch.backends.cuda.is_built())
-    assert products.adds_wide(torch.empty(3, 3, device="meta"), torch.bfloat16)
+    known = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    assert adds == (known and (device != "cuda" or torch.backends.cuda.is_built()))
+    assert products.adds_wide(torch.empty(3, 3, device="meta"), torch.bfloat16) == known
     # What was answered for fake ones is no answer for others.
     assert not any(key[:2] == (torch.device("cpu"), torch.bfloat16) and not key[2]
                    for key in products._adds_wide)  # fmt: skip
