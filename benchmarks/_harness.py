@@ -26,8 +26,8 @@ from rich.table import Table
 
 import storage_ops
 from benchmarks._report import columns
+from storage_ops.loss import devices
 from storage_ops.memory import Measurement
-from storage_ops.ops import rates
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -240,10 +240,12 @@ def hardware(device: str | None = None) -> str:
     """
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_name().lower().replace(" ", "-")
-    facts = dict(re.findall(r"^(model name|cpu family)\s*: (.*)$", rates.processor(), re.MULTILINE))
+    facts = dict(
+        re.findall(r"^(model name|cpu family)\s*: (.*)$", devices.processor(), re.MULTILINE)
+    )
     name = re.sub(r"\((r|tm)\)", "", facts.get("model name", platform.machine()), flags=re.I)
     family = f"family {facts['cpu family']}" if "cpu family" in facts else ""
-    unit = "AMX" if rates.has_amx() else torch.backends.cpu.get_cpu_capability()
+    unit = "AMX" if devices.has_amx() else torch.backends.cpu.get_cpu_capability()
     words = f"{name} {family} {unit} {torch.get_num_threads()} threads"
     return "-".join(words.lower().split())
 

@@ -20,9 +20,9 @@ from benchmarks import _report
 from benchmarks._harness import RESULTS, ROOT, text_of
 from benchmarks._report import PEAK, Result, Row, cells, shapes
 from benchmarks.linear_cross_entropy import GPU_SHAPES, SHAPES
-from storage_ops.ops import plan, planner
-from storage_ops.ops.rates import DEVICES
-from storage_ops.ops.sizes import readable
+from storage_ops.loss import plan, planner
+from storage_ops.loss.devices import DEVICES
+from storage_ops.quantities import readable
 
 README = ROOT / "README.md"
 SECTION = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

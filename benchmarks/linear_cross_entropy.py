@@ -31,10 +31,11 @@ from benchmarks._harness import (
     skip,
 )  # fmt: skip
 from benchmarks._loss_peers import Loss, Task, peers
-from storage_ops.ops import loss_tiles, planner
-from storage_ops.ops.loss_autograd import problem_of
-from storage_ops.ops.loss_rows import Spec, tokens_of
-from storage_ops.ops.products import rates_of
+from storage_ops.loss import planner
+from storage_ops.loss import tiles as loss_tiles
+from storage_ops.loss.op import problem_of
+from storage_ops.loss.tokens import Spec, tokens_of
+from storage_ops.matmul.products import rates_of
 
 # Tokens, width, classes.
 SHAPES = {"S1": (2048, 768, 50257), "S2": (1024, 2048, 32000), "S3": (512, 1024, 128256)}

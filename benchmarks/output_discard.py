@@ -27,7 +27,7 @@ import storage_ops
 from benchmarks._blocks import BLOCKS, PUBLISHED_MB, WAYS, Block, stack, step
 from benchmarks._discarding import Make, by_hook, peers
 from benchmarks._harness import MIB, expect, finish, interleave, parser, peak, ratios, skip
-from storage_ops.ops.storage_kernels import storage_path
+from storage_ops.storage.kernels import storage_path
 
 PLAIN, CHECKPOINT, DISCARD = WAYS
 COPY = "discard, copy"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks._harness import expect, finish, interleave, milliseconds, parser, ratios
-from storage_ops.ops import tile_memory
-from storage_ops.ops.loss_rows import GRADIENT, UPDATE
+from storage_ops.loss import tile_memory
+from storage_ops.loss.tokens import GRADIENT, UPDATE
 
 SHAPES = {
     "cpu": {"512 x 50257": (512, 50257), "128 x 128256": (128, 128256)},

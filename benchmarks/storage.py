@@ -11,7 +11,7 @@ from torch.utils.benchmark import Timer
 
 import storage_ops
 from benchmarks._harness import finish, parser, skip
-from storage_ops.ops.storage_kernels import storage_path
+from storage_ops.storage.kernels import storage_path
 
 SIZES = {"32 B": 8, "4 MiB": 1 << 20}
 

@@ -20,7 +20,18 @@ from pathlib import Path
 from build_tools.toolchain import ROOT
 
 TESTS = ["tests", "-m", "not cuda", "-p", "no:cacheprovider"]
-OPS = ["tests/ops", "tests/test_library.py", "-m", "not cuda", "-p", "no:cacheprovider"]
+OPS = [
+    "tests/storage",
+    "tests/loss",
+    "tests/matmul",
+    "tests/test_opcheck.py",
+    "tests/test_compile.py",
+    "tests/test_library.py",
+    "-m",
+    "not cuda",
+    "-p",
+    "no:cacheprovider",
+]
 # Tests of the source tree, which a wheel does not hold.
 OF_THE_TREE = ["packaging", "benchmarks", "test_house.py", "graph/test_docs.py"]
 # A pytest plugin that stands in for a torch that cannot swap storages.

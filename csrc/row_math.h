@@ -162,7 +162,7 @@ STORAGE_OPS_INLINE RowState<A> merge(const RowState<A>& a, const RowState<A>& b)
   return {p.shift, p.sum + q.sum, p.slope + q.slope, p.dot + q.dot, p.mass + q.mass};
 }
 
-// What upstream gives to a row (see storage_ops/ops/loss_rows.py): to (p_j - [j == t]), to
+// What upstream gives to a row (see storage_ops/loss/formulas.py): to (p_j - [j == t]), to
 // (mass p_j - u_j), to lse, to the entropy, and to lse^2 / 2.
 template <typename A>
 struct Upstream {

@@ -25,7 +25,7 @@ except (ImportError, OSError) as error:
 
 else:
     from storage_ops import _info, _library
-    from storage_ops.ops import storage_kernels as _storage_kernels
+    from storage_ops.storage import kernels as _storage_kernels
 
     _status = _library.load()
     _storage_kernels.register(_status)
@@ -47,9 +47,9 @@ else:
     )
     from storage_ops.checkpoint.wrapper import CheckpointWrapper
     from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
-    from storage_ops.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-    from storage_ops.ops.plan import plan
-    from storage_ops.ops.storage import (
+    from storage_ops.loss.api import LinearCrossEntropyLoss, linear_cross_entropy
+    from storage_ops.loss.plan import plan
+    from storage_ops.storage.storage import (
         DiscardedTensorError,
         check_discarded,
         discard_storage,

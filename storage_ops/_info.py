@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from storage_ops import _library
-from storage_ops.ops import products
+from storage_ops.matmul import products
 
 
 def info(status: _library.Status) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 
 import storage_ops
-from storage_ops.ops.storage_kernels import storage_path
+from storage_ops.storage.kernels import storage_path
 
 INFO = storage_ops.info()
 NATIVE_PATH = INFO["storage_path"]

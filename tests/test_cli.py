@@ -10,7 +10,7 @@ import torch
 
 import storage_ops
 from storage_ops import cli
-from storage_ops.ops import products
+from storage_ops.matmul import products
 
 
 def test_info_as_json(capsys):
@@ -113,7 +113,7 @@ def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
     assert cli.main([*PLAN, "--plot", str(tmp_path)]) == 1  # a folder
     assert f"--plot is {tmp_path};" in capsys.readouterr().err
     assert not tmp_path.with_name(f"{tmp_path.name}.png").exists()
-    monkeypatch.delitem(sys.modules, "storage_ops.plan_plot", raising=False)
+    monkeypatch.delitem(sys.modules, "storage_ops.cli.plan_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main([*PLAN, "--plot", str(tmp_path / "plan.png")]) == 1
     assert "pip install 'storage_ops[plot]'" in capsys.readouterr().err

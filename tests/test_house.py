@@ -13,9 +13,10 @@ import torch
 import storage_ops
 from storage_ops import _schemas
 from storage_ops.autochunk import runtime
-from storage_ops.ops import loss_reference, reference
+from storage_ops.loss import reference as loss_reference
+from storage_ops.storage import reference
 
-from .ops.test_opcheck import CASES
+from .test_opcheck import CASES
 
 ROOT = Path(__file__).parents[1]
 # Ops that only exist where a native library does: they have nothing to be in plain torch.

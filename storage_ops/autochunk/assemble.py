@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from storage_ops.autochunk.program import Output, Program, Slice
-from storage_ops.ops import products, tile_memory
+from storage_ops.loss import tile_memory
+from storage_ops.matmul import products
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _PIECE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32

@@ -17,8 +17,9 @@ from torch import fx
 
 from storage_ops.autochunk.chunker import ChunkError, Report, chunk_graph
 from storage_ops.autochunk.inductor import mended
-from storage_ops.ops import products, rates
-from storage_ops.ops.sizes import parse_bytes
+from storage_ops.loss import devices
+from storage_ops.matmul import products
+from storage_ops.quantities import parse_bytes
 
 _reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
 _PASS = "joint_custom_pre_pass"
@@ -174,7 +175,7 @@ def _source_hash() -> str:
 def _circumstances() -> list[Any]:
     """What else the chunks depend on: the plan of the op is made for this processor."""
     kinds = [products.traits(d, "cpu") for d in (torch.float32, torch.bfloat16, torch.float16)]
-    return [rates.CPU.name, torch.get_num_threads(), kinds]
+    return [devices.CPU.name, torch.get_num_threads(), kinds]
 
 
 def _make_pass(options: tuple[int | None, int | None, bool], visible: int, earlier: Any) -> Any:

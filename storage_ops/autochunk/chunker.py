@@ -15,7 +15,7 @@ from storage_ops.autochunk.mutation import Mutations, new_values, owner
 from storage_ops.autochunk.program import Program
 from storage_ops.autochunk.runtime import in_body
 from storage_ops.autochunk.state import Conflict, Rows
-from storage_ops.ops.sizes import readable
+from storage_ops.quantities import readable
 
 MIB, GIB = 1 << 20, 1 << 30
 TRIES = 4  # products that are tried, the largest first

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from storage_ops.autochunk.backend import backend, checked, collected
-from storage_ops.ops.sizes import readable
+from storage_ops.quantities import readable
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from torch import fx
 from storage_ops.autochunk.match import Match
 from storage_ops.autochunk.nodes import shape
 from storage_ops.autochunk.propagate import Span, hint
-from storage_ops.ops import loss_rows, plan_memory, planner, products, tile_memory
+from storage_ops.loss import plan_memory, planner, tile_memory
+from storage_ops.loss import tokens as loss_rows
+from storage_ops.matmul import products
 
 _ATEN = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default

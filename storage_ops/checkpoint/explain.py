@@ -17,8 +17,8 @@ from storage_ops.checkpoint.policies import Policy, begin
 from storage_ops.checkpoint.report import as_text
 from storage_ops.checkpoint.rules import policy_of
 from storage_ops.checkpoint.selective import by_storage, saves_result
-from storage_ops.ops.sizes import metric
-from storage_ops.ops.sizes import readable as readable_bytes
+from storage_ops.quantities import metric
+from storage_ops.quantities import readable as readable_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

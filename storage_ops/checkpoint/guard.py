@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.ops.reference import lacks_bytes
-from storage_ops.ops.storage import DiscardedTensorError
+from storage_ops.storage.reference import lacks_bytes
+from storage_ops.storage.storage import DiscardedTensorError
 
 LIBRARIES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -35,7 +35,7 @@ from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.saved import Saved, compare, fail
 from storage_ops.checkpoint.versions import check_unread
-from storage_ops.ops.storage import discard_storage, share_storage
+from storage_ops.storage.storage import discard_storage, share_storage
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
 

@@ -17,7 +17,7 @@ from storage_ops.checkpoint import discard_scope, wrapper
 from storage_ops.checkpoint.execution import disable_checkpointing
 from storage_ops.checkpoint.rules import class_of
 from storage_ops.checkpoint.selective import by_storage
-from storage_ops.ops.sizes import readable
+from storage_ops.quantities import readable
 
 if TYPE_CHECKING:
     from rich.table import Table

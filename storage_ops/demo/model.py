@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from storage_ops.checkpoint.output_discard import output_discard
-from storage_ops.ops.linear_cross_entropy import linear_cross_entropy
+from storage_ops.loss.api import linear_cross_entropy
 
 
 @dataclass(frozen=True)

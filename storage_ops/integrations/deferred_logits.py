@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from storage_ops.ops.linear_cross_entropy import linear_cross_entropy
+from storage_ops.loss.api import linear_cross_entropy
 
 
 class Forward:

@@ -20,7 +20,7 @@ from storage_ops.memory.estimate_inputs import Held, as_on_gpu, on_one_device, u
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import OnMeta, Simulation
 from storage_ops.memory.measure import Measurement, Sample
-from storage_ops.ops.storage import share_storage
+from storage_ops.storage.storage import share_storage
 
 _MIB = 1 << 20
 

@@ -17,7 +17,7 @@ import storage_ops
 from storage_ops.autochunk import ChunkError, chunk, explain, log
 from storage_ops.autochunk import backend as backends
 from storage_ops.autochunk.backend import backend
-from storage_ops.ops import products
+from storage_ops.matmul import products
 
 N, D, V = 512, 16, 4096
 

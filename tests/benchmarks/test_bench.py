@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from benchmarks import _runner
-from storage_ops import bench_command, cli
+from storage_ops import cli
+from storage_ops.cli import bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,19 +28,19 @@ def test_an_unknown_part_is_named(capsys):
 
 
 def test_without_a_source_tree_it_says_where_to_get_one(capsys, monkeypatch):
-    monkeypatch.setattr(bench_command, "source_tree", lambda: None)
+    monkeypatch.setattr(bench, "source_tree", lambda: None)
     assert cli.main(["bench"]) == 2
     printed = " ".join(capsys.readouterr().out.split())
     assert "belong to the source tree" in printed and "make build" in printed
 
 
 def test_the_source_tree_is_that_of_the_package_or_the_current_folder(tmp_path, monkeypatch):
-    assert bench_command.source_tree() == ROOT
-    monkeypatch.setattr(bench_command.storage_ops, "__file__", str(tmp_path / "site/so/x.py"))
+    assert bench.source_tree() == ROOT
+    monkeypatch.setattr(bench.storage_ops, "__file__", str(tmp_path / "site/so/x.py"))
     monkeypatch.chdir(tmp_path)
-    assert bench_command.source_tree() is None
+    assert bench.source_tree() is None
     monkeypatch.chdir(ROOT)
-    assert bench_command.source_tree() == ROOT
+    assert bench.source_tree() == ROOT
 
 
 def test_a_quick_run_and_a_part_that_fails(tmp_path, capsys):

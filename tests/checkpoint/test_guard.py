@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import storage_ops as so
 from storage_ops.checkpoint.guard import storage_key, watch
 
-from ..ops.test_storage_subclasses import Closed, Marked, Secretive, masked
+from ..storage.test_storage_subclasses import Closed, Marked, Secretive, masked
 
 
 def test_views_have_the_key_of_their_base():

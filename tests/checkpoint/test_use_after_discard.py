@@ -51,7 +51,7 @@ def test_every_read_names_the_region_and_the_line(name, debug):
 
 @pytest.mark.parametrize("path_name", ["copy"])
 def test_debug_mode_where_there_is_no_guard(path_name):
-    from storage_ops.ops.storage_kernels import storage_path
+    from storage_ops.storage.kernels import storage_path
 
     with storage_path(path_name):
         ckpt = so.OutputDiscardCheckpoint(debug=True)

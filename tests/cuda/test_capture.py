@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import storage_ops as so
 
-from ..ops.test_linear_cross_entropy import problem
+from ..loss.test_linear_cross_entropy import problem
 from .devices import captured, each_device, moved
 
 # A graph cannot hold the random state of the device, so regions that need none are told so.
@@ -53,7 +53,7 @@ def test_the_loss_replays_on_new_inputs(device, dtype, options):
 @each_device
 def test_a_captured_target_out_of_range_is_nan_at_its_replay_alone(device):
     if device == "cpu":
-        pytest.skip("raises on a CPU, in tests/ops")
+        pytest.skip("raises on a CPU, in tests/loss")
     x, w, target, _ = moved(problem(64, 32, 503, ignored=0.0), device)
     replay = captured(device, lambda: so.linear_cross_entropy(x, w, target))
     right = replay().clone()
@@ -69,7 +69,7 @@ def test_a_captured_target_out_of_range_is_nan_at_its_replay_alone(device):
 FIRST_LAUNCHES = """
 import torch
 from tests.cuda.test_row_kernel import DTYPES, OPTIONS, Place, Rows
-from storage_ops.ops.loss_rows import GRADIENT, UPDATE
+from storage_ops.loss.tokens import GRADIENT, UPDATE
 
 class Captured:
     @staticmethod

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import storage_ops as so
 
 from ..checkpoint.blocks import Model
-from ..ops.test_linear_cross_entropy import error, exact, problem
+from ..loss.test_linear_cross_entropy import error, exact, problem
 from .devices import each_device, moved
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -7,11 +7,11 @@ import torch
 
 import storage_ops as so
 
-from ..ops.test_linear_cross_entropy import REDUCTIONS, error, exact, problem, run, smallest_budget
-from ..ops.test_loss_options import CHOICES, arguments, outputs
+from ..loss.test_linear_cross_entropy import REDUCTIONS, error, exact, problem, run, smallest_budget
+from ..loss.test_loss_options import CHOICES, arguments, outputs
 from .devices import DTYPES, busy, each_device, moved, raises, side_stream
 
-# As on the CPU (tests/ops), with float32 sums in another order.
+# As on the CPU (tests/loss), with float32 sums in another order.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
@@ -75,7 +75,7 @@ def test_sums_of_few_tokens_are_complete_before_they_are_rounded(dtype, tokens, 
 
 
 def check_options(device, choices, dtype=torch.float64, tolerance=1e-10):
-    """A call with some options against the same on the CPU, which tests/ops hold to be right."""
+    """A call with some options against the same on the CPU, which tests/loss hold to be right."""
     made, leaves = arguments(choices, dtype)
     there = moved(made, device)
     ours, right = (outputs(so.linear_cross_entropy(**kwargs)) for kwargs in (there, made))

@@ -6,7 +6,8 @@ from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 from benchmarks._blocks import PUBLISHED_BLOCKS, WAYS, stack, step
-from storage_ops.ops import plan_memory, planner, products, tile_memory
+from storage_ops.loss import plan_memory, planner, tile_memory
+from storage_ops.matmul import products
 
 from .devices import each_device, requested
 
@@ -130,7 +131,7 @@ def test_products_take_a_workspace_once(kind):
     assert second.peak_bytes <= (4 * tile_memory.SLICE * 512 if kind == "addmm to fp32" else 0)
 
 
-@pytest.mark.cuda  # for the CPU: tests/ops/test_planner.py
+@pytest.mark.cuda  # for the CPU: tests/loss/test_planner.py
 @pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("share", [0.5, 1 / 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ from torch.library import opcheck
 import storage_ops as so
 
 from ..conftest import PATHS
-from ..ops.test_opcheck import CASES
+from ..test_opcheck import CASES
 from .devices import DTYPES, each_device, moved, side_stream, synchronize
 
 KINDS = [*DTYPES, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import storage_ops as so
 
-from ..ops.test_linear_cross_entropy import error, exact, problem
+from ..loss.test_linear_cross_entropy import error, exact, problem
 
 pytestmark = [
     pytest.mark.cuda,

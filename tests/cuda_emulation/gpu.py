@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from storage_ops.ops import loss_autograd, loss_rows, loss_tiles, products, rates
+from storage_ops.loss import devices
+from storage_ops.loss import op as loss_autograd
+from storage_ops.loss import tiles as loss_tiles
+from storage_ops.loss import tokens as loss_rows
+from storage_ops.matmul import products
 
 
 def numbers(t: torch.Tensor) -> np.ndarray:
@@ -108,7 +112,7 @@ def pretended(ops, adds_wide: bool):
         for name in ("has_fast_products", "packs", "rounds", "traits"):
             patch.setattr(products, name, on_cuda(getattr(products, name)))
         patch.setattr(products, "has_row_kernel", lambda device: True)
-        patch.setattr(products, "rates_of", lambda device: rates.GPUS["h100"])
+        patch.setattr(products, "rates_of", lambda device: devices.GPUS["h100"])
         patch.setattr(products, "_widens", lambda dz, out: False)
         patch.setattr(products, "_adds_wide", {})
         patch.setattr(products, "bias_gradient", bias_gradient)

@@ -5,7 +5,7 @@ import torch
 
 from ..borrow import borrowed
 from ..cuda import test_loss as on_gpu
-from ..ops import test_linear_cross_entropy, test_loss_options
+from ..loss import test_linear_cross_entropy, test_loss_options
 from .gpu import pretended
 
 # Here both sides of their comparison would be the same; the pairs of options are in the last file.

@@ -4,7 +4,7 @@ import pytest
 
 from ..borrow import borrowed
 from ..cuda import test_row_kernel as on_gpu
-from ..ops import test_row_kernel_fuzz as fuzz
+from ..loss import test_row_kernel_fuzz as fuzz
 
 NEEDS_A_GPU = frozenset(
     {

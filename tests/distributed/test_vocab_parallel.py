@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 import storage_ops as so
-from storage_ops.ops import loss_reference as reference
-from storage_ops.ops import planner
+from storage_ops.loss import planner, reference
 
 from ..ranks import run_on_ranks
 

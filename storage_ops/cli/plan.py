@@ -1,0 +1,177 @@
+"""`python -m storage_ops plan`: the plan for a budget, and what other budgets would buy."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import storage_ops
+from storage_ops.loss import plan as plans
+from storage_ops.loss import plan_memory, planner, tile_memory
+from storage_ops.loss.devices import DEVICES, Rates
+from storage_ops.loss.plan_memory import Problem
+from storage_ops.loss.planner import Plan
+from storage_ops.quantities import metric, parse_bytes, readable
+
+COLORS = {
+    plan_memory.TOKEN_CHUNKED: "green",
+    plan_memory.VOCAB_SLICED: "cyan",
+    plan_memory.RUNNING_RESCALE: "magenta",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    for name in ("tokens", "hidden", "vocab"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--dtype", default="bfloat16", help="bf16, fp16, fp32 or fp64")
+    parser.add_argument("--budget", help="scratch memory, such as 400MiB (default: the loss's own)")
+    parser.add_argument(
+        "--grads", nargs="*", default=["input", "weight"], help="input, weight, bias, or nothing"
+    )
+    parser.add_argument("--reduction", default="mean", help="mean, sum or none")
+    parser.add_argument("--accumulate-dtype", help="of the sums of 16-bit gradients")
+    parser.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
+    parser.add_argument(
+        "--device", help=f"{', '.join(DEVICES)} (default: the GPU that is present, else h200)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, help="draw time against budget into this file")
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """What each of several budgets buys.
+
+    Attributes:
+        points: budgets in bytes, ascending, and their plans.
+        floor: seconds that the matrix products alone take, each formed once.
+        logits: bytes of all logits.
+    """
+
+    points: list[tuple[int, Plan]]
+    floor: float
+    logits: int
+
+
+def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
+    """Budgets from the smallest possible, by steps of two, to the whole logits; and `extra`."""
+    logits = p.tokens * tile_memory.padded(p.vocab) * p.itemsize
+    least = planner.smallest_budget(p)
+    # The logits in one tile, with all that goes with them.
+    most = max(plan_memory.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)
+    octaves = math.log2(max(logits / least, 1))
+    # Eight or so: half steps on a short way, double ones on a long one.
+    step = 0.5 if octaves < 5 else 1 if octaves < 10 else 2
+    between = {int(logits / 2 ** (step * k)) for k in range(1, math.ceil(octaves / step))}
+    budgets = {least, most, *(b for b in between if least < b < most)}
+    if extra is not None:
+        budgets.add(extra)
+    floor = 2 * p.tokens * p.hidden * p.vocab * (1 + sum(p.grads[:2]))
+    return Curve(
+        [(budget, planner.choose(p, budget, rates)) for budget in sorted(budgets)],
+        floor / rates.flops(p.itemsize, p.upcast),
+        logits,
+    )
+
+
+def _device(name: str | None) -> str:
+    if name is not None:
+        return name
+    present = "cpu" if storage_ops.import_error is not None else plans.default_device()
+    return "h200" if present == "cpu" else present
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the command; return the exit code."""
+    try:
+        device = _device(args.device)
+        p = plans.problem_of(
+            args.tokens, args.hidden, args.vocab, args.dtype, args.grads, args.reduction,
+            args.accumulate_dtype, args.max_valid, device,
+        )  # fmt: skip
+        given = None if args.budget is None else parse_bytes(args.budget, "--budget")
+        rates = DEVICES[device]
+        chosen = planner.choose(p, given, rates)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        _complain(str(error))
+        return 2
+    budget = planner.default_budget(p) if given is None else given
+    found = curve(p, rates, budget)
+    if args.json:
+        print(json.dumps(_facts(p, device, budget, chosen, found), indent=1))
+    else:
+        console.print(plans.describe(chosen, p, rates, given), highlight=False, soft_wrap=True)
+        console.print(_table(found, rates, budget))
+    if args.plot is not None:
+        try:
+            from storage_ops.cli.plan_plot import draw
+        except ImportError as error:
+            _complain(f"--plot needs matplotlib: {error}. Run: pip install 'storage_ops[plot]'")
+            return 1
+        title = (
+            f"Linear cross-entropy of {p.tokens} tokens, hidden size {p.hidden}, {p.vocab} classes,"
+            f" {plans.dtype_name(args.dtype)}, on {rates.name}"
+        )
+        try:
+            draw(args.plot, title, p, rates, found.floor, budget, chosen)
+        except (OSError, OverflowError, ValueError) as error:
+            _complain(f"--plot is {args.plot}; {error}")
+            return 1
+    return 0
+
+
+def _facts(p: Problem, device: str, budget: int, chosen: Plan, found: Curve) -> dict[str, Any]:
+    return {
+        "problem": dataclasses.asdict(p),
+        "device": device,
+        "budget_bytes": budget,
+        "smallest_budget_bytes": planner.smallest_budget(p),
+        "logits_bytes": found.logits,
+        "floor_seconds": found.floor,
+        "plan": dataclasses.asdict(chosen),
+        "curve": [
+            {"budget_bytes": point, **dataclasses.asdict(plan)} for point, plan in found.points
+        ],
+    }
+
+
+def _table(found: Curve, rates: Rates, budget: int) -> Table:
+    table = Table(
+        title=f"What other budgets buy, predicted for {rates.name}",
+        caption=f"tiles: how many, and of how many tokens x classes; all logits are "
+        f"{readable(found.logits)}\nx floor: time over the {metric(found.floor, 's')} that the "
+        "products take, each formed once",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("budget", "strategy", "tiles", "peak", "time", "x floor"):
+        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
+    before = found.points[0][1].strategy
+    for point, plan in found.points:
+        if plan.strategy != before:
+            table.add_section()
+        before = plan.strategy
+        mark = "> " if point == budget else ""
+        table.add_row(
+            f"{mark}{readable(point, up=True)}",
+            f"[{COLORS[plan.strategy]}]{plan.strategy}[/]",
+            f"{plan.num_chunks}x{plan.num_slices} of {plan.rows}x{plan.widest}",
+            readable(plan.peak_bytes, up=True),
+            metric(plan.seconds, "s"),
+            f"{plan.seconds / found.floor:.2f}" if found.floor else "",
+            style="bold" if mark else None,
+        )
+    return table

@@ -1,0 +1,287 @@
+"""Cross-entropy of `input @ linear_weight.T` without ever holding the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from storage_ops.loss import op as loss_autograd
+from storage_ops.loss import ranks
+from storage_ops.loss.checks import check_arguments, check_types, names_of
+from storage_ops.loss.planner import Plan
+from storage_ops.quantities import parse_bytes
+
+RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss")
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    shift: bool = False,
+    max_valid: int | str | None = None,
+    accumulate_into: Tensor | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    memory_budget: int | float | str | None = None,
+    plan: Plan | None = None,
+    process_group: Any = None,
+    returns: Sequence[str] = ("loss",),
+) -> Any:
+    """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
+
+    Equal to `F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)` in loss and in
+    gradients. With z a token's logits, lse = log sum exp z, t its target, C the weights of the
+    classes, e the label smoothing and a the weight of the token, its loss is
+
+        a * ((1 - e) C_t (lse - z_t) + e/V sum_j C_j (lse - z_j) + z_loss * lse^2)
+
+    and for a distribution q as target, with q' = (1 - e) q + e/V,
+
+        a * (sum_j C_j q'_j (lse - z_j) + z_loss * lse^2)
+
+    Args:
+        input: (..., D), float64, float32, bfloat16 or float16.
+        linear_weight: (V, D), the dtype of input.
+        target: (...), int32 or int64 class indices from 0 to V - 1, or ignore_index; or (..., V),
+            floating point, a distribution over the classes for every token (differentiable).
+        linear_bias: (V,), the dtype of input.
+        weight: (V,), floating point; weights of the classes.
+        reduction: "mean" (the sum divided by that of a * C_t, or of a for distributions, over the
+            tokens that are not ignored), "sum" or "none".
+        ignore_index: tokens with this target have no loss and no gradient. None means -100.
+        label_smoothing: from 0 to 1: this part of a target is spread over all classes.
+        z_loss: weight of lse^2, the z-loss of PaLM (Chowdhery et al. 2022, section 5).
+        softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2. None: they do not.
+        logit_scale: logits are multiplied by this, before the soft-cap.
+        token_weight: the shape of target's indices, floating point. Tokens of weight 0 are ignored.
+        shift: for causal language models, whose target is their input: the token at position i is
+            scored with target i + 1. Equals calling with input[..., :-1, :], target[..., 1:] and
+            token_weight[..., 1:], without the copy.
+        max_valid: on a GPU ignored tokens cost as much as others, for only the device knows how
+            many there are. Given an upper bound for the number of tokens that are not ignored, no
+            others are worked on (more than that make the loss nan); "sync" reads the number, which
+            waits for the device once. On a CPU ignored tokens cost nothing anyway. Without effect
+            on distributions, all of which are worked on.
+        accumulate_into: (V, D), float32 (float64 for float64 weights): the weight's gradient is
+            added to it in the backward instead of being returned, and linear_weight.grad stays as
+            it is.
+        accumulate_dtype: gradients of 16-bit arguments are summed in float32 (None); their own
+            dtype takes less memory and loses accuracy with every tile. A processor without 16-bit
+            products sums in float32 in any case.
+        memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
+            number or text such as "400 MiB". None takes a quarter of the logits (on a GPU all of
+            them), at least 32 MiB and at most 1 GiB, plus, with more tokens than the hidden size, a
+            float32 sum for the gradient of a 16-bit weight where the forward makes it. Logits wait
+            in the gradient of the weight until it is written, so a small budget costs little time
+            up to that many tokens; where it has no room for the float32 sums of a 16-bit gradient
+            of the input, they lie there too. `storage_ops.plan` shows what becomes of it.
+        plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
+        process_group: torch.distributed group whose ranks hold consecutive, equal slices of the
+            vocabulary (linear_weight, linear_bias, weight); target holds indices of the whole. The
+            first call with slices of some size asks all ranks whether they have it.
+        returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
+            "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
+            or the most probable class; not for distributions in a process_group) and "z_loss"
+            (z_loss * lse^2). All but the loss have one value per token, which is 0 (-1 for argmax)
+            where the token is ignored. loss, nll, lse and entropy are differentiable.
+
+    Returns:
+        The result, or a tuple if `returns` names several. The loss has shape () for "mean" and
+        "sum", that of the tokens for "none"; float64 for float64 input, float32 for all others. If
+        every token is ignored the mean is nan and the gradients are zero. Under autocast the
+        product runs in the autocast dtype, as F.linear does. A token with a nan or +inf logit, or
+        with no logit above -inf, has a nan loss, as in F.cross_entropy.
+
+        A mean or a sum makes its gradients in the forward, and needs three matrix products (more
+        where a small budget forms some logits again, up to five). The backward multiplies them by
+        the upstream gradient, which costs those of 16-bit arguments a second rounding unless it is
+        1 or another power of two. Reduction "none", float16, accumulate_into, and "nll", "lse" or
+        "entropy" in `returns` keep a few numbers per token and form the logits again in the
+        backward: four, or up to five. Nothing needing gradients: one. Two runs give the same bits.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
+            memory_budget that no plan can keep, with the smallest that one can; slices of
+            different sizes in a process_group.
+        RuntimeError: a target out of range (on CUDA that token's loss is nan instead); more valid
+            tokens than max_valid on a CPU; the gradient is differentiated again; forward-mode AD.
+
+    Example:
+        >>> x, w = torch.randn(2, 8, 16, requires_grad=True), torch.randn(100, 16)
+        >>> loss = storage_ops.linear_cross_entropy(x, w, torch.randint(100, (2, 8)))
+        >>> loss.backward()
+        >>> loss.shape, x.grad.shape
+        (torch.Size([]), torch.Size([2, 8, 16]))
+        >>> tokens = torch.randint(100, (2, 8))
+        >>> nll, entropy = storage_ops.linear_cross_entropy(
+        ...     x, w, tokens, shift=True, softcap=30.0, returns=("nll", "entropy")
+        ... )
+        >>> nll.shape
+        torch.Size([2, 7])
+    """
+    check_types(
+        {"input": input, "linear_weight": linear_weight, "target": target},
+        {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
+         "accumulate_into": accumulate_into},
+        {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
+         "logit_scale": logit_scale},
+    )  # fmt: skip
+    counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
+    if memory_budget is not None and not counts:
+        memory_budget = parse_bytes(memory_budget, "linear_cross_entropy: memory_budget")
+    if isinstance(memory_budget, int):
+        memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
+    returns = names_of(returns, RETURNS)
+    device = input.device.type
+    castable = input.is_floating_point() and input.dtype != torch.float64
+    if castable and device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    check_arguments(
+        input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
+        reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
+        ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
+        returns=returns, plan=plan, process_group=process_group,
+    )  # fmt: skip
+    _refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
+    given = (input, linear_weight, linear_bias)
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
+    wants = [name in returns for name in ("nll", "lse", "entropy", "argmax")]
+    wants[1] = wants[1] or "z_loss" in returns
+    wants[3] = wants[3] or "correct" in returns
+    early = (
+        reduction != "none"
+        and accumulate_into is None
+        and input.dtype != torch.float16  # its range is too small before upstream is known
+        and not target.requires_grad
+        and not any(name in returns for name in ("nll", "lse", "entropy"))
+        and not loss_autograd.transforming()
+    )
+    loss, nll, lse, entropy, argmax, *_ = loss_autograd.call(
+        input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
+        reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, shift,
+        -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
+        "" if plan is None else plan.key, ranks.name_of(process_group), early, needs,
+        wants,
+    )  # fmt: skip
+    results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
+    if "z_loss" in returns:
+        results["z_loss"] = z_loss * lse.detach().square()
+    if "correct" in returns:
+        results["correct"] = (argmax == _classes(target, shift)) & (argmax >= 0)
+    chosen = tuple(results[name] for name in returns)
+    return chosen[0] if len(chosen) == 1 else chosen
+
+
+def _classes(target: Tensor, shift: bool) -> Tensor:
+    """The class of every token's target: of distributions the most probable."""
+    classes = target.argmax(-1) if target.is_floating_point() else target
+    return classes[..., 1:] if shift else classes
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Raise for a dual tensor: its tangent would be dropped without a word."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(loss_autograd.NOT_FORWARD)
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """A linear layer and the cross-entropy of its output, with no logits tensor in memory.
+
+    The names, the parameters and the keys of the state dict are those of
+    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13).
+
+    Args:
+        in_features: D.
+        num_classes: V.
+        bias: whether the layer learns a bias.
+        device, dtype: of the parameters.
+        weight: (V,) weights of the classes, a buffer.
+        options: any other keyword of `storage_ops.linear_cross_entropy` but linear_bias,
+            token_weight and accumulate_into, which `forward` takes.
+
+    Raises:
+        TypeError: an option of another name.
+
+    Example:
+        >>> head = storage_ops.LinearCrossEntropyLoss(16, 100, label_smoothing=0.1)
+        >>> head(torch.randn(2, 8, 16), torch.randint(100, (2, 8))).backward()
+        >>> head.linear.weight.grad.shape
+        torch.Size([100, 16])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        own = {"linear_bias", "token_weight", "accumulate_into", "weight"}
+        known = set(linear_cross_entropy.__kwdefaults__ or ()) - own
+        if not set(options) <= known:
+            raise TypeError(
+                f"LinearCrossEntropyLoss: unknown options {sorted(set(options) - known)}; expected "
+                f"some of {sorted(known)}"
+            )
+        self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.weight: Tensor | None
+        self.register_buffer("weight", weight)
+        self.options = options
+
+    @property
+    def in_features(self) -> int:
+        """D."""
+        return self.linear.in_features
+
+    @property
+    def num_classes(self) -> int:
+        """V."""
+        return self.linear.out_features
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        accumulate_into: Tensor | None = None,
+    ) -> Any:
+        """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`."""
+        return linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            linear_bias=self.linear.bias,
+            weight=self.weight,
+            token_weight=token_weight,
+            accumulate_into=accumulate_into,
+            **self.options,
+        )
+
+    def extra_repr(self) -> str:
+        """The options that were given."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

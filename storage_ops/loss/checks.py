@@ -1,0 +1,177 @@
+"""What linear cross-entropy asks of its arguments. Every message names argument, value and rule."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops.loss.tokens import arithmetic
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INDICES = (torch.int64, torch.int32)
+_REDUCTIONS = ("mean", "sum", "none")
+_INTEGERS = (int, torch.SymInt)
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
+
+
+def _wrong(kind: type[Exception], argument: str, found: object, expected: str) -> Exception:
+    return kind(f"linear_cross_entropy: {argument} {found}; expected {expected}")
+
+
+def check_types(
+    tensors: Mapping[str, object], optional: Mapping[str, object], options: Mapping[str, object]
+) -> None:
+    """Raise a TypeError for what is no tensor, or a number that is one."""
+    for name, value in (*tensors.items(), *optional.items()):
+        if not (isinstance(value, Tensor) or (value is None and name in optional)):
+            kind = "None" if value is None else f"a {type(value).__name__}"
+            raise _wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
+    for name, value in options.items():
+        if isinstance(value, Tensor):
+            rule = "a number, for it gets no gradient: multiply input by a scale that is learned"
+            raise _wrong(TypeError, f"{name} is", "a tensor", rule)
+        if not isinstance(value, _NUMBERS) and not (value is None and name == "softcap"):
+            raise _wrong(TypeError, f"{name} is", repr(value), "a number")
+
+
+def names_of(returns: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """`returns` as a tuple; raise a ValueError unless it has some of the allowed names alone."""
+    names = tuple(returns) if isinstance(returns, (list, tuple)) else ()  # a set has no order
+    if not names or not set(names) <= set(allowed):
+        raise _wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
+    return names
+
+
+def check_arguments(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    accumulate_into: Tensor | None,
+    *,
+    ignore_index: int,
+    returns: Sequence[str],
+    process_group: Any,
+    **options: Any,
+) -> None:
+    """Raise a TypeError or ValueError for arguments that do not fit together."""
+    _check_options(input, **options)
+    if process_group is not None and not hasattr(process_group, "group_name"):
+        rule = "a process group of torch.distributed, or None"
+        raise _wrong(TypeError, "process_group is", repr(process_group), rule)
+    if process_group is not None and target.is_floating_point() and "correct" in returns:
+        rule = "class indices as target for 'correct' with a process_group"
+        raise _wrong(ValueError, "returns is", repr(returns), rule)
+    if input.dtype not in _FLOATS:
+        raise _wrong(TypeError, "input is", input.dtype, f"a floating dtype of {_FLOATS}")
+    if input.dim() < 1 or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
+        raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, _INTEGERS):
+        raise _wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
+    if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
+        raise _wrong(ValueError, "ignore_index is", ignore_index, "one that int64 holds")
+    vocab = linear_weight.shape[0]
+    if vocab == 0:
+        raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
+    _check_target(input, target, vocab, ignore_index)
+    tokens = tuple(input.shape[:-1])
+    for name, t, shape in (
+        ("linear_bias", linear_bias, (vocab,)),
+        ("weight", weight, (vocab,)),
+        ("token_weight", token_weight, tokens),
+        ("accumulate_into", accumulate_into, tuple(linear_weight.shape)),
+    ):
+        if t is not None and tuple(t.shape) != shape:
+            raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape))
+    for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if t is not None and t.dtype != input.dtype:
+            raise _wrong(TypeError, f"{name} is", t.dtype, f"{input.dtype}, as input is")
+    for name, t in (("weight", weight), ("token_weight", token_weight)):
+        if t is not None and not t.is_floating_point():
+            raise _wrong(TypeError, f"{name} is", t.dtype, "a floating dtype")
+    for name, t in (("weight", weight), ("token_weight", token_weight)):
+        if t is not None and t.requires_grad and torch.is_grad_enabled():
+            rule = "a tensor that needs none: its gradient is not computed; detach it"
+            raise _wrong(ValueError, name, "requires grad", rule)
+    if accumulate_into is not None:
+        _check_sum(accumulate_into, linear_weight)
+    for name, t in (
+        ("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias),
+        ("weight", weight), ("token_weight", token_weight), ("accumulate_into", accumulate_into),
+    ):  # fmt: skip
+        if t is not None and t.device != input.device:
+            raise _wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
+
+
+def _check_options(
+    input: Tensor,
+    *,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    shift: bool,
+    max_valid: int | str | None,
+    accumulate_dtype: torch.dtype | None,
+    plan: Any,
+) -> None:
+    if reduction not in _REDUCTIONS:
+        raise _wrong(ValueError, "reduction is", repr(reduction), f"one of {_REDUCTIONS}")
+    if not 0 <= label_smoothing <= 1:
+        raise _wrong(ValueError, "label_smoothing is", label_smoothing, "a number from 0 to 1")
+    least = torch.finfo(arithmetic(input.dtype)).tiny
+    if softcap is not None and not least <= softcap <= 1 / least:
+        rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
+        raise _wrong(ValueError, "softcap is", softcap, rule)
+    if not isinstance(shift, bool):
+        raise _wrong(TypeError, "shift is", repr(shift), "True or False")
+    if shift and input.dim() < 2:
+        raise _wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
+    counts = isinstance(max_valid, _INTEGERS) and max_valid >= 0
+    if not counts and max_valid is not None and max_valid != "sync":
+        raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
+    wide = arithmetic(input.dtype)
+    sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
+    if accumulate_dtype not in sums:
+        raise _wrong(ValueError, "accumulate_dtype is", accumulate_dtype, f"one of {sums}")
+    if plan is not None and not hasattr(plan, "key"):
+        raise _wrong(TypeError, "plan is", repr(plan), "what storage_ops.plan returns, or None")
+
+
+def _check_target(input: Tensor, target: Tensor, vocab: int, ignore_index: int) -> None:
+    tokens = tuple(input.shape[:-1])
+    if target.is_floating_point():
+        if tuple(target.shape) != (*tokens, vocab):
+            rule = f"{(*tokens, vocab)}, one probability per class, for a floating dtype"
+            raise _wrong(ValueError, "target has shape", tuple(target.shape), rule)
+        if ignore_index >= 0:
+            rule = "None with probabilities as targets; give a token_weight of 0 to ignore a token"
+            raise _wrong(ValueError, "ignore_index is", ignore_index, rule)
+        return
+    if target.dtype not in _INDICES:
+        rule = "int64 or int32 class indices, or floating point probabilities"
+        raise _wrong(TypeError, "target is", target.dtype, rule)
+    if tuple(target.shape) != tokens:
+        rule = f"that of input without its last dimension, {tokens}"
+        raise _wrong(ValueError, "target has shape", tuple(target.shape), rule)
+
+
+def _check_sum(into: Tensor, linear_weight: Tensor) -> None:
+    wide = arithmetic(linear_weight.dtype)
+    if into.dtype != wide:
+        raise _wrong(TypeError, "accumulate_into is", into.dtype, str(wide))
+    rows, size = into.shape
+    if (size > 1 and into.stride(1) != 1) or (rows > 1 and into.stride(0) < size):
+        rule = "rows that are contiguous and do not overlap"
+        raise _wrong(ValueError, "accumulate_into has strides", tuple(into.stride()), rule)
+    if into.requires_grad:
+        raise _wrong(ValueError, "accumulate_into", "requires grad", "a buffer that does not")
+    if torch.is_grad_enabled() and not linear_weight.requires_grad:
+        rule = "a weight that does, since its gradient goes to accumulate_into"
+        raise _wrong(ValueError, "linear_weight", "does not require grad", rule)

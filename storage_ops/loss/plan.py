@@ -1,0 +1,217 @@
+"""Plans for linear cross-entropy before there is a tensor: `storage_ops.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from storage_ops.loss import planner
+from storage_ops.loss.devices import DEVICES, Rates
+from storage_ops.loss.plan_memory import Problem
+from storage_ops.loss.planner import Plan
+from storage_ops.quantities import metric, parse_bytes, readable
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_SHORT = {
+    "double": "float64", "fp64": "float64", "float": "float32", "fp32": "float32",
+    "bf16": "bfloat16", "half": "float16", "fp16": "float16",
+}  # fmt: skip
+GRADS = ("input", "weight", "bias")
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def dtype_name(dtype: Any, argument: str = "dtype") -> str:
+    """The name of a dtype of torch, given as itself or as text such as "bf16"."""
+    # By its text: plans are made without torch where there is none to import.
+    name = str(dtype).removeprefix("torch.")
+    name = _SHORT.get(name, name)
+    if name not in ITEMSIZE:
+        kind = ValueError if isinstance(dtype, str) or name != str(dtype) else TypeError
+        raise kind(f"{argument} is {dtype!r}; expected one of {', '.join(ITEMSIZE)}")
+    return name
+
+
+def _check_count(argument: str, value: int, least: int, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} is {value!r}; expected an int")
+    if value < least or (most is not None and value > most):
+        rule = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{argument} is {value}; expected {rule}")
+
+
+def default_device() -> str:
+    """The GPU at hand by the name of its rates, or "cpu"."""
+    import torch
+
+    from storage_ops.matmul.products import rates_of
+
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    rates = rates_of(device)
+    return next(name for name, known in DEVICES.items() if known is rates)
+
+
+def problem_of(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: Any,
+    grads: Sequence[str],
+    reduction: str,
+    accumulate_dtype: Any,
+    max_valid: int | None,
+    device: str,
+) -> Problem:
+    """What a plan depends on, from the arguments of `plan`, checked."""
+    for argument, value, least in (
+        ("tokens", tokens, 0),
+        ("hidden", hidden, 1),
+        ("vocab", vocab, 1),
+    ):
+        _check_count(argument, value, least)
+    name = dtype_name(dtype)
+    if not isinstance(grads, (list, tuple, set, frozenset)) or not set(grads) <= set(GRADS):
+        raise ValueError(f"grads is {grads!r}; expected a sequence of some of {GRADS}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; expected one of {REDUCTIONS}")
+    own = False
+    if accumulate_dtype is not None:
+        sums, wide = dtype_name(accumulate_dtype, "accumulate_dtype"), "float32"
+        if sums not in (name, "float64" if name == "float64" else wide):
+            raise ValueError(
+                f"accumulate_dtype is {accumulate_dtype!r}; expected None, {name} or float32"
+            )
+        own = sums == name
+    if max_valid is not None:
+        _check_count("max_valid", max_valid, 0)
+    if device not in DEVICES:
+        raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
+    threads, traits = 1, {"cuda": device != "cpu"}
+    if device == "cpu":
+        import torch
+
+        from storage_ops.matmul import products
+
+        threads, traits = torch.get_num_threads(), products.traits(getattr(torch, name), "cpu")
+    return Problem(
+        tokens if max_valid is None else min(tokens, max_valid),
+        hidden,
+        vocab,
+        ITEMSIZE[name],
+        (GRADS[0] in grads, GRADS[1] in grads, GRADS[2] in grads),
+        sums_fp32=not own,
+        early=reduction != "none" and name != "float16",
+        gather=max_valid is not None,
+        left_out=0 if max_valid is None else max(tokens - max_valid, 0),
+        threads=threads,
+        **traits,
+    )
+
+
+def pick(
+    p: Problem,
+    rates: Rates,
+    memory_budget: int | None,
+    strategy: str | None = None,
+    num_chunks: int | None = None,
+) -> Plan:
+    """The best plan for a problem, or the one that strategy and num_chunks insist on."""
+    names = planner.allowed(p)
+    if strategy is not None and strategy not in names:
+        raise ValueError(
+            f"strategy is {strategy!r}; expected one of {', '.join(names)} with these grads, "
+            "dtype and reduction"
+        )
+    if num_chunks is not None:
+        _check_count("num_chunks", num_chunks, 1, max(p.tokens, 1))
+        strategy = strategy or names[0]
+    return planner.choose(p, memory_budget, rates, strategy, num_chunks)
+
+
+def describe(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> str:
+    """A plan, the budget it keeps to, and where its figures come from, in a few lines."""
+    default = planner.default_budget(p)
+    if memory_budget is not None:
+        budget = readable(memory_budget)
+    elif chosen.peak_bytes <= default:
+        budget = f"{readable(default)}, the default"
+    else:
+        budget = "none"  # the plan is one that was insisted on
+    least = readable(planner.smallest_budget(p), up=True)
+    rate = metric(rates.flops(p.itemsize, p.upcast), "FLOP/s")
+    return (
+        f"{chosen}\n"
+        f"  memory budget      {budget}; the smallest possible is {least}\n"
+        f"  rates              {rates.name}: {rate}, {metric(rates.bandwidth, 'B/s')}"
+    )
+
+
+def plan(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: Any = "bfloat16",
+    *,
+    memory_budget: int | float | str | None = None,
+    grads: Sequence[str] = ("input", "weight"),
+    reduction: str = "mean",
+    accumulate_dtype: Any = None,
+    max_valid: int | None = None,
+    device: str | None = None,
+    strategy: str | None = None,
+    num_chunks: int | None = None,
+) -> Plan:
+    """Print and return how `linear_cross_entropy` will run, before anything is allocated.
+
+    Args:
+        tokens, hidden, vocab: N, D and V of `input (N, D) @ linear_weight (V, D).T`.
+        dtype: of input and weight: a torch.dtype, or text such as "bfloat16" or "bf16".
+        memory_budget: scratch memory beyond inputs, outputs and returned gradients: bytes, or text
+            such as "400MiB", "0.5GiB" or "2e8". None: the default of `linear_cross_entropy`.
+        grads: which of "input", "weight" and "bias" need gradients. Empty: none does.
+        reduction: "mean", "sum" or "none".
+        accumulate_dtype: as in `linear_cross_entropy`, as a dtype or text.
+        max_valid: the most tokens that are not ignored; no others are worked on.
+        device: whose rates predict the time: "h200", "h100", "b200", "a100", "l40s", "rtx4090" or
+            "cpu". None: the GPU that is present (by the rates of an A100 if it is none of these),
+            else the CPU with the current number of threads. Times for a GPU come from its data
+            sheet, except an H200's; times for a CPU are those of two cores with AVX-512.
+        strategy: insist on "token-chunked", "vocab-sliced" or "running-rescale".
+        num_chunks: insist on about this many equal chunks of tokens; without a strategy they are
+            token-chunked where that is possible. The budget is then only checked, or decides how
+            wide the slices of the vocabulary are.
+
+    Returns:
+        The plan, which `linear_cross_entropy` takes as its argument `plan`. Its fields are those of
+        `storage_ops.loss.planner.Plan`: strategy, rows, columns, widest, threads, lent,
+        num_chunks, num_slices, products, peak_bytes, flops, bytes_moved, seconds and mode.
+
+    Raises:
+        TypeError, ValueError: an argument that is wrong, with its value and what was expected; a
+            memory_budget that no plan can keep, with the smallest that one can.
+
+    Example:
+        >>> p = storage_ops.plan(8192, 4096, 128256, memory_budget="400MiB", device="h200")
+        token-chunked 3.42-GEMM: 1 x 7 tiles of 8192 x 20416 (tokens x classes)
+          peak extra memory  ... MiB
+          matrix products    29.44 TFLOP in 3.42 products
+          memory traffic     ... GB
+          predicted time     39... ms
+          memory budget      400 MiB; the smallest possible is ... MiB
+          rates              H200: 790 TFLOP/s, 4.3 TB/s
+        >>> p.peak_bytes <= 400 << 20
+        True
+        >>> tight = storage_ops.plan(64, 16, 1000, "fp32", memory_budget="1 MiB", device="cpu")
+        token-chunked 3-GEMM: ...
+        >>> x, w = torch.randn(64, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> loss = storage_ops.linear_cross_entropy(x, w, torch.randint(1000, (64,)), plan=tight)
+    """
+    budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
+    device = default_device() if device is None else device
+    p = problem_of(
+        tokens, hidden, vocab, dtype, grads, reduction, accumulate_dtype, max_valid, device
+    )
+    rates = DEVICES[device]
+    chosen = pick(p, rates, budget, strategy, num_chunks)
+    print(describe(chosen, p, rates, budget))
+    return chosen

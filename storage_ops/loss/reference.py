@@ -1,0 +1,198 @@
+"""Linear cross-entropy in plain torch: the row kernel's fallback, the definition of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from storage_ops.loss import tile_memory
+from storage_ops.loss.tokens import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
+
+
+def _weighted(weight: Tensor, z: Tensor) -> Tensor:
+    """weight * z, but 0 for a weight of 0 even when z is infinite."""
+    return torch.where(weight == 0, 0, weight * z)
+
+
+def cross_entropy_rows(
+    logits: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    upstream: Tensor | None,
+    state: Tensor,
+    argmax: Tensor | None,
+    first_column: int,
+    vocabulary: int,
+    ignore_index: int,
+    softcap: float,
+    logit_scale: float,
+    label_smoothing: float,
+    phases: int,
+) -> None:
+    """Merge a tile of logits into the state of its rows, and overwrite it. See csrc/row_math.h."""
+    rows, columns = logits.shape
+    wide, index = state.dtype, target.dim() == 1
+    kept = target != ignore_index if index else target.new_ones(rows, dtype=torch.bool)
+    outside = torch.zeros_like(kept)
+    if index:
+        outside = kept & ((target < 0) | (target >= vocabulary))
+        if logits.device.type == "cpu" and bool(outside.any()):
+            raise RuntimeError(
+                f"linear_cross_entropy: target {int(target[outside][0])} is out of range; expected "
+                f"ignore_index ({ignore_index}) or a class index from 0 to {vocabulary - 1}"
+            )
+    if rows == 0 or columns == 0:
+        if phases & UPDATE:
+            _mark(state, argmax, kept, outside)
+        return
+    if rows > (height := tile_memory.plain_rows(rows, columns)):
+        for begin in range(0, rows, height):
+            part = slice(begin, begin + height)
+            own = upstream if upstream is None or upstream.shape[1] == 1 else upstream[:, part]
+            cross_entropy_rows(
+                logits[part], target[part], bias, weight, own, state[:, part],
+                None if argmax is None else argmax[part], first_column, vocabulary, ignore_index,
+                softcap, logit_scale, label_smoothing, phases,
+            )  # fmt: skip
+        return
+    z = logits.to(wide) if bias is None else logits.to(wide) + bias.to(wide)
+    z = z * logit_scale
+    cap = torch.ones_like(z)
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+        cap = 1 - (z / softcap).square()
+    local = target - first_column if index else target[:, 0]
+    here = kept & ~outside & (local >= 0) & (local < columns) if index else outside
+    column = torch.where(here, local, 0).long().unsqueeze(1)
+    share = None
+    if not index or label_smoothing:
+        share = torch.zeros_like(z) if index else target * (1 - label_smoothing)
+        share = (share + label_smoothing / vocabulary) * (1 if weight is None else weight)
+    if phases & UPDATE:
+        _update(z, share, state, argmax, first_column, bool(phases & SLOPE))
+        hit = z.gather(1, column).squeeze(1)
+        state[5] = torch.where(here, hit, state[5])
+        _mark(state, argmax, kept, outside)
+    shift, total, slope, _, mass, _ = (row.unsqueeze(1) for row in state)
+    if phases & EXPONENTIALS:
+        result = (z - shift).exp() * cap * logit_scale
+    elif phases & GRADIENT:
+        assert upstream is not None
+        filled = F.pad(upstream, (0, 0, 0, 5 - len(upstream))).expand(5, rows)
+        to_target, spread, to_lse, entropy, square = filled.unsqueeze(2)
+        p = (z - shift).exp() / total
+        factor = to_target + _weighted(spread, mass) + to_lse
+        factor = factor + _weighted(square, shift + total.log())
+        result = p * factor - _weighted(entropy, _weighted(p, z - shift - slope / total))
+        if share is not None:
+            result = result - _weighted(spread, share)
+        result.scatter_add_(1, column, torch.where(here.unsqueeze(1), -to_target, 0))
+        result = result * cap * logit_scale
+    else:
+        return
+    result.masked_fill_(~kept.unsqueeze(1), 0).masked_fill_(outside.unsqueeze(1), float("nan"))
+    logits.copy_(result)
+
+
+def _mark(state: Tensor, argmax: Tensor | None, kept: Tensor, outside: Tensor) -> None:
+    """The state of ignored rows, and the sum of those whose target is out of range."""
+    state.masked_fill_(~kept, 0)[1].masked_fill_(~kept, 1)
+    state[1].masked_fill_(outside, float("nan"))
+    if argmax is not None:
+        argmax.masked_fill_(~kept, -1)
+
+
+def _update(
+    z: Tensor, share: Tensor | None, state: Tensor, argmax: Tensor | None, first: int, slope: bool
+) -> None:
+    shift, total, old_slope, dot, mass, _ = state
+    largest = z.amax(1)  # nan if a logit is, as the shift becomes then
+    before = torch.where(total == 0, -torch.inf, shift)
+    if argmax is not None:
+        better = ~before.isnan() & ((largest > before) | largest.isnan())
+        argmax.copy_(torch.where(better, z.argmax(1) + first, argmax))
+    new = torch.maximum(largest, before)
+    new = torch.where(new == -torch.inf, 0, new)
+    by = shift - new
+    factor = torch.where(total == 0, 0, by.exp())
+    moved = z - new.unsqueeze(1)
+    e = moved.exp()
+    if slope:
+        old = _weighted(factor, old_slope + _weighted(total, by))
+        state[2] = old + _weighted(e, moved).sum(1)
+    if share is not None:
+        state[3] = dot + _weighted(mass, by) + (share * moved).sum(1)
+        state[4] = mass + share.sum(1)
+    state[1] = total * factor + e.sum(1)
+    state[0] = new
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    shift: bool = False,
+    returns: Sequence[str] = ("loss",),
+    **memory: Any,
+) -> Any:
+    """The definition: the whole logits, then everything from them, in the dtype of `input`.
+
+    What concerns memory only (`memory_budget`, `plan`, ...) is accepted and ignored.
+    """
+    if shift:
+        dense = target.is_floating_point()
+        input, target = input[..., :-1, :], target[..., 1:, :] if dense else target[..., 1:]
+        token_weight = None if token_weight is None else token_weight[..., 1:]
+    z = F.linear(input, linear_weight, linear_bias) * logit_scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    dense, vocab = target.is_floating_point(), len(linear_weight)
+    zero = torch.zeros((), dtype=z.dtype, device=z.device)
+    kept = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device)
+    if not dense:
+        kept = target != ignore_index
+    if token_weight is not None:
+        kept = kept & (token_weight != 0)
+    log_p = F.log_softmax(z, -1)
+    lse = torch.where(kept, z.logsumexp(-1), zero)
+    entropy = torch.where(kept, -_weighted(log_p.exp(), log_p).sum(-1), zero)
+    each = torch.ones(vocab, dtype=z.dtype, device=z.device) if weight is None else weight.to(z)
+    if dense:
+        q = target.to(z.dtype) * (1 - label_smoothing) + label_smoothing / vocab
+        loss, share = -(q * each * log_p).sum(-1), torch.ones_like(lse)
+        loss = nll = torch.where(kept, loss, zero)
+        classes = target.argmax(-1)
+    else:
+        classes = torch.where(kept, target, 0).long()
+        share = torch.where(kept, each[classes], zero)
+        nll = torch.where(kept, -log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1), zero)
+        loss = share * nll
+        if label_smoothing:
+            spread = torch.where(kept, -(each * log_p).sum(-1), zero)
+            loss = (1 - label_smoothing) * loss + label_smoothing / vocab * spread
+    loss = loss + z_loss * lse.square()
+    if token_weight is not None:
+        loss, share = loss * token_weight.to(z), share * token_weight.to(z)
+    if reduction != "none":
+        loss = loss.sum() / (share.sum() if reduction == "mean" else 1)
+    argmax = torch.where(kept, z.argmax(-1), -1)
+    results = {
+        "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,
+        "correct": kept & (argmax == classes), "z_loss": z_loss * lse.detach().square(),
+    }  # fmt: skip
+    chosen = tuple(results[name] for name in returns)
+    return chosen[0] if len(chosen) == 1 else chosen

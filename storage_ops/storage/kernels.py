@@ -1,0 +1,199 @@
+"""Kernels of the storage ops in Python: the alias path, what a traced graph does, and the fakes.
+
+The copy path is `reference`; the native binding is csrc/storage_binding.cpp and outranks them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import UntypedStorage as Storage
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.library import Library, fallthrough_kernel, register_fake, register_vmap
+
+from storage_ops import _library, _schemas
+from storage_ops.storage import reference
+
+_OPS = torch.ops.storage_ops
+
+
+def _swap(to: Storage, other: Storage) -> None:
+    to._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def _alias_discard(self: Tensor, guard: str | None = None) -> None:
+    storage = reference.check_discard(self)
+    if storage is not None:
+        reference.note_discard(storage)
+        _swap(storage, Storage(0, device=storage.device))
+
+
+def _alias_share(dst: Tensor, src: Tensor) -> None:
+    storages = reference.check_share(dst, src, copies=False)
+    if storages is None:
+        return
+    to, source = storages
+    record = reference.record_of(source)
+    if record.owner is None:
+        # An owner that no user sees takes over the memory; source and dst become aliases of it, so
+        # that either may be discarded first. Aliases of aliases would form an endless chain.
+        owner = torch.empty(0, dtype=torch.uint8, device=source.device)
+        _swap(owner.untyped_storage(), source)
+        nbytes = owner.untyped_storage().nbytes()
+        record.owner = owner.set_(owner.untyped_storage(), 0, (nbytes,), (1,))
+        _swap(source, _OPS._alias_bytes(record.owner).untyped_storage())
+    if to.nbytes() > 0:
+        _swap(to, Storage(0, device=to.device))
+    _swap(to, _OPS._alias_bytes(record.owner).untyped_storage())
+    reference.note_share(to, source)
+
+
+def _record_stream(self: Tensor, id: int, device_index: int, device_type: int) -> None:
+    stream = torch.Stream(stream_id=id, device_index=device_index, device_type=device_type)
+    if self.device.type == stream.device.type and not reference.is_discarded(self):
+        owner = reference.record_of(self.untyped_storage()).owner
+        (self if owner is None else owner).record_stream(stream)
+
+
+def _nothing(self: Tensor, *rest: object) -> None:
+    """Do nothing.
+
+    For discard_storage where a graph is made: one of torch.compile has no storages, and its
+    compiler frees what is not used; one of torch.jit.trace has no hooks, which would have to bind
+    the bytes back before its backward.
+    """
+
+
+def _stored(t: Tensor) -> Tensor:
+    """A view of a tensor without its conjugate and negative bits: the values in its storage."""
+    t = t.conj() if t.is_conj() else t
+    return torch._neg_view(t) if t.is_neg() else t
+
+
+def _functional_share(dst: Tensor, src: Tensor) -> None:
+    """Copy the values that dst would read from the storage of src; no version counter moves."""
+    dst, src = _stored(dst), _stored(src)
+    if dst.dtype != src.dtype:
+        raise RuntimeError(
+            f"share_storage: src is {src.dtype} in compiled code; expected {dst.dtype}, as dst is"
+        )
+    geometry = (dst.shape, dst.stride(), dst.storage_offset())
+    same = geometry == (src.shape, src.stride(), src.storage_offset())
+    with _unsafe_preserve_version_counter(dst):
+        torch.ops.aten.copy_(dst, src if same else src.as_strided(*geometry))
+
+
+_PYTHON_KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
+    "copy": {
+        "discard_storage": reference.discard_storage,
+        "share_storage": reference.share_storage,
+        "_check_storage": reference.check_storage,
+    },
+    "alias": {
+        "discard_storage": _alias_discard,
+        "share_storage": _alias_share,
+        "_check_storage": functools.partial(reference.check_storage, copies=False),
+    },
+}
+_COMMON_KERNELS: dict[str, Callable[..., Any]] = {
+    "_is_discarded": reference.is_discarded,
+    "_record_stream": _record_stream,
+}
+
+
+# Keys whose fallbacks hand the kernel something else than the tensor that has the storage: a clone
+# instead of a conjugate or negative view, zeros instead of a zero tensor. And a binding changes no
+# value that autograd has seen: nothing to track.
+_PASSED = ("Conjugate", "Negative", "ZeroTensor", "Autograd")
+
+
+def _batched(name: str) -> Callable[..., tuple[Any, None]]:
+    """The rule of vmap for an op: the samples are slices of one tensor, which has the storage."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, None]:
+        if name == "share_storage" and in_dims[0] != in_dims[1]:
+            raise RuntimeError(
+                f"share_storage: src is batched by vmap along dimension {in_dims[1]} of what holds "
+                f"the samples; expected dimension {in_dims[0]}, as dst is"
+            )
+        return getattr(_OPS, name)(*args), None
+
+    return rule
+
+
+def register(status: _library.Status) -> None:
+    """Attach the Python kernels of the storage ops; native ones outrank them on CPU and CUDA."""
+
+    def alias_bytes(owner: Tensor) -> Tensor:
+        raise RuntimeError(f"_alias_bytes: {status.why_missing(_library.ALIAS)}")
+
+    python = _PYTHON_KERNELS.get(status.storage_path, _PYTHON_KERNELS["copy"])
+    for name, kernel in {**python, **_COMMON_KERNELS, "_alias_bytes": alias_bytes}.items():
+        _schemas.library.impl(name, kernel, "CompositeExplicitAutograd")
+    for name, kernel in {**python, **_COMMON_KERNELS}.items():
+        for key in _PASSED:
+            _schemas.library.impl(name, fallthrough_kernel, key)
+        # Nested tensors are of a backend of their own, which no native kernel is for.
+        _schemas.library.impl(name, kernel, "NestedTensorCPU")
+        _schemas.library.impl(name, kernel, "NestedTensorCUDA")
+        register_vmap(f"storage_ops::{name}", _batched(name), lib=_schemas.library)
+    for key in ("Functionalize", "Tracer"):
+        _schemas.library.impl("discard_storage", _nothing, key)
+    _schemas.library.impl("share_storage", _functional_share, "Functionalize")
+    for name in ("_check_storage", "_record_stream"):
+        _schemas.library.impl(name, _nothing, "Tracer")
+    _schemas.library.impl("_is_discarded", fallthrough_kernel, "Tracer")
+
+
+@contextlib.contextmanager
+def storage_path(path: str) -> Iterator[None]:
+    """Run the storage ops by the Python path "copy" or "alias" inside a with block, for tests."""
+    override = Library("storage_ops", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch reports the first overridden kernel
+            for name, kernel in {**_PYTHON_KERNELS[path], **_COMMON_KERNELS}.items():
+                for key in ("CPU", "CUDA"):
+                    override.impl(name, kernel, key)
+        yield
+    finally:
+        override._destroy()
+
+
+@register_fake("storage_ops::discard_storage", lib=_schemas.library)
+def _(self: Tensor, guard: str | None = None) -> None:
+    return None
+
+
+@register_fake("storage_ops::share_storage", lib=_schemas.library)
+def _(dst: Tensor, src: Tensor) -> None:
+    if dst.device != src.device:
+        raise RuntimeError(
+            f"share_storage: src is on {src.device}; expected the device of dst, {dst.device}"
+        )
+
+
+@register_fake("storage_ops::_is_discarded", lib=_schemas.library)
+def _(self: Tensor) -> bool:
+    return False
+
+
+@register_fake("storage_ops::_check_storage", lib=_schemas.library)
+def _(self: Tensor, src: Tensor | None) -> None:
+    return None
+
+
+@register_fake("storage_ops::_record_stream", lib=_schemas.library)
+def _(self: Tensor, id: int, device_index: int, device_type: int) -> None:
+    return None
+
+
+@register_fake("storage_ops::_alias_bytes", lib=_schemas.library)
+def _(owner: Tensor) -> Tensor:
+    return torch.empty_like(owner)

@@ -1,0 +1,200 @@
+"""Free the bytes of a storage, and bind other bytes into it in place.
+
+`torch.ops.storage_ops.discard_storage` and `share_storage` have one of three kernels, named by
+`storage_ops.info()["storage_path"]`: "binding" (native, for the exact torch minor), "alias" (a data
+pointer swapped in by torch >= 2.12) and "copy" (plain torch, see `reference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+_OPS = torch.ops.storage_ops
+GUARD = (
+    "this tensor was discarded by storage_ops.discard_storage and has no bytes to read; bind new "
+    "ones with share_storage, or discard with guard=None to resize its storage yourself"
+)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class DiscardedTensorError(RuntimeError):
+    """A tensor was read after its bytes were discarded."""
+
+
+def _locals(op: str, name: str, t: object) -> list[Tensor]:
+    """Return the tensors with storages of their own behind an argument; raise for what has none."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
+    if isinstance(t, FakeTensor) and torch._guards.detect_fake_mode() is None:
+        raise RuntimeError(f"{op}: {name} is a FakeTensor, which has no bytes; expected a tensor")
+    if is_traceable_wrapper_subclass(t):
+        if t.layout == torch.jagged:  # its offsets belong to every nested tensor of these lengths
+            return _locals(op, name, t._values)
+        if hasattr(t, "trigger_wait"):  # an AsyncCollectiveTensor: a collective may use the bytes
+            t.trigger_wait()
+        inner = [getattr(t, attribute) for attribute in t.__tensor_flatten__()[0]]
+        tensors = [part for part in inner if isinstance(part, Tensor)]
+        return [leaf for part in tensors for leaf in _locals(op, name, part)]
+    return [t]
+
+
+def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> list[Any]:
+    """Call a kernel on the tensors behind arguments of which some are of subclasses.
+
+    Past their `__torch_function__`, since nothing is computed. A class that wraps tensors and does
+    not name them by `__tensor_flatten__` finds them itself, in its `__torch_dispatch__`.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        behind = [_locals(op, name, t) for name, t in arguments.items()]
+        if len({len(tensors) for tensors in behind}) > 1:
+            raise RuntimeError(
+                f"{op}: src holds {len(behind[1])} tensors; expected {len(behind[0])}, as dst does"
+            )
+        calls = list(zip(*behind, strict=True))
+        try:
+            if len(calls) > 1 and op != "is_discarded" and not torch.compiler.is_compiling():
+                for t, *src in calls:  # all of them, before anything changes
+                    _OPS._check_storage(t, *src or (None,))
+            return [kernel(*tensors) for tensors in calls]
+        except (TypeError, NotImplementedError) as error:
+            name, kind = next((n, type(t)) for n, t in arguments.items() if type(t) not in _PLAIN)
+            raise RuntimeError(
+                f"{op}: {name} is a {kind.__name__}, which does not let the op through; expected a "
+                "class with __tensor_flatten__, or whose __torch_dispatch__ applies storage_ops to "
+                "the tensors that it wraps"
+            ) from error
+
+
+def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream]) -> None:
+    if t.is_cuda:
+        for stream in (torch.cuda.current_stream(t.device), *streams):
+            _OPS._record_stream(t, stream.stream_id, stream.device_index, stream.device_type)
+    _OPS.discard_storage(t, guard)
+
+
+def discard_storage(
+    t: Tensor, *, guard: str | None = GUARD, streams: Iterable[torch.Stream] = ()
+) -> None:
+    """Free the bytes of a tensor's storage; every view of it loses them.
+
+    Shape, strides, dtype and version counter stay. Discarding twice is fine. In compiled code this
+    does nothing: the compiler plans memory itself. Nor does it while `torch.jit.trace` records.
+
+    Args:
+        t: a strided tensor of any shape and dtype. A DTensor or another wrapper subclass acts on
+            the tensors it wraps; a jagged nested tensor on its values, a batched one of
+            torch.func.vmap on all samples, a dual one of forward-mode AD on its primal.
+        guard: the message of the RuntimeError that any read of the tensor raises until
+            `share_storage` binds new bytes; resizing the storage by other means does not lift it.
+            None arms no guard, and then reading is undefined, as it is where
+            `storage_ops.info()["guard"]` is False; see `check_discarded`.
+        streams: CUDA streams that may still be using the bytes. The current stream is one already.
+
+    Raises:
+        TypeError: `t` is not a tensor.
+        RuntimeError: `t` is sparse, quantized, a lazy copy, fake, a zero tensor, nested with
+            layout torch.strided, or of a class that does not let the op through; nothing has
+            changed.
+
+    Example:
+        >>> h = torch.ones(1024)
+        >>> storage_ops.discard_storage(h)
+        >>> storage_ops.is_discarded(h), h.shape, h.untyped_storage().nbytes()
+        (True, torch.Size([1024]), 0)
+    """
+    if torch.compiler.is_compiling() and isinstance(t, Tensor):
+        return
+    if type(t) in _PLAIN:
+        _discard(t, guard, streams)
+    else:
+        every = tuple(streams)  # may be an iterator, and the class may wrap several tensors
+        _on_subclasses("discard_storage", lambda part: _discard(part, guard, every), t=t)
+
+
+def share_storage(dst: Tensor, src: Tensor) -> None:
+    """Bind the bytes of `src` into the storage of `dst`, without a copy.
+
+    Every tensor that shares the storage of `dst` sees them, writes through one are seen through the
+    other, and no version counter moves. The memory lives until the last user of either is gone;
+    discarding, resizing or deleting one of them does not touch the other. `dst` is `src`: nothing
+    happens. In compiled code, where storages do not exist, the values are copied.
+
+    What is bound are the bytes: a conjugate or negative view reads the new ones as it did the old
+    ones, and forward-mode AD keeps the tangent of `dst`.
+
+    Args:
+        dst: a strided tensor, discarded or not, any shape and dtype.
+        src: a strided tensor on the same device whose storage has at least as many bytes as the
+            storage of `dst` (before it was discarded). Storages are bound whole: an element of
+            `dst` reads the byte at its own offset.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        RuntimeError: different devices; `src` too small or discarded; `src` got its bytes from
+            `dst`; in vmap, they are not batched along the same dimension; an argument is none that
+            `discard_storage` takes. Nothing has changed.
+
+    Example:
+        >>> h, again = torch.zeros(4), torch.arange(4.0)
+        >>> storage_ops.discard_storage(h)
+        >>> storage_ops.share_storage(h, again)
+        >>> h, h.data_ptr() == again.data_ptr()
+        (tensor([0., 1., 2., 3.]), True)
+    """
+    if type(dst) in _PLAIN and type(src) in _PLAIN:
+        _OPS.share_storage(dst, src)
+        return
+    _on_subclasses("share_storage", _OPS.share_storage, dst=dst, src=src)
+
+
+def is_discarded(t: Tensor) -> bool:
+    """Whether the bytes of a tensor are gone, by `discard_storage` or by resizing its storage to 0.
+
+    Example:
+        >>> storage_ops.is_discarded(torch.ones(2))
+        False
+    """
+    if type(t) in _PLAIN:
+        return bool(_OPS._is_discarded(t))
+    return any(_on_subclasses("is_discarded", _OPS._is_discarded, t=t))
+
+
+class check_discarded(TorchDispatchMode):
+    """Context manager that raises `DiscardedTensorError` before an op reads a discarded tensor.
+
+    For debugging where `storage_ops.info()["guard"]` is False: it costs Python time per op.
+
+    Example:
+        >>> h = torch.ones(2)
+        >>> storage_ops.discard_storage(h)
+        >>> with storage_ops.check_discarded():
+        ...     h + 1
+        Traceback (most recent call last):
+        storage_ops.storage.storage.DiscardedTensorError: aten.add.Tensor reads a tensor \
+of shape (2,) whose bytes were discarded
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (func.is_view or func.namespace == "storage_ops"):
+            for leaf in tree_leaves((args, kwargs)):
+                if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+                    continue
+                try:
+                    gone = is_discarded(leaf)
+                except RuntimeError:  # of a class that keeps its tensors to itself
+                    return NotImplemented  # has it run the op: its own ones come here as well
+                if gone:  # a nested tensor need not have a shape
+                    what = (
+                        "nested tensor"
+                        if leaf.is_nested
+                        else f"tensor of shape {tuple(leaf.shape)}"
+                    )
+                    raise DiscardedTensorError(f"{func} reads a {what} whose bytes were discarded")
+        return func(*args, **(kwargs or {}))

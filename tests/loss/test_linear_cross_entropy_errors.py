@@ -1,0 +1,223 @@
+"""Wrong arguments, targets out of range, and the derivatives that do not exist."""
+
+import types
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+import storage_ops as so
+from storage_ops.loss import reference
+
+
+def arguments(**changes):
+    given = {
+        "input": torch.randn(5, 8),
+        "linear_weight": torch.randn(11, 8),
+        "target": torch.randint(11, (5,)),
+        "linear_bias": None,
+    }
+    return {**given, **changes}
+
+
+@pytest.mark.parametrize(
+    "changes, kind, message",
+    [
+        ({"reduction": "avg"}, ValueError, "reduction is 'avg'; expected one of"),
+        ({"input": torch.ones(5, 8).long()}, TypeError, "input is torch.int64; expected a float"),
+        ({"linear_weight": torch.randn(11, 7)}, ValueError, r"shape \(11, 7\); expected \(V, D\)"),
+        ({"linear_weight": torch.randn(8)}, ValueError, r"shape \(8,\); expected \(V, D\)"),
+        ({"target": torch.randn(5)}, ValueError, r"target has shape \(5,\); expected \(5, 11\)"),
+        ({"target": torch.ones(5).bool()}, TypeError, "target is torch.bool; expected int64 or"),
+        ({"weight": torch.ones(5)}, ValueError, r"weight has shape \(5,\); expected \(11,\)"),
+        ({"weight": torch.ones(11).long()}, TypeError, "weight is torch.int64; expected a float"),
+        ({"token_weight": torch.ones(4)}, ValueError, r"token_weight has shape \(4,\); expected"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5; expected a number from 0"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0; expected None or a positive"),
+        ({"max_valid": -1}, ValueError, "max_valid is -1; expected None, 'sync' or a count"),
+        ({"max_valid": 4}, RuntimeError, "max_valid is 4; expected at least 5, the number of tok"),
+        ({"accumulate_dtype": torch.float16}, ValueError, r"one of \(None, torch.float32\)"),
+        ({"linear_weight": None}, TypeError, "linear_weight is None; expected a torch.Tensor"),
+        ({"weight": [1.0]}, TypeError, "weight is a list; expected a torch.Tensor"),
+        ({"logit_scale": torch.ones(())}, TypeError, "logit_scale is a tensor; expected a number"),
+        ({"z_loss": torch.ones(())}, TypeError, "z_loss is a tensor; expected a number"),
+        ({"softcap": torch.ones(())}, TypeError, "softcap is a tensor; expected a number"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index is 1.5; expected an int, or None"),
+        ({"memory_budget": True}, TypeError, "memory_budget is True; expected a number of bytes"),
+        ({"memory_budget": "much"}, ValueError, "memory_budget is 'much'; expected a number of"),
+        ({"shift": "yes"}, TypeError, "shift is 'yes'; expected True or False"),
+        ({"shift": 2.5}, TypeError, "shift is 2.5; expected True or False"),
+        ({"ignore_index": 2**63}, ValueError, "expected one that int64 holds"),
+        ({"returns": "loss"}, ValueError, "returns is 'loss'; expected a sequence of some of"),
+        ({"returns": {"loss"}}, ValueError, r"returns is \{'loss'\}; expected a sequence"),
+        ({"returns": ("los",)}, ValueError, r"returns is \('los',\); expected a sequence"),
+        (
+            {"shift": True, "input": torch.randn(8), "target": torch.tensor(1)},
+            ValueError,
+            r"input has shape \(8,\); expected \(..., T, D\) with shift",
+        ),
+        ({"weight": torch.ones(11, requires_grad=True)}, ValueError, "weight requires grad; expec"),
+        ({"token_weight": torch.ones(5, requires_grad=True)}, ValueError, "token_weight requires"),
+        ({"accumulate_into": torch.zeros(11, 8)}, ValueError, "linear_weight does not require"),
+        ({"accumulate_into": torch.zeros(11, 8).bfloat16()}, TypeError, "accumulate_into is torch"),
+        ({"accumulate_into": torch.zeros(8, 11)}, ValueError, r"accumulate_into has shape \(8, 11"),
+        ({"target": torch.ones(6).long()}, ValueError, r"shape \(6,\); expected that of input"),
+        ({"linear_bias": torch.randn(8)}, ValueError, r"shape \(8,\); expected \(11,\)"),
+        ({"linear_bias": torch.randn(11).double()}, TypeError, "linear_bias is torch.float64"),
+        ({"linear_weight": torch.randn(11, 8).bfloat16()}, TypeError, "expected torch.float32"),
+        ({"linear_weight": torch.randn(11, 8, device="meta")}, ValueError, "is on meta; expected"),
+        ({"linear_weight": torch.randn(0, 8)}, ValueError, r"shape \(0, 8\); expected a class"),
+        ({"softcap": 1e39}, ValueError, "softcap is 1e[+]39; expected None or a positive number"),
+        ({"softcap": "3"}, TypeError, "softcap is '3'; expected a number"),
+        ({"label_smoothing": None}, TypeError, "label_smoothing is None; expected a number"),
+        ({"z_loss": [0.1]}, TypeError, r"z_loss is \[0.1\]; expected a number"),
+        ({"ignore_index": "a"}, TypeError, "ignore_index is 'a'; expected an int, or None"),
+        ({"max_valid": 1.5}, ValueError, "max_valid is 1.5; expected None, 'sync' or a count"),
+        ({"plan": "fast"}, TypeError, "plan is 'fast'; expected what storage_ops.plan returns"),
+        ({"process_group": "world"}, TypeError, "process_group is 'world'; expected a process"),
+        (
+            {
+                "process_group": types.SimpleNamespace(group_name="all"),
+                "returns": ("correct",),
+                "target": torch.ones(5, 11) / 11,
+            },
+            ValueError,
+            "expected class indices as target for 'correct' with a process_group",
+        ),
+        ({"returns": 3}, ValueError, "returns is 3; expected a sequence of some of"),
+        ({"memory_budget": [1]}, TypeError, r"memory_budget is \[1\]; expected a number of bytes"),
+        ({"memory_budget": 10}, ValueError, "memory_budget is 10 bytes; expected at least"),
+    ],
+)
+def test_wrong_arguments(changes, kind, message):
+    with pytest.raises(kind, match=message):
+        so.linear_cross_entropy(**arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    "into, strides",
+    [
+        (torch.zeros(1, 8).expand(11, 8), r"\(0, 1\)"),
+        (torch.zeros(8, 11).t(), r"\(1, 11\)"),
+        (torch.zeros(11, 16)[:, ::2], r"\(16, 2\)"),
+    ],
+)
+def test_sums_go_to_whole_rows(into, strides):
+    given = arguments(linear_weight=torch.randn(11, 8, requires_grad=True), accumulate_into=into)
+    rule = f"accumulate_into has strides {strides}; expected rows that are contiguous"
+    with pytest.raises(ValueError, match=rule):
+        so.linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("wrong", [11, -1, 2**40])
+@pytest.mark.parametrize("kernel", ["native", "reference"])
+def test_target_out_of_range(wrong, kernel, monkeypatch):
+    given = arguments()
+    given["target"][3] = wrong
+    message = rf"target {wrong} is out of range; expected ignore_index \(-100\) or a class index"
+    with pytest.raises(RuntimeError, match=message):
+        if kernel == "native":
+            so.linear_cross_entropy(**given)
+        else:
+            logits = given["input"] @ given["linear_weight"].t()
+            reference.cross_entropy_rows(
+                logits,
+                given["target"],
+                None,
+                None,
+                None,
+                torch.zeros(6, 5),
+                None,
+                0,
+                11,
+                -100,
+                0.0,
+                1.0,
+                0.0,
+                1,
+            )
+
+
+def test_autocast_takes_no_integers():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="input is torch"):
+        so.linear_cross_entropy(**arguments(input=torch.ones(5, 8).long()))
+
+
+def test_double_backward_is_refused():
+    given = arguments()
+    x, w = given["input"].requires_grad_(), given["linear_weight"].requires_grad_()
+    grad = torch.autograd.grad(so.linear_cross_entropy(**given), x, create_graph=True)[0]
+    first = torch.autograd.grad(so.linear_cross_entropy(**given), x)[0]
+    assert torch.equal(grad, first)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        grad.pow(2).sum().backward()
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(grad.sum() + w.sum() * 0, x)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight", "target", "weight", "token_weight"])
+def test_forward_mode_is_refused(name):
+    given = arguments(
+        target=torch.softmax(torch.randn(5, 11), 1),
+        weight=torch.ones(11),
+        token_weight=torch.ones(5),
+    )
+    with forward_ad.dual_level():
+        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+            so.linear_cross_entropy(**given)
+
+
+def test_forward_mode_of_torch_func_is_refused():
+    given = arguments()
+
+    def loss(w):
+        return so.linear_cross_entropy(**{**given, "linear_weight": w})
+
+    with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+        torch.func.jvp(loss, (given["linear_weight"],), (given["linear_weight"],))
+
+
+def raw(x, w, target, mask):
+    """The op itself, as a mean with gradients in the forward."""
+    return torch.ops.storage_ops.linear_cross_entropy(
+        x, w, target, None, None, None, None, "mean", -100, 0.0, 0.0, 0.0, 1.0, False, None, None,
+        None, "", "", True, mask, [False] * 4,
+    )  # fmt: skip
+
+
+def test_gradient_outputs_of_the_raw_op_are_not_scaled_under_the_caller():
+    given = arguments()
+    x, w = given["input"].requires_grad_(), given["linear_weight"].requires_grad_()
+    loss, *_, grad_input, _, _ = raw(x, w, given["target"], [True, True, False])
+    before = grad_input.clone()
+    (3 * loss).backward()
+    assert torch.equal(grad_input, before)
+    assert torch.allclose(x.grad, 3 * before)
+
+
+def test_raw_op_with_too_small_a_mask_still_gives_right_gradients():
+    given = arguments()
+    x, w = given["input"].requires_grad_(), given["linear_weight"].requires_grad_()
+    loss, *_ = raw(x, w, given["target"], [False, False, False])
+    loss.backward()
+    right = torch.autograd.grad(so.linear_cross_entropy(x, w, given["target"]), (x, w))
+    assert torch.allclose(x.grad, right[0]) and torch.allclose(w.grad, right[1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_like_linear(reduction):
+    given = arguments()
+    x, w = given["input"].requires_grad_(), given["linear_weight"].requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = so.linear_cross_entropy(**given, reduction=reduction).sum()
+        logits = F.linear(x, w, given["linear_bias"])
+        right = F.cross_entropy(logits, given["target"], reduction=reduction).sum()
+    assert ours.dtype == right.dtype == torch.float32
+    torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+    ours.backward()  # outside of autocast, as in every training loop
+    expected = torch.autograd.grad(right, (x, w))
+    assert x.grad.dtype == torch.float32
+    torch.testing.assert_close(x.grad, expected[0], rtol=5e-2, atol=2e-2)
+    torch.testing.assert_close(w.grad, expected[1], rtol=5e-2, atol=2e-2)

@@ -1,0 +1,374 @@
+"""Every option of linear cross-entropy, in pairs, against the definition in float64."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import storage_ops as so
+from storage_ops.loss import plan_memory, planner, reference
+from storage_ops.loss import tiles as loss_tiles
+from storage_ops.loss import tokens as loss_rows
+from storage_ops.matmul import products
+
+TOKENS, HIDDEN, VOCAB = 6, 3, 70
+# Option -> the values it takes besides leaving it out. Tensors are made fresh for every test.
+OPTIONS = {
+    "reduction": ["sum", "none"],
+    "linear_bias": [lambda: torch.randn(VOCAB).double()],
+    "weight": [lambda: torch.rand(VOCAB).double()],
+    "label_smoothing": [0.2],
+    "z_loss": [0.05],
+    "softcap": [2.0],
+    "logit_scale": [0.7],
+    "token_weight": [lambda: torch.rand(2, TOKENS).double().round(decimals=1)],
+    "shift": [True],
+    "target": [lambda: torch.softmax(torch.randn(2, TOKENS, VOCAB).double(), -1)],
+    "returns": [("nll", "lse", "entropy"), ("loss", "z_loss", "argmax", "correct")],
+    "frozen": ["input", "linear_weight"],
+    "plan": ["token-chunked 5 70", "token-chunked 5 30", "vocab-sliced 12 64", "vocab-sliced 5 64",
+             "running-rescale 5 64", "token-chunked 12 64", "token-chunked 12 64 0 1 1",
+             "vocab-sliced 5 64 0 1 1"],
+}  # fmt: skip
+CHOICES = [(name, i) for name, values in OPTIONS.items() for i in range(len(values))]
+# Without plans, and without argmax: a tie in 16 bits is none in float64.
+OTHERS = [choice for choice in CHOICES if choice[0] != "plan" and choice != ("returns", 1)]
+PAIRS = [pair for pair in itertools.combinations(CHOICES, 2) if pair[0][0] != pair[1][0]]
+
+
+class Forced:
+    """A plan by its key: tiles that the planner would not choose for so small a problem."""
+
+    def __init__(self, key):
+        self.key = key
+
+
+def arguments(choices, dtype=torch.float64):
+    """Arguments of a call with some of OPTIONS, and the leaves that need gradients."""
+    chosen = {name: OPTIONS[name][i] for name, i in choices}
+    made = {name: value() if callable(value) else value for name, value in chosen.items()}
+    made.setdefault("target", torch.randint(VOCAB, (2, TOKENS)))
+    if not made["target"].is_floating_point():
+        made["target"][torch.rand(2, TOKENS) < 0.2] = -100
+    if "plan" in made:
+        made["plan"] = Forced(made["plan"])
+    frozen = made.pop("frozen", None)
+    made |= {"input": torch.randn(2, TOKENS, HIDDEN).double(),
+             "linear_weight": torch.randn(VOCAB, HIDDEN).double()}  # fmt: skip
+    leaves = [n for n in ("input", "linear_weight", "linear_bias") if n in made and n != frozen]
+    for name in leaves:
+        made[name] = made[name].to(dtype).requires_grad_()
+    if frozen is not None:
+        made[frozen] = made[frozen].to(dtype)
+    return made, leaves
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def compare(choices, dtype=torch.float64, tolerance=1e-10):
+    made, leaves = arguments(choices, dtype)
+    ours = outputs(so.linear_cross_entropy(**made))
+    double = {k: v.detach().double().requires_grad_(k in leaves)
+              if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+              for k, v in made.items()}  # fmt: skip
+    right = outputs(reference.linear_cross_entropy(**double))
+    assert [o.shape for o in ours] == [r.shape for r in right]
+    for o, r in zip(ours, right, strict=True):
+        if o.is_floating_point():
+            torch.testing.assert_close(o.double(), r, rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(o, r)
+    upstream = [torch.rand_like(r) if r.requires_grad else None for r in right]
+    pairs = [(o, r, u) for o, r, u in zip(ours, right, upstream, strict=True) if o.requires_grad]
+    got = torch.autograd.grad([o for o, _, _ in pairs], [made[n] for n in leaves],
+                              [u.to(o.dtype) for o, _, u in pairs])  # fmt: skip
+    expected = torch.autograd.grad([r for _, r, _ in pairs], [double[n] for n in leaves],
+                                   [u for _, _, u in pairs])  # fmt: skip
+    for name, g, e in zip(leaves, got, expected, strict=True):
+        assert g.dtype == dtype
+        scale = e.abs().max().item() + 1e-30
+        torch.testing.assert_close(g.double(), e, rtol=0, atol=tolerance * scale + 1e-12, msg=name)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda p: "+".join(f"{n}{i}" for n, i in p))
+def test_pairs_of_options(pair):
+    compare(pair)
+
+
+@pytest.mark.parametrize("hidden", [11, 12, 20])
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c[0]}{c[1]}")
+def test_options_while_logits_wait_in_the_gradient_of_the_weight(choice, hidden, monkeypatch):
+    monkeypatch.setitem(globals(), "VOCAB", 200)  # 128 that wait, if there is room, 8, and 64
+    monkeypatch.setitem(globals(), "HIDDEN", hidden)
+    compare([*{"plan": 5, **dict([choice])}.items()])
+
+
+@pytest.mark.parametrize("key", ["token-chunked 12 64 0 1 1", "vocab-sliced 5 64 0 1 1"])
+@pytest.mark.parametrize("reduction", [[], [("reduction", 1)]])
+def test_sums_lie_there_for_shifted_distributions(key, reduction, monkeypatch):
+    """The input has a row more than there are tokens."""
+    monkeypatch.setitem(OPTIONS, "plan", [key])
+    compare([("plan", 0), ("shift", 0), ("target", 0), *reduction], torch.bfloat16, 0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rescaled_sums_in_the_dtype_of_a_frozen_weight(dtype):
+    x, w = torch.randn(40, 8).to(dtype).requires_grad_(), torch.randn(200, 8).to(dtype)
+    target = torch.randint(200, (40,))
+    target[::3] = -100
+    plan = Forced("running-rescale 16 64")
+    so.linear_cross_entropy(x, w, target, plan=plan, accumulate_dtype=dtype).backward()
+    a = x.detach().double().requires_grad_()
+    reference.linear_cross_entropy(a, w.double(), target).backward()
+    assert (x.grad.double() - a.grad).norm() <= 0.05 * a.grad.norm()
+
+
+@pytest.mark.parametrize(
+    "key, dtype, tolerance",
+    [("token-chunked 12 64 0 1 1", torch.bfloat16, 0.05),
+     ("vocab-sliced 5 64 0 1 1", torch.float16, 1e-2)],
+)  # fmt: skip
+@pytest.mark.parametrize("hidden", [11, 20])
+@pytest.mark.parametrize("choice", OTHERS, ids=lambda c: f"{c[0]}{c[1]}")
+def test_options_while_sums_lie_in_the_gradient_of_the_weight(
+    choice, hidden, key, dtype, tolerance, monkeypatch
+):
+    frozen = choice[0] == "frozen"  # there are no such sums, or no such gradient
+    lent, sweep = [], loss_tiles.sweep_lent
+    monkeypatch.setattr(loss_tiles, "sweep_lent", lambda *a: lent.append(a[1].lent) or sweep(*a))
+    monkeypatch.setitem(globals(), "VOCAB", 200)
+    monkeypatch.setitem(globals(), "HIDDEN", hidden)
+    monkeypatch.setitem(OPTIONS, "plan", [key])
+    compare([("plan", 0), choice], dtype, tolerance)
+    assert all(lent) and len(lent) == (0 if frozen else 1)
+
+
+@settings(deadline=None, max_examples=100)
+@example(80, 80, 170, 64, 0, torch.bfloat16, False, True)  # too few classes would not lend
+@example(2, 1, 129, 128, 0, torch.float32, False, False)  # a narrower slice has room for all tokens
+@given(
+    st.integers(1, 80), st.integers(1, 80), st.integers(2, 700), st.integers(1, 700),
+    st.integers(0, 700), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
+def test_logits_that_wait_are_not_formed_again(
+    tokens, hidden, vocab, columns, widest, dtype, own, lends
+):
+    p = planner.Problem(tokens, hidden, vocab, dtype.itemsize, sums_fp32=not own)
+    plan = planner.make(p, planner.TOKEN_CHUNKED, tokens, columns, widest=widest, lends=lends)
+    room = 5 * 2 * tokens <= 4 * vocab  # a fifth of the classes or more do not lend
+    assert bool(plan.lent) == (lends and dtype == torch.bfloat16 and not own and room)
+    x, w = (torch.randn(n, hidden).to(dtype).requires_grad_() for n in (tokens, vocab))
+    target, formed, form = torch.randint(vocab, (tokens,)), 0, products.logits
+
+    def counted(x, w, out, threads):
+        nonlocal formed
+        formed += out.numel()
+        form(x, w, out.fill_(torch.nan), threads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "logits", counted)
+        accumulate = dtype if own else None
+        loss = so.linear_cross_entropy(x, w, target, plan=plan, accumulate_dtype=accumulate)
+        got = torch.autograd.grad(loss, (x, w))
+    a, b = x.double(), w.double()
+    right = reference.linear_cross_entropy(a, b, target)
+    assert abs(loss - right) <= (1e-5 if dtype == torch.float32 else 3e-2) * (1 + right)
+    expected = torch.autograd.grad(right, (x, w))
+    for g, e, other in zip(got, expected, (w, x), strict=True):  # which is summed to the gradient
+        size = e.double().norm() + 0.1 * other.detach().double().norm() / tokens
+        # Sums in bf16 lose accuracy with every tile.
+        bound = 1e-5 if dtype == torch.float32 else 0.2 if own else 3e-2
+        assert (g.double() - e.double()).norm() <= bound * size
+    # All slices but the narrower last one of the others have room for as many rows as planned.
+    predicted = (plan.products - 2) * tokens * vocab
+    assert predicted - 1 <= formed <= predicted + tokens * plan.columns
+    rest = plan_memory.without_lent(p, plan.lent)
+    if hidden >= tokens and 64 <= plan.columns < rest.vocab:
+        assert plan_memory.waiting(rest, plan.strategy, tokens, plan.columns)
+        assert formed == tokens * (vocab + 2 * plan.lent)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c[0]}{c[1]}")
+def test_gradcheck(choice):
+    made, leaves = arguments([choice, ("linear_bias", 0)])
+    rest = {k: v for k, v in made.items() if k not in leaves}
+
+    def differentiable(*values):
+        found = outputs(so.linear_cross_entropy(**rest, **dict(zip(leaves, values, strict=True))))
+        return tuple(o for o in found if o.requires_grad)
+
+    assert torch.autograd.gradcheck(differentiable, [made[n] for n in leaves], fast_mode=True)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sets(st.sampled_from(CHOICES), max_size=8),
+    st.sampled_from([(torch.float64, 1e-10), (torch.float32, 2e-4), (torch.bfloat16, 0.15),
+                     (torch.float16, 2e-2)]),
+)  # fmt: skip
+def test_any_options_together(choices, kind):
+    unique = dict(sorted(choices))
+    if kind[0].itemsize == 2:  # a tie in 16 bits is none in float64
+        unique.pop("returns", None)
+    if not {"reduction", "returns"} & set(unique) and kind[0] == torch.float16:
+        unique["reduction"] = 1
+    compare(list(unique.items()), *kind)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(0, 9), st.integers(0, 9), st.integers(1, 300), st.integers(1, 4),
+    st.sampled_from(["contiguous", "transposed", "strided", "expanded"]), st.booleans(),
+)  # fmt: skip
+def test_shapes_and_strides(batch, tokens, vocab, hidden, layout, int32):
+    def lay(t):
+        if layout == "transposed":
+            return t.transpose(0, -1).contiguous().transpose(0, -1)
+        if layout == "strided":
+            return torch.stack([t, t], -1).flatten(-2)[..., ::2]
+        if layout == "expanded" and t.shape[0] > 1:
+            return t[:1].expand(t.shape)
+        return t
+
+    x, w = (
+        lay(torch.randn(batch, tokens, hidden).double()),
+        lay(torch.randn(vocab, hidden).double()),
+    )
+    target = lay(torch.randint(vocab, (batch, tokens))).to(torch.int32 if int32 else torch.int64)
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    for reduction in ("sum", "none"):
+        ours = so.linear_cross_entropy(x, w, target, reduction=reduction)
+        right = reference.linear_cross_entropy(x, w, target, reduction=reduction)
+        torch.testing.assert_close(ours, right)
+        got = torch.autograd.grad(ours.sum(), (x, w))
+        expected = torch.autograd.grad(right.sum(), (x, w))
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"shift": True, "softcap": 2.0}, {"reduction": "none"},
+                                     {"label_smoothing": 0.1, "weight": torch.rand(VOCAB)},
+                                     {"memory_budget": 500_000, "logit_scale": 0.5}])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradient_of_probabilities(options, dtype):
+    made = [
+        torch.randn(2, 9, HIDDEN),
+        torch.randn(VOCAB, HIDDEN),
+        torch.randn(2, 9, VOCAB).softmax(-1),
+    ]
+    bias, made = torch.randn(VOCAB), [t.to(dtype).requires_grad_() for t in made]
+    ours = so.linear_cross_entropy(*made, linear_bias=bias.to(dtype), **options).sum()
+    double = [t.detach().double().requires_grad_() for t in made]
+    right = reference.linear_cross_entropy(
+        *double, linear_bias=bias.to(dtype).double(), **options
+    ).sum()
+    got, expected = torch.autograd.grad(ours, made), torch.autograd.grad(right, double)
+    for g, e in zip(got, expected, strict=True):
+        assert (g.double() - e).norm() <= {8: 1e-10, 4: 1e-5, 2: 2e-2}[dtype.itemsize] * e.norm()
+
+
+VALUES = [float("inf"), float("-inf"), float("nan"), 1e4, -1e4]
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("key", [None, "vocab-sliced 3 64", "token-chunked 2 70"])
+@pytest.mark.parametrize("column", [0, 69, slice(None)])
+def test_extreme_logits(value, key, column):
+    x, w = torch.eye(4, 3).double(), torch.randn(VOCAB, 3).double()
+    w[column, 0] = value
+    made = {"target": torch.tensor([0, 5, 69, 7]), "plan": None if key is None else Forced(key)}
+    names = ("nll", "lse", "entropy", "argmax")
+    ours = so.linear_cross_entropy(x[:, :3], w, **made, returns=names)
+    right = reference.linear_cross_entropy(x[:, :3], w, made["target"], returns=names)
+    for o, r in zip(ours, right, strict=True):
+        torch.testing.assert_close(o, r, equal_nan=True)
+
+
+def test_accumulate_into():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, w = torch.randn(50, 8).to(dtype), torch.randn(90, 8).to(dtype)
+        target = torch.randint(90, (50,))
+        buffer = torch.randn(90, 8)
+        before = buffer.clone()
+        for key in ("vocab-sliced 50 64", "vocab-sliced 7 90"):
+            a, b = x.detach().requires_grad_(), w.detach().requires_grad_()
+            loss = so.linear_cross_entropy(a, b, target, accumulate_into=buffer, plan=Forced(key))
+            (2 * loss).backward()
+            assert b.grad is None and a.grad is not None
+        p, q = x.double().requires_grad_(), w.double().requires_grad_()
+        (4 * reference.linear_cross_entropy(p, q, target)).backward()
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(buffer.double(), before.double() + q.grad,
+                                   rtol=tolerance, atol=tolerance)  # fmt: skip
+
+
+def test_accumulate_dtype_trades_accuracy_for_memory():
+    x, w = torch.randn(512, 64).bfloat16(), (torch.randn(3000, 64) / 8).bfloat16()
+    target, wide, narrow = torch.randint(3000, (512,)), [], []
+    exact = w.double().requires_grad_()
+    reference.linear_cross_entropy(x.double(), exact, target).backward()
+    for dtype, errors in ((None, wide), (torch.bfloat16, narrow)):
+        leaf = w.detach().requires_grad_()
+        so.linear_cross_entropy(x, leaf, target, accumulate_dtype=dtype,
+                                plan=Forced("token-chunked 16 3000")).backward()  # fmt: skip
+        errors.append((leaf.grad.double() - exact.grad).norm())
+    if products.upcasts(x):
+        assert wide == narrow
+    else:
+        assert wide[0] < narrow[0]
+    p = planner.Problem(512, 64, 3000, 2)
+    own = planner.Problem(512, 64, 3000, 2, sums_fp32=False)
+    assert planner.smallest_budget(own) < planner.smallest_budget(p)
+
+
+@pytest.mark.parametrize("kind", [None, "sync", 20])
+def test_max_valid(kind):
+    x, w = torch.randn(40, 8, requires_grad=True), torch.randn(90, 8, requires_grad=True)
+    target = torch.randint(90, (40,))
+    target[::2] = -100
+    ours = so.linear_cross_entropy(x, w, target, max_valid=kind)
+    right = reference.linear_cross_entropy(x, w, target)
+    torch.testing.assert_close(ours, right)
+    got, expected = (torch.autograd.grad(v, (x, w)) for v in (ours, right))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"returns": ("nll", "entropy")}, {}])
+@pytest.mark.parametrize("most", [20, 33, 40])
+def test_max_valid_without_a_look_at_the_targets(options, most, monkeypatch):
+    """As on a GPU: tokens that count come first, and ignored ones fill the rest."""
+    monkeypatch.setattr(loss_rows, "FakeTensor", torch.Tensor)
+    x, w = torch.randn(40, 8, requires_grad=True), torch.randn(90, 8, requires_grad=True)
+    target = torch.randint(90, (40,))
+    target[::2] = -100
+    upstream = torch.randn(40)
+    both = []
+    for function in (
+        functools.partial(so.linear_cross_entropy, max_valid=most), reference.linear_cross_entropy
+    ):  # fmt: skip
+        out = function(x, w, target, **options)
+        out = sum(out) if isinstance(out, tuple) else out
+        both.append((out, *torch.autograd.grad((out * upstream).sum(), (x, w))))
+    for got, want in zip(*both, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_module_has_the_names_of_torch():
+    head = so.LinearCrossEntropyLoss(8, 90, bias=True, weight=torch.rand(90), softcap=3.0)
+    assert set(head.state_dict()) == {"weight", "linear.weight", "linear.bias"}
+    assert (head.in_features, head.num_classes) == (8, 90) and "softcap=3.0" in repr(head)
+    x, target = torch.randn(5, 8), torch.randint(90, (5,))
+    right = reference.linear_cross_entropy(
+        x, head.linear.weight, target, linear_bias=head.linear.bias, weight=head.weight, softcap=3.0
+    )
+    torch.testing.assert_close(head(x, target), right)
+    with pytest.raises(TypeError, match=r"unknown options \['soft_cap'\]; expected some of"):
+        so.LinearCrossEntropyLoss(8, 90, soft_cap=3.0)
+    if hasattr(torch.nn, "LinearCrossEntropyLoss"):
+        theirs = torch.nn.LinearCrossEntropyLoss(8, 90, bias=True)
+        so.LinearCrossEntropyLoss(8, 90, bias=True).load_state_dict(theirs.state_dict())

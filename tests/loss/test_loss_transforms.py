@@ -1,0 +1,158 @@
+"""Linear cross-entropy under torch.func, make_fx and torch.compile with every kind of output."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import storage_ops as so
+from storage_ops.loss import reference
+
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+@pytest.fixture
+def problem():
+    x, w, b = torch.randn(3, 5, 6), torch.randn(70, 6), torch.randn(70)
+    target = torch.randint(70, (3, 5))
+    target[0, 2] = -100
+    return x, w, b, target
+
+
+def both(problem, call):
+    """A transform of our loss and of the definition."""
+    *_, target = problem
+    for function in (so.linear_cross_entropy, reference.linear_cross_entropy):
+
+        def loss(x, w, b, reduction="mean", function=function, target=target):
+            return function(x, w, target, linear_bias=b, reduction=reduction, softcap=5.0).sum()
+
+        yield call(loss)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_func_grad_and_vjp(problem, reduction):
+    x, w, b = (t.double() for t in problem[:3])
+
+    def gradients(loss):
+        value, pull = torch.func.vjp(lambda x, w: loss(x, w, b, reduction), x, w)
+        return torch.func.grad(loss, (0, 1, 2))(x, w, b, reduction), value, pull(value * 2)
+
+    ours, right = both(problem, gradients)
+    torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_vmap(problem, in_dims, reduction):
+    x, w, _, target = problem
+    many = torch.stack([w, 2 * w, w - 1])
+
+    def mapped(function):
+        def loss(x, w, target):
+            return function(x, w, target, reduction=reduction)
+
+        arguments = (x if in_dims[0] == 0 else x[0], w if in_dims[1] is None else many)
+        dims = (*in_dims, 0 if in_dims[0] == 0 else None)
+        return torch.vmap(loss, dims)(*arguments, target if in_dims[0] == 0 else target[0])
+
+    ours, right = mapped(so.linear_cross_entropy), mapped(reference.linear_cross_entropy)
+    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
+
+
+def test_per_sample_gradients(problem):
+    x, w, _, target = problem
+
+    def gradients(function):
+        def loss(w, x, target):
+            return function(x, w, target)
+
+        return torch.vmap(torch.func.grad(loss), (None, 0, 0))(w, x, target)
+
+    ours, right = gradients(so.linear_cross_entropy), gradients(reference.linear_cross_entropy)
+    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_are_refused(problem):
+    x, w, _, target = problem
+
+    def loss(w):
+        return so.linear_cross_entropy(x, w, target)
+
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda w: torch.func.grad(loss)(w).square().sum())(w)
+    with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+        torch.func.jvp(loss, (w,), (w,))
+    with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+        torch.func.hessian(loss)(w)
+
+
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_make_fx(problem, tracing, reduction):
+    x, w, _, target = problem
+
+    def step(x, w, target):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        loss = so.linear_cross_entropy(x, w, target, reduction=reduction, shift=True)
+        return loss, *torch.autograd.grad(loss.sum(), (x, w))
+
+    graph = make_fx(step, tracing_mode=tracing)(x, w, target)
+    assert not any("aten.mm" in str(node.target) for node in graph.graph.nodes)
+    torch.testing.assert_close(graph(x, w, target), step(x, w, target))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_with_many_outputs(problem, backend, dynamic):
+    torch._dynamo.reset()
+    x, w, b, target = problem
+
+    def head(function, x, w, b, target):
+        nll, entropy, correct = function(
+            x * 1.5, w, target, linear_bias=b, label_smoothing=0.1, shift=True, softcap=4.0,
+            memory_budget=60_000, returns=("nll", "entropy", "correct"),
+        )  # fmt: skip
+        return (nll * 0.5 + entropy).sum() + correct.sum()
+
+    compiled = torch.compile(
+        lambda *a: head(so.linear_cross_entropy, *a), fullgraph=True, backend=backend,
+        dynamic=dynamic,
+    )  # fmt: skip
+    for tokens in (5, 4):
+        leaves = [t.detach().requires_grad_() for t in (x[:, :tokens], w, b)]
+        ours = compiled(*leaves, target[:, :tokens])
+        right = head(reference.linear_cross_entropy, *leaves, target[:, :tokens])
+        torch.testing.assert_close(ours, right)
+        got, expected = (torch.autograd.grad(v, leaves) for v in (ours, right))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_adds_to_a_given_buffer(problem, backend):
+    torch._dynamo.reset()
+    x, w, _, target = problem
+    results = []
+    for run in (lambda f: f, lambda f: torch.compile(f, backend=backend)):
+        buffer, leaf = torch.ones(70, 6), w.detach().requires_grad_()
+
+        def step(x, w, buffer):
+            return so.linear_cross_entropy(x, w, target, accumulate_into=buffer) * 2
+
+        run(step)(x, leaf, buffer).backward()
+        assert leaf.grad is None
+        results.append(buffer)
+    torch.testing.assert_close(*results)
+
+
+def test_a_batch_of_upstream_gradients():
+    x, w = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    t, upstream = torch.randint(11, (6,)), torch.randn(3)
+    for ours, want in zip(
+        *(
+            torch.autograd.grad(loss, (x, w), upstream, is_grads_batched=True)
+            for loss in (so.linear_cross_entropy(x, w, t), F.cross_entropy(F.linear(x, w), t))
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, want)

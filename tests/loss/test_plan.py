@@ -1,0 +1,237 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import storage_ops as so
+from storage_ops.loss import devices, plan_memory, planner
+from storage_ops.matmul.products import rates_of
+from storage_ops.quantities import metric, parse_bytes, readable
+
+R2, R5, R6, R7 = (
+    (8192, 4096, 128256),
+    (8192, 2304, 256000),
+    (16384, 2048, 32000),
+    (32768, 768, 50257),
+)
+BOTH, INPUT, WEIGHT, NONE = ("input", "weight"), ("input",), ("weight",), ()
+
+
+@pytest.mark.parametrize(
+    "options, mode, chunks, slices",
+    [
+        ({"memory_budget": "400MiB"}, "token-chunked 3.42-GEMM", 1, 7),
+        ({"memory_budget": "3GiB"}, "token-chunked 3-GEMM", 1, 1),
+        ({"memory_budget": "600MiB", "grads": INPUT}, "frozen-weight token-chunked 2-GEMM", 4, 1),
+        ({"memory_budget": "3GiB", "grads": WEIGHT}, "frozen-input token-chunked 2-GEMM", 1, 1),
+        ({"grads": NONE}, "no-grad 1-GEMM", 2, 1),
+        ({"reduction": "none"}, "vocab-sliced 4-GEMM", 1, 2),
+        ({"dtype": "fp16"}, "vocab-sliced 4-GEMM", 1, 2),
+        ({"dtype": torch.float32}, "token-chunked 3-GEMM", 4, 1),
+        ({"accumulate_dtype": "bf16", "memory_budget": "600MiB"}, "token-chunked 3-GEMM", 4, 1),
+    ],
+)
+def test_choices_for_a_large_head_on_an_h200(options, mode, chunks, slices):
+    plan = so.plan(*R2, **{"dtype": "bf16", "device": "h200"} | options)
+    assert (plan.mode, plan.num_chunks, plan.num_slices) == (mode, chunks, slices)
+
+
+# Milliseconds by hand, from 790 TFLOP/s and 4.3 TB/s: the products, 4 bytes per logit for the row
+# kernel (2 without gradients, 8 where logits are formed twice), 8 bytes per weight and chunk for
+# the sum in fp32.
+ROOFLINE = {
+    "token-chunked, 4096 rows": (BOTH, planner.TOKEN_CHUNKED, 4096, 1, [35.9, 41.1, 9.2, 11.7]),
+    "token-chunked, 2048 rows": (BOTH, planner.TOKEN_CHUNKED, 2048, 1, [37.8, 43.3, 9.7, 12.3]),
+    "vocab-sliced, 8 slices": (BOTH, planner.VOCAB_SLICED, None, 8, [46, 52.5, 12.5, 17]),
+    "frozen weight": (INPUT, planner.TOKEN_CHUNKED, 4096, 1, [23, 27, 6, 8.5]),
+    "no gradients": (NONE, planner.TOKEN_CHUNKED, 4096, 1, [11.4, 13.2, 2.96, 3.97]),
+}
+
+
+@pytest.mark.parametrize("name", ROOFLINE)
+def test_predictions_for_an_h200_are_those_of_the_roofline(name):
+    grads, strategy, rows, slices, milliseconds = ROOFLINE[name]
+    for (tokens, hidden, vocab), expected in zip((R2, R5, R6, R7), milliseconds, strict=True):
+        mask = tuple(which in grads for which in ("input", "weight", "bias"))
+        p = planner.Problem(tokens, hidden, vocab, 2, mask, cuda=True)
+        columns = vocab if slices == 1 else vocab // slices + 64
+        plan = planner.make(p, strategy, rows or tokens, columns, devices.GPUS["h200"])
+        assert abs(plan.seconds * 1e3 / expected - 1) < 0.1, (plan, expected)
+
+
+def problems():
+    def size(bits):
+        return st.integers(0, bits).flatmap(lambda k: st.integers(1 << k, 2 << k))
+
+    flags = st.booleans()
+    return st.builds(
+        planner.Problem, size(14), size(12), size(17), st.sampled_from([2, 4, 8]),
+        st.tuples(flags, flags, flags), sums_fp32=flags, early=flags, into=flags, gather=flags,
+        packs=flags, rounds=flags, threads=st.sampled_from([1, 2, 16]),
+    )  # fmt: skip
+
+
+@settings(deadline=None)
+@given(problems(), st.sampled_from(list(devices.DEVICES)), st.booleans(), st.floats(1.01, 3))
+# The widest slices that stay in the cache are no multiple of 64.
+@example(
+    planner.Problem(3, 5462, 5441, 8, (False, False, False), early=False, gather=True),
+    "l40s", False, 1.02,
+)  # fmt: skip
+def test_more_budget_is_never_slower_and_the_smallest_is_named(p, device, upcast, step):
+    cpu = device == "cpu"
+    own = cpu and p.packs and p.itemsize < 8
+    slow, rounds = cpu and p.itemsize == 2 and upcast, own and p.itemsize == 2 and p.rounds
+    p = dataclasses.replace(p, cuda=not cpu, upcast=slow and not rounds, packs=own, rounds=rounds)
+    budget = least = planner.smallest_budget(p)
+    with pytest.raises(ValueError, match=f"expected at least {least} "):
+        planner.choose(p, least - 1, devices.DEVICES[device])
+    whole = planner.peak_bytes(p, planner.VOCAB_SLICED, p.tokens, p.vocab)
+    # Where all logits wait, a wider last slice may divide the others into one more.
+    slice_seconds = 5 * devices.DEVICES[device].launch_seconds * plan_memory.parks(p, p.tokens)
+    before = float("inf")
+    while True:
+        plan = planner.choose(p, budget, devices.DEVICES[device])
+        assert plan.peak_bytes <= budget
+        # What our own products copy of their operands is not always less in a wider slice.
+        assert plan.seconds <= before * (1.001 if rounds else 1 + 1e-9) + slice_seconds
+        before = min(before, plan.seconds)
+        if budget > 2 * whole:
+            break
+        budget = int(budget * step) + 1
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"strategy": "vocab-sliced"}, {"num_chunks": 5}, {"memory_budget": "150 KiB"},
+    {"strategy": "vocab-sliced", "num_chunks": 3}, {"reduction": "none"},
+    {"reduction": "none", "num_chunks": 2},
+    {"grads": INPUT, "strategy": "running-rescale"}, {"max_valid": 90}, {"dtype": torch.float16},
+])  # fmt: skip
+def test_a_plan_is_followed_and_gives_the_same_loss(options, capsys):
+    dtype = options.get("dtype", torch.float32)
+    plan = so.plan(100, 32, 1000, **{"dtype": dtype, "device": "cpu"} | options)
+    assert plan.mode in capsys.readouterr().out
+    x = torch.randn(100, 32, dtype=dtype, requires_grad=True)
+    w = torch.randn(1000, 32, dtype=dtype, requires_grad=options.get("grads") != INPUT)
+    target = torch.randint(1000, (100,))
+    target[:10] = -100
+    reduction = options.get("reduction", "mean")
+    results = []
+    for chosen in (None, plan):
+        loss = so.linear_cross_entropy(x, w, target, reduction=reduction, plan=chosen)
+        loss.sum().backward()
+        results.append((loss.detach(), x.grad))
+        x.grad = None
+    torch.testing.assert_close(*results, rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=1e-5)
+
+
+def test_a_strategy_and_a_number_of_chunks_can_be_insisted_on(capsys):
+    plan = so.plan(*R2, "fp32", device="h200", num_chunks=2)
+    assert (plan.strategy, plan.num_chunks, plan.num_slices) == (planner.TOKEN_CHUNKED, 2, 1)
+    assert "memory budget      none" in capsys.readouterr().out
+    plan = so.plan(*R2, "fp32", device="h200", num_chunks=1)  # whose logits may wait elsewhere
+    assert (plan.strategy, plan.num_chunks, plan.num_slices) == (planner.TOKEN_CHUNKED, 1, 4)
+    assert "1 GiB, the default;" in capsys.readouterr().out
+    plan = so.plan(*R2, device="h200", num_chunks=3, strategy="vocab-sliced", memory_budget="1GiB")
+    assert (plan.strategy, plan.num_chunks) == (planner.VOCAB_SLICED, 3)
+    assert plan.peak_bytes <= 1 << 30
+    plan = so.plan(*R2, device="h200", grads=INPUT, strategy="running-rescale")
+    assert plan.strategy == planner.RUNNING_RESCALE
+    assert so.plan(*R2, device="h200", num_chunks=8, reduction="sum").rows == 1024
+    with pytest.raises(ValueError, match="memory_budget is 104857600 bytes; expected at least"):
+        so.plan(*R2, device="h200", num_chunks=2, strategy="token-chunked", memory_budget="100MiB")
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, complaint",
+    [
+        ((1.5, 2, 3), {}, TypeError, "tokens is 1.5; expected an int"),
+        ((-1, 2, 3), {}, ValueError, "tokens is -1; expected at least 0"),
+        ((1, 2, 0), {}, ValueError, "vocab is 0; expected at least 1"),
+        ((8, 4, 5, "int8"), {}, ValueError, "dtype is 'int8'; expected one of float64, float32"),
+        ((8, 4, 5, torch.int8), {}, ValueError, "dtype is torch.int8; expected one of"),
+        ((8, 4, 5, 7), {}, TypeError, "dtype is 7; expected one of"),
+        ((8, 4, 5), {"grads": "input"}, ValueError, "grads is 'input'; expected a sequence of"),
+        ((8, 4, 5), {"grads": ["x"]}, ValueError, "grads is ['x']; expected a sequence of some of"),
+        ((8, 4, 5), {"reduction": "avg"}, ValueError, "reduction is 'avg'; expected one of"),
+        ((8, 4, 5), {"accumulate_dtype": "fp16"}, ValueError, "expected None, bfloat16 or float32"),
+        ((8, 4, 5), {"max_valid": "sync"}, TypeError, "max_valid is 'sync'; expected an int"),
+        ((8, 4, 5), {"device": "tpu"}, ValueError, "device is 'tpu'; expected one of cpu, h200"),
+        ((8, 4, 5), {"strategy": "fast"}, ValueError, "strategy is 'fast'; expected one of token-"),
+        ((8, 4, 5), {"strategy": "token-chunked", "reduction": "none"}, ValueError,
+         "strategy is 'token-chunked'; expected one of vocab-sliced"),
+        ((8, 4, 5), {"num_chunks": 9}, ValueError, "num_chunks is 9; expected 1 to 8"),
+        ((8, 4, 5), {"memory_budget": []}, TypeError, "memory_budget is []; expected a number of"),
+        ((8, 4, 5), {"memory_budget": "1XB"}, ValueError, "memory_budget is '1XB'; expected"),
+        (R2, {"memory_budget": "1MiB", "device": "h200"}, ValueError,
+         "memory_budget is 1048576 bytes; expected at least 18219520 (17.4 MiB) for 8192 tokens"),
+    ],
+)  # fmt: skip
+def test_errors_name_argument_value_and_what_was_expected(arguments, options, error, complaint):
+    with pytest.raises(error) as found:
+        so.plan(*arguments, **options)
+    assert complaint in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16, "half", "fp16"]
+)
+def test_names_of_dtypes(name, capsys):
+    so.plan(64, 8, 1000, name, device="h200")
+    assert "790 TFLOP/s" in capsys.readouterr().out
+
+
+def test_no_tokens():
+    assert so.plan(0, 8, 100).num_chunks == 0
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA B200", "b200"), ("NVIDIA T4", None),
+    ],
+)  # fmt: skip
+def test_gpus_are_known_by_name(name, key, monkeypatch):
+    assert devices.of_gpu(name) is devices.GPUS.get(key)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    rates_of.cache_clear()
+    assert rates_of(torch.device("cuda", 0)) is devices.GPUS[key or "a100"]
+    rates_of.cache_clear()
+    assert rates_of(torch.device("cpu")) is devices.CPU
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [
+        ("400MiB", 400 << 20), ("0.5 GiB", 1 << 29), ("2e8", 200_000_000), ("512k", 512 << 10),
+        ("2.3GB", 2_300_000_000), ("1tib", 1 << 40), ("12 B", 12), (17, 17), (1.5e3, 1500),
+        (".5K", 512),
+    ],
+)  # fmt: skip
+def test_sizes_of_memory_as_text(text, count):
+    assert parse_bytes(text, "x") == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-3", "nan", "inf", "1e999", "4..5", "1QiB", "5iB", -1]
+)
+def test_what_is_no_size_of_memory(text):
+    with pytest.raises(ValueError, match=r"x is .*; expected a number of bytes"):
+        parse_bytes(text, "x")
+
+
+@given(st.integers(0, 1 << 60))
+def test_sizes_that_are_shown_can_be_given(count):
+    assert parse_bytes(readable(count, up=True), "x") >= count
+    assert abs(parse_bytes(readable(count), "x") - count) <= 0.05 * count
+
+
+def test_quantities_are_shown_with_four_digits():
+    assert metric(0, "B") == "0 B"
+    assert metric(25.8213e12, "FLOP") == "25.82 TFLOP"
+    assert metric(0.0458521, "s") == "45.85 ms"
+    assert metric(67.1986, "s") == "67.2 s"

@@ -1,0 +1,250 @@
+"""The package's own matrix products: every dtype, stride and remainder, against float64."""
+
+import os
+import subprocess
+import sys
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+from storage_ops.loss import devices, tile_memory
+from storage_ops.matmul import products
+
+OP = torch.ops.storage_ops._product
+NAN = float("nan")
+pytestmark = pytest.mark.skipif(
+    not products.packs(torch.bfloat16, "cpu"), reason="this build or processor has no such products"
+)
+
+
+def operand(rows, columns, dtype, transposed, gap):
+    """A random matrix, of whole rows or whole columns, between elements that are not numbers."""
+    outer, inner = (columns, rows) if transposed else (rows, columns)
+    wide = torch.full((outer, inner + gap), NAN, dtype=dtype)
+    wide[:, :inner] = torch.randn(outer, inner)
+    return wide[:, :inner].t() if transposed else wide[:, :inner]
+
+
+def check(
+    m, n, k, dtype, add, transposed=(False, False), gap=0, slots=None, threads=2, narrow=False,
+    spent=False, direct=False,
+):  # fmt: skip
+    left = operand(m, k, dtype, transposed[0], gap)
+    right = operand(k, n, dtype, transposed[1], gap)
+    whole = torch.full((m + 2, n + gap), 7.0, dtype=dtype if narrow else torch.float32)
+    out = whole[1:-1, :n]
+    out.copy_(torch.randn(m, n) if add else torch.full((m, n), NAN))
+    least = tile_memory.packed_slots(m, n, k, threads, narrow, direct) if slots is None else slots
+    least += tile_memory.sum_slots(m, n, k) if narrow else 0
+    scratch = torch.full((least + 64,), NAN)  # what lies behind what is needed stays as it is
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    want = left.double() @ right.double()
+    size = left.double().abs() @ right.double().abs() + 1
+    if add:
+        want, size = want + out.double(), size + out.double().abs()
+    try:
+        if spent:
+            torch.ops.storage_ops._transposed_product(out, left.t(), right, scratch[:least], add)
+        else:
+            OP(out, left, right, scratch[:least], add)
+    finally:
+        torch.set_num_threads(before)
+    if narrow:  # the same sum, rounded once: by half of the last of 8 bits at most
+        size = want.abs() * 2**-8 / 2e-6 + size
+    assert ((out.double() - want).abs() <= 2e-6 * size).all()
+    assert scratch[least:].isnan().all()
+    rest = whole.clone()
+    rest[1:-1, :n] = 7
+    assert torch.equal(rest, torch.full_like(rest, 7))
+
+
+sizes = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 47, 48, 49, 96, 127, 128, 129, 300]))
+
+
+@settings(deadline=None)
+@given(
+    sizes, sizes, st.one_of(sizes, st.integers(500, 2100)),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(),
+    st.tuples(st.booleans(), st.booleans()), st.integers(0, 3), st.integers(1, 5), st.booleans(),
+)  # fmt: skip
+@example(130, 5000, 2100, torch.bfloat16, True, (False, True), 1, 2, False)
+@example(5000, 100, 300, torch.float32, False, (True, False), 1, 3, False)
+def test_a_product_is_that_of_float64(m, n, k, dtype, add, transposed, gap, threads, direct):
+    check(m, n, k, dtype, add, transposed, gap, threads=threads, direct=direct)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_column_whose_elements_lie_apart(dtype, add):
+    """The last slice of a vocabulary may have one class; torch 2.10 wrote one element of it."""
+    left, right = torch.randn(57, 72).to(dtype), torch.randn(72, 1).to(dtype)
+    memory = torch.full((57, 64), 0.5 if add else torch.nan, dtype=dtype)
+    products.multiply(left, right, memory[:, :1], add)
+    want = left.double() @ right.double() + 0.5 * add
+    atol = 0.1 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(memory[:, :1].double(), want, rtol=atol / 10, atol=atol)
+    assert not add or (memory[:, 1:] == 0.5).all()
+
+
+needs_rounding = pytest.mark.skipif(
+    not products.rounds(torch.bfloat16, "cpu"), reason="this processor has no AVX-512 BF16"
+)
+
+
+@needs_rounding
+@settings(deadline=None)
+@given(
+    sizes, sizes, st.one_of(sizes, st.sampled_from([512, 513, 2100, 4096, 4097, 5000])),
+    st.booleans(), st.tuples(st.booleans(), st.booleans()), st.integers(0, 3), st.integers(1, 5),
+)  # fmt: skip
+@example(130, 5000, 4100, True, (False, True), 1, 2)
+@example(5000, 100, 512, True, (True, False), 1, 3)
+def test_a_product_is_rounded_to_16_bits_once(m, n, k, add, transposed, gap, threads):
+    check(m, n, k, torch.bfloat16, add, transposed, gap, threads=threads, narrow=True)
+
+
+@settings(deadline=None)
+@given(
+    sizes, st.one_of(sizes, st.just(1500)), st.one_of(sizes, st.sampled_from([512, 2100, 5000])),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(), st.booleans(),
+    st.integers(0, 3), st.integers(1, 5), st.booleans(),
+)  # fmt: skip
+@example(64, 1500, 2100, torch.bfloat16, True, False, 0, 2, True)
+@example(320, 1500, 1024, torch.bfloat16, False, True, 1, 2, True)
+def test_a_left_operand_that_may_be_overwritten(m, n, k, dtype, add, whole, gap, threads, narrow):
+    narrow = narrow and products.rounds(dtype, "cpu")
+    check(m, n, k, dtype, add, (whole, False), gap, threads=threads, narrow=narrow, spent=True)
+
+
+@needs_rounding
+@pytest.mark.skipif(devices.has_amx(), reason="registers of AMX take rows as they are")
+def test_what_would_be_copied_often_is_interleaved_in_place():
+    left, right = torch.randn(512, 64).bfloat16(), torch.randn(512, 1500).bfloat16()
+    out, before = torch.empty(64, 1500, dtype=torch.bfloat16), left.clone()
+    scratch = torch.empty(2 * (8 + 48) * 256)
+    torch.ops.storage_ops._transposed_product(out, left, right, scratch, False)
+    assert torch.equal(left.view(-1, 64, 2), before.view(-1, 2, 64).transpose(1, 2))
+
+
+@needs_rounding
+@pytest.mark.parametrize("columns", [40, 1300])
+@pytest.mark.parametrize("rows", [30, 700])
+def test_gradients_in_16_bits_are_formed_in_pieces(rows, columns):
+    """Whole ones and sums of two, of tiles whose rows are padded."""
+    wide = torch.randn(rows, columns + 24).bfloat16()
+    dz = wide[:, :columns]
+    x, w = torch.randn(rows, 72).bfloat16(), torch.randn(columns, 72).bfloat16()
+    for gradient, left, right in [
+        (products.input_gradient, dz, w), (products.weight_gradient, dz.t(), x)
+    ]:  # fmt: skip
+        out = torch.full((len(left), 72), NAN, dtype=torch.bfloat16)
+        once = left.double() @ right.double()
+        gradient(wide.clone()[:, :columns], right, out, False)
+        assert ((out - once).abs() <= once.abs() * 2**-8 + 1e-4).all()
+        before = out.clone()
+        gradient(wide.clone()[:, :columns], right, out, True)
+        twice = before + once
+        assert ((out - twice).abs() <= twice.abs() * 2**-8 + 1e-4).all()
+
+
+def test_the_least_scratch_that_is_accepted():
+    """One panel of one group of depth: every loop is taken many times."""
+    check(300, 200, 700, torch.float32, True, slots=2 * (8 + 48) * 128)
+    check(300, 200, 700, torch.bfloat16, True, slots=2 * (8 + 48) * 256)
+
+
+@needs_rounding
+def test_the_least_scratch_that_is_rounded_from():
+    """Eight rows and one panel, of all of the depth."""
+    for transposed in (False, True):
+        check(300, 200, 700, torch.bfloat16, True, (transposed, False), 1,
+              slots=2 * (8 + 48) * 350, narrow=True)  # fmt: skip
+
+
+def test_a_matrix_with_other_strides():
+    left = torch.randn(20, 60).bfloat16()[:, ::3]
+    right = torch.randn(40, 60).bfloat16()[::2, ::2]
+    assert left.stride() == (60, 3) and right.stride() == (120, 2)
+    out = torch.full((20, 30), NAN)
+    OP(out, left, right, torch.empty(1 << 14), False)
+    torch.testing.assert_close(out, left.float() @ right.float())
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
+def test_nothing_to_multiply(m, n, k):
+    for add in (False, True):
+        out, scratch = torch.full((m, n), 5.0), torch.empty(tile_memory.packed_slots(m, n, k, 2))
+        OP(out, torch.ones(m, k), torch.ones(k, n), scratch, add)
+        assert torch.equal(out, torch.full((m, n), 5.0 if add else 0.0))
+
+
+def test_infinities_and_nan_stay_where_they_belong():
+    left, right = torch.ones(9, 5), torch.ones(5, 50)
+    left[2, 3], right[1, 7] = float("inf"), NAN
+    out = torch.zeros(9, 50)
+    OP(out, left, right, torch.empty(1 << 13), False)
+    torch.testing.assert_close(out, left @ right, equal_nan=True)
+
+
+def test_wrong_arguments_are_named():
+    out, left, right, scratch = (
+        torch.zeros(4, 6), torch.zeros(4, 5), torch.zeros(5, 6), torch.zeros(1 << 14),
+    )  # fmt: skip
+    for bad, message in [
+        ((out, left.T, right, scratch), "left"),
+        ((out, left, right.bfloat16(), scratch), "of one dtype"),
+        ((out.double(), left, right, scratch), "out"),
+        ((out.half(), left.half(), right.half(), scratch), "out of 16 bits takes bfloat16"),
+        ((out.half(), left.bfloat16(), right.bfloat16(), scratch), "float32 or that dtype"),
+        ((out, left.double(), right.double(), scratch), "float32, bfloat16 or float16"),
+        ((out, left, right, scratch[:9]), "scratch has too few elements, 9"),
+        ((out, left, right, scratch.double()), "scratch"),
+        ((out.T.contiguous().T, left, right, scratch), "whole rows"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            OP(*bad, False)
+
+
+@pytest.mark.parametrize("capability", ["avx2", "avx512"])
+def test_on_a_lesser_processor(capability):
+    """The loops of other instruction sets, chosen once for a process."""
+    code = """
+import torch
+from storage_ops.matmul import products
+from tests.matmul.test_products import check
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for add in (False, True):
+        for m, n, k in ((1, 1, 1), (37, 97, 300), (200, 50, 131), (9, 500, 1500)):
+            for transposed in ((False, False), (True, False), (False, True), (True, True)):
+                check(m, n, k, dtype, add, transposed, 1)
+assert not products.packs(torch.float64, "cpu")
+"""
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no way to hold to a CPU")
+def test_threads_that_share_a_processor_do_not_wait_for_each_other():
+    """As on a busy machine. Threads that met after every block took 200 times as long."""
+    code = """
+import os, time, torch
+from storage_ops.matmul import products
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before there are threads to inherit it
+left, right = torch.randn(64, 30000).bfloat16(), torch.randn(30000, 512).bfloat16()
+out = torch.empty(64, 512)
+def seconds(threads):
+    torch.set_num_threads(threads)
+    begin = time.process_time()
+    products.multiply(left, right, out, False)
+    return time.process_time() - begin
+for _ in range(5):
+    times = [min(seconds(n) for _ in range(3)) for n in (1, 2)]
+    if times[1] < 2.5 * times[0]:
+        break
+else:
+    raise AssertionError(times)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,175 @@
+"""Sums over tiles and parts of a product: in full precision, whatever the dtype and settings."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from storage_ops.loss import op as loss_autograd
+from storage_ops.loss import tile_memory
+from storage_ops.matmul import products
+from storage_ops.matmul.full_sums import full_sums
+
+MATMUL = torch.backends.cuda.matmul
+NAMES = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (900, 300), (3, tile_memory.PLAIN + 5)])
+def test_bias_gradient_is_summed_in_the_dtype_of_its_sum(dtype, shape):
+    dz = torch.randn(shape[0], shape[1] + 3, dtype=torch.float64).to(dtype)[:, : shape[1]]
+    wide = torch.promote_types(dtype, torch.float32)
+    out = torch.randn(shape[1], dtype=wide)
+    right, size = out.double() + dz.double().sum(0), out.double().abs() + dz.double().abs().sum(0)
+    products.bias_gradient(dz, out)
+    assert ((out.double() - right).abs() <= 4 * torch.finfo(wide).eps * size).all()
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device, is_cuda = torch.device("cuda"), True
+
+
+@pytest.fixture
+def settings():
+    before = {name: getattr(MATMUL, name) for name in NAMES}
+    yield before
+    for name, value in before.items():
+        setattr(MATMUL, name, value)
+
+
+@pytest.mark.parametrize("allowed", [(True, True, False), (False, True, True)])
+def test_products_on_a_gpu_are_summed_in_full(settings, allowed):
+    for name, value in zip(NAMES, allowed, strict=True):
+        setattr(MATMUL, name, value)
+    seen = []
+
+    def kernel(t):
+        seen.append([getattr(MATMUL, name) for name in NAMES])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        loss_autograd._exact(kernel)(t)
+
+    with pytest.raises(KeyboardInterrupt):
+        loss_autograd._exact(kernel)(torch.empty(2).as_subclass(OnGpu))
+    assert seen == [[False] * 3] * 2
+    assert tuple(getattr(MATMUL, name) for name in NAMES) == allowed
+
+
+def test_a_division_that_is_not_allowed_stays_so(settings):
+    name = NAMES[0]
+    setattr(MATMUL, name, (False, False))
+    with full_sums:
+        pass
+    assert getattr(MATMUL, f"{name}_split_k") is False
+    setattr(MATMUL, name, True)
+
+
+def test_an_interrupt_while_settings_change_leaves_none_changed(settings, monkeypatch):
+    for name in NAMES[:2]:
+        setattr(MATMUL, name, True)
+    change, calls = type(MATMUL).__setattr__, []
+
+    def interrupted(self, name, value):
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        change(self, name, value)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(MATMUL), "__setattr__", interrupted)
+        full_sums.__enter__()
+    assert all(getattr(MATMUL, name) for name in NAMES[:2])
+    with full_sums:  # counts as before
+        assert not getattr(MATMUL, NAMES[0])
+    assert getattr(MATMUL, NAMES[0])
+
+
+def test_settings_of_several_threads(settings):
+    setattr(MATMUL, NAMES[0], True)
+    inside, leave = threading.Barrier(2), threading.Event()
+
+    def other():
+        with full_sums:
+            inside.wait()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    with full_sums:
+        thread.start()
+        inside.wait()
+    assert not getattr(MATMUL, NAMES[0])  # the other still multiplies
+    leave.set()
+    thread.join()
+    assert getattr(MATMUL, NAMES[0])
+
+
+def exact(self, left, right, dtype, *, beta=1, alpha=1, out):
+    return out.copy_(self + left.float() @ right.float())
+
+
+def rounds_the_product(self, left, right, dtype, *, beta=1, alpha=1, out):
+    return out.copy_(self + left @ right)
+
+
+def rounds_the_matrix(self, left, right, dtype, *, beta=1, alpha=1, out):
+    return out.copy_(self.to(left.dtype) + left.float() @ right.float())
+
+
+def adds_nothing(self, left, right, dtype, *, beta=1, alpha=1, out):
+    return out.copy_(left.float() @ right.float())
+
+
+def is_not_there(self, left, right, dtype, *, beta=1, alpha=1, out):
+    raise RuntimeError("self and mat2 must have the same dtype")
+
+
+KERNELS = {rounds_the_product: False, rounds_the_matrix: False, adds_nothing: False,
+           is_not_there: False, exact: True}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
+def test_adding_to_a_wider_matrix_is_tried_by_its_value(monkeypatch, kernel, dtype):
+    monkeypatch.setattr(products, "_adds_wide", {})
+    out = torch.empty(3, 3)
+    aten = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            aten.impl("addmm.dtype_out", kernel, "CPU")
+        assert products.adds_wide(out, dtype) == KERNELS[kernel]
+        assert products.adds_wide(out, dtype) == KERNELS[kernel]
+    finally:
+        aten._destroy()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_what_is_fake_has_no_value_to_look_at(monkeypatch, device):
+    monkeypatch.setattr(products, "_adds_wide", {})
+    with FakeTensorMode():
+        adds = products.adds_wide(torch.empty(3, 3, device=device), torch.bfloat16)
+    # A torch without CUDA has no such product of tensors that pretend to be on a GPU.
+    known = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    assert adds == (known and (device != "cuda" or torch.backends.cuda.is_built()))
+    assert products.adds_wide(torch.empty(3, 3, device="meta"), torch.bfloat16) == known
+    # What was answered for fake ones is no answer for others.
+    assert not any(key[:2] == (torch.device("cpu"), torch.bfloat16) and not key[2]
+                   for key in products._adds_wide)  # fmt: skip
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
+    out = torch.empty(3, 3).as_subclass(OnGpu)
+    monkeypatch.setattr(products, "_adds_wide", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not products.adds_wide(out, torch.bfloat16)
+    assert not products._adds_wide  # it is tried later
+    products._adds_wide[out.device, torch.bfloat16, False] = True
+    assert products.adds_wide(out, torch.bfloat16)

@@ -1,0 +1,149 @@
+"""torch.library.opcheck of every op, on inputs of several kinds."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from storage_ops.autochunk.program import Factor, Output, Program, Slice
+
+from .conftest import PATHS
+
+OPS = torch.ops.storage_ops
+VALUES_GONE = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def rows(dtype=torch.float32, bias=True, count=5, dense=False, phases=3, smoothing=0.1):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    target = torch.tensor([0, 6, -100, 3, 2])[:count]
+    target = torch.softmax(torch.randn(count, 7), 1).to(wide) if dense else target
+    offset, weight = (torch.randn(7).to(dtype), torch.rand(7).to(wide)) if bias else (None, None)
+    upstream, state = torch.rand(5, count).to(wide), torch.zeros(6, count, dtype=wide)
+    if not phases & 1:
+        state[1] = 2
+    argmax = torch.zeros(count, dtype=torch.int64) if phases & 1 else None
+    logits = torch.randn(count, 7).to(dtype)
+    return (logits, target, offset, weight, upstream, state, argmax, 0, 7, -100, 5.0, 2.0,
+            smoothing, phases)  # fmt: skip
+
+
+def loss(
+    reduction, needs=(True, True, True), bias=True, dtype=torch.float32, early=True, dense=False,
+    wants=(False, False, False, False), token_weight=False, shift=False, into=None,
+):  # fmt: skip
+    x, w = torch.randn(3, 4, 6).to(dtype), torch.randn(7, 6).to(dtype)
+    b = torch.randn(7).to(dtype) if bias else None
+    for t, need in zip((x, w, b), needs, strict=True):
+        if t is not None:
+            t.requires_grad_(need)
+    target = torch.randint(7, (3, 4))
+    target[0, 1] = -100
+    target = torch.softmax(torch.randn(3, 4, 7), -1) if dense else target
+    weights = (torch.rand(7), torch.rand(3, 4)) if token_weight else (None, None)
+    return (x, w, target, b, *weights, into, reduction, -100, 0.1, 0.01, 3.0, 0.5, shift, None,
+            None, None, "", "", early, list(needs), list(wants))  # fmt: skip
+
+
+def product(add, dtype=torch.float32, transposed=False):
+    left, right = torch.randn(20, 9).to(dtype), torch.randn(9, 50).to(dtype)
+    left = left.t().contiguous() if transposed else left
+    return torch.randn(20, 50), left, right, torch.zeros(1 << 13), add
+
+
+def backward(reduction, into=None, dense=False):
+    x, w, target, b, *rest = loss(reduction, (False, False, False), shift=True, dense=dense)
+    rest[-2], rest[2] = [True, True, b is not None], into
+    rest[-3] = False
+    state = torch.rand(6, 12) + 1
+    per_token = torch.randn(3, 3)
+    grad = torch.randn(()) if reduction == "mean" else per_token
+    given = (
+        (x, w, target, b, *rest) if into is not None else (x, w, target, b, *rest[:2], *rest[3:])
+    )
+    return (grad, None, per_token, per_token * 2, state, *given)
+
+
+def span(dtype=torch.float32):
+    """Products of x (8, 3), chunk by chunk: exp(x) @ w (3, 5) and exp(x).T @ x, summed."""
+    nodes = [["input"], ["input"], ["aten.exp.default", [{"node": 0}], {"dict": {}}],
+             ["output", [[{"node": 2}]]]]  # fmt: skip
+    name = str(dtype).removeprefix("torch.")
+    value = Factor("value", 0, False)
+    outputs = (
+        Output(Slice(0, 1, 1), 2, name, None, (value, Factor("input", 1, False))),
+        Output(None, 2, name, None, (Factor("value", 0, True), Factor("input", 0, False))),
+    )
+    program = Program((Slice(0, 1, 1), None), outputs, 3, 0, 0, False, nodes)
+    tensors = [torch.randn(8, 3).to(dtype), torch.randn(3, 5).to(dtype)]
+    return tensors, [], [8, 5, 3, 3], 8, program.encode()
+
+
+# op name -> argument tuples. The house test asserts that every schema has an entry.
+CASES = {
+    "discard_storage": [(torch.empty(0),), (torch.empty(3, 0)[:1], None)],
+    "share_storage": [
+        (torch.randn(4), torch.randn(4)),
+        (torch.randn(6)[2:4], torch.randn(9)),
+        (torch.randn(4, requires_grad=True), torch.randn(4)),
+        (torch.empty(0), torch.empty(0)),
+        (torch.zeros((), dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)),
+    ],
+    "_is_discarded": [(torch.randn(4),), (torch.empty(0),)],
+    "_check_storage": [(torch.randn(4), None), (torch.randn(4), torch.randn(4))],
+    "_record_stream": [(torch.randn(4), 0, 0, 1)],
+    "_alias_bytes": [(torch.arange(8, dtype=torch.uint8),)],
+    "_cross_entropy_rows": [
+        rows(),
+        rows(torch.float64, dense=True),
+        rows(torch.bfloat16, bias=False, smoothing=0.0),
+        rows(phases=2),
+        rows(phases=5 | 8, smoothing=0.0),
+        (torch.randn(5, 16)[:, :7], *rows()[1:]),
+        rows(count=0),
+    ],
+    "_product": [product(False), product(True), product(True, torch.bfloat16)],
+    "_scale": [
+        (torch.randn(3, 4).to(dtype), torch.tensor(by, dtype=wide))
+        for dtype, wide in [
+            (torch.float64, torch.float64),
+            (torch.float32, torch.float32),
+            (torch.bfloat16, torch.float32),
+        ]
+        for by in (1.0, 0.3)
+    ],
+    "_transposed_product": [product(add, transposed=True) for add in (False, True)],
+    "linear_cross_entropy": [
+        loss("mean"),
+        loss("sum", (True, False, False), bias=False, token_weight=True),
+        loss("none", early=False, shift=True),
+        loss("none", (False, True, False), early=False, dense=True, token_weight=True),
+        loss("mean", (False, False, False), wants=(True, True, True, True)),
+        loss("mean", early=False, wants=(True, True, True, True), shift=True),
+        loss("mean", dtype=torch.bfloat16),
+        loss("sum", dtype=torch.float16, early=False),
+    ],
+    "linear_cross_entropy_backward": [backward("mean"), backward("none")],
+    "linear_cross_entropy_backward_target": [backward("mean", dense=True)],
+    "linear_cross_entropy_backward_into": [backward("mean", torch.zeros(7, 6))],
+    "_chunked_span": [span(), span(torch.float64)],
+}
+
+
+@pytest.mark.parametrize(
+    "name, args",
+    [
+        (name, args)
+        for name, cases in CASES.items()
+        for args in cases
+        if name != "_alias_bytes" or "alias" in PATHS
+    ],
+)
+def test_opcheck(name, args):
+    tolerance = {"atol": 1e-2, "rtol": 1e-2} if {torch.bfloat16, torch.float16} & {
+        a.dtype for a in args if isinstance(a, torch.Tensor)
+    } else {}  # fmt: skip
+    opcheck(getattr(OPS, name).default, args, **tolerance)
+
+
+def test_discard_of_real_bytes():
+    """All of opcheck but the comparison of values, which are gone."""
+    opcheck(OPS.discard_storage.default, (torch.randn(4),), test_utils=VALUES_GONE)
