@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import storage_ops
-from storage_ops import cli
-from storage_ops.matmul import products
+from storage_ops import cli, matmul
 
 
 def test_info_as_json(capsys):
@@ -66,7 +65,7 @@ def test_plan_as_a_table(capsys):
     rows = [line.split() for line in printed.splitlines() if " of 8192x" in line]
     assert 8 <= len(rows) <= 11
     assert [row[0] for row in rows].count(">") == 1 and ["400", "MiB"] in [r[1:3] for r in rows]
-    assert all("token-chunked" in row for row in rows)
+    assert all("token-chunked" in row for row in rows[1:])  # of 64 classes, fewer launches win
     factors = [float(row[-1]) for row in rows]
     assert factors == sorted(factors, reverse=True) and factors[-1] < 1.1
 
@@ -148,7 +147,7 @@ def test_plan_for_the_cpu_is_the_one_that_the_loss_follows():
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         facts = json.loads(result.stdout)
-        traits = products.traits(torch.bfloat16, "cpu")
-        assert {name: facts["problem"][name] for name in traits} == traits
+        products = matmul.of(torch.bfloat16, "cpu", torch.get_num_threads())
+        assert facts["problem"]["matmul"] == dataclasses.asdict(products)
         plan = storage_ops.plan(512, 64, 9000, "bf16", memory_budget="1MiB", device="cpu")
         assert facts["plan"] == dataclasses.asdict(plan) | {"mode": plan.mode}
