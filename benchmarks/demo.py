@@ -27,9 +27,9 @@ from benchmarks._harness import (
     ratios,
     tick,
 )  # fmt: skip
-from storage_ops.demo import corpus
-from storage_ops.demo.model import PRESETS
-from storage_ops.demo.train import Run, train
+from storage_ops.cli.demo import corpus
+from storage_ops.cli.demo.model import PRESETS
+from storage_ops.cli.demo.train import Run, train
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

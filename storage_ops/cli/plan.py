@@ -21,6 +21,7 @@ from storage_ops.loss.plan_memory import Problem
 from storage_ops.loss.planner import Plan
 from storage_ops.quantities import metric, parse_bytes, readable
 
+HELP = "how linear cross-entropy will use a memory budget"
 COLORS = {
     plan_memory.TOKEN_CHUNKED: "green",
     plan_memory.VOCAB_SLICED: "cyan",
