@@ -21,6 +21,7 @@ from storage_ops.loss.planner import Plan
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
 
+HELP = "how linear cross-entropy will use a memory budget"
 COLORS = {
     schedule.TOKEN_CHUNKED: "green",
     schedule.VOCAB_SLICED: "cyan",
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate-dtype", help="of the sums of 16-bit gradients")
     parser.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
     parser.add_argument(
-        "--device", help=f"{', '.join(DEVICES)} (default: the GPU that is present, else h200)"
+        "--device", help=f"{', '.join(DEVICES)} (default: the GPU that torch finds, else h200)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, help="draw time against budget into this file")
@@ -98,6 +99,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code."""
     try:
         device = _device(args.device)
+        if device == "cpu" and storage_ops.import_error is not None:
+            raise ImportError(
+                "--device is cpu; a plan for it depends on the threads of torch and on the native "
+                "products, and torch is not imported here. Where it is installed, run: "
+                "python -m storage_ops plan"
+            )
         p = plans.problem_of(
             args.tokens, args.hidden, args.vocab, args.dtype, args.grads, args.reduction,
             args.accumulate_dtype, args.max_valid, device,

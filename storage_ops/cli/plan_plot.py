@@ -90,8 +90,7 @@ def _curve(axes: Axes, points: list[tuple[int, Plan]]) -> None:
         if corner is not None:  # the step down from one strategy to the next
             across = [corner[0], budgets[0], budgets[0]]
             axes.plot(across, [corner[1], corner[1], times[0]], color="0.6", lw=1)
-        label = plan.mode if plan.strategy in plan.mode else f"{plan.mode}, {plan.strategy}"
         axes.step(budgets, times, where="post", color=COLORS[plan.strategy], lw=2.5,
-                  label=None if plan.strategy in seen else label)  # fmt: skip
+                  label=None if plan.strategy in seen else plan.strategy)  # fmt: skip
         seen.add(plan.strategy)
         corner = budgets[-1], times[-1]

@@ -195,7 +195,7 @@ def plan(
           peak extra memory  ... MiB
           matrix products    29.44 TFLOP in 3.42 products
           memory traffic     ... GB
-          predicted time     39... ms
+          predicted time     40... ms
           memory budget      400 MiB; the smallest possible is ... MiB
           rates              H200: 790 TFLOP/s, 4.3 TB/s
         >>> p.peak_bytes <= 400 << 20
