@@ -301,18 +301,20 @@ def _exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {
+_FALLBACKS: dict[str, Callable[..., None]] = {
     "_cross_entropy_rows": reference.cross_entropy_rows,
     "_product": matmul_reference.product,
     "_transposed_product": matmul_reference.transposed_product,
     "_scale": reference.scale,
-    "linear_cross_entropy": _forward,
-    "linear_cross_entropy_backward": _backward,
-    "linear_cross_entropy_backward_into": _backward_into,
-    "linear_cross_entropy_backward_target": _backward_target,
 }
-for _name, _kernel in _KERNELS.items():
-    _schemas.library.impl(_name, _exact(_kernel), "CompositeExplicitAutograd")
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "linear_cross_entropy": _exact(_forward),
+    "linear_cross_entropy_backward": _exact(_backward),
+    "linear_cross_entropy_backward_into": _exact(_backward_into),
+    "linear_cross_entropy_backward_target": _exact(_backward_target),
+}
+for _name, _kernel in {**_FALLBACKS, **_KERNELS}.items():
+    _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 _NAME, _BACKWARD_NAME = (f"storage_ops::linear_cross_entropy{end}" for end in ("", "_backward"))
 register_autograd(_NAME, _autograd, setup_context=_setup_context, lib=_schemas.library)
@@ -322,7 +324,7 @@ register_vmap(_NAME, _looped(_OPS.linear_cross_entropy), lib=_schemas.library)
 register_vmap(_BACKWARD_NAME, _looped(_OPS.linear_cross_entropy_backward), lib=_schemas.library)
 
 
-for _name in ("_cross_entropy_rows", "_product", "_transposed_product", "_scale"):
+for _name in _FALLBACKS:
     register_fake(f"storage_ops::{_name}", lambda *args: None, lib=_schemas.library)
 
 
