@@ -1,7 +1,7 @@
 """What the native library says of its own products: the instructions they use, and their scratch.
 
-How much scratch a product takes is explained in csrc/product_scratch.h. Where there is no such
-library, the ops behind these are those of `reference`: no instructions, and no scratch.
+How much scratch a product takes is explained in csrc/products/product_scratch.h. Where there is no
+such library, the ops behind these are those of `reference`: no instructions, and no scratch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "processor.h"
-#include "row_math.h"
+#include "rows/row_math.h"
 #include "stable.h"
 
 // Elsewhere, ATen's products are used.
