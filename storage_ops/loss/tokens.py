@@ -186,7 +186,7 @@ def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     valid = target != call.ignore_index
     if may_count or call.max_valid == -1:
-        count = int(valid.sum())
+        count = int(valid.count_nonzero())  # sum() would make an integer of each first
         if call.max_valid is not None and 0 <= call.max_valid < count:
             raise RuntimeError(
                 f"linear_cross_entropy: max_valid is {call.max_valid}; expected at least {count}, "

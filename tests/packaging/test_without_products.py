@@ -1,0 +1,50 @@
+"""csrc/products can be deleted: a build without it lacks speed, and sums in fp32 on a CPU, alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from storage_ops import _library
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "build_tools", "csrc", "cuda",
+          "storage_ops", "storage_ops_plan.py", "tests"]  # fmt: skip
+# Where the variable CI is set, a share of the tests that then apply.
+TESTS = ["tests/loss", "tests/matmul"]
+SHARE = ["tests/loss/test_linear_cross_entropy.py", "tests/matmul"]
+LOADED = """
+import storage_ops
+from storage_ops.matmul import scratch
+info = storage_ops.info()
+assert info["row_kernel"].startswith("C++") and info["problems"] == [], info
+assert info["cpu_products"] == "those of torch" and scratch.kind() == "", info
+"""
+
+
+@pytest.mark.skipif(
+    not (ROOT / "csrc/products").is_dir() or not (_library.FOLDER / _library.CPU).exists(),
+    reason="no native library is built here",
+)
+def test_the_package_without_products_passes_the_tests_of_the_loss(tmp_path):
+    ignore = shutil.ignore_patterns("*.so", "__pycache__", "lib", "products")
+    for name in SOURCE:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
+    # Without optimization the build takes seconds.
+    env = {**os.environ, "DEBUG": "1", "FORCE_CUDA": "0", "PYTHONPATH": str(tmp_path)}
+    chosen = SHARE if os.environ.get("CI") else TESTS
+    for command in (
+        ["setup.py", "-q", "build_ext", "--inplace"],
+        ["-c", LOADED],
+        ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen],
+    ):
+        result = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
