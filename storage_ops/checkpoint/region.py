@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from storage_ops.checkpoint import guard
+from storage_ops.checkpoint import fsdp, guard
 from storage_ops.checkpoint.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.holders import Holders
@@ -129,6 +129,7 @@ class Region:
         self._captured = around.tensors  # until the forward has run
         # Captured tensors with a gradient: weak, for a region must not keep them alive.
         self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+        self._parameters: list[weakref.ref[Tensor]] = []  # captured ones, which FSDP may shard
         self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
         self._producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
@@ -172,6 +173,8 @@ class Region:
             # Discarded outputs of other regions change as they are bound back.
             captured = [t for t in self._captured if t.requires_grad and maker_of(t) is None]
             self._versions = [(weakref.ref(t), t._version) for t in captured]
+        if fsdp.is_used():
+            self._parameters = [weakref.ref(t) for t in self._captured if _is_parameter(t)]
         if self.options.discards:
             self._note_made(leaves, start)
         self._captured = []
@@ -277,13 +280,18 @@ class Region:
 
         return on_gradient
 
-    def restore(self) -> None:
+    def restore(self, for_another: bool = False) -> None:
         """Bind discarded outputs back, if they are still missing."""
         if self._discarded:
-            self.recompute()
+            self.recompute(for_another)
 
-    def recompute(self) -> None:
-        """Repeat the forward, once per backward, and bind its outputs to the discarded ones."""
+    def recompute(self, for_another: bool = False) -> None:
+        """Repeat the forward, once per backward, and bind its outputs to the discarded ones.
+
+        Args:
+            for_another: whether it is another region's repetition that needs them, so that the
+                backward of this one is not next.
+        """
         with self._lock:
             task = _current_task()
             if self._task is not None and self._task == task:
@@ -294,8 +302,8 @@ class Region:
                     "one freed it; use retain_graph=True"
                 )
             for producer in self._producers:
-                producer.restore()
-            again = self._run_again()
+                producer.restore(for_another=True)
+            again = self._run_again(isinstance(task, int) and not for_another)
             self._recomputed = dict(enumerate(again))
             self._task = task
             if isinstance(task, int):
@@ -303,11 +311,14 @@ class Region:
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(_end_backward, weakref.ref(self), retained))
 
-    def _run_again(self) -> list[Tensor]:
+    def _run_again(self, is_next: bool) -> list[Tensor]:
         """Run the function once more; return what it saves, and bind what it returns.
 
         No farther than is needed: while the forward still runs, as that has come; without outputs
         to bind, up to the last tensor that is saved.
+
+        Args:
+            is_next: whether a backward pass runs in which that of the region comes next.
         """
         assert self._fn is not None and self._state is not None and self._inputs is not None
         checks = self.options.determinism_check != "none"
@@ -332,9 +343,10 @@ class Region:
         around = self._contexts[1] if self._contexts else _NOTHING
         log = OpLog() if self._log else None
         hooks = saved_tensors_hooks(pack, _as_it_is)
+        whole = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
         outputs: list[Any] = []
         try:
-            with self._state, hooks, around, log or _NOTHING:
+            with whole, self._state, hooks, around, log or _NOTHING:
                 outputs = leaves_of(self._fn(*args, **kwargs))
         except _AsFarAsNeeded:
             pass
@@ -348,6 +360,12 @@ class Region:
         if not self._running:
             self._bind(outputs)
         return [t for _, t in saved]
+
+    def _gathered(self, args: Any, kwargs: Any, is_next: bool) -> Any:
+        assert self._state is not None
+        captured = [t for ref in self._parameters if (t := ref()) is not None]
+        given = [t for t in leaves_of((args, kwargs)) if _is_parameter(t)]
+        return fsdp.gathered([*self._state.effects.exchanged(), *captured, *given], is_next)
 
     def _modified(self) -> list[Tensor]:
         seen = ((ref(), version) for ref, version in self._versions)
@@ -449,6 +467,12 @@ def _end_backward(region: weakref.ref[Region], retained: bool) -> None:
     alive = region()
     if alive is not None:
         alive.end_backward(retained)
+
+
+def _is_parameter(value: Any) -> bool:
+    """Whether a value is a parameter or a view of one."""
+    base = value._base if isinstance(value, Tensor) else None
+    return isinstance(value if base is None else base, torch.nn.Parameter)
 
 
 def _as_it_is(packed: Tensor) -> Tensor:
