@@ -139,7 +139,7 @@ class Region:
         self._task: Any = None
         self._recomputed: dict[int, Tensor] = {}
         self._reread = False
-        self._never_read: set[int] = set()
+        self._unreleased: set[int] = set()  # what a backward pass may read yet
         self._stops = options.early_stop
         self._stopped = 0  # how many tensors the recompute had when it was stopped
         self._running = False  # the forward, whose own backward passes may read what it saves
@@ -167,7 +167,7 @@ class Region:
             outputs = self._fn(*args, **kwargs)
         self._running = False
         self._state.effects.finish()
-        self._never_read = set(range(len(self._saved)))
+        self._unreleased = set(range(len(self._saved)))
         leaves = leaves_of(outputs)
         if self.options.determinism_check != "none":
             # Discarded outputs of other regions change as they are bound back.
@@ -275,7 +275,7 @@ class Region:
             region = alive()
             if region is not None:
                 region.restore()
-                if not torch._C._autograd._get_current_graph_task_keep_graph():
+                if not is_retained():
                     held = None
 
         return on_gradient
@@ -307,9 +307,8 @@ class Region:
             self._recomputed = dict(enumerate(again))
             self._task = task
             if isinstance(task, int):
-                retained = torch._C._autograd._get_current_graph_task_keep_graph()
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(_end_backward, weakref.ref(self), retained))
+                engine.queue_callback(partial(_end_backward, weakref.ref(self), is_retained()))
 
     def _run_again(self, is_next: bool) -> list[Tensor]:
         """Run the function once more; return what it saves, and bind what it returns.
@@ -407,8 +406,9 @@ class Region:
     def end_backward(self, retained: bool) -> None:
         """Let go of what one backward recomputed, and of everything when no other can follow."""
         self._task, self._reread, self._recomputed = None, False, {}
-        if not retained and not self._never_read and not self._running:
+        if not retained and not self._unreleased and not self._running:
             self._fn, self._inputs, self._state, self._producers = None, None, None, set()
+            self._contexts = ()
 
     def _pack(self, t: Tensor) -> int:
         maker = maker_of(t)
@@ -427,12 +427,13 @@ class Region:
             self._task, self._reread = None, True
             self._stops = self._stops and not unwritten
             self.recompute()
-        self._never_read.discard(index)
+        if self._task is not None and not is_retained():
+            self._unreleased.discard(index)
         value = self._recomputed[index] if self._reread else self._recomputed.pop(index)
         if self._task is None:  # read by hand, outside of a backward: nobody would clear the rest
             self.end_backward(retained=True)
         elif not self._recomputed and not isinstance(self._task, int):  # nor in a group of them
-            self.end_backward(torch._C._autograd._get_current_graph_task_keep_graph())
+            self.end_backward(is_retained())
         return value
 
     def _is_unwritten(self) -> bool:
@@ -458,6 +459,11 @@ def _current_task() -> Any:
         return current
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def is_retained() -> bool:
+    """Whether the backward pass that runs keeps the graph; without it, what it reads is released."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 _current_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
