@@ -462,7 +462,7 @@ def _current_task() -> Any:
 
 
 def is_retained() -> bool:
-    """Whether the backward pass that runs keeps the graph; without it, what it reads is released."""
+    """Whether the backward pass that runs keeps the graph, or releases what it reads."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
