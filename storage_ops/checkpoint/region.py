@@ -24,18 +24,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from storage_ops.checkpoint import fsdp, guard
+from storage_ops.checkpoint import collectives, fsdp, guard
 from storage_ops.checkpoint.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.guard import storage_key
-from storage_ops.checkpoint.holders import Holders
 from storage_ops.checkpoint.inputs import Inputs, leaves_of
+from storage_ops.checkpoint.made import Made, find_made
 from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.saved import Saved, compare, fail
 from storage_ops.checkpoint.versions import check_unread
-from storage_ops.storage.storage import discard_storage, share_storage
+from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
 
@@ -56,33 +56,7 @@ class _AsFarAsNeeded(BaseException):
     """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
 
 
-_NOBODY = Holders(0, 0, 0)
 _NOTHING = contextlib.nullcontext()
-
-
-@dataclass(slots=True)
-class Made:
-    """An output that a region made: bytes that it may discard and make again.
-
-    Attributes:
-        index: its place among the flattened outputs.
-        key: what identifies its storage.
-        handle: an alias that keeps the storage, not the graph.
-        output: the tensor that the caller was given, as long as somebody has it.
-        version: how often it was modified in place when the region returned.
-        holders: how many held it then: nobody but the caller.
-        is_held: whether something else does that has no use of the region, so that it is kept.
-    """
-
-    index: int
-    key: int
-    handle: Tensor
-    output: weakref.ref[Tensor]
-    version: int
-    holders: Holders = _NOBODY
-    is_held: bool = False
-
-
 _serials = itertools.count()
 # It saves its noise, which its kernel has not written by then, and its input.
 _SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
@@ -142,6 +116,7 @@ class Region:
         self._unreleased: set[int] = set()  # what a backward pass may read yet
         self._stops = options.early_stop
         self._stopped = 0  # how many tensors the recompute had when it was stopped
+        self._communicates = False  # with other ranks, which repeat it as well
         self._running = False  # the forward, whose own backward passes may read what it saves
         self.is_frozen = False  # no output needs grad
         self.end = 0  # the number of the first autograd node after the forward
@@ -161,6 +136,7 @@ class Region:
         """Run the function on the arguments of this region; return what it returns."""
         assert self._fn is not None and self._state is not None and self._inputs is not None
         start = torch._C._autograd._get_sequence_nr()
+        issued = collectives.number_issued() if self.options.discards else 0
         around = self._contexts[0] if self._contexts else _NOTHING
         self._running = True
         with saved_tensors_hooks(self._pack, self._unpack), around, self._log or _NOTHING:
@@ -177,6 +153,10 @@ class Region:
             self._parameters = [weakref.ref(t) for t in self._captured if _is_parameter(t)]
         if self.options.discards:
             self._note_made(leaves, start)
+            self._communicates = collectives.number_issued() != issued and bool(self.made)
+            for leaf in leaves if self._communicates else ():
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self.trigger())
         self._captured = []
         self._inputs.forget()
         self.end = torch._C._autograd._get_sequence_nr()
@@ -184,40 +164,16 @@ class Region:
 
     def _note_made(self, leaves: list[Any], start: int) -> None:
         """Find the outputs that can be discarded."""
-        frozen = not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        self.is_frozen = frozen
         assert self._inputs is not None
-        others = [*self._inputs.tensors, *self._captured] if frozen else self._inputs.tensors
-        outside = {None, *map(storage_key, others)}
-        for index, leaf in enumerate(leaves):
-            key = storage_key(leaf)
-            if key is None or key in outside:
-                continue
-            if not frozen and not _is_made_here(leaf, start):
-                continue
-            made = Made(index, key, leaf.detach(), weakref.ref(leaf), leaf._version)
-            self.made.append(made)
-            self._results[index] = Saved(leaf, self._checksums)
+        self.is_frozen = not any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+        if self.is_frozen:
+            others = [*self._inputs.tensors, *self._captured]
+            self.made = find_made(leaves, others, None, True)
+        else:
+            self.made = find_made(leaves, self._inputs.tensors, start, bool(self._contexts))
         for made in self.made:
-            made.holders = Holders.counted(made.key, made.output)
+            self._results[made.index] = Saved(leaves[made.index], self._checksums)
             _makers[made.key] = weakref.ref(self)
-        if frozen or self._contexts:
-            self._keep_what_others_hold()
-
-    def _keep_what_others_hold(self) -> None:
-        """Leave alone outputs whose storage somebody else holds already: a policy, a module."""
-        outputs = [made.output() for made in self.made]
-        roots = {id(t): t for o in outputs if o is not None for t in (o, o._base) if t is not None}
-        for made in list(self.made):
-            own = sum(storage_key(t) == made.key for t in roots.values())
-            own += sum(other.key == made.key for other in self.made)
-            output = made.output()
-            base = None if output is None else output._base
-            if base is not None:  # named here, among the roots, and by nobody else
-                own -= Holders.counted(made.key, weakref.ref(base)).names > 2
-            if made.holders.tensors > own:
-                self.made.remove(made)
-                _makers.pop(made.key, None)
 
     def made_this(self, t: Any) -> bool:
         """Whether a tensor is an output that this region made, or a view of one."""
@@ -274,6 +230,8 @@ class Region:
             nonlocal held
             region = alive()
             if region is not None:
+                if region._communicates and region._fn is not None:
+                    region.recompute()
                 region.restore()
                 if not is_retained():
                     held = None
@@ -328,7 +286,8 @@ class Region:
         start = torch._C._autograd._get_sequence_nr()
         saved: list[tuple[Saved, Tensor]] = []
         first = list(self._saved)
-        stops = self._running or (self._stops and not self._discarded and not modified)
+        whole = self._discarded or self._communicates or modified
+        stops = self._running or (self._stops and not whole)
         self._stopped = 0
         args, kwargs = self._inputs.again(self.name)
 
@@ -342,11 +301,13 @@ class Region:
         around = self._contexts[1] if self._contexts else _NOTHING
         log = OpLog() if self._log else None
         hooks = saved_tensors_hooks(pack, _as_it_is)
-        whole = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
+        parameters = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
         outputs: list[Any] = []
         try:
-            with whole, self._state, hooks, around, log or _NOTHING:
+            with parameters, self._state, hooks, around, log or _NOTHING:
                 outputs = leaves_of(self._fn(*args, **kwargs))
+            for leaf in outputs:
+                wait_for(leaf)
         except _AsFarAsNeeded:
             pass
         finally:
@@ -483,15 +444,3 @@ def _is_parameter(value: Any) -> bool:
 
 def _as_it_is(packed: Tensor) -> Tensor:
     return packed
-
-
-def _is_made_here(output: Any, start: int) -> bool:
-    """Whether the bytes of an output were made by the region that began at sequence number `start`.
-
-    A parameter, or a view of a tensor from outside, must not be freed.
-    """
-    if not isinstance(output, Tensor) or output.layout != torch.strided:
-        return False
-    base = output if output._base is None else output._base
-    node = base.grad_fn
-    return node is not None and node._sequence_nr() >= start
