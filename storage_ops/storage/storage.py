@@ -59,7 +59,7 @@ def wait_for(value: object) -> None:
             for attribute in value.__tensor_flatten__()[0]:
                 wait_for(getattr(value, attribute))
     elif isinstance(value, _WORK):
-        value.wait()  # type: ignore[attr-defined]
+        value.wait()
 
 
 def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> list[Any]:

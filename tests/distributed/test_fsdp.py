@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import storage_ops as so
 
@@ -135,6 +136,33 @@ def hybrid(rank):
             same(train(build(way, mesh=mesh, **options), x, accumulate), right)
 
 
+def tensor_parallel(rank):
+    """A mesh of two dimensions equals one process; what is drawn differs, so nothing is."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(Mlp("plain") for _ in range(LAYERS))).double().eval()
+    alone(x).square().mean().backward()
+    for way in WAYS[:3]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Mlp(way) for _ in range(LAYERS))).double().eval()
+        config = {"layer_names": ["0", "1"], "mode": "output_discard"}
+        if way == "before":
+            so.apply_activation_checkpoint(net, config)
+        for block in net:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tensor"], plan)
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(net, mesh=mesh["data"])
+        if way == "after":
+            so.apply_activation_checkpoint(net, config)
+        for _ in range(2):
+            net.zero_grad()
+            net(x[mesh["data"].get_local_rank()]).square().mean().backward()
+            for p, right in zip(net.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), right.grad, rtol=1e-12, atol=1e-12)
+
+
 def gathers(rank):
     """Nothing is gathered twice for one layer, and a chain of layers is never whole together."""
     x = torch.randn(3, 5, WIDTH, dtype=torch.float64)[rank]
@@ -244,5 +272,6 @@ def test_two_ranks():
     run_on_ranks(all_of, 2)
 
 
-def test_hybrid_sharding():
-    run_on_ranks(hybrid, 4)
+@pytest.mark.parametrize("work", [hybrid, tensor_parallel])
+def test_meshes(work):
+    run_on_ranks(work, 4)
