@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
+_WORLD: Any = None
+if torch.distributed.is_available():
+    _WORLD = torch.distributed.distributed_c10d._world
+
 
 def number_issued() -> int:
     """How many collectives this process has begun, in groups whose backend counts them."""
-    if not torch.distributed.is_available():
-        return 0
     total = 0
-    groups: Any = torch.distributed.distributed_c10d._world.pg_map
-    for group in groups:
+    for group in _WORLD.pg_map if _WORLD is not None else ():
         try:
             total += group._get_sequence_number_for_group()
         except RuntimeError:  # a backend without ranks to wait for, such as "fake"

@@ -62,9 +62,15 @@ def find_made(
         if key is None or key in outside:
             continue
         if start is not None:
-            if not _is_made_since(leaf, start):
+            base = leaf._base
+            # A view that an autograd Function returns, such as DTensor's `to_local`, may be one of
+            # a tensor without a history, which does not tell where its bytes are from.
+            unknown = base is not None and base.grad_fn is None and not base.requires_grad
+            node = leaf.grad_fn if base is None or unknown else base.grad_fn
+            # A parameter, or a view of a tensor from outside, must not be freed.
+            if leaf.layout is not torch.strided or node is None or node._sequence_nr() < start:
                 continue
-            is_counted = is_counted or _is_unknown(leaf._base)
+            is_counted = is_counted or unknown
         found.append(Made(index, key, leaf.detach(), weakref.ref(leaf), leaf._version))
     for made in found:
         made.holders = Holders.counted(made.key, made.output)
@@ -86,23 +92,3 @@ def _without_held(found: list[Made]) -> list[Made]:
         if made.holders.tensors > own:
             kept.remove(made)
     return kept
-
-
-def _is_made_since(output: Tensor, start: int) -> bool:
-    """Whether the bytes of an output were made by the region that began at sequence number `start`.
-
-    A parameter, or a view of a tensor from outside, must not be freed.
-    """
-    if output.layout != torch.strided:
-        return False
-    base = output if output._base is None else output._base
-    node = output.grad_fn if _is_unknown(output._base) else base.grad_fn
-    return node is not None and node._sequence_nr() >= start
-
-
-def _is_unknown(base: Tensor | None) -> bool:
-    """Whether the base of an output has no history that would tell where its bytes are from.
-
-    So it is of the views that autograd Functions return, such as DTensor's `to_local`.
-    """
-    return base is not None and base.grad_fn is None and not base.requires_grad
