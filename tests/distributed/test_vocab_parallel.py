@@ -1,5 +1,7 @@
 """Linear cross-entropy with slices of the vocabulary on three gloo ranks equals the whole."""
 
+import copy
+import pickle
 from unittest import mock
 
 import pytest
@@ -104,6 +106,28 @@ def test_every_rank_has_the_loss_and_its_part_of_the_gradients():
     run_on_ranks(work, WORLD)
 
 
+def copies(rank):
+    """Of a module with a group: a deep copy, and what was pickled."""
+    whole = so.LinearCrossEntropyLoss(HIDDEN, VOCAB, label_smoothing=0.1)
+    alone, _ = dist.new_subgroups(1)
+    x, target = torch.randn(5, HIDDEN), torch.randint(VOCAB, (5,))
+    for group in (dist.group.WORLD, alone):
+        size = group.size()
+        mine = torch.arange(VOCAB).chunk(size)[rank % size]
+        head = so.LinearCrossEntropyLoss(
+            HIDDEN, VOCAB // size, label_smoothing=0.1, process_group=group
+        )
+        head.load_state_dict({"linear.weight": whole.linear.weight[mine]})
+        for each in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+            each.zero_grad()
+            each(x, target).backward()
+            whole.zero_grad()
+            whole(x, target).backward()
+            torch.testing.assert_close(each(x, target), whole(x, target))
+            torch.testing.assert_close(each.linear.weight.grad, whole.linear.weight.grad[mine])
+        assert group.group_name in repr(head)
+
+
 def unequal(rank):
     x, target = torch.randn(5, HIDDEN), torch.randint(VOCAB, (5,))
     w = torch.randn(VOCAB // WORLD + (rank == 1), HIDDEN, requires_grad=True)
@@ -125,6 +149,6 @@ def asked_once(rank):
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
-@pytest.mark.parametrize("work", [unequal, asked_once])
-def test_slices_have_one_size(work):
+@pytest.mark.parametrize("work", [unequal, asked_once, copies])
+def test_more_on_ranks(work):
     run_on_ranks(work, WORLD)
