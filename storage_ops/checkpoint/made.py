@@ -62,15 +62,11 @@ def find_made(
         if key is None or key in outside:
             continue
         if start is not None:
-            base = leaf._base
-            # A view that an autograd Function returns, such as DTensor's `to_local`, may be one of
-            # a tensor without a history, which does not tell where its bytes are from.
-            unknown = base is not None and base.grad_fn is None and not base.requires_grad
-            node = leaf.grad_fn if base is None or unknown else base.grad_fn
+            node, is_told = _origin(leaf)
             # A parameter, or a view of a tensor from outside, must not be freed.
             if leaf.layout is not torch.strided or node is None or node._sequence_nr() < start:
                 continue
-            is_counted = is_counted or unknown
+            is_counted = is_counted or not is_told
         found.append(Made(index, key, leaf.detach(), weakref.ref(leaf), leaf._version))
     for made in found:
         made.holders = Holders.counted(made.key, made.output)
@@ -92,3 +88,17 @@ def _without_held(found: list[Made]) -> list[Made]:
         if made.holders.tensors > own:
             kept.remove(made)
     return kept
+
+
+def _origin(output: Tensor) -> tuple[Any, bool]:
+    """The autograd node to ask for the origin of an output's bytes, and whether it tells.
+
+    It does not for a view of a tensor without a history. Autograd Functions return such views, as
+    DTensor's `to_local` does.
+    """
+    base = output._base
+    if base is None:
+        return output.grad_fn, True
+    if base.grad_fn is None and not base.requires_grad:
+        return output.grad_fn, False
+    return base.grad_fn, True
