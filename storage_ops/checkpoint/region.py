@@ -153,7 +153,8 @@ class Region:
             self._parameters = [weakref.ref(t) for t in self._captured if _is_parameter(t)]
         if self.options.discards:
             self._note_made(leaves, start)
-            self._communicates = collectives.number_issued() != issued and bool(self.made)
+            # Whatever is discarded here: what is held, and kept, may differ between ranks.
+            self._communicates = collectives.number_issued() != issued
             for leaf in leaves if self._communicates else ():
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self.trigger())
