@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from storage_ops import matmul
 from storage_ops.autochunk.match import Match
 from storage_ops.autochunk.nodes import shape
 from storage_ops.autochunk.propagate import Span, hint
-from storage_ops.loss import plan_memory, planner, tile_memory
-from storage_ops.loss import tokens as loss_rows
-from storage_ops.matmul import products
+from storage_ops.loss import cost, planner
+from storage_ops.loss.call import arithmetic
+from storage_ops.loss.devices import has_row_kernel, rates_of
+from storage_ops.loss.problem import Problem, padded, parts
+from storage_ops.loss.tokens import copy_elements
 
 _ATEN = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -32,23 +35,25 @@ def _problem(
     bias: torch.Tensor | None,
     classes: torch.Tensor | None,
     weighted: bool,
-) -> plan_memory.Problem:
+) -> Problem:
     """What the op's plan depends on; `weighted`: the tokens are."""
-    wide = loss_rows.arithmetic(x.dtype)
+    wide = arithmetic(x.dtype)
     dense = target is not None and target.is_floating_point()
-    copies = loss_rows.copy_elements(bias, x.dtype) * x.element_size()
-    copies += loss_rows.copy_elements(classes, wide) * wide.itemsize
-    return plan_memory.Problem(
-        hint(x.shape[0]), hint(x.shape[1]), vocabulary, x.element_size(),
-        (grads[0], grads[1], grads[2]),
-        **products.traits(x.dtype, x.device.type),
-        gather=not dense,
-        rescale=not dense,
-        masked=dense and weighted,
-        threads=torch.get_num_threads(),
+    copies = copy_elements(bias, x.dtype) * x.element_size()
+    copies += copy_elements(classes, wide) * wide.itemsize
+    return Problem(
+        hint(x.shape[0]),
+        hint(x.shape[1]),
+        vocabulary,
+        matmul.of(x.dtype, x.device.type, torch.get_num_threads()),
+        grads=(grads[0], grads[1], grads[2]),
+        gathers=not dense,
+        rescales=not dense,
+        masks=dense and weighted,
+        plain=not has_row_kernel(x.device.type),
         cast_bytes=wide.itemsize if dense and target.dtype != wide else 0,  # type: ignore
         fixed_bytes=hint(copies),
-    )  # fmt: skip
+    )
 
 
 def _grads_of(found: Match) -> list[bool]:
@@ -68,11 +73,11 @@ def plan_of(
     target, bias, classes = (None if n is None else n.meta["val"] for n in given)
     weighted = bool(found.factor.weights)
     p = _problem(x, vocabulary, _grads_of(found), target, bias, classes, weighted)
-    least, rates = planner.smallest_budget(p), products.rates_of(x.device)
+    least, rates = planner.smallest_budget(p), rates_of(x.device)
     if num_chunks is not None:
         # A chunk of tokens, padding and products included; the few numbers per token on top.
-        share = tile_memory.parts(p.tokens, num_chunks) * tile_memory.padded(vocabulary)
-        budget = share * p.itemsize * 51 // 50 + plan_memory.token_bytes(p)
+        share = parts(p.tokens, num_chunks) * padded(vocabulary)
+        budget = share * p.itemsize * 51 // 50 + cost.token_bytes(p)
     budget = budget if budget is None else max(budget, least)
     return budget, planner.choose(p, budget, rates)
 

@@ -1,0 +1,246 @@
+"""Carries out the steps of a schedule: products, the row kernel, and sums of the gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from storage_ops import matmul
+from storage_ops.loss import planner
+from storage_ops.loss.call import Call, arithmetic
+from storage_ops.loss.cost import STATE_ROWS
+from storage_ops.loss.devices import has_row_kernel, rates_of
+from storage_ops.loss.problem import Problem, padded
+from storage_ops.loss.ranks import ranks_of
+from storage_ops.loss.schedule import (
+    EXPONENTIALS,
+    GRADIENT,
+    MERGE,
+    RUNNING_RESCALE,
+    SLOPE,
+    UPDATE,
+    Place,
+    Step,
+)
+from storage_ops.loss.sums import Sums
+from storage_ops.loss.tokens import Tokens, copy_elements, tokens_of
+from storage_ops.matmul.aten import takes
+
+_OPS = torch.ops.storage_ops
+
+
+def problem_of(call: Call, tokens: Tokens) -> Problem:
+    """What the plan of a call depends on."""
+    x, weight = tokens.x, call.weight
+    copies = sum(t.nbytes for t in (x, weight) if not takes(t))
+    copies += copy_elements(call.bias, x.dtype) * x.element_size()
+    # Every rank must plan alike.
+    threads = 1 if call.group else torch.get_num_threads()
+    smooth_cap = bool(call.label_smoothing and call.softcap)
+    return Problem(
+        tokens.count,
+        x.shape[1],
+        len(weight),
+        matmul.of(x.dtype, x.device.type, threads),
+        len(x) - tokens.count,
+        (call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
+        sums_fp32=call.accumulate_dtype != x.dtype,
+        in_forward=call.in_forward,
+        rescales=not (tokens.probabilities or call.group or smooth_cap),
+        into=call.accumulate_into is not None,
+        gathers=tokens.kept is not None,
+        masks=tokens.masked,
+        plain=not has_row_kernel(x.device.type),
+        cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
+        fixed_bytes=tokens.copied_bytes + copies,
+    )
+
+
+class Run:
+    """A call, and how far it is.
+
+    Attributes:
+        call: the arguments.
+        ranks: who holds the classes that are not here.
+        tokens: those that are worked on, as rows.
+        weight, bias: the classes of this rank, with strides that kernels take.
+        vocabulary, first_class: the number of all classes, and the first one here.
+        schedule: the way through the logits.
+        state: (STATE_ROWS, n) statistics of the rows; see csrc/row_math.h.
+        argmax: (n,) classes of the largest logits, or None.
+        upstream: rows of upstream gradient for the row kernel, or None.
+    """
+
+    def __init__(self, call: Call):
+        self.call, self.ranks = call, ranks_of(call.group)
+        self.ranks.check_equal(call.weight)
+        tokens = self.tokens = tokens_of(call, self.ranks)
+        p = problem_of(call, tokens)
+        if call.plan:
+            plan = planner.parse(p, call.plan)
+        else:
+            plan = planner.choose(p, call.memory_budget, rates_of(call.input.device))
+        self.schedule = plan.schedule_for(p)
+        x = tokens.x = tokens.x if takes(tokens.x) else tokens.x.contiguous()
+        self.weight = call.weight if takes(call.weight) else call.weight.contiguous()
+        self.bias = None if call.bias is None else call.bias.contiguous()
+        self.first_class, self.vocabulary = self.ranks.place(len(self.weight))
+        self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
+        self.argmax = x.new_zeros(tokens.count, dtype=torch.int64) if call.wants[3] else None
+        self.upstream: Tensor | None = None
+        self._tile: Tensor | None = None
+        self._rows, self._x = slice(0, 0), x
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """Sums of the gradients; they take no memory before they are needed."""
+        return Sums(self)
+
+    def statistics(self) -> None:
+        """The state of every row, and the class of its largest logit."""
+        self._take(self.schedule.statistics())
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of input, weight and bias from the finished state; logits are formed again."""
+        self._take(self.schedule.gradients())
+        return self.sums.finish()
+
+    def statistics_and_gradients(self) -> list[Tensor]:
+        """Both in one go."""
+        self._take(self.schedule.statistics_and_gradients())
+        if self.schedule.strategy == RUNNING_RESCALE:
+            self.sums.finish_rescaled(self)
+        return self.sums.finish()
+
+    def target_gradient(self) -> Tensor:
+        """The gradient with respect to targets that are probabilities, in their shape.
+
+        d loss_i / d q_ij = (1 - smoothing) C_j (lse_i - z_ij) times the upstream gradient.
+        """
+        call, state = self.call, self.state
+        result = torch.zeros_like(call.target, memory_format=torch.contiguous_format)
+        flat = result.view(-1, len(self.weight))[int(call.shift) :]
+        assert self.upstream is not None
+        spread = self.upstream[1] if len(self.upstream) > 1 else self.upstream.new_zeros(1)
+        factor = (spread * (1 - call.label_smoothing)).expand(self.tokens.count).unsqueeze(1)
+        lse = (state[0] + state[1].log()).unsqueeze(1)
+        for step in self.schedule.logits():
+            rows, classes = step.rows, step.classes
+            z = flat[rows, classes].to(state.dtype).copy_(self._logits(step))
+            z = z if self.bias is None else z.add_(self.bias[classes])
+            z.mul_(call.logit_scale)
+            if call.softcap:
+                z.div_(call.softcap).tanh_().mul_(call.softcap)
+            z.neg_().add_(lse[rows])
+            if self.tokens.class_weight is not None:
+                z.mul_(self.tokens.class_weight[classes])
+            flat[rows, classes] = z.mul_(factor[rows])
+        return result
+
+    def _take(self, steps: Iterable[Step]) -> None:
+        try:
+            for step in steps:
+                self._step(step)
+        finally:
+            self._tile, self._x = None, self.tokens.x  # before sums are rounded
+
+    def _step(self, step: Step) -> None:
+        if step.phases == MERGE:
+            self._merge(step.rows)
+            return
+        tile, several = self._logits(step), self.ranks.several
+        before = self.state[0, step.rows].clone() if step.phases & EXPONENTIALS else None
+        if several and step.phases & UPDATE and step.phases & GRADIENT:
+            self._row_kernel(step, tile, UPDATE)
+            self._merge(step.rows)
+            self._row_kernel(step, tile, GRADIENT)
+        elif step.phases:
+            self._row_kernel(step, tile, step.phases)
+        if step.adds:
+            if before is not None:
+                self.sums.rescale(step, before - self.state[0, step.rows])
+            self.sums.add(step, self._gathered(step), tile)
+
+    def _logits(self, step: Step) -> Tensor:
+        """The tile of a step, multiplied, copied, or as it was left."""
+        tile = self._at(step.place, step)
+        if step.source is None:
+            products = self.schedule.problem.matmul
+            products.logits(self._gathered(step), self.weight[step.classes], tile)
+        elif step.source is not step.place:
+            tile.copy_(self._at(step.source, step))
+        return tile
+
+    def _at(self, place: Place, step: Step) -> Tensor:
+        """Where the logits of a step lie in a place."""
+        schedule, x = self.schedule, self.tokens.x
+        if place.lender is not None:
+            memory = self.sums.unwritten(place.lender)
+        else:
+            if self._tile is None:
+                self._tile = x.new_empty(schedule.rows * padded(schedule.columns))
+            memory = self._tile
+        high, wide = _length(place.rows), padded(_length(place.classes))
+        whole = memory[: high * wide].view(high, wide)
+        return whole[_within(step.rows, place.rows), _within(step.classes, place.classes)]
+
+    def _gathered(self, step: Step) -> Tensor:
+        """The input rows of a step; those of a chunk are gathered once."""
+        size, count = self.schedule.rows, self.tokens.count
+        start = step.rows.start // size * size
+        chunk = slice(start, min(start + size, count))
+        if chunk != self._rows or self._x is self.tokens.x:
+            self._x = self.tokens.x  # before the next rows are gathered
+            self._rows, self._x = chunk, self.tokens.gather(chunk)
+        return self._x[_within(step.rows, chunk)]
+
+    def _row_kernel(self, step: Step, tile: Tensor, phases: int) -> None:
+        tokens, call, rows, classes = self.tokens, self.call, step.rows, step.classes
+        target, upstream = tokens.target[rows], None
+        if tokens.probabilities:
+            target = target[:, classes]
+            if tokens.casts:
+                target = target.new_empty(target.shape, dtype=self.state.dtype).copy_(target)
+        if phases & GRADIENT:
+            upstream = self.upstream
+            if upstream is not None and upstream.shape[1] > 1:
+                upstream = upstream[:, rows]
+        argmax = self.argmax if phases & UPDATE else None
+        _OPS._cross_entropy_rows(
+            tile,
+            target,
+            None if self.bias is None else self.bias[classes],
+            None if tokens.class_weight is None else tokens.class_weight[classes],
+            upstream,
+            self.state[:, rows],
+            None if argmax is None else argmax[rows],
+            self.first_class + classes.start,
+            self.vocabulary,
+            call.ignore_index,
+            call.softcap,
+            call.logit_scale,
+            call.label_smoothing,
+            phases | (SLOPE if phases & UPDATE and call.wants[2] else 0),
+        )
+
+    def _merge(self, rows: slice) -> None:
+        """Merge the state of some rows with those of the other ranks, if there are any."""
+        if not self.ranks.several:
+            return
+        target = self.tokens.target[rows]
+        ignored = target == self.call.ignore_index
+        if self.tokens.probabilities:
+            ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
+        part = None if self.argmax is None else self.argmax[rows]
+        self.ranks.merge(self.state[:, rows], part, ignored, self.vocabulary)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _within(part: slice, whole: slice) -> slice:
+    return slice(part.start - whole.start, part.stop - whole.start)
