@@ -30,18 +30,21 @@ class Mlp(nn.Module):
         self.drop, self.way = nn.Dropout(0.3), way
 
     def forward(self, x):
-        weight, bias = self.up.weight, self.up.bias
+        weight, bias, drop = self.up.weight, self.up.bias, self.drop
 
-        def captured(x):
-            return self.drop(torch.tanh(nn.functional.linear(x, weight, bias)))
+        def act(x):
+            return self.drop(torch.tanh(self.up(x)))
 
-        def act(x, *given):
-            return self.drop(torch.tanh(nn.functional.linear(x, *given) if given else self.up(x)))
+        def captured(x):  # reaches the parameters alone, as does what they are given to
+            return drop(torch.tanh(nn.functional.linear(x, weight, bias)))
 
-        given = (x, weight, bias) if self.way == "given" else (x,)
-        fn = captured if self.way == "captured" else act
+        def given_to(x, weight, bias):
+            return drop(torch.tanh(nn.functional.linear(x, weight, bias)))
+
         if self.way not in ("hook", "captured", "given"):
             return x + self.down(act(x))
+        fn = {"hook": act, "captured": captured, "given": given_to}[self.way]
+        given = (x, weight, bias) if self.way == "given" else (x,)
         # Megatron-LM's call: the gradient of the block's output restores, before FSDP's own hook.
         ckpt = so.OutputDiscardCheckpoint()
         h = ckpt.checkpoint(fn, *given)
@@ -191,7 +194,7 @@ class Around(nn.Sequential):
     """Calls its first module, of FSDP, in a region."""
 
     def forward(self, x):
-        return so.output_discard(*self)(x)
+        return self[2](so.output_discard(self[0], self[1])(x))
 
 
 def a_part(rank):
@@ -199,19 +202,23 @@ def a_part(rank):
     x = torch.randn(3, 5, WIDTH, dtype=torch.float64)[rank]
     for kind in (nn.Sequential, Around):
         torch.manual_seed(0)
-        net = kind(Mlp("plain"), nn.Linear(WIDTH, WIDTH)).double()
-        block, head = net
+        net = kind(Mlp("plain"), nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+        block, head, _ = net
         fully_shard(block)
         fully_shard(net)
+        inner = []
+        head.register_forward_hook(lambda *a, inner=inner: inner.append(a[-1]))
         if kind is nn.Sequential:
             so.apply_activation_checkpoint(net, {"layer_names": ["0"], "mode": "output_discard"})
-        for _ in range(2):
+        for whole_graph in (True, False, True):
             found = []
             for disabled in (so.disable_checkpointing(), contextlib.nullcontext()):
                 torch.manual_seed(1)
                 with disabled:
                     y = net(x)
-                (weight,) = torch.autograd.grad(y.square().sum(), [head._parameters["weight"]])
+                # No hook of FSDP sees a backward that begins below the output of its root.
+                begin = y if whole_graph else inner[-1]
+                (weight,) = torch.autograd.grad(begin.square().sum(), [head.weight])
                 found.append([y.detach(), weight])
                 assert not whole(block)
             same(*found)
