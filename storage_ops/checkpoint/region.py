@@ -156,7 +156,7 @@ class Region:
             # Whatever is discarded here: what is held, and kept, may differ between ranks.
             self._communicates = collectives.number_issued() != issued
             for leaf in leaves if self._communicates else ():
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                     leaf.register_hook(self.trigger())
         self._captured = []
         self._inputs.forget()

@@ -259,9 +259,20 @@ def kept_by_others(rank):
     assert not so.is_discarded(cache)
 
 
+def returned_parameter(rank):
+    """A hook on what is no result of the region would stay for good."""
+    up, down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def gather(x):
+        return all_gather_tensor_autograd(up(x), 0, dist.group.WORLD), up.weight
+
+    so.output_discard(gather, lambda h: down(h[0]) @ h[1])(torch.randn(4, 4)).sum().backward()
+    assert not up.weight._backward_hooks
+
+
 def every(rank):
     warnings.simplefilter("ignore", FutureWarning)
-    for work in (in_flight, frozen, local_outputs, kept_by_others):
+    for work in (in_flight, frozen, local_outputs, kept_by_others, returned_parameter):
         torch.manual_seed(3)
         work(rank)
 
