@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -217,11 +218,19 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
         raise RuntimeError(op.NOT_FORWARD)
 
 
+@dataclass(frozen=True)
+class _Group:
+    """A process group by its name, of which copies and pickles can be made."""
+
+    group_name: str
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """A linear layer and the cross-entropy of its output, with no logits tensor in memory.
 
     The names, the parameters and the keys of the state dict are those of
-    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13).
+    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13). A process group is kept by its name: copies
+    use the same group, and what was pickled the one of that name where it is loaded.
 
     Args:
         in_features: D.
@@ -264,6 +273,9 @@ class LinearCrossEntropyLoss(nn.Module):
         self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
         self.weight: Tensor | None
         self.register_buffer("weight", weight)
+        group = options.get("process_group")
+        if hasattr(group, "group_name"):
+            options["process_group"] = _Group(ranks.name_of(group))
         self.options = options
 
     @property

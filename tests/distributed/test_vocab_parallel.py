@@ -1,5 +1,8 @@
 """Linear cross-entropy with slices of the vocabulary on three gloo ranks equals the whole."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,3 +106,30 @@ def test_a_nan_is_above_an_infinite_logit_whatever_their_ranks():
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
 def test_every_rank_has_the_loss_and_its_part_of_the_gradients():
     run_on_ranks(work, WORLD)
+
+
+def copies(rank):
+    """Of a module with a group: a deep copy, and what was pickled."""
+    whole = so.LinearCrossEntropyLoss(HIDDEN, VOCAB, label_smoothing=0.1)
+    alone, _ = dist.new_subgroups(1)
+    x, target = torch.randn(5, HIDDEN), torch.randint(VOCAB, (5,))
+    for group in (dist.group.WORLD, alone):
+        size = group.size()
+        mine = torch.arange(VOCAB).chunk(size)[rank % size]
+        head = so.LinearCrossEntropyLoss(
+            HIDDEN, VOCAB // size, label_smoothing=0.1, process_group=group
+        )
+        head.load_state_dict({"linear.weight": whole.linear.weight[mine]})
+        for each in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+            each.zero_grad()
+            each(x, target).backward()
+            whole.zero_grad()
+            whole(x, target).backward()
+            torch.testing.assert_close(each(x, target), whole(x, target))
+            torch.testing.assert_close(each.linear.weight.grad, whole.linear.weight.grad[mine])
+        assert group.group_name in repr(head)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+def test_a_module_with_a_group_can_be_copied():
+    run_on_ranks(copies, WORLD)
