@@ -22,7 +22,7 @@ _MAPPING = "torch.distributed._composable_state"
 
 def is_used() -> bool:
     """Whether there may be modules of FSDP2. Its code alone, torch.compile has imported as well."""
-    return _STATE in sys.modules and bool(sys.modules[_MAPPING]._module_state_mapping)
+    return _STATE in sys.modules and bool(sys.modules[_MAPPING]._module_state_mapping.data)
 
 
 def _groups() -> Iterator[tuple[Any, Any]]:
