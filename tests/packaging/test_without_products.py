@@ -1,4 +1,4 @@
-"""csrc/products can be deleted: a build without it lacks speed, and sums in fp32 on a CPU, alone."""
+"""csrc/products can be deleted: without it a CPU lacks speed and sums in fp32, and nothing else."""
 
 import os
 import shutil
