@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.chunker import ChunkError, Report, chunk_graph
+from storage_ops.autochunk.chunker import ChunkError, Formed, Report, chunk_forward, chunk_graph
 from storage_ops.autochunk.inductor import mended
 from storage_ops.loss import devices
 from storage_ops.matmul import products
@@ -57,9 +57,10 @@ def apply(
     memory_budget: int | None,
     strict: bool,
     visible: int | None = None,
+    formed: Formed | None = None,
 ) -> Report:
     """Chunk a graph in place; report, warn or raise where that is not possible."""
-    report = chunk_graph(graph, num_chunks, memory_budget, visible)
+    report = chunk_graph(graph, num_chunks, memory_budget, visible, formed)
     reports = _reports.get()
     if reports is not None:
         reports.append(report)
@@ -178,7 +179,14 @@ def _circumstances() -> list[Any]:
     return [devices.CPU.name, torch.get_num_threads(), kinds]
 
 
-def _make_pass(options: tuple[int | None, int | None, bool], visible: int, earlier: Any) -> Any:
+def _formed(formed: Formed | None) -> list[int]:
+    return [] if formed is None else [formed.count, formed.elements, formed.saved]
+
+
+def _make_pass(
+    options: tuple[int | None, int | None, bool], visible: int, earlier: Any,
+    formed: Formed | None = None,
+) -> Any:  # fmt: skip
     """A pass for Inductor's joint graph, with an id that its caches can keep."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -186,12 +194,12 @@ def _make_pass(options: tuple[int | None, int | None, bool], visible: int, earli
         def __call__(self, graph: fx.Graph) -> None:
             if earlier is not None:
                 earlier(graph)
-            apply(graph, *options, visible)
+            apply(graph, *options, visible, formed)
 
         def uuid(self) -> Any:
             if _reports.get() is not None:
                 return None  # explain must see the graph, which a cache would keep from it
-            own = f"{_source_hash()}{json.dumps((options, visible, _circumstances()))}"
+            own = f"{_source_hash()}{json.dumps((options, visible, _formed(formed), _circumstances()))}"
             if earlier is None:
                 return own
             # A plain function has no id: then nothing is kept, as when it is used alone.
@@ -235,7 +243,9 @@ def backend(
     (returned,) = next(n for n in gm.graph.nodes if n.op == "output").args
     visible = len(returned) if isinstance(returned, (tuple, list)) else 1
     earlier = patches.get(_PASS, getattr(config, _PASS))
-    patches[_PASS] = _make_pass(checked(*own), visible, earlier)
+    chosen = checked(*own)
+    formed = chunk_forward(gm, chosen[0], chosen[1])
+    patches[_PASS] = _make_pass(chosen, visible, earlier, formed)
     compiled: Any = compile_fx(
         gm, example_inputs, inner_compile=mended()(compile_fx_inner), config_patches=patches
     )

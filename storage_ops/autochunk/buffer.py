@@ -22,7 +22,7 @@ def share(span: Span, one: Any) -> tuple[tuple[int, ...] | None, int | None]:
         The places of the product's arguments among the inputs, and that of the value which is
         written over it among the values; None where there is no such thing.
     """
-    body: fx.Graph = one.body
+    body: fx.Graph = one.graph
     products = [n for n in span.amplifiers if n in one.env]
     inputs = [p for _, _, p in one.inputs]
     if len(products) != 1 or name_of(products[0]) not in ("aten.mm.default", "aten.addmm.default"):
@@ -43,7 +43,7 @@ def share(span: Span, one: Any) -> tuple[tuple[int, ...] | None, int | None]:
 
 
 def _overwrite(span: Span, one: Any, amplifier: fx.Node, place: fx.Node) -> int | None:
-    body: fx.Graph = one.body
+    body: fx.Graph = one.graph
     found = None
     for i, node in enumerate(one.values):
         value, like = node.meta["val"], amplifier.meta["val"]

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from torch import fx
 
-from storage_ops.autochunk import narrow, nodes, passes, predict, propagate, rewrite
+from storage_ops.autochunk import nodes, passes, predict, propagate, rewrite
 from storage_ops.autochunk.decompose import decompose, detach, starts
+from storage_ops.autochunk import forward as forwards
+from storage_ops.autochunk.drop import drop
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.mutation import Mutations, new_values, owner
 from storage_ops.autochunk.program import Program
+from storage_ops.autochunk.recognise import Unlike, emit, recognise
 from storage_ops.autochunk.runtime import in_body
 from storage_ops.autochunk.state import Conflict, Rows
 from storage_ops.quantities import readable
@@ -72,8 +75,11 @@ def chunk_graph(
     num_chunks: int | None = None,
     memory_budget: int | None = None,
     visible: int | None = None,
+    formed: Formed | None = None,
 ) -> Report:
-    """Chunk a joint graph in place; `visible`: how many results its function has, if known.
+    """Chunk a joint graph in place.
+
+    `visible`: how many results its function has, if known; `formed`: what its forward has become.
 
     Whatever goes wrong, the graph computes what it did before, and the report has the reason.
     """
@@ -81,12 +87,91 @@ def chunk_graph(
         return Report(reason="it is a chunk itself")
     report = Report()
     try:
-        _chunk(graph, report, num_chunks, memory_budget, visible)
+        _chunk(graph, report, num_chunks, memory_budget, visible, formed or Formed())
     except Exception as error:
         _fail(report, error)
     if report.chunked:
         report.reason = ""
     return report
+
+
+@dataclass
+class Formed:
+    """What the forward of a graph has become before autograd.
+
+    Attributes:
+        count: tiles of the op of linear cross-entropy, where a loss is one; 0: there is none.
+        elements: of the largest logits of such a loss.
+        saved: bytes of logits that would be held without the op, or of dropped tokens.
+    """
+
+    count: int = 0
+    elements: int = 0
+    saved: int = 0
+
+
+def chunk_forward(
+    gm: fx.GraphModule, num_chunks: int | None = None, memory_budget: int | None = None
+) -> Formed:
+    """Let a graph of Dynamo use the op of linear cross-entropy, and form no logits in vain.
+
+    Whatever goes wrong, the graph computes what it did before.
+    """
+    formed, largest = Formed(), 0
+    if in_body():
+        return formed
+    for product in forwards.products(gm.graph)[:TRIES]:
+        value = product.meta["example_value"]
+        size = propagate.elements(value)
+        largest = max(largest, size)
+        budget = budget_of(size * value.element_size(), memory_budget)
+        small = num_chunks is None and size * value.element_size() <= budget
+        if small or size * propagate.LARGE <= largest or not size:
+            continue
+        undo = Undo(gm.graph)
+        try:
+            _form(gm, product, formed, num_chunks, memory_budget)
+            gm.graph.lint()
+        except Exception as error:
+            undo()
+            log.debug("%s: not recognised, %s", product, error, exc_info=not isinstance(error, (Conflict, Unlike)))
+    if formed.saved:
+        gm.recompile()
+    return formed
+
+
+def _form(
+    gm: fx.GraphModule, product: fx.Node, formed: Formed, num_chunks: int | None,
+    memory_budget: int | None,
+) -> None:  # fmt: skip
+    forward = forwards.slice_of(gm, product)
+    forwards.narrow_output(forward)
+    value = product.meta["example_value"]
+    amplifier = next(
+        n for n in forward.graph.nodes
+        if propagate.is_product(n) and propagate.numel(n) == propagate.elements(value)
+    )  # fmt: skip
+    whole, replaced = propagate.nbytes(amplifier), {}
+    try:
+        amplifier, replaced = drop(forward.graph, amplifier)
+        forward.graph.eliminate_dead_code()
+    except Conflict as conflict:
+        log.debug("%s: all tokens stay: %s, %s", product, conflict.node, conflict)
+    try:
+        head, tail = recognise(forward, amplifier)
+    except Unlike as unlike:
+        log.debug("%s: no linear cross-entropy, %s", product, unlike)
+        if replaced:
+            forwards.put(forward, replaced)
+            formed.saved += whole - propagate.nbytes(amplifier)
+        return
+    assert forward.loss is not None
+    new, count = emit(forward, amplifier, head, tail, num_chunks, memory_budget)
+    forward.loss.replace_all_uses_with(new)
+    forwards.sweep(forward)
+    formed.count = max(formed.count, count)
+    formed.elements = max(formed.elements, whole // value.element_size())
+    formed.saved += whole
 
 
 def _fail(report: Report, error: Exception) -> None:
@@ -97,13 +182,14 @@ def _fail(report: Report, error: Exception) -> None:
 
 def _chunk(
     graph: fx.Graph, total: Report, num_chunks: int | None, memory_budget: int | None,
-    visible: int | None,
+    visible: int | None, formed: Formed,
 ) -> None:  # fmt: skip
     graph.eliminate_dead_code()
     tangents = propagate.tangents_of(graph)
     work = _Work(graph, tangents, new_values(graph, visible), num_chunks, memory_budget)
-    total.peak_before = total.peak_after = predict.peak(graph)
-    largest = 0
+    total.peak_after = predict.peak(graph)
+    total.peak_before = total.peak_after + formed.saved
+    total.chunked, total.num_chunks, largest = formed.count > 0, formed.count, formed.elements
     tried: set[fx.Node] = set()
     while True:
         found = propagate.candidates(graph, propagate.reached(tangents or starts(graph)) | tried)
@@ -112,7 +198,7 @@ def _chunk(
         if not found or len(tried) == TRIES:
             break
         tried.add(found[0])
-        outcome = work.chunk(found[0], total.peak_after)
+        outcome = work.chunk(found[0])
         if isinstance(outcome.error, Conflict):
             log.debug("%s: %s", found[0], describe(outcome.error))
             total.reason = total.reason or describe(outcome.error)
@@ -129,8 +215,6 @@ def _chunk(
 class _Outcome:
     """What became of an amplifier: a number of chunks and the peak, or an error and no change."""
 
-    undo: Undo
-    narrowed: bool = False
     count: int = 0
     peak: int = 0
     error: Exception | None = None
@@ -146,37 +230,18 @@ class _Work:
     num_chunks: int | None
     memory_budget: int | None
 
-    def chunk(self, amplifier: fx.Node, before: int) -> _Outcome:
-        """Chunk what an amplifier leads to, without dropped tokens where that takes less memory.
-
-        `before`: the predicted peak of the graph as it is.
-        """
-        narrowed = self.attempt(amplifier, True)
-        if narrowed.error is None:
-            if not narrowed.narrowed or narrowed.peak < before:
-                return narrowed
-            narrowed.undo()
-        elif isinstance(narrowed.error, Conflict) and not narrowed.narrowed:
-            return narrowed
-        plain = self.attempt(amplifier, False)
-        if narrowed.error or (plain.error is None and plain.peak < narrowed.peak):
-            return plain
-        plain.undo()
-        return self.attempt(amplifier, True)
-
-    def attempt(self, amplifier: fx.Node, narrowing: bool) -> _Outcome:
-        outcome = _Outcome(Undo(self.graph))
+    def chunk(self, amplifier: fx.Node) -> _Outcome:
+        """Chunk what an amplifier leads to."""
+        undo, outcome = Undo(self.graph), _Outcome()
         try:
             tangents = self.prepare(amplifier)
-            if narrowing:
-                amplifier, outcome.narrowed = _narrow(self.graph, amplifier)
             outcome.count = self.rewrite(amplifier, tangents)
             self.graph.lint()
             if self.num_chunks is None:
                 _check_saving(self.graph, amplifier)
             outcome.peak = predict.peak(self.graph)
         except Exception as error:
-            outcome.undo()
+            undo()
             outcome.error = error
         return outcome
 
@@ -200,8 +265,7 @@ class _Work:
         return self.tangents or [detach(graph, start) for start in starts(graph)]
 
     def budget(self, amplifier: fx.Node) -> int:
-        given = self.memory_budget
-        return default_budget(amplifier) if given is None else given
+        return budget_of(propagate.nbytes(amplifier), self.memory_budget)
 
     def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node]) -> int:
         """Chunk what an amplifier leads to; into how many chunks."""
@@ -215,7 +279,7 @@ class _Work:
                 raise Conflict("is changed in place by the function", arg)
         mutations.check_reads(read, span.layouts)
         ordered = passes.order(graph, span, tangents)
-        limits = rewrite.Limits(self.num_chunks, self.memory_budget, budget)
+        limits = rewrite.Limits(self.num_chunks, budget)
         counts = rewrite.rewrite(graph, span, ordered, limits)
         mutations.check_order(graph)
         return max(counts)
@@ -261,17 +325,6 @@ def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     rewrite.sort(graph)
 
 
-def _narrow(graph: fx.Graph, amplifier: fx.Node) -> tuple[fx.Node, bool]:
-    """The product without the tokens that are dropped after it, likewise others of its size."""
-    least, narrowed = propagate.numel(amplifier), False
-    for product in propagate.candidates(graph, set()):
-        if propagate.numel(product) * propagate.LARGE > least and product.args:
-            new = narrow.narrow(graph, product)
-            narrowed = narrowed or new is not product
-            amplifier = new if product is amplifier else amplifier
-    return amplifier, narrowed
-
-
 def _check_saving(graph: fx.Graph, amplifier: fx.Node) -> None:
     """Raise if sums over chunks take more memory than the whole product does in fp32."""
     whole = 4 * propagate.numel(amplifier)
@@ -286,7 +339,9 @@ def _check_saving(graph: fx.Graph, amplifier: fx.Node) -> None:
                 )
 
 
-def default_budget(amplifier: fx.Node) -> int:
-    """A quarter of the product, at least 32 MiB and at most 1 GiB, as the loss's planner has it."""
-    size = propagate.nbytes(amplifier)
-    return int(min(max(size // 4, 32 * MIB), GIB))
+def budget_of(size: int, given: int | None) -> int:
+    """Bytes for what a chunk holds of a product of so many.
+
+    By default a quarter of them, at least 32 MiB and at most 1 GiB, as the loss's planner has it.
+    """
+    return min(max(size // 4, 32 * MIB), GIB) if given is None else given

@@ -93,7 +93,7 @@ def _inside(node: fx.Node) -> int:
         held = -(-groups // program.count(groups)) * program.group_bytes
         return held + wide_sums(node, program)
     if name_of(node) == "storage_ops.linear_cross_entropy.default":
-        from storage_ops.autochunk.loss_op import scratch
+        from storage_ops.autochunk.op_plan import scratch
 
         return scratch(node)
     return 0

@@ -13,10 +13,7 @@ import torch
 from torch import fx
 
 import storage_ops.autochunk.runtime  # noqa: F401  registers the op
-from storage_ops.autochunk import loss_op
 from storage_ops.autochunk.buffer import share
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.match import match
 from storage_ops.autochunk.nodes import is_tensor, name_of, shape
 from storage_ops.autochunk.passes import Passes
 from storage_ops.autochunk.program import Factor, Output, Program, Slice, encode_graph
@@ -41,7 +38,6 @@ class Limits:
     """How many chunks: a number, or as many as keep to some bytes."""
 
     num_chunks: int | None
-    memory_budget: int | None
     chunk_bytes: int
 
 
@@ -67,12 +63,12 @@ class Builder:
         return node
 
 
-class _Pass:
+class Body:
     """One pass over the tokens: the body's graph, and the op that runs it."""
 
     def __init__(self, span: Span, builder: Builder, outside: Callable[[fx.Node], fx.Node]):
         self.span, self.builder, self.outside = span, builder, outside
-        self.body = fx.Graph()
+        self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.inputs: list[tuple[fx.Node, Layout, fx.Node]] = []
         self.ints: list[Any] = []
@@ -107,7 +103,7 @@ class _Pass:
         for node in placed:
             self._copy(node)
         specs = [self._output(n, n in outer) for n in outputs]
-        self.body.output([self.env[v] for v in self.values])
+        self.graph.output([self.env[v] for v in self.values])
         return specs, placed
 
     def _inside(self, user: fx.Node, arg: fx.Node) -> bool:
@@ -138,8 +134,8 @@ class _Pass:
             if node is arg and str(other) == str(layout):
                 return placeholder
         last = self.inputs[-1][2] if self.inputs else None
-        with self.body.inserting_after(last) if last else self.body.inserting_before():
-            placeholder = self.body.placeholder(f"x{len(self.inputs)}")
+        with self.graph.inserting_after(last) if last else self.graph.inserting_before():
+            placeholder = self.graph.placeholder(f"x{len(self.inputs)}")
         self.inputs.append((arg, layout, placeholder))
         return placeholder
 
@@ -150,8 +146,8 @@ class _Pass:
         if value not in self.ints:
             self.ints.append(value)
             after = [*(p for _, _, p in self.inputs), *self.int_nodes]
-            with self.body.inserting_after(after[-1]):
-                self.int_nodes.append(self.body.placeholder(f"i{len(self.int_nodes)}"))
+            with self.graph.inserting_after(after[-1]):
+                self.int_nodes.append(self.graph.placeholder(f"i{len(self.int_nodes)}"))
         return self.int_nodes[self.ints.index(value)]
 
     def _collect_ints(self, node: fx.Node) -> None:
@@ -188,15 +184,15 @@ class _Pass:
             rows = layout.rows if isinstance(layout, Spread) else layout
             if not isinstance(rows, Rows):
                 continue
-            found = self.body.call_method("size", (placeholder, rows.hi - 1))
+            found = self.graph.call_method("size", (placeholder, rows.hi - 1))
             if same(rows.per, per):
                 return found
             if not same(rows.per, 1):
                 divisor = self._int(self.builder.size(rows.per))
-                found = self.body.call_function(operator.floordiv, (found, divisor))
+                found = self.graph.call_function(operator.floordiv, (found, divisor))
             if not same(per, 1):
                 factor = self._int(self.builder.size(per))
-                found = self.body.call_function(operator.mul, (found, factor))
+                found = self.graph.call_function(operator.mul, (found, factor))
             return found
         raise Conflict("no input has rows")
 
@@ -212,7 +208,7 @@ class _Pass:
             return self._input(arg, reads[arg])
 
         if rule.kind == "view":
-            self.env[node] = self.body.call_function(
+            self.env[node] = self.graph.call_function(
                 _ATEN.reshape.default,
                 (take(node.args[0]), self._sizes(node)),  # type: ignore[arg-type]
             )
@@ -227,7 +223,7 @@ class _Pass:
         kwargs = fx.map_arg(dict(node.kwargs), take)
         if rule.sizes is not None:
             args[rule.sizes] = self._sizes(node)
-        self.env[node] = self.body.call_function(target, tuple(args), kwargs)
+        self.env[node] = self.graph.call_function(target, tuple(args), kwargs)
 
     def _value(self, node: fx.Node) -> int:
         if node not in self.values:
@@ -325,16 +321,8 @@ def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list
     nodes = [n for n in graph.nodes if n in span.layouts]
     result: list[int] = []
     for outputs in passes.outputs:
-        one = _Pass(span, builder, outside)
+        one = Body(span, builder, outside)
         specs, placed = one.run(nodes, outputs)
-        found = match(span, passes, one, specs)
-        if found is not None:
-            log.debug("it is linear cross-entropy: %s", found)
-            budget, plan = loss_op.plan_of(span, found, limits.num_chunks, limits.memory_budget)
-            for node, new in loss_op.emit(builder, found, outputs, budget):
-                node.replace_all_uses_with(new)
-            result.append(plan.num_chunks * plan.num_slices)
-            continue
         formed, over = share(span, one)
         program = Program(
             tuple(one.slice(layout) for _, layout, _ in one.inputs),
@@ -343,7 +331,7 @@ def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list
             limits.chunk_bytes,
             group_bytes(span, placed, one.values, over),
             not isinstance(span.tokens, int),
-            encode_graph(one.body),
+            encode_graph(one.graph),
             formed,
             over,
         )

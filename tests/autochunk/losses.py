@@ -150,8 +150,10 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
     Appends to `reports` what became of each graph, and to `ops` the names of ops that it got.
     """
 
+    formed = None
+
     def partition(joint, inputs, **options):
-        report = backend.apply(joint.graph, num_chunks, None, strict)
+        report = backend.apply(joint.graph, num_chunks, None, strict, None, formed)
         if reports is not None:
             reports.append(report)
         if ops is not None:
@@ -160,11 +162,15 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
         joint.recompile()
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
-    compiler = aot_autograd(
-        fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
-        partition_fn=partition,
-        decompositions=select_decomp_table,
-    )
+    def compiler(gm, inputs):
+        nonlocal formed
+        formed = backend.chunk_forward(gm, num_chunks)
+        return aot_autograd(
+            fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
+            partition_fn=partition,
+            decompositions=select_decomp_table,
+        )(gm, inputs)
+
     runtime.body_of.cache_clear()
     compiled = torch.compile(f, backend=compiler, dynamic=dynamic)
     body_compiler = functools.partial(torch.compile, backend="eager")
