@@ -68,7 +68,7 @@ format: $(VENV)/installed  ## apply ruff and clang-format
 bench: $(VENV)/built  ## measure everything, for hours, into bench-report/
 	$(BIN)/python -m storage_ops bench
 
-results: $(VENV)/built  ## take FROM=files into benchmarks/results; reports and README from all there
+results: $(VENV)/built  ## take FROM=files into benchmarks/results; reports, README and docs from all there
 	$(BIN)/python -m benchmarks._results $(FROM)
 
 wheel: $(VENV)/installed  ## an sdist, and from it a wheel for every CPython here, into dist/

@@ -18,8 +18,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from matplotlib.transforms import Bbox
 
 from benchmarks._report import PEAK, Result, Row, curve_of, is_ours, points, shapes, time_of
+from storage_ops.cli.demo import picture
+from storage_ops.memory.measure import Measurement, Sample
 
 Point = tuple[str, float, float]
+_MIB = 1 << 20
 PAPER, INK, OURS = "#fbfaf7", "#222222", "#009e73"
 COLORS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 FLOOR = "_"  # a line across the panel, not a point
@@ -34,13 +37,26 @@ def draw(out: Path, result: Result) -> list[Path]:
     drawn = []
     if panels:
         drawn.append(_save(_tradeoffs(panels), out / f"{result['stem']}.png"))
-    curves = [row for row in result["rows"] if curve_of(row)]
+    curved = ([row for row in rows if curve_of(row)] for rows in shapes(result).values())
+    curves = next(filter(None, curved), [])  # of one shape, for others take other memory
     if len(curves) > 2:  # before and after, of all cases that there are
         ours = [row for row in curves if is_ours(row["case"])]
         curves = [curves[0], min(ours, key=lambda row: row[PEAK])]
     if curves:
         drawn.append(_save(_timelines(curves), out / f"{result['stem']}-memory.png"))
     return drawn
+
+
+def demo(path: Path, result: Result) -> None:
+    """Draw the demo's picture from its kept result; losses are there if the result has them."""
+    rows = list(shapes(result).values())[-1]
+    losses = {row["case"]: row["losses"] for row in rows if "losses" in row}
+    picture.draw(path, losses, {row["case"]: _measured(row) for row in rows})
+
+
+def _measured(row: Row) -> Measurement:
+    samples = [Sample(seconds, round(mib * _MIB)) for seconds, mib in curve_of(row)]
+    return Measurement(round(row[PEAK] * _MIB), samples[-1].nbytes, samples)
 
 
 def _has_both(rows: list[Row]) -> bool:

@@ -1,7 +1,7 @@
 """Benchmark results as Markdown and pictures.
 
 A row with a `shape`, a `time / ...` and a `peak (MiB)` is a point in the picture of its shape; a
-list in a row is a curve of memory over time, [seconds, MiB] each.
+list of pairs in a row is a curve of memory over time, [seconds, MiB] each.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def time_of(row: Row) -> str | None:
 
 def curve_of(row: Row) -> list[list[float]]:
     """The curve in a row; empty if there is none."""
-    return next((value for value in row.values() if isinstance(value, list)), [])
+    lists = (value for value in row.values() if isinstance(value, list))
+    return next((values for values in lists if isinstance(values[0], list)), [])
 
 
 def points(rows: list[Row]) -> list[tuple[str, float, float]]:
@@ -73,7 +74,7 @@ def points(rows: list[Row]) -> list[tuple[str, float, float]]:
 
 
 def columns(rows: list[dict[str, Any]]) -> list[str]:
-    """What a table of these rows shows: all keys, but for curves."""
+    """What a table of these rows shows: all keys, but for lists."""
     found = dict.fromkeys(key for row in rows for key in row)
     return [key for key in found if not any(isinstance(row.get(key), list) for row in rows)]
 

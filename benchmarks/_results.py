@@ -1,7 +1,8 @@
-"""The kept results, and what the README says of them.
+"""The kept results, and what the README and the pages in docs/ say of them.
 
 `python -m benchmarks._results [FILE...]` takes result files into benchmarks/results/<hardware>/,
-reports on every hardware there, and rewrites the README between the markers of each section.
+reports on every hardware there, rewrites the pages between the markers of each section, and draws
+docs/demo.png.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import _report
+from benchmarks import _pictures, _report
 from benchmarks._harness import RESULTS, ROOT, text_of
 from benchmarks._report import PEAK, Result, Row, cells, shapes
 from benchmarks.linear_cross_entropy import GPU_SHAPES, SHAPES
@@ -24,8 +25,10 @@ from storage_ops.loss import plan, planner
 from storage_ops.loss.devices import DEVICES
 from storage_ops.quantities import readable
 
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DEMO = ROOT / "docs" / "demo.png"
 SECTION = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TRADEOFF = "time against peak memory"
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 
@@ -81,12 +84,28 @@ def results_of(stem: str) -> Iterator[Result]:
         yield from (result for result in results if result["stem"] == stem)
 
 
+def machine(result: Result) -> str:
+    """What a result was measured on, and how."""
+    note = f" ({result['note']})" if result.get("note") else ""
+    return f"On {result['hardware']}, torch {result['torch']}{note}"
+
+
+def link(path: Path) -> str:
+    """A file as pages in docs/ link to it."""
+    return f"../{path.relative_to(ROOT)}"
+
+
 def source(result: Result) -> str:
     """Where the numbers of a table come from."""
-    where = f"benchmarks/results/{result['hardware']}"
-    note = f" ({result['note']})" if result.get("note") else ""
-    on = f"On {result['hardware']}, torch {result['torch']}{note}"
-    return f"{on}; [all figures]({where}/report.md):\n\n"
+    report = link(RESULTS / result["hardware"] / "report.md")
+    return f"{machine(result)}; [all figures]({report}):\n\n"
+
+
+def picture(name: str, shows: str) -> str:
+    """A picture of the first hardware that has it."""
+    found = (RESULTS / hardware / name for hardware in kept())
+    path = next((path for path in found if path.is_file()), None)
+    return f"\n![{shows}]({link(path)})\n" if path else ""
 
 
 def at(rows: list[Row], case: str) -> Row | None:
@@ -107,6 +126,31 @@ def table(titles: list[str], lines: list[list[str]]) -> str:
     used = [k for k in range(len(titles)) if k == 0 or any(line[k] for line in lines)]
     head = cells(titles[k] for k in used) + cells("---" for _ in used)
     return head + "".join(cells(line[k] or "-" for k in used) for line in lines)
+
+
+SUMMARY = {
+    "plain": "plain PyTorch",
+    "checkpoint": "`torch.utils.checkpoint` around every block",
+    "linear_cross_entropy": "`linear_cross_entropy`",
+    "output_discard": "`output_discard`",
+    "selective_checkpoint": "selective checkpointing",
+    "all": "these three together",
+    "compile": "`torch.compile`",
+    "compile+all": "`torch.compile`, these three together",
+    "autochunk": '`torch.compile(backend="storage_ops")`',
+}
+
+
+def summary() -> str:
+    """What each part buys in a training step of the first model: the table of the README."""
+    result = next(results_of("train_gpt"))
+    shape, rows = next(iter(shapes(result).items()))
+    found = {name: at(rows, case) for case, name in SUMMARY.items()}
+    lines = [[name, f"{row[PEAK]:.0f} MiB", f"{row['peak / plain']:.2f}",
+              f"{row['time / plain']:.2f}"] for name, row in found.items() if row]  # fmt: skip
+    return f"{shape}. {machine(result)}:\n\n" + table(
+        ["one training step", "peak", "peak / plain", "time / plain"], lines
+    )
 
 
 def demo() -> str:
@@ -168,7 +212,7 @@ def linear_cross_entropy() -> str:
                 label = f"{' x '.join(map(str, sizes))}, {SHORT[dtype]}"
                 lines.append([label, *(point(at(rows, case)) for case in columns.values())])
         text += source(result) + table(["tokens x D x classes", *columns], lines) + "\n"
-    return text.removesuffix("\n")
+    return text.removesuffix("\n") + picture("linear_cross_entropy.png", TRADEOFF)
 
 
 def train_gpt() -> str:
@@ -179,7 +223,7 @@ def train_gpt() -> str:
             shown = ("case", PEAK, "peak / plain", "time / plain", "tokens / s", "loss apart")
             some = [{key: row[key] for key in shown if key in row} for row in rows]
             text += f"{shape}. " + source(result) + _report.markdown_table(some) + "\n"
-    return text.removesuffix("\n")
+    return text.removesuffix("\n") + picture("train_gpt-memory.png", "memory over one step")
 
 
 def by_shape(stem: str) -> str:
@@ -194,7 +238,7 @@ def by_shape(stem: str) -> str:
         if len(cases) > len(found):
             grid = [list(column) for column in zip(*grid, strict=True)]
         text += source(result) + table(grid[0], grid[1:]) + "\n"
-    return text.removesuffix("\n")
+    return text.removesuffix("\n") + picture(f"{stem}.png", TRADEOFF)
 
 
 def planned() -> str:
@@ -213,18 +257,8 @@ def planned() -> str:
     return table(["budget", "plan", "peak", "predicted for an H200"], lines)
 
 
-def pictures() -> str:
-    """Time against memory, and memory over time, of the first hardware that has them."""
-    text = ""
-    for names in (("linear_cross_entropy.png",), ("train_gpt-memory.png", "demo-memory.png")):
-        found = [RESULTS / hardware / name for name in names for hardware in kept()]
-        path = next((path for path in found if path.is_file()), None)
-        if path is not None:
-            text += f"![{path.stem}]({path.relative_to(ROOT)})\n\n"
-    return text.removesuffix("\n")
-
-
 SECTIONS: dict[str, Callable[[], str]] = {
+    "summary": summary,
     "demo": demo,
     "output_discard": output_discard,
     "linear_cross_entropy": linear_cross_entropy,
@@ -232,12 +266,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "autochunk": lambda: by_shape("autochunk"),
     "train_gpt": train_gpt,
     "plan": planned,
-    "pictures": pictures,
 }
 
 
-def readme(text: str) -> str:
-    """The README with every section as the kept results have it.
+def filled(text: str) -> str:
+    """A page with every section as the kept results have it.
 
     Raises:
         ValueError: a marker names no section.
@@ -253,7 +286,7 @@ def readme(text: str) -> str:
 
 
 def main() -> None:
-    """Take results in, report on all, rewrite the README."""
+    """Take results in, report on all, rewrite the pages, draw the demo."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("files", nargs="*", type=Path, help="new results")
     console: Any = Console()
@@ -261,7 +294,9 @@ def main() -> None:
         console.print(f"taken into {os.path.relpath(path)}")
     for hardware, results in kept().items():
         _report.write(RESULTS / hardware, results, console)
-    README.write_text(readme(README.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+    _pictures.demo(DEMO, next(results_of("demo")))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Losses are those of the same batches; memory is that of one step, above parameters and optimizer
 state, and "timeline" is its curve: seconds and MiB after every change. Times are of whole steps.
+`make results` draws "losses" and "timeline" as docs/demo.png.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from benchmarks._harness import (
     ratios,
     tick,
 )  # fmt: skip
-from storage_ops.demo import corpus
-from storage_ops.demo.model import PRESETS
-from storage_ops.demo.train import Run, train
+from storage_ops.cli.demo import corpus
+from storage_ops.cli.demo.model import PRESETS
+from storage_ops.cli.demo.train import Run, train
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -47,7 +48,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     plain, ours = train(config, data, device, steps, 0, progress)
     group_done()
     apart = max(abs(a - b) for a, b in itertools.zip_longest(plain.losses, ours.losses))
-    finals = {run.label: run.losses[-1] for run in (plain, ours)}
+    losses = {run.label: list(run.losses) for run in (plain, ours)}
     window = config.context + 1
     batch = data[: config.batch * window].view(config.batch, window).to(device)
     tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
@@ -63,8 +64,9 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "least - most": f"{least:.2f} - {most:.2f}",
             "ms": milliseconds(seconds[run.label]),
             "peak (MiB)": round(run.memory.peak_bytes / MIB, 1),
-            "final loss": round(finals[run.label], 4),
+            "final loss": round(losses[run.label][-1], 4),
             "losses apart by": float(f"{0.0 if run is plain else apart:.2g}"),
+            "losses": [round(loss, 4) for loss in losses[run.label]],
             "timeline": curve(run.memory),
         }
 

@@ -32,10 +32,13 @@ from benchmarks._harness import (
 )  # fmt: skip
 from benchmarks._loss_peers import Loss, Task, peers
 from storage_ops.loss import planner
-from storage_ops.loss import tiles as loss_tiles
+from storage_ops.loss.call import Call
+from storage_ops.loss.devices import rates_of
 from storage_ops.loss.op import problem_of
-from storage_ops.loss.tokens import Spec, tokens_of
-from storage_ops.matmul.products import rates_of
+from storage_ops.loss.problem import Problem
+from storage_ops.loss.ranks import Ranks
+from storage_ops.loss.run import Run
+from storage_ops.loss.tokens import tokens_of
 
 # Tokens, width, classes.
 SHAPES = {"S1": (2048, 768, 50257), "S2": (1024, 2048, 32000), "S3": (512, 1024, 128256)}
@@ -63,12 +66,12 @@ VARIANTS = ("mean", "none", "half ignored")
 @contextlib.contextmanager
 def products_only() -> Iterator[None]:
     """Ours without its row kernel: the plan's matrix products alone."""
-    kernel = loss_tiles._rows_kernel
-    loss_tiles._rows_kernel = lambda *args: None
+    kernel = Run._row_kernel
+    Run._row_kernel = lambda *args: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        loss_tiles._rows_kernel = kernel
+        Run._row_kernel = kernel  # type: ignore[method-assign]
 
 
 @dataclass
@@ -109,13 +112,15 @@ class Bench:
 
         return run
 
-    def problem(self, options: dict[str, Any]) -> planner.Problem:
+    def problem(self, options: dict[str, Any]) -> Problem:
         """What the planner sees."""
-        spec = Spec(self.task.reduction, -100, 0.0, 0.0, self.task.softcap or 0.0, 1.0, False,
-                    self.valid, options.get("accumulate_dtype"), None, "", "")  # fmt: skip
-        tokens = tokens_of(self.x, self.target, None, None, spec)
         needs = (self.x.requires_grad, self.w.requires_grad, False)
-        return problem_of(tokens, self.w, spec, needs, True)
+        call = Call(
+            self.x, self.w, self.target, reduction=self.task.reduction,
+            softcap=self.task.softcap or 0.0, max_valid=self.valid,
+            accumulate_dtype=options.get("accumulate_dtype"), grad_mask=needs,
+        )  # fmt: skip
+        return problem_of(call, tokens_of(call, Ranks()))
 
     def add_ours(self, name: str, **options: Any) -> None:
         """Ours, and its products alone."""

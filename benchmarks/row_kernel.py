@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks._harness import expect, finish, interleave, milliseconds, parser, ratios
-from storage_ops.loss import tile_memory
-from storage_ops.loss.tokens import GRADIENT, UPDATE
+from storage_ops.loss.problem import padded
+from storage_ops.loss.schedule import GRADIENT, UPDATE
 
 SHAPES = {
     "cpu": {"512 x 50257": (512, 50257), "128 x 128256": (128, 128256)},
@@ -51,7 +51,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for dtype in (torch.float32, torch.bfloat16):
             rows, columns = shapes[shape]
             # Rows start where a vector may, as in the buffer of the loss.
-            buffer = torch.randn(rows, tile_memory.padded(columns), device=device).to(dtype)
+            buffer = torch.randn(rows, padded(columns), device=device).to(dtype)
             logits, copy = buffer[:, :columns], torch.empty_like(buffer)
             cases = {"copy": partial(copy.copy_, buffer), "row kernel": kernel(logits)}
             label = f"{shape} {str(dtype).removeprefix('torch.')}"

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import storage_ops
 from benchmarks._harness import expect, finish, interleave, parser
-from storage_ops.demo.model import GPT, PRESETS, Block, Config
+from storage_ops.cli.demo.model import GPT, PRESETS, Block, Config
 from storage_ops.graph.remat import recompute
 
 MB = 1 << 20

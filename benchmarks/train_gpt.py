@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks._gpt import COMPILERS, FEATURES, SIZES, features_of, missing
 from benchmarks._harness import MIB, RESULTS, curve, finish, hardware, parser, ratios, skip
 from benchmarks._training import Job, Settings
-from storage_ops.demo import corpus
+from storage_ops.cli.demo import corpus
 
 PLAIN = "plain"
 EAGER = [

@@ -1,21 +1,13 @@
 """Free an activation's bytes, bind them back in place, and train large models in less memory."""
 
-import os as _os
-import sys as _sys
 from typing import Any
 
 import_error: Exception | None = None
 
 try:
-    # Plans are arithmetic: the command answers before torch, on which a GPU is found, is imported.
-    # Those for the CPU depend on torch's threads and on the native kernels.
-    _words = _sys.orig_argv
-    _needs_torch = _os.path.exists("/dev/nvidia0") or any(_w.endswith("cpu") for _w in _words)
-    if _words[1:4] == ["-m", "storage_ops", "plan"] and not _needs_torch:
-        raise ImportError("`python -m storage_ops plan` does without torch")
     import torch as _torch  # noqa: F401
 except (ImportError, OSError) as error:
-    # `python -m storage_ops info` must still be able to say what is wrong.
+    # `info` must still be able to say what is wrong, and plans for a GPU need no torch.
     import_error = error
 
     def __getattr__(name: str) -> Any:

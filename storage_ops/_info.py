@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from storage_ops import _library
-from storage_ops.matmul import products
+from storage_ops.loss.devices import has_row_kernel
+from storage_ops.matmul import packed
 
 
 def info(status: _library.Status) -> dict[str, Any]:
@@ -21,10 +22,10 @@ def info(status: _library.Status) -> dict[str, Any]:
     ops.discard_storage(probe, "probe")
     guard = raises(probe.data_ptr)
     ops.share_storage(probe, other)
-    on_cpu, on_cuda = products.has_row_kernel("cpu"), products.has_row_kernel("cuda")
+    on_cpu, on_cuda = has_row_kernel("cpu"), has_row_kernel("cuda")
     kinds = {"16-bit sums": torch.bfloat16, "fp32": torch.float32}
-    own = [kind for kind, dtype in kinds.items() if products.packs(dtype, "cpu")]
-    own += ["bf16"] if products.rounds(torch.bfloat16, "cpu") else []
+    own = [kind for kind, dtype in kinds.items() if packed.exists(dtype, "cpu")]
+    own += ["bf16"] if packed.rounds(torch.bfloat16) else []
     gpu = torch.cuda.is_available()
     build = _library.build_info()
     facts: dict[str, Any] = {

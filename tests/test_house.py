@@ -14,6 +14,7 @@ import storage_ops
 from storage_ops import _schemas
 from storage_ops.autochunk import runtime
 from storage_ops.loss import reference as loss_reference
+from storage_ops.matmul import reference as products
 from storage_ops.storage import reference
 
 from .test_opcheck import CASES
@@ -48,7 +49,7 @@ def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
     assert CASES[name]
     if name not in NATIVE_ONLY:
         known = REFERENCES.get(name, name)
-        assert any(hasattr(m, known) for m in (reference, loss_reference, runtime))
+        assert any(hasattr(m, known) for m in (reference, loss_reference, products, runtime))
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         assert has(qualified, "CompositeExplicitAutograd")
 
@@ -88,14 +89,27 @@ def test_examples_in_docstrings(name):
             assert runner.failures == 0, test.name
 
 
-def test_the_examples_of_the_readme_run():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 4
+def run_examples(page, most=30):
+    """Run a page's examples in order; how many there are, and the names they leave."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, object] = {}
     for block in blocks:
-        assert len(block.splitlines()) <= 12
-        exec(compile(block, "README.md", "exec"), names)
-    assert isinstance(names["m"], storage_ops.memory.Measurement)
+        assert len(block.splitlines()) <= most
+        exec(compile(block, page.name, "exec"), names)
+    return len(blocks), names
+
+
+def test_the_examples_of_the_readme_run():
+    count, names = run_examples(ROOT / "README.md", most=12)
+    assert count >= 4 and isinstance(names["m"], storage_ops.memory.Measurement)
+
+
+# What traced-steps.md prints is compared by a test of its own.
+@pytest.mark.parametrize(
+    "name", ["autochunk", "checkpointing", "linear-cross-entropy", "measuring"]
+)
+def test_the_examples_of_a_page_run(name):
+    assert run_examples(ROOT / "docs" / f"{name}.md")[0]
 
 
 def test_every_public_name_has_an_example():

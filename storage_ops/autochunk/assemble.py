@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from storage_ops import matmul
 from storage_ops.autochunk.program import Output, Program, Slice
-from storage_ops.loss import tile_memory
-from storage_ops.matmul import products
+from storage_ops.loss.problem import parts
+from storage_ops.loss.schedule import unpadded
+from storage_ops.matmul import aten, packed, scratch
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _PIECE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
@@ -99,8 +101,8 @@ class Result:
     def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
         """Take a product of a chunk, formed in place."""
         if self.out is not None:
-            deep = len(right) > tile_memory.ONE_PASS
-            multiply = products.input_gradient if deep else _multiply
+            deep = len(right) > scratch.ONE_PASS
+            multiply = _products_of(left).input_gradient if deep else _multiply
             multiply(left, right, self._slot(begin, end), False)
             return
         first = self.total is None
@@ -116,7 +118,7 @@ class Result:
         if first:
             wide = _WIDE.get(self.dtype, self.dtype)
             self.total = self.out if wide == self.dtype else torch.empty_like(self.out, dtype=wide)
-        products.input_gradient(left, right, self.total, not first)  # type: ignore[arg-type]
+        _products_of(left).input_gradient(left, right, self.total, not first)  # type: ignore[arg-type]
 
     def finish(self) -> Tensor:
         """The result."""
@@ -143,7 +145,7 @@ class Waiting:
         self.others: list[tuple[Result, Tensor]] = []
         # Slices of the result's rows: all of one width but the last. In the memory of each waits a
         # matrix (tokens, rows).
-        tokens, width = len(right), tile_memory.unpadded(tile_memory.parts(shape[0], chunks))
+        tokens, width = len(right), unpadded(parts(shape[0], chunks))
         memory = self.out.view(right.dtype)
         whole = shape[0] // width
         self.split = whole * width
@@ -175,7 +177,7 @@ class Waiting:
             for result, right in self.others:
                 result.add(tile, right[rows])
             left = scratch[: tile.numel()].view(tile.shape).copy_(tile)
-            products.weight_gradient(left, self.right, self.out[rows], False)
+            _products_of(left).weight_gradient(left, self.right, self.out[rows], False)
 
     def finish(self) -> Tensor:
         """The result."""
@@ -203,12 +205,18 @@ def form(left: Tensor, right: Tensor, out: Tensor, bias: list[Tensor]) -> None:
     _multiply(left, right, out, bool(bias))
 
 
+def _products_of(t: Tensor) -> matmul.Matmul:
+    return matmul.of(t.dtype, t.device.type, torch.get_num_threads())
+
+
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     """out = left @ right, or out += it, with scratch memory only where it is little beside out."""
     (rows, depth), columns = left.shape, right.shape[1]
-    scratch = tile_memory.packed_slots(rows, columns, depth, torch.get_num_threads())
-    if out.dtype != left.dtype or (depth >= _DEEP and 8 * scratch <= out.numel()):
-        products.multiply(left, right, out, add)
+    slots = scratch.packed_slots(rows, columns, depth, torch.get_num_threads())
+    if out.dtype != left.dtype or (depth >= _DEEP and 8 * slots <= out.numel()):
+        ours = _products_of(left)
+        wide = isinstance(ours, packed.Packed) and out.dtype == torch.float32
+        (ours.multiply if wide else aten.multiply)(left, right, out, add)  # type: ignore[attr-defined]
     elif add:
         torch.addmm(out, left, right, out=out)
     else:
@@ -217,7 +225,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """Add a product to a sum that may be wider; its first term replaces it."""
-    if total.dtype == left.dtype or products.packs(left.dtype, left.device.type):
+    if total.dtype == left.dtype or isinstance(_products_of(left), packed.Packed):
         _multiply(left, right, total, not first)
         return
     for begin in range(0, len(total), _PIECE):

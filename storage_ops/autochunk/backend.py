@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from storage_ops import matmul
 from storage_ops.autochunk.chunker import ChunkError, Formed, Report, chunk_forward, chunk_graph
 from storage_ops.autochunk.inductor import mended
 from storage_ops.loss import devices
-from storage_ops.matmul import products
 from storage_ops.quantities import parse_bytes
 
 _reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
@@ -175,7 +175,7 @@ def _source_hash() -> str:
 
 def _circumstances() -> list[Any]:
     """What else the chunks depend on: the plan of the op is made for this processor."""
-    kinds = [products.traits(d, "cpu") for d in (torch.float32, torch.bfloat16, torch.float16)]
+    kinds = [repr(matmul.of(d, "cpu")) for d in (torch.float32, torch.bfloat16, torch.float16)]
     return [devices.CPU.name, torch.get_num_threads(), kinds]
 
 

@@ -23,7 +23,6 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from storage_ops.autochunk import op_plan
-from storage_ops.autochunk.decompose import decompose
 from storage_ops.autochunk.forward import Forward, Splice, decompositions
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.nodes import leading_to, name_of, shape
@@ -31,6 +30,7 @@ from storage_ops.autochunk.propagate import Span, is_product, numel, propagate, 
 from storage_ops.autochunk.rewrite import Body, Builder
 from storage_ops.autochunk.rules import is_transposition
 from storage_ops.autochunk.state import Conflict, Layout, Rows, Whole, same
+from storage_ops.loss.call import Call
 
 _ATEN = torch.ops.aten
 _TOKENS, _HIDDEN = 24, 2  # of the comparison
@@ -549,16 +549,18 @@ def emit(
     if _is_uniform(end.args[0][0]):  # then the op need not look at tokens one by one
         factor, token_weight = call(_ATEN.select.int, token_weight, 0, 0), None
     learns = [n is not None and forward.learns(n) for n in (head.input, head.weight, head.bias)]
-    budget, plan = op_plan.plan_of(
-        [n.meta["example_value"] if n is not None else None
-         for n in (x, weight, target, bias, classes, token_weight)],
-        learns, num_chunks, memory_budget,
-    )  # fmt: skip
+    arguments: list[Any] = [x, weight, target, bias, classes, token_weight]
+    options: dict[str, Any] = {
+        "reduction": "sum", "label_smoothing": tail.label_smoothing, "z_loss": tail.z_loss,
+        "softcap": head.softcap, "logit_scale": head.logit_scale, "grad_mask": learns,
+        "wants": [False] * 4,
+    }  # fmt: skip
+    values = [a if a is None else a.meta["example_value"] for a in arguments]
+    budget, plan = op_plan.plan_of(Call(*values, **options), num_chunks, memory_budget)
     made = call(
-        torch.ops.storage_ops.linear_cross_entropy.default, x, weight, target, bias, classes,
-        token_weight, None, "sum", -100, tail.label_smoothing, tail.z_loss, head.softcap,
-        head.logit_scale, False, None, None, budget, "", "", True, learns, [False] * 4,
-    )  # fmt: skip
+        torch.ops.storage_ops.linear_cross_entropy.default,
+        *Call(*arguments, **options, memory_budget=budget),
+    )
     new = call(operator.getitem, made, 0)
     if factor is not None:
         new = call(_ATEN.mul.Tensor, new, factor)

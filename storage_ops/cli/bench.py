@@ -18,6 +18,8 @@ which is in {package}.
 Unpack the source archive of version {version}, or clone the repository, and run there:
   make build && .venv/bin/python -m storage_ops bench"""
 
+HELP = "measure every part against its peers, and report"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

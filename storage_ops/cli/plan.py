@@ -15,16 +15,17 @@ from rich.table import Table
 
 import storage_ops
 from storage_ops.loss import plan as plans
-from storage_ops.loss import plan_memory, planner, tile_memory
+from storage_ops.loss import planner, schedule
 from storage_ops.loss.devices import DEVICES, Rates
-from storage_ops.loss.plan_memory import Problem
 from storage_ops.loss.planner import Plan
+from storage_ops.loss.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
 
+HELP = "how linear cross-entropy will use a memory budget"
 COLORS = {
-    plan_memory.TOKEN_CHUNKED: "green",
-    plan_memory.VOCAB_SLICED: "cyan",
-    plan_memory.RUNNING_RESCALE: "magenta",
+    schedule.TOKEN_CHUNKED: "green",
+    schedule.VOCAB_SLICED: "cyan",
+    schedule.RUNNING_RESCALE: "magenta",
 }
 
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate-dtype", help="of the sums of 16-bit gradients")
     parser.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
     parser.add_argument(
-        "--device", help=f"{', '.join(DEVICES)} (default: the GPU that is present, else h200)"
+        "--device", help=f"{', '.join(DEVICES)} (default: the GPU that torch finds, else h200)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, help="draw time against budget into this file")
@@ -64,10 +65,10 @@ class Curve:
 
 def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
     """Budgets from the smallest possible, by steps of two, to the whole logits; and `extra`."""
-    logits = p.tokens * tile_memory.padded(p.vocab) * p.itemsize
+    logits = p.tokens * padded(p.vocab) * p.itemsize
     least = planner.smallest_budget(p)
     # The logits in one tile, with all that goes with them.
-    most = max(plan_memory.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)
+    most = max(planner.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)
     octaves = math.log2(max(logits / least, 1))
     # Eight or so: half steps on a short way, double ones on a long one.
     step = 0.5 if octaves < 5 else 1 if octaves < 10 else 2
@@ -78,7 +79,7 @@ def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
     floor = 2 * p.tokens * p.hidden * p.vocab * (1 + sum(p.grads[:2]))
     return Curve(
         [(budget, planner.choose(p, budget, rates)) for budget in sorted(budgets)],
-        floor / rates.flops(p.itemsize, p.upcast),
+        floor / p.matmul.rate(rates),
         logits,
     )
 
@@ -98,6 +99,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code."""
     try:
         device = _device(args.device)
+        if device == "cpu" and storage_ops.import_error is not None:
+            raise ImportError(
+                "--device is cpu; a plan for it depends on the threads of torch and on the native "
+                "products, and torch is not imported here. Where it is installed, run: "
+                "python -m storage_ops plan"
+            )
         p = plans.problem_of(
             args.tokens, args.hidden, args.vocab, args.dtype, args.grads, args.reduction,
             args.accumulate_dtype, args.max_valid, device,

@@ -9,17 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from storage_ops.loss import plan_memory, planner
+from storage_ops.loss import planner, schedule
 from storage_ops.loss.devices import Rates
-from storage_ops.loss.plan_memory import Problem
 from storage_ops.loss.planner import Plan
+from storage_ops.loss.problem import Problem
 from storage_ops.quantities import readable
 
 # Told apart without colour vision, too: Okabe and Ito's palette.
 COLORS = {
-    plan_memory.TOKEN_CHUNKED: "#009e73",
-    plan_memory.VOCAB_SLICED: "#0072b2",
-    plan_memory.RUNNING_RESCALE: "#cc79a7",
+    schedule.TOKEN_CHUNKED: "#009e73",
+    schedule.VOCAB_SLICED: "#0072b2",
+    schedule.RUNNING_RESCALE: "#cc79a7",
 }
 SAMPLES = 160  # budgets that the curve is drawn through
 
@@ -29,7 +29,7 @@ def draw(
 ) -> None:
     """Draw predicted time against budget, strategies by colour, and the chosen plan."""
     least = planner.smallest_budget(p)
-    whole = plan_memory.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab)
+    whole = planner.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab)
     left, right = 0.7 * least, 1.5 * max(whole, least, budget)
     points = _points(p, rates, right, {least, whole, budget})
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
@@ -90,8 +90,7 @@ def _curve(axes: Axes, points: list[tuple[int, Plan]]) -> None:
         if corner is not None:  # the step down from one strategy to the next
             across = [corner[0], budgets[0], budgets[0]]
             axes.plot(across, [corner[1], corner[1], times[0]], color="0.6", lw=1)
-        label = plan.mode if plan.strategy in plan.mode else f"{plan.mode}, {plan.strategy}"
         axes.step(budgets, times, where="post", color=COLORS[plan.strategy], lw=2.5,
-                  label=None if plan.strategy in seen else label)  # fmt: skip
+                  label=None if plan.strategy in seen else plan.strategy)  # fmt: skip
         seen.add(plan.strategy)
         corner = budgets[-1], times[-1]

@@ -1,1 +1,6 @@
-"""Other libraries' models on the ops of this package."""
+"""Models of other libraries on the ops of this package; none of the libraries is imported.
+
+`transformers.py` patches a Hugging Face causal language model. The model's own forward runs; while
+it is given labels, its output layer returns *deferred logits* (`deferred_logits.py`), which record
+what the model does to them until its cross-entropy becomes `linear_cross_entropy`.
+"""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from storage_ops.loss import op as loss_autograd
-from storage_ops.loss import ranks
+from storage_ops.loss import op, ranks
+from storage_ops.loss.call import Call
 from storage_ops.loss.checks import check_arguments, check_types, names_of
 from storage_ops.loss.planner import Plan
 from storage_ops.quantities import parse_bytes
@@ -161,25 +161,26 @@ def linear_cross_entropy(
     )  # fmt: skip
     _refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     given = (input, linear_weight, linear_bias)
-    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in given)
     wants = [name in returns for name in ("nll", "lse", "entropy", "argmax")]
     wants[1] = wants[1] or "z_loss" in returns
     wants[3] = wants[3] or "correct" in returns
-    early = (
+    in_forward = (
         reduction != "none"
         and accumulate_into is None
         and input.dtype != torch.float16  # its range is too small before upstream is known
         and not target.requires_grad
         and not any(name in returns for name in ("nll", "lse", "entropy"))
-        and not loss_autograd.transforming()
+        and not op.transforming()
     )
-    loss, nll, lse, entropy, argmax, *_ = loss_autograd.call(
+    call = Call._make((
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, shift,
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
-        "" if plan is None else plan.key, ranks.name_of(process_group), early, needs,
-        wants,
-    )  # fmt: skip
+        "" if plan is None else plan.key, ranks.name_of(process_group), in_forward, needs,
+        tuple(wants),
+    ))  # fmt: skip
+    loss, nll, lse, entropy, argmax, *_ = op.apply(call)
     results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
     if "z_loss" in returns:
         results["z_loss"] = z_loss * lse.detach().square()
@@ -200,7 +201,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError(loss_autograd.NOT_FORWARD)
+        raise RuntimeError(op.NOT_FORWARD)
 
 
 class LinearCrossEntropyLoss(nn.Module):

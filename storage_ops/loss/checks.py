@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.loss.tokens import arithmetic
+from storage_ops.loss.call import arithmetic
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int64, torch.int32)

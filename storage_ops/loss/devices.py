@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -85,3 +89,23 @@ def of_gpu(name: str) -> Rates | None:
     """The rates of a GPU by the name that its driver gives it, as in "NVIDIA H100 80GB HBM3"."""
     letters = re.sub("[^a-z0-9]", "", name.lower())
     return next((rates for key, rates in GPUS.items() if key in letters), None)
+
+
+@functools.cache
+def rates_of(device: torch.device) -> Rates:
+    """What plans for a device are made with. Of a GPU that is not known, an A100's ratios."""
+    import torch
+
+    if device.type != "cuda":
+        return CPU
+    return of_gpu(torch.cuda.get_device_name(device)) or GPUS["a100"]
+
+
+@functools.cache
+def has_row_kernel(device: str) -> bool:
+    """Whether the row kernel is native on a kind of device, not plain torch."""
+    import torch
+
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return key is not None and has_kernel("storage_ops::_cross_entropy_rows", key)

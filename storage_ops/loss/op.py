@@ -8,7 +8,6 @@ forms the logits once more in the backward, when it knows what each of them is w
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,30 +16,22 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake, register_vmap
 
-from storage_ops import _schemas
-from storage_ops.loss import plan_memory, planner, ranks
-from storage_ops.loss import reference as loss_reference
-from storage_ops.loss import tiles as loss_tiles
-from storage_ops.loss.plan_memory import STATE_ROWS
-from storage_ops.loss.task import Task, casts, new_state
-from storage_ops.loss.tokens import (
-    Outputs,
-    Spec,
-    Tokens,
-    arithmetic,
-    copy_elements,
-    reduce,
-    scale_of,
-    tokens_of,
-    upstream_of,
-)
-from storage_ops.matmul import products
+from storage_ops import _schemas, matmul
+from storage_ops.loss import formulas, planner, reference
+from storage_ops.loss.call import TENSORS, Call, arithmetic
+from storage_ops.loss.cost import STATE_ROWS
+from storage_ops.loss.devices import has_row_kernel, rates_of
+from storage_ops.loss.problem import Problem
+from storage_ops.loss.ranks import ranks_of
+from storage_ops.loss.run import Operands, Run
+from storage_ops.loss.tokens import Tokens, copy_elements, tokens_of
+from storage_ops.matmul import reference as matmul_reference
+from storage_ops.matmul.aten import takes
 from storage_ops.matmul.full_sums import full_sums
 
 _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 4  # of the forward's outputs: loss, nll, lse, entropy
-_TENSORS = 7  # leading arguments of the forward: tensors, accumulate_into last
-_UPSTREAM = 5  # leading arguments of the backward, before those of the forward
+_UPSTREAM = 5  # arguments of the backward before those of the forward: gradients, and the state
 _NOT_TWICE = (
     "linear_cross_entropy: its gradient was differentiated; double backward is not supported, use "
     "torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) where you need it"
@@ -51,141 +42,120 @@ NOT_FORWARD = (
 )
 
 
-def problem_of(
-    tokens: Tokens, weight: Tensor, spec: Spec, grads: tuple[bool, bool, bool], early: bool,
-    into: Tensor | None = None, bias: Tensor | None = None,
-) -> plan_memory.Problem:  # fmt: skip
+def problem_of(call: Call, tokens: Tokens) -> Problem:
     """What the plan of a call depends on."""
-    x = tokens.x
-    cast = arithmetic(x.dtype).itemsize if casts(tokens) else 0
-    copies = sum(t.nbytes for t in (x, weight) if not products.takes(t))
-    copies += copy_elements(bias, x.dtype) * x.element_size()
-    own = spec.accumulate_dtype == x.dtype
-    return plan_memory.Problem(
+    x, weight = tokens.x, call.weight
+    copies = sum(t.nbytes for t in (x, weight) if not takes(t))
+    copies += copy_elements(call.bias, x.dtype) * x.element_size()
+    # Every rank must plan alike.
+    threads = 1 if call.group else torch.get_num_threads()
+    return Problem(
         tokens.count,
         x.shape[1],
         len(weight),
-        x.element_size(),
-        grads,
-        sums_fp32=not own,
-        early=early,
-        rescale=not tokens.probabilities
-        and not spec.group
-        and not (spec.label_smoothing and spec.softcap),
-        into=into is not None,
-        gather=tokens.kept is not None,
-        masked=tokens.masked,
-        left_out=len(x) - tokens.count,
-        **products.traits(x.dtype, x.device.type),
-        threads=1 if spec.group else torch.get_num_threads(),  # every rank must plan alike
-        cast_bytes=cast,
+        matmul.of(x.dtype, x.device.type, threads),
+        len(x) - tokens.count,
+        (call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
+        sums_fp32=call.accumulate_dtype != x.dtype,
+        in_forward=call.in_forward,
+        rescales=not tokens.probabilities
+        and not call.group
+        and not (call.label_smoothing and call.softcap),
+        into=call.accumulate_into is not None,
+        gathers=tokens.kept is not None,
+        masks=tokens.masked,
+        plain=not has_row_kernel(x.device.type),
+        cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
         fixed_bytes=tokens.copied_bytes + copies,
     )
 
 
-def _task(
-    args: tuple[Any, ...], spec: Spec, grads: tuple[bool, bool, bool], early: bool
-) -> tuple[Task, planner.Plan]:
-    input, weight, target, bias, class_weight, token_weight, into = args
-    ranks.check_equal(spec.group, weight)
-    tokens = tokens_of(input, target, token_weight, class_weight, spec)
-    p = problem_of(tokens, weight, spec, grads, early, into, bias)
-    if spec.plan:
-        plan = planner.parse(p, spec.plan)
+def _operands(call: Call) -> Operands:
+    """The arguments as kernels take them, and the way through the logits."""
+    ranks = ranks_of(call.group)
+    ranks.check_equal(call.weight)
+    tokens, weight = tokens_of(call, ranks), call.weight
+    p = problem_of(call, tokens)
+    if call.plan:
+        plan = planner.parse(p, call.plan)
     else:
-        plan = planner.choose(p, spec.memory_budget, products.rates_of(input.device))
-    p = dataclasses.replace(p, threads=plan.threads)
-    tokens.x = tokens.x if products.takes(tokens.x) else tokens.x.contiguous()
-    weight = weight if products.takes(weight) else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    first, vocabulary = ranks.place_of(spec.group, len(weight))
-    return Task(tokens, weight, bias, spec, p, into, vocabulary, first), plan
+        plan = planner.choose(p, call.memory_budget, rates_of(call.input.device))
+    tokens.x = tokens.x if takes(tokens.x) else tokens.x.contiguous()
+    weight = weight if takes(weight) else weight.contiguous()
+    bias = None if call.bias is None else call.bias.contiguous()
+    first, vocabulary = ranks.place(len(weight))
+    return Operands(call, tokens, weight, bias, ranks, vocabulary, first, plan.schedule_for(p))
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    tensors, options = args[:_TENSORS], args[_TENSORS:]
-    *fields, early, mask, wants = options
-    spec, input = Spec(*fields), tensors[0]
-    if early and (spec.reduction == "none" or tensors[6] is not None):
+    call = Call(*args)
+    if call.in_forward and (call.reduction == "none" or call.accumulate_into is not None):
         raise ValueError(
             "linear_cross_entropy: early is True; expected False with reduction='none' or "
             "accumulate_into, whose gradients are made in the backward"
         )
-    want_nll, want_lse, want_entropy, want_argmax = wants
-    task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), early)
-    tokens, state = task.tokens, new_state(task)
-    argmax = None
-    if want_argmax:
-        argmax = input.new_zeros(tokens.count, dtype=torch.int64)
-    if early and any(mask):
-        upstream = upstream_of(tokens, spec, scale_of(tokens, spec))
-        grads = loss_tiles.loss_and_gradients(task, plan, state, upstream, argmax)
+    given, input = _operands(call), call.input
+    tokens = given.tokens
+    if call.in_forward and any(call.grad_mask):
+        scale = formulas.scale_of(tokens, call)
+        run = Run(given, upstream=formulas.upstream_of(tokens, call, scale))
+        grads = run.statistics_and_gradients()
+        if call.grad_mask[0]:
+            grads[0] = grads[0].view(input.shape)
     else:
-        loss_tiles.statistics(task, plan, state, argmax, want_entropy)
-        grads = [input.new_empty(0) for _ in mask]
-    if early and mask[0]:
-        grads[0] = grads[0].view(input.shape)
-    out = Outputs.of(tokens, spec, state)
+        run = Run(given)
+        run.statistics()
+        grads = [input.new_empty(0) for _ in call.grad_mask]
+    state, argmax, wants = run.state, run.argmax, call.wants
+    out = formulas.Outputs.of(tokens, call, state)
     return (
-        reduce(out.loss, tokens, spec),
-        tokens.spread(out.nll) if want_nll else state.new_empty(0),
-        tokens.spread(out.lse) if want_lse else state.new_empty(0),
-        tokens.spread(out.entropy_of(state)) if want_entropy else state.new_empty(0),
+        formulas.reduce(out.loss, tokens, call),
+        tokens.spread(out.nll) if wants[0] else state.new_empty(0),
+        tokens.spread(out.lse) if wants[1] else state.new_empty(0),
+        tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),
         input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
         tokens.spread_state(state),
         *grads,
     )
 
 
-def _gradients(
-    grad_loss: Tensor | None,
-    grad_nll: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    state: Tensor,
-    *args: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by a second pass over the logits, for any upstream gradients."""
-    task, plan, state, upstream = _resumed(
-        (grad_loss, grad_nll, grad_lse, grad_entropy), state, args
-    )
-    grads = loss_tiles.gradients_of(task, plan, state, upstream)
-    if task.problem.grads[0]:
-        grads[0] = grads[0].view(args[0].shape)
-    return grads[0], grads[1], grads[2]
-
-
-def _resumed(
-    grads: tuple[Tensor | None, ...], state: Tensor, args: tuple[Any, ...]
-) -> tuple[Task, planner.Plan, Tensor, Tensor]:
-    """What a call was about to do when its forward ended, and the rows' upstream gradients."""
-    tensors, options = args[:_TENSORS], args[_TENSORS:]
-    *fields, _, mask, _ = options
-    spec = Spec(*fields)
-    task, plan = _task(tensors, spec, (mask[0], mask[1], mask[2]), False)
-    tokens = task.tokens
-    each = [None if grad is None else grad.to(state.dtype) for grad in grads]
+def _resumed(args: tuple[Any, ...]) -> Run:
+    """What a call was about to do when its forward ended, from the arguments of a backward op."""
+    call = _call_of_backward(args)
+    given, state = _operands(call), args[_UPSTREAM - 1]
+    tokens = given.tokens
+    each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
     each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
     if each[0] is not None:
-        total = each[0] if spec.reduction != "none" else tokens.collect(each[0])
-        each[0] = total * scale_of(tokens, spec)
-    return task, plan, tokens.collect_state(state), upstream_of(tokens, spec, *each)
+        total = each[0] if call.reduction != "none" else tokens.collect(each[0])
+        each[0] = total * formulas.scale_of(tokens, call)
+    upstream = formulas.upstream_of(tokens, call, *each)
+    return Run(given, tokens.collect_state(state), upstream)
+
+
+def _call_of_backward(args: tuple[Any, ...]) -> Call:
+    """The arguments of the forward; only one backward op takes accumulate_into."""
+    given = args[_UPSTREAM:]
+    if len(given) < len(Call._fields):
+        given = (*given[: TENSORS - 1], None, *given[TENSORS - 1 :])
+    # Its results are those of the backward alone.
+    return Call(*given)._replace(in_forward=False, wants=(False,) * 4)
 
 
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(*args[: _UPSTREAM + _TENSORS - 1], None, *args[_UPSTREAM + _TENSORS - 1 :])
+    """Gradients by a second pass over the logits, for any upstream gradients."""
+    run = _resumed(args)
+    call, grads = run.given.call, run.gradients()
+    return grads[0].view(call.input.shape) if call.grad_mask[0] else grads[0], grads[1], grads[2]
 
 
 def _backward_target(*args: Any) -> Tensor:
     """The gradient of targets that are probabilities."""
-    grads, state, rest = args[: _UPSTREAM - 1], args[_UPSTREAM - 1], args[_UPSTREAM:]
-    rest = (*rest[: _TENSORS - 1], None, *rest[_TENSORS - 1 :])
-    task, plan, state, upstream = _resumed(grads, state, rest)
-    return loss_tiles.target_gradient(task, plan, state, upstream, rest[2])
+    return _resumed(args).target_gradient()
 
 
 def _backward_into(*args: Any) -> tuple[Tensor, Tensor]:
-    grad_input, _, grad_bias = _gradients(*args)
+    grad_input, _, grad_bias = _backward(*args)
     return grad_input, grad_bias
 
 
@@ -233,22 +203,22 @@ def _roots(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, options = inputs[:_TENSORS], inputs[_TENSORS:]
-    *ctx.options, early, mask, ctx.wants = options
+    call = Call(*inputs)
     state, *grads = output[_DIFFERENTIABLE + 1 :]
     # Made in the forward, gradients are those of the loss alone.
-    ctx.mark_non_differentiable(*output[1 if early else _DIFFERENTIABLE :])
+    ctx.mark_non_differentiable(*output[1 if call.in_forward else _DIFFERENTIABLE :])
     ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
     needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
     # The mask of a direct caller of the op may promise less than autograd asks for.
-    ctx.ready = early and all(
-        have or not need for have, need in zip(mask, needs, strict=True)
-    )  # fmt: skip
+    ctx.ready = call.in_forward and all(
+        have or not need for have, need in zip(call.grad_mask, needs, strict=True)
+    )
+    ctx.options, ctx.wants = call[TENSORS:], call.wants
     # Not saved: others add to it in between, and may.
-    ctx.into = tensors[6]
-    ctx.roots = _roots(tensors[:_TENSORS]) if ctx.ready and not transforming() else []
+    ctx.into = call.accumulate_into
+    ctx.roots = _roots(inputs[:TENSORS]) if ctx.ready and not transforming() else []
     # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
-    saved = [g.detach() for g in grads] if ctx.ready else [state.detach(), *tensors[:6]]
+    saved = [g.detach() for g in grads] if ctx.ready else [state.detach(), *call[: TENSORS - 1]]
     ctx.save_for_backward(*saved)
 
 
@@ -290,16 +260,19 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tuple[Any, Any]:
     """Gradients of input, weight and bias, and of the target, from a second pass."""
-    arguments = [*given, *ctx.saved_tensors]
-    options = (*ctx.options, False, needs, ctx.wants)
+    state, *tensors = ctx.saved_tensors
+    call = Call._make((*tensors, ctx.into, *ctx.options))
+    call = call._replace(in_forward=False, grad_mask=tuple(needs))
+    arguments = (*given, state, *call[: TENSORS - 1])
     if ctx.into is not None:
-        made = _once(_OPS.linear_cross_entropy_backward_into, *arguments, ctx.into, *options)
+        made = _once(_OPS.linear_cross_entropy_backward_into, *arguments, *call[TENSORS - 1 :])
         needs[1], made = False, (made[0], None, made[1])
     else:
-        made = _once(_OPS.linear_cross_entropy_backward, *arguments, *options)
+        made = _once(_OPS.linear_cross_entropy_backward, *arguments, *call[TENSORS:])
     if not ctx.needs_input_grad[2]:
         return made, None
-    return made, _once(_OPS.linear_cross_entropy_backward_target, *arguments, *options)
+    target = _once(_OPS.linear_cross_entropy_backward_target, *arguments, *call[TENSORS:])
+    return made, target
 
 
 def _once(op: Callable[..., Any], *args: Any) -> Any:
@@ -340,12 +313,12 @@ def transforming() -> bool:
     return not torch.compiler.is_compiling() and bool(torch._C._are_functorch_transforms_active())
 
 
-def call(*args: Any) -> tuple[Tensor, ...]:
+def apply(call: Call) -> tuple[Tensor, ...]:
     """The forward op, in a form that eager code, torch.compile and torch.func all take."""
     if transforming():
-        outputs: tuple[Tensor, ...] = _Transformable.apply(*args)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _Transformable.apply(*call)  # type: ignore[no-untyped-call]
         return outputs
-    return tuple(_OPS.linear_cross_entropy(*args))
+    return tuple(_OPS.linear_cross_entropy(*call))
 
 
 def _looped(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -381,7 +354,10 @@ def _exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {
-    "_cross_entropy_rows": loss_reference.cross_entropy_rows,
+    "_cross_entropy_rows": reference.cross_entropy_rows,
+    "_product": matmul_reference.product,
+    "_transposed_product": matmul_reference.transposed_product,
+    "_scale": reference.scale,
     "linear_cross_entropy": _forward,
     "linear_cross_entropy_backward": _backward,
     "linear_cross_entropy_backward_into": _backward_into,
@@ -398,44 +374,44 @@ register_vmap(_NAME, _looped(_OPS.linear_cross_entropy), lib=_schemas.library)
 register_vmap(_BACKWARD_NAME, _looped(_OPS.linear_cross_entropy_backward), lib=_schemas.library)
 
 
-@register_fake("storage_ops::_cross_entropy_rows", lib=_schemas.library)
-def _(logits: Tensor, *args: Any) -> None:
-    return None
+for _name in ("_cross_entropy_rows", "_product", "_transposed_product", "_scale"):
+    register_fake(f"storage_ops::{_name}", lambda *args: None, lib=_schemas.library)
 
 
-def _fake_grads(input: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (input.shape, weight.shape, weight.shape[:1])
-    made = [input.new_empty(s if m else (0,)) for s, m in zip(shapes, mask, strict=True)]
+def _fake_grads(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (call.input.shape, call.weight.shape, call.weight.shape[:1])
+    masks = zip(shapes, call.grad_mask, strict=True)
+    made = [call.input.new_empty(shape if have else (0,)) for shape, have in masks]
     return made[0], made[1], made[2]
 
 
 @register_fake(_NAME, lib=_schemas.library)
-def _(input: Tensor, weight: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *_, early, mask, wants = args
-    spec = Spec(*args[_TENSORS - 3 : -3])
-    wide = arithmetic(input.dtype)
+def _(*args: Any) -> tuple[Tensor, ...]:
+    call = Call(*args)
+    input, wants, wide = call.input, call.wants, arithmetic(call.input.dtype)
     shape = list(input.shape[:-1])
-    if spec.shift and not (isinstance(shape[-1], int) and shape[-1] == 0):
+    if call.shift and not (isinstance(shape[-1], int) and shape[-1] == 0):
         shape[-1] -= 1
     per_token = [input.new_empty(shape if want else (0,), dtype=wide) for want in wants[:3]]
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
-    loss = input.new_empty(shape if spec.reduction == "none" else (), dtype=wide)
+    loss = input.new_empty(shape if call.reduction == "none" else (), dtype=wide)
     state = input.new_empty((STATE_ROWS, input.shape[:-1].numel()), dtype=wide)
-    made = [early and have for have in mask]
-    return loss, *per_token, argmax, state, *_fake_grads(input, weight, made)
+    made = tuple(call.in_forward and have for have in call.grad_mask)
+    return loss, *per_token, argmax, state, *_fake_grads(call._replace(grad_mask=made))
 
 
 @register_fake(_BACKWARD_NAME, lib=_schemas.library)
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_grads(args[_UPSTREAM], args[_UPSTREAM + 1], args[-2])
+    return _fake_grads(_call_of_backward(args))
 
 
 @register_fake(_BACKWARD_NAME + "_target", lib=_schemas.library)
 def _(*args: Any) -> Tensor:
-    return torch.empty_like(args[_UPSTREAM + 2], memory_format=torch.contiguous_format)
+    target = _call_of_backward(args).target
+    return torch.empty_like(target, memory_format=torch.contiguous_format)
 
 
 @register_fake(_BACKWARD_NAME + "_into", lib=_schemas.library)
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    grad_input, _, grad_bias = _fake_grads(args[_UPSTREAM], args[_UPSTREAM + 1], args[-2])
+    grad_input, _, grad_bias = _fake_grads(_call_of_backward(args))
     return grad_input, grad_bias

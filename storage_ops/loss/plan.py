@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from storage_ops import matmul
 from storage_ops.loss import planner
-from storage_ops.loss.devices import DEVICES, Rates
-from storage_ops.loss.plan_memory import Problem
+from storage_ops.loss.devices import DEVICES, Rates, has_row_kernel, rates_of
 from storage_ops.loss.planner import Plan
+from storage_ops.loss.problem import Problem
+from storage_ops.matmul import Matmul
+from storage_ops.matmul.aten import Aten
 from storage_ops.quantities import metric, parse_bytes, readable
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,8 +45,6 @@ def _check_count(argument: str, value: int, least: int, most: int | None = None)
 def default_device() -> str:
     """The GPU at hand by the name of its rates, or "cpu"."""
     import torch
-
-    from storage_ops.matmul.products import rates_of
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -86,25 +87,23 @@ def problem_of(
         _check_count("max_valid", max_valid, 0)
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
-    threads, traits = 1, {"cuda": device != "cpu"}
+    itemsize = ITEMSIZE[name]
+    products: Matmul = Aten(itemsize, cuda=True)
     if device == "cpu":
         import torch
 
-        from storage_ops.matmul import products
-
-        threads, traits = torch.get_num_threads(), products.traits(getattr(torch, name), "cpu")
+        products = matmul.of(getattr(torch, name), "cpu", torch.get_num_threads())
     return Problem(
         tokens if max_valid is None else min(tokens, max_valid),
         hidden,
         vocab,
-        ITEMSIZE[name],
+        products,
+        0 if max_valid is None else max(tokens - max_valid, 0),
         (GRADS[0] in grads, GRADS[1] in grads, GRADS[2] in grads),
         sums_fp32=not own,
-        early=reduction != "none" and name != "float16",
-        gather=max_valid is not None,
-        left_out=0 if max_valid is None else max(tokens - max_valid, 0),
-        threads=threads,
-        **traits,
+        in_forward=reduction != "none" and name != "float16",
+        gathers=max_valid is not None,
+        plain=device == "cpu" and not has_row_kernel("cpu"),
     )
 
 
@@ -138,7 +137,7 @@ def describe(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) 
     else:
         budget = "none"  # the plan is one that was insisted on
     least = readable(planner.smallest_budget(p), up=True)
-    rate = metric(rates.flops(p.itemsize, p.upcast), "FLOP/s")
+    rate = metric(p.matmul.rate(rates), "FLOP/s")
     return (
         f"{chosen}\n"
         f"  memory budget      {budget}; the smallest possible is {least}\n"
@@ -196,7 +195,7 @@ def plan(
           peak extra memory  ... MiB
           matrix products    29.44 TFLOP in 3.42 products
           memory traffic     ... GB
-          predicted time     39... ms
+          predicted time     40... ms
           memory budget      400 MiB; the smallest possible is ... MiB
           rates              H200: 790 TFLOP/s, 4.3 TB/s
         >>> p.peak_bytes <= 400 << 20

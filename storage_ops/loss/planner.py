@@ -7,38 +7,33 @@ costs is written down here once; `choose` then takes the fastest tiling that fit
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from storage_ops.loss import cost
 from storage_ops.loss.devices import CPU, Rates
-from storage_ops.loss.plan_memory import (
+from storage_ops.loss.problem import Problem, padded, parts
+from storage_ops.loss.schedule import (
+    ROWS,
     RUNNING_RESCALE,
     TOKEN_CHUNKED,
     VOCAB_SLICED,
-    Problem,
+    Schedule,
     lent_classes,
     parks,
-    peak_bytes,
-    waiting,
-    waits,
-    wide_sums,
-    without_lent,
-)
-from storage_ops.loss.tile_memory import (
-    ONE_PASS,
-    ROWS,
-    padded,
-    parked_rows,
-    parts,
-    rounded_rows,
     unpadded,
+    waiting_widths,
 )
 from storage_ops.quantities import metric, readable
 
 MIB, GIB = 1 << 20, 1 << 30
 KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms others twice
-WIDTHS = tuple(unpadded(ONE_PASS >> k) for k in range(4))  # of parts of waiting logits
+WIDTHS = tuple(unpadded(4096 >> k) for k in range(4))  # of parts of waiting logits
+FEWER = 8  # of chunks that fit whole, those of an eighth of the tokens are the smallest looked at
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
+
+
+Tile = tuple[str, int, int, int, int]  # strategy, rows, columns, widest, lent
 
 
 @dataclass(frozen=True)
@@ -90,6 +85,11 @@ class Plan:
         tiles = f"{self.rows} {self.columns} {self.widest}"
         return f"{self.strategy} {tiles} {self.threads} {int(self.lent > 0)}"
 
+    def schedule_for(self, p: Problem) -> Schedule:
+        """The steps of this plan for the problem that it was made for."""
+        p = with_threads(p, self.threads)
+        return Schedule(p, self.strategy, self.rows, self.columns, self.widest, self.lent)
+
     def __str__(self) -> str:
         products = f"{self.products:.3g} product{'s' if self.products > 1 else ''}"
         tiles = f"{self.num_chunks} x {self.num_slices} tiles of {self.rows} x {self.widest}"
@@ -102,79 +102,6 @@ class Plan:
         )
 
 
-def _cost(
-    p: Problem, strategy: str, rows: int, columns: int, slices: int, again: float, r: Rates
-) -> tuple[int, int, float]:
-    """FLOPs and bytes moved of all products, and the time they take with the row kernel."""
-    chunks = parts(p.tokens, rows)
-    columns = parts(p.vocab, slices)
-    item, n, d, v = p.itemsize, p.tokens, p.hidden, p.vocab
-    rate = r.flops(item, p.upcast)
-    if item < 4 and not p.upcast and not p.rounds:
-        rate /= 1 + r.few_rows16 / max(min(rows, n), 1)
-    # A slice that stays in the cache is read from memory once, however many chunks use it in turn.
-    reads = chunks if columns * d * item > r.cache_bytes or strategy == TOKEN_CHUNKED else 1
-    read_weight, tiles, logits = reads * v * d * item, chunks * slices, n * v * item
-    sum_item = 4 if p.mixed and chunks > 1 else item
-    each = 2 * n * d * v
-    # A CPU's sums in fp32 need products in fp32 where torch forms them.
-    slow = 0.0 if p.cuda or p.packs else rate / r.flops32 - 1
-    wide_weight, wide_input = (slow * wide for wide in wide_sums(p, rows, columns))
-    # Of every product and row kernel: operations, bytes of operands and results, bytes of sums, and
-    # how often our own copy a number of the operands, per multiplication with it.
-    n_rows, n_columns = max(min(rows, n), 1), max(min(columns, v), 1)
-    copied = 1 / n_rows
-    forward = (each, read_weight + slices * n * d * item + logits, 0, copied)
-    whole = any(p.grads) and (strategy == RUNNING_RESCALE or slices == 1)
-    work: list[tuple[float, float, int, float]] = [forward]
-    work.append((0, (2 if whole else 1) * logits, 0, 0))
-    if any(p.grads) and not whole:
-        work += [(again * each, again * forward[1], 0, copied), (0, 2 * logits, 0, 0)]
-    if p.grads[0]:
-        sums = 2 * slices * n * d * (4 if p.mixed else item) if slices > 1 else n * d * item
-        if strategy == RUNNING_RESCALE:
-            sums *= 2
-        copied = 1 / rounded_rows(n_rows, d, n_columns)
-        work.append((each, read_weight + logits, sums, copied))
-    if p.grads[1]:
-        sums = v * d * (item + (2 * reads * sum_item if reads > 1 else 0))
-        copied = 1 / rounded_rows(n_columns, d, n_rows) + 2 / max(d, 1)
-        work.append((each, logits + slices * n * d * item, sums, copied))
-    flops, moved = sum(f for f, *_ in work), sum(b + s for _, b, s, _ in work)
-    if r.overlaps:
-        # A GPU product takes the longer of its arithmetic and its traffic. Its result is added to
-        # the sum when the arithmetic of a tile is done, and has nothing to hide behind.
-        seconds = sum(max(f / rate, b / r.bandwidth) + s / r.bandwidth for f, b, s, _ in work)
-    elif p.rounds:  # all is fetched while our own products compute
-        seconds = sum(
-            max(f / rate * (1 + r.copying * copied), (b + s) / r.bandwidth)
-            for f, b, s, copied in work
-        )
-    else:
-        # Where sums are added to by our own products, they are fetched while those compute.
-        ours = p.packs and (item >= 4 or p.mixed)
-        hidden = sum(min(f / rate, s / r.bandwidth) for f, _, s, _ in work) if ours else 0
-        seconds = flops / rate + moved / r.bandwidth - hidden
-        seconds += each / rate * (p.grads[0] * wide_input + p.grads[1] * wide_weight)
-    return round(flops), round(moved), seconds + tiles * len(work) * r.launch_seconds
-
-
-def _formed_again(p: Problem, strategy: str, rows: int, columns: int, lent: int = 0) -> float:
-    """The share of the logits that is formed again for the gradient; 2 if twice."""
-    if strategy == RUNNING_RESCALE or not any(p.grads):
-        return 0
-    if lent:
-        share = lent / p.vocab
-        rest = _formed_again(without_lent(p, lent), strategy, rows, columns)
-        return 2 * share + (1 - share) * rest
-    if strategy == VOCAB_SLICED:
-        return 1
-    if waits(p, strategy, rows, columns):
-        return 0
-    parked = parked_rows(p.tokens, columns, p.hidden) if parks(p, rows) else 0
-    return (1 - columns / max(p.vocab, 1)) * (1 - parked / max(p.tokens, 1))
-
-
 def _mode(p: Problem, strategy: str, products: float) -> str:
     if not any(p.grads):
         return "no-grad 1-GEMM"
@@ -184,42 +111,39 @@ def _mode(p: Problem, strategy: str, products: float) -> str:
     return f"{frozen}{strategy} {products:.3g}-GEMM"
 
 
-def make(
-    p: Problem,
-    strategy: str,
-    rows: int,
-    columns: int,
-    rates: Rates = CPU,
-    widest: int = 0,
-    lends: bool = False,
-) -> Plan:
-    """The plan with tiles up to these, made equal; `lends`: if it can."""
+def schedule(
+    p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, lends: bool = False
+) -> Schedule:
+    """The schedule with tiles up to these, made equal; `lends`: if it can."""
     lent = lent_classes(p, strategy, rows) if lends else 0
-    rest = without_lent(p, lent)
-    columns, rows = max(1, min(columns, rest.vocab)), max(1, min(rows, p.tokens))
+    rest = p.vocab - lent
+    columns, rows = max(1, min(columns, rest)), max(1, min(rows, p.tokens))
     if strategy == TOKEN_CHUNKED and not any(p.grads):
         columns = max(1, p.vocab)  # nothing is formed again
-    slices = parts(rest.vocab, columns)
+    slices = parts(rest, columns)
     # Products of 16 rows at a time have no remainder: up to a tenth faster, measured on a CPU.
     equal = max(1, parts(p.tokens, parts(p.tokens, rows) or 1))
     rows = min(rows, -(-equal // ROWS) * ROWS)
-    chunks = parts(p.tokens, rows)
     if slices > 1:
         if strategy != TOKEN_CHUNKED:
-            columns = min(columns, padded(parts(rest.vocab, slices)))
+            columns = min(columns, padded(parts(rest, slices)))
         elif columns > 64:
             columns = unpadded(columns)
-    blocks = waiting(rest, strategy, rows, columns)
-    widest = min(widest or columns, max(blocks)) if blocks else columns
-    slices = sum(parts(width, widest) for width in blocks) or parts(rest.vocab, columns)
-    slices += parts(lent, columns)
-    again = _formed_again(p, strategy, rows, columns, lent)
-    products = 1 + p.grads[0] + p.grads[1] + again
-    flops, moved, seconds = _cost(p, strategy, rows, columns, slices, again, rates)
-    peak = peak_bytes(p, strategy, rows, columns, widest, lent)
+    widths = waiting_widths(p, strategy, rows, columns, lent)
+    widest = min(widest or columns, max(widths)) if widths else columns
+    return Schedule(p, strategy, rows, columns, widest, lent)
+
+
+def make(s: Schedule, rates: Rates = CPU, peak: int | None = None) -> Plan:
+    """A schedule and what it will cost; `peak`, if that is known."""
+    p = s.problem
+    flops, moved, seconds = cost.predict(s, rates)
+    once = 2 * p.tokens * p.hidden * p.vocab
+    products = flops / once if once else 1.0 + p.grads[0] + p.grads[1]
     return Plan(
-        strategy, rows, columns, widest, p.threads, lent, chunks, slices, products, peak, flops,
-        moved, seconds, _mode(p, strategy, products),
+        s.strategy, s.rows, s.columns, s.widest, p.matmul.threads, s.lent, s.num_chunks,
+        s.num_slices, products, cost.peak(s) if peak is None else peak, flops, moved, seconds,
+        _mode(p, s.strategy, products),
     )  # fmt: skip
 
 
@@ -230,34 +154,80 @@ def parse(p: Problem, key: str, rates: Rates = CPU) -> Plan:
     """
     strategy, rows, columns, *more = key.split()
     strategy = strategy if strategy in allowed(p) else VOCAB_SLICED
-    defaults = ["0", str(p.threads), "0"]
+    defaults = ["0", str(p.matmul.threads), "0"]
     widest, threads, lends = map(int, more + defaults[len(more) :])
-    fewer = replace(p, threads=min(p.threads, threads))
-    return _slowed(p, make(fewer, strategy, int(rows), int(columns), rates, widest, lends > 0))
+    fewer = with_threads(p, min(p.matmul.threads, threads))
+    made = schedule(fewer, strategy, int(rows), int(columns), widest, lends > 0)
+    return _slowed(p, make(made, rates))
 
 
-def _most(limit: int, fits: object, step: int = 1) -> int:
-    """The largest multiple of step up to limit for which `fits` holds; 0 if there is none.
+def with_threads(p: Problem, threads: int) -> Problem:
+    """The problem with scratch for so many threads."""
+    return replace(p, matmul=replace(p.matmul, threads=threads))
 
-    The whole may fit where a part does not: it needs no sums over parts.
+
+def _most(
+    limit: int, peak: Callable[[int], int], budget: int, step: int = 1, least: int = 1
+) -> int:
+    """The largest multiple of step, `least` to limit, whose peak is in the budget; 0 if none is.
+
+    The whole may fit where a part does not: it needs no sums over parts. The peak of a part grows
+    in proportion but for steps, so that a line through two of them tells where to look.
     """
-    if fits(limit):  # type: ignore[operator]
+    above = peak(limit)
+    if above <= budget:
         return limit
-    low, high = 0, -(-limit // step)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)  # type: ignore[operator]
-    return min(low * step, limit)
+    low, high = parts(least, step), -(-limit // step)  # the first fits, the last does not
+    if low >= high or (below := peak(low * step)) > budget:
+        return 0
+    while high - low > 1:
+        line = low + (high - low) * (budget - below) // (above - below)
+        for guess in {max(low + 1, min(line, high - 1)), max(low + 1, min(line + 1, high - 1))}:
+            if low < guess < high:
+                found = peak(guess * step)
+                if found <= budget:
+                    low, below = guess, found
+                else:
+                    high, above = guess, found
+        if high - low > 2:
+            middle = (low + high) // 2
+            found = peak(middle * step)
+            if found <= budget:
+                low, below = middle, found
+            else:
+                high, above = middle, found
+    return low * step
+
+
+def _tallest(p: Problem, name: str, budget: int) -> int:
+    """The most tokens whose logits fit whole."""
+    vocab = max(p.vocab, 1)
+    return _most(max(p.tokens, 1), lambda rows: peak_bytes(p, name, rows, vocab), budget)
+
+
+def _widest(
+    p: Problem, name: str, rows: int, budget: int, lent: int, widest: int = 0, least: int = 1
+) -> int:
+    """The most classes that fit with so many tokens."""
+    most = max(p.vocab - lent, 1)
+    return _most(most, lambda n: peak_bytes(p, name, rows, n, widest, lent), budget, 64, least)
 
 
 def allowed(p: Problem) -> list[str]:
     """The strategies that give the right result for a problem."""
     result = [VOCAB_SLICED]
-    if p.early or not any(p.grads):
+    if p.in_forward or not any(p.grads):
         result.insert(0, TOKEN_CHUNKED)
-    if p.early and p.rescale and p.grads == (True, False, False):
+    if p.in_forward and p.rescales and p.grads == (True, False, False):
         result.append(RUNNING_RESCALE)
     return result
+
+
+def peak_bytes(
+    p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, lent: int = 0
+) -> int:
+    """Peak scratch memory with tiles of exactly this size."""
+    return cost.peak(Schedule(p, strategy, rows, columns, widest or columns, lent))
 
 
 def candidates(
@@ -276,53 +246,66 @@ def candidates(
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     in_cache = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize), 64)
     # The widest slices that stay there when they are made equal.
-    cached = _most(vocab, lambda columns: parts(vocab, parts(vocab, columns)) <= in_cache, 64)
+    cached = _most(vocab, lambda columns: parts(vocab, parts(vocab, columns)), in_cache, 64)
     halved = {parts(tokens, 1 << k) for k in range((tokens - 1).bit_length() + 1)}
     heights = halved if num_chunks is None else {parts(tokens, num_chunks)}
-    tiles: set[tuple[str, int, int, int, int]] = set()
+    tiles: set[Tile] = set()
     names = allowed(p) if strategy is None else [strategy]
-    kinds = [(each, lent) for each in names for lent in {0, lent_classes(p, each, tokens)}]
-    for name, lent in kinds:
-        others = max(p.vocab - lent, 1)
+    for name in names:
+        most = 0  # tokens whose logits fit whole
+        if name != RUNNING_RESCALE:
+            most = _tallest(p, name, budget) if num_chunks is None else 0
+            whole = {n for n in heights | {most} if n and FEWER * n >= most}
+            tiles |= {(name, rows, vocab, 0, 0) for rows in whole}
+        for lent in {0, lent_classes(p, name, tokens)}:
+            if name == TOKEN_CHUNKED:
+                tiles |= set(_chunked(p, heights, most, lent, budget))
+            else:
+                tiles |= set(_sliced(p, name, heights, lent, budget, cached))
+    made = [schedule(p, *tile[:-1], lends=tile[-1] > 0) for tile in sorted(tiles)]
+    for each in dict.fromkeys(made):
+        if (peak := cost.peak(each)) <= budget:
+            yield make(each, rates, peak)
 
-        def fits(
-            rows: int, columns: int, widest: int = 0, name: str = name, lent: int = lent
-        ) -> bool:
-            return peak_bytes(p, name, rows, columns, widest, lent) <= budget
 
-        most = 0
-        if name != RUNNING_RESCALE and not lent:
-            most = _most(tokens, lambda rows: fits(rows, vocab)) if num_chunks is None else 0
-            tiles |= {(name, rows, vocab, vocab, 0) for rows in heights | {most}}
-        if name == TOKEN_CHUNKED:
-            # Fewer chunks than fit, but for a part of the logits: those are formed twice.
-            whole = parts(tokens, most) if most else 0
-            fewer = {parts(tokens, whole - k) for k in (1, 2) if k < whole}
-            for rows in heights | fewer if any(p.grads) else ():
-                if lent and not lent_classes(p, name, rows):
-                    continue
-                # What waits can be worked on in wider slices than what is kept, with more scratch.
-                for widest in {0, *WIDTHS, others} if parks(p, rows) else {0}:
-                    columns = _most(
-                        others,
-                        lambda columns, rows=rows, widest=widest: fits(rows, columns, widest),
-                        64,
-                    )
-                    if _keeps(p, rows, columns):
-                        tiles.add((name, rows, columns, widest, lent))
+def _chunked(p: Problem, heights: set[int], most: int, lent: int, budget: int) -> Iterator[Tile]:
+    """Chunks of tokens with room for a part of their logits: the others are formed twice, or wait.
+
+    They are worth it for fewer chunks than those whose logits fit whole, `most` tokens.
+    """
+    name, whole = TOKEN_CHUNKED, parts(p.tokens, most) if most else 0
+    heights = heights | {parts(p.tokens, whole - k) for k in (1, 2) if k < whole}
+    for rows in {n for n in heights if n > most} if any(p.grads) else ():
+        if lent and not lent_classes(p, name, rows):
             continue
-        for rows in heights:
-            columns = _most(others, lambda columns, rows=rows: fits(rows, columns), 64)
-            sizes = (columns, cached, padded(TILE_BYTES // (rows * p.itemsize) + 1))
-            tiles |= {(name, rows, min(columns, size), 0, lent) for size in sizes}
-    for name, rows, columns, widest, lent in sorted(tiles):
-        if rows and columns and peak_bytes(p, name, rows, columns, widest, lent) <= budget:
-            yield make(p, name, rows, columns, rates, widest, lent > 0)
+        # What waits can be worked on in wider slices than what is kept, with more scratch.
+        for widest in (0, *WIDTHS, p.vocab - lent):
+            columns = _widest(p, name, rows, budget, lent, widest, _least_kept(p, rows))
+            if columns:
+                yield name, rows, columns, widest, lent
+            if not waiting_widths(p, name, rows, columns or 64, lent):
+                break
 
 
-def _keeps(p: Problem, rows: int, columns: int) -> bool:
-    """Whether token chunks with room for so many classes are worth a look."""
-    return parks(p, rows) or columns * KEPT >= p.vocab
+def _sliced(
+    p: Problem, name: str, heights: set[int], lent: int, budget: int, cached: int
+) -> Iterator[Tile]:
+    """Slices of the vocabulary: as wide as fits, and some that stay in the cache.
+
+    Fewer tokens at a time are slower where the slice can be no wider, or they are very few.
+    """
+    for rows in sorted(heights, reverse=True):
+        columns = _widest(p, name, rows, budget, lent)
+        for size in (columns, cached, padded(TILE_BYTES // (rows * p.itemsize) + 1)):
+            if columns:
+                yield name, rows, min(columns, size), 0, lent
+        if columns == p.vocab - lent or (columns >= WIDTHS[0] // 4 and rows <= ROWS):
+            break
+
+
+def _least_kept(p: Problem, rows: int) -> int:
+    """The fewest classes, of chunks of so many tokens, that it is worth to keep the logits of."""
+    return 1 if parks(p, rows) else parts(p.vocab, KEPT)
 
 
 def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | None = None) -> int:
@@ -337,22 +320,23 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
         for rows in heights
         for lent in {0, lent_classes(p, name, rows)}
         for columns in {min(64, vocab - lent), vocab - lent}
-        if columns == vocab or name != TOKEN_CHUNKED or (any(p.grads) and _keeps(p, rows, columns))
+        if columns == vocab
+        or name != TOKEN_CHUNKED
+        or (any(p.grads) and columns >= _least_kept(p, rows))
     )
 
 
 def _with_fewer_threads(p: Problem) -> list[Problem]:
-    """The problem as it is, and with scratch for half of the threads and so on, down to one.
-
-    Scratch of other products than our own cannot be limited.
-    """
-    numbers = [p.threads >> k for k in range(p.threads.bit_length())] if p.packs else [p.threads]
-    return [replace(p, threads=threads) for threads in numbers]
+    """The problem as it is, and with scratch for half of the threads and so on, down to one."""
+    threads = p.matmul.threads
+    if not p.matmul.limits_threads:
+        return [p]
+    return [with_threads(p, threads >> k) for k in range(threads.bit_length())]
 
 
 def _slowed(p: Problem, plan: Plan) -> Plan:
     """The plan, for a problem with fewer threads, with the time that it takes with those."""
-    return replace(plan, seconds=plan.seconds * (p.threads / plan.threads))
+    return replace(plan, seconds=plan.seconds * (p.matmul.threads / plan.threads))
 
 
 def default_budget(p: Problem) -> int:
@@ -363,7 +347,7 @@ def default_budget(p: Problem) -> int:
     The sum is what chunks of tokens take, which need a product less than other plans; unless there
     are no more tokens than the hidden size: then all logits wait in the gradient of the weight.
     """
-    part = p.tokens * padded(p.vocab) * p.itemsize // (1 if p.cuda else 4)
+    part = p.tokens * padded(p.vocab) * p.itemsize // (1 if p.matmul.cuda else 4)
     chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
     sums = p.vocab * p.hidden * 4 if p.mixed and chunked and p.tokens > p.hidden else 0
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
@@ -386,15 +370,14 @@ def choose(
     least = smallest_budget(p, strategy, num_chunks)
     budget = max(default_budget(p), least) if memory_budget is None else memory_budget
     forward_and_gradients = (1 + sum(p.grads[:2])) * 2 * p.tokens * p.hidden * p.vocab
-    least_seconds = forward_and_gradients / rates.flops(p.itemsize, p.upcast)
+    least_seconds = forward_and_gradients / p.matmul.rate(rates)
     plans: list[Plan] = []
     for fewer in _with_fewer_threads(p):
-        if any(plan.seconds <= least_seconds * p.threads / fewer.threads for plan in plans):
+        slower = p.matmul.threads / fewer.matmul.threads
+        if any(plan.seconds <= least_seconds * slower for plan in plans):
             break
         plans += [
-            _slowed(p, plan)
-            for plan in candidates(fewer, budget, rates, strategy, num_chunks)
-            if plan.peak_bytes <= budget
+            _slowed(p, plan) for plan in candidates(fewer, budget, rates, strategy, num_chunks)
         ]
     if not plans:
         raise ValueError(

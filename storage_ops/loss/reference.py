@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from storage_ops.loss import tile_memory
-from storage_ops.loss.tokens import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
+from storage_ops.loss.cost import plain_rows
+from storage_ops.loss.schedule import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
 
 
 def _weighted(weight: Tensor, z: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def cross_entropy_rows(
         if phases & UPDATE:
             _mark(state, argmax, kept, outside)
         return
-    if rows > (height := tile_memory.plain_rows(rows, columns)):
+    if rows > (height := plain_rows(rows, columns)):
         for begin in range(0, rows, height):
             part = slice(begin, begin + height)
             own = upstream if upstream is None or upstream.shape[1] == 1 else upstream[:, part]
@@ -196,3 +196,9 @@ def linear_cross_entropy(
     }  # fmt: skip
     chosen = tuple(results[name] for name in returns)
     return chosen[0] if len(chosen) == 1 else chosen
+
+
+def scale(self: Tensor, factor: Tensor) -> None:
+    """Multiply `self` by a number; by 1 on a CPU, where that is known, nothing is read."""
+    if factor.device.type != "cpu" or factor.item() != 1:
+        self.mul_(factor)

@@ -1,1 +1,38 @@
-"""Losses over a vocabulary that is spread over the ranks of a process group."""
+"""The three matrix products of a tile of logits, by torch or by the package itself.
+
+With a tile of rows (tokens) by classes, and hidden size D:
+
+    LOGITS  out (rows, classes)  = x (rows, D) @ w (classes, D).T
+    INPUT   out (rows, D)       += dz (rows, classes) @ w (classes, D)
+    WEIGHT  out (classes, D)    += dz (rows, classes).T @ x (rows, D)
+
+`interface.Matmul` forms them, and tells the planner what each takes in scratch memory and in time.
+It has two implementations: `aten.Aten` calls torch, `packed.Packed` the package's own products on
+a CPU, which sum in float32 and keep to a given amount of scratch. `of` chooses one. A result is
+`wide` if 16-bit operands are multiplied into a float32 one, for sums that nothing rounds.
+
+`full_sums` is for GPUs: sums within a product are not rounded, whatever the process allows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from storage_ops.matmul import aten, packed
+from storage_ops.matmul.interface import Kind, Matmul
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Kind", "Matmul", "of"]
+
+
+@functools.cache
+def of(dtype: torch.dtype, device: str, threads: int = 1) -> Matmul:
+    """The products of a dtype on a kind of device such as "cuda", with scratch for some threads."""
+    if packed.exists(dtype, device):
+        return packed.Packed(dtype.itemsize, threads, packed.rounds(dtype))
+    if device != "cpu":
+        return aten.Aten(dtype.itemsize, cuda=device == "cuda")
+    return aten.Aten(dtype.itemsize, threads, upcasts=not aten.is_fast(dtype))

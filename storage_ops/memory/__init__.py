@@ -1,4 +1,16 @@
-"""Measure, estimate and draw what a block of code allocates."""
+"""Measure, estimate and draw what a block of code allocates.
+
+`measure.py` runs the block and counts the allocations that torch makes; a *timeline* is the level
+after each of them, and `plot.py` draws it.
+
+`estimate.py` runs it on fake tensors, as on a GPU. Every op passes a mode that books the storages
+it makes (`estimate_modes.py`) in a *ledger*, of blocks that live from when to when
+(`estimate_ledger.py`). What was there before the call is found by `estimate_inputs.py`, kernels
+that take other memory on a GPU are in `estimate_gpu.py`, sparse tensors in `estimate_sparse.py`.
+Sizes that depend on values are exact where the values are *known* (`estimate_values.py`); of the
+others the caller *assumes* something (`estimate_assume.py`), and `estimate_sizes.py` turns that
+into sizes.
+"""
 
 from storage_ops.memory.estimate import Estimate, estimate
 from storage_ops.memory.measure import Measurement, Sample, measure

@@ -194,22 +194,3 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
         to.resize_(source.nbytes())
     to.copy_(source)
     note_share(to, source)
-
-
-def product(out: Tensor, left: Tensor, right: Tensor, scratch: Tensor, add: bool) -> None:
-    """out (m, n), in fp32, = left (m, k) @ right (k, n), or out += it; needs no scratch memory."""
-    value = left.float() @ right.float()
-    out.copy_(out + value if add else value)
-
-
-def transposed_product(
-    out: Tensor, left: Tensor, right: Tensor, scratch: Tensor, add: bool
-) -> None:
-    """out (m, n) = left (k, m).T @ right (k, n), or out += it; `left` is spent."""
-    product(out, left.t(), right, scratch, add)
-
-
-def scale(self: Tensor, factor: Tensor) -> None:
-    """Multiply `self` by a number; by 1 on a CPU, where that is known, nothing is read."""
-    if factor.device.type != "cpu" or factor.item() != 1:
-        self.mul_(factor)

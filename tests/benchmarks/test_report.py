@@ -76,14 +76,31 @@ def test_pictures_are_opaque_and_light(result, tmp_path):
         assert corner.min() > 0.95 and pixels[..., :3].min() < 0.3
 
 
-def test_of_many_curves_two_are_drawn(result, monkeypatch):
+def test_of_many_curves_two_of_one_shape_are_drawn(result, monkeypatch):
     rows = [row("S", case, 1.0, mib, memory=[[0, mib], [1, 0]]) for case, mib in
             (("plain", 9.0), ("compile", 8.0), ("all", 3.0), ("compile+all", 2.0))]  # fmt: skip
+    rows.append(row("T", "all", 1.0, 1.0, memory=[[0, 1.0], [1, 0]]))
     seen = []
     monkeypatch.setattr(_pictures, "_timelines", seen.extend)
     monkeypatch.setattr(_pictures, "_save", lambda figure, path: path)
     _pictures.draw(_pictures.Path(), {**result, "rows": rows})
-    assert [r["case"] for r in seen] == ["plain", "compile+all"]
+    assert [(r["shape"], r["case"]) for r in seen] == [("S", "plain"), ("S", "compile+all")]
+
+
+def test_the_demo_is_drawn_from_its_result(tmp_path, monkeypatch):
+    rows = [{"shape": "demo", "case": case, "peak (MiB)": mib, "losses": [3.0, 2.5],
+             "timeline": [[0.0, 1.0], [0.5, mib], [1.0, 2.0]]}
+            for case, mib in (("plain PyTorch", 9.0), ("storage_ops", 4.0))]  # fmt: skip
+    seen = []
+    monkeypatch.setattr(_pictures.picture, "plot_timelines", lambda axes, runs: seen.append(runs))
+    _pictures.demo(tmp_path / "both.png", {**HEAD, "rows": rows})
+    assert [m.peak_bytes >> 20 for m in seen[0].values()] == [9, 4]
+    assert [s.nbytes >> 20 for s in seen[0]["storage_ops"].timeline] == [1, 4, 2]
+    for each in rows:  # a result that was taken before losses were kept
+        del each["losses"]
+    _pictures.demo(tmp_path / "memory.png", {**HEAD, "rows": rows})
+    both, memory = (image.imread(tmp_path / f"{name}.png") for name in ("both", "memory"))
+    assert both.shape[0] == memory.shape[0] and both.shape[1] > memory.shape[1]
 
 
 def test_what_is_ours():

@@ -1,16 +1,42 @@
 import json
+import re
 
 import pytest
+from matplotlib import image
 
-from benchmarks import _results
+from benchmarks import _pictures, _results
 from benchmarks._harness import text_of
 
 
-def test_readme_is_what_make_results_writes():
-    text = _results.README.read_text()
-    assert _results.readme(text) == text, "run `make results`"
+def test_pages_are_what_make_results_writes():
+    texts = {page.name: page.read_text() for page in _results.PAGES}
+    for name, text in texts.items():
+        assert _results.filled(text) == text, f"{name}: run `make results`"
     for name in _results.SECTIONS:
-        assert f"<!-- results: {name} -->" in text
+        assert sum(f"<!-- results: {name} -->" in text for text in texts.values()) == 1
+    assert "<!-- results: summary -->" in texts["README.md"]
+
+
+def slug(line):
+    """What a heading is linked by."""
+    return re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", _results.PAGES, ids=lambda page: page.name)
+def test_links_in_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            name, _, heading = target.partition("#")
+            found = page.parent / name
+            assert found.exists(), target
+            lines = found.read_text().splitlines() if heading else []
+            assert not heading or heading in map(slug, lines), target
+
+
+def test_the_picture_of_the_demo_is_that_of_the_kept_result(tmp_path):
+    _pictures.demo(tmp_path / "demo.png", next(_results.results_of("demo")))
+    new, old = (image.imread(path) for path in (tmp_path / "demo.png", _results.DEMO))
+    assert new.shape == old.shape and abs(new - old).mean() < 0.01, "run `make results`"
 
 
 @pytest.mark.parametrize("hardware", _results.kept())
@@ -24,13 +50,13 @@ def test_kept_results_say_what_they_are(hardware):
 
 def test_sections_between_markers_are_replaced_and_nothing_else():
     text = "1\n<!-- results: plan -->\nold\n<!-- end -->\n2\n"
-    new = _results.readme(text)
+    new = _results.filled(text)
     assert new.startswith("1\n<!-- results: plan -->\n| budget |") and new.endswith(
         "<!-- end -->\n2\n"
     )
-    assert "400 MiB" in new and "old" not in new and _results.readme(new) == new
-    with pytest.raises(ValueError, match="section is 'plans'; expected one of demo"):
-        _results.readme("<!-- results: plans -->\n<!-- end -->\n")
+    assert "400 MiB" in new and "old" not in new and _results.filled(new) == new
+    with pytest.raises(ValueError, match="section is 'plans'; expected one of summary"):
+        _results.filled("<!-- results: plans -->\n<!-- end -->\n")
 
 
 def result(commit, *rows):

@@ -6,8 +6,9 @@ from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 from benchmarks._blocks import PUBLISHED_BLOCKS, WAYS, stack, step
-from storage_ops.loss import plan_memory, planner, tile_memory
-from storage_ops.matmul import products
+from storage_ops.loss import planner
+from storage_ops.matmul import Kind, aten
+from storage_ops.matmul.interface import SLICE
 
 from .devices import each_device, requested
 
@@ -118,7 +119,7 @@ def test_products_take_a_workspace_once(kind):
         elif kind == "mm to fp32":
             torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
         else:
-            products.multiply(left, right, out, add=True)
+            aten.multiply(left, right, out, add=True)
 
     torch._C._cuda_clearCublasWorkspaces()
     with requested("cuda") as first:
@@ -128,7 +129,7 @@ def test_products_take_a_workspace_once(kind):
     print(f"{kind}: a workspace of {first.kept_bytes} bytes")
     assert first.kept_bytes <= 64 << 20
     assert second.kept_bytes == 0
-    assert second.peak_bytes <= (4 * tile_memory.SLICE * 512 if kind == "addmm to fp32" else 0)
+    assert second.peak_bytes <= (4 * SLICE * 512 if kind == "addmm to fp32" else 0)
 
 
 @pytest.mark.cuda  # for the CPU: tests/loss/test_planner.py
@@ -169,7 +170,8 @@ def test_the_loss_keeps_to_its_budget_and_plan(dtype, share, grads, reduction):
         ((problem, plan),) = chosen
         assert m.peak_bytes - returned <= plan.peak_bytes
         # 16-bit products may take less than the plan has to reserve for them.
-        reserved = plan_memory.product_bytes(problem, plan.rows, plan.widest)
+        sizes = (plan.rows, plan.widest, hidden, True)
+        reserved = max(problem.matmul.scratch_bytes(kind, *sizes) for kind in Kind)
         assert m.peak_bytes >= 0.95 * plan.peak_bytes - reserved
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from storage_ops.loss import devices
+from storage_ops import matmul
+from storage_ops.loss import devices, sums
 from storage_ops.loss import op as loss_autograd
-from storage_ops.loss import tiles as loss_tiles
+from storage_ops.loss import run as loss_run
 from storage_ops.loss import tokens as loss_rows
-from storage_ops.matmul import products
+from storage_ops.matmul import aten as products
 
 
 def numbers(t: torch.Tensor) -> np.ndarray:
@@ -94,9 +95,6 @@ def pretended(ops, adds_wide: bool):
         adds_wide: whether torch adds a product of 16-bit matrices to a wider one.
     """
 
-    def on_cuda(function):
-        return functools.cache(lambda dtype, device: function(dtype, "cuda"))
-
     kernels = {
         "mm.dtype_out": mm_wide,
         "mm.dtype": mm_new,
@@ -109,15 +107,14 @@ def pretended(ops, adds_wide: bool):
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             for name, kernel in kernels.items():
                 aten.impl(name, kernel, "CPU")
-        for name in ("has_fast_products", "packs", "rounds", "traits"):
-            patch.setattr(products, name, on_cuda(getattr(products, name)))
-        patch.setattr(products, "has_row_kernel", lambda device: True)
-        patch.setattr(products, "rates_of", lambda device: devices.GPUS["h100"])
-        patch.setattr(products, "_widens", lambda dz, out: False)
+        on_gpu = functools.cache(lambda dtype, *rest: products.Aten(dtype.itemsize, cuda=True))
+        patch.setattr(matmul, "of", on_gpu)
+        patch.setattr(loss_autograd, "has_row_kernel", lambda device: True)
+        patch.setattr(loss_autograd, "rates_of", lambda device: devices.GPUS["h100"])
         patch.setattr(products, "_adds_wide", {})
-        patch.setattr(products, "bias_gradient", bias_gradient)
         patch.setattr(products, "torch", Products())
+        patch.setattr(sums, "bias_gradient", bias_gradient)
         patch.setattr(loss_rows, "_may_count", lambda target: False)
-        patch.setattr(loss_tiles, "_OPS", ops)
+        patch.setattr(loss_run, "_OPS", ops)
         patch.setattr(loss_autograd, "_OPS", ops)
         yield

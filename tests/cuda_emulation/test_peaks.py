@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ..borrow import borrowed
-from ..loss.test_planner import plans  # noqa: F401 (a fixture of the tests)
 from ..loss import test_planner
+from ..loss.test_planner import plans  # noqa: F401 (a fixture of the tests)
 from .gpu import pretended
 
 LEFT_OUT = frozenset(

@@ -8,10 +8,13 @@ import torch.distributed as dist
 
 import storage_ops as so
 from storage_ops.loss import planner, reference
+from storage_ops.loss.problem import Problem
+from storage_ops.matmul.aten import Aten
 
 from ..ranks import run_on_ranks
 
 WORLD, VOCAB, HIDDEN = 3, 66, 8
+PART = Problem(18, HIDDEN, VOCAB // WORLD, Aten(4))
 OPTIONS = [
     {},
     {"weight": True, "label_smoothing": 0.1},
@@ -20,7 +23,7 @@ OPTIONS = [
     {"returns": ("nll", "lse", "entropy", "argmax")},
     {"reduction": "none", "weight": True},
     {"memory_budget": 9_000},
-    {"plan": planner.make(planner.Problem(18, HIDDEN, VOCAB // WORLD, 4), "token-chunked", 7, 10)},
+    {"plan": planner.make(planner.schedule(PART, "token-chunked", 7, 10))},
 ]
 
 

@@ -7,6 +7,9 @@ from torch.nn import functional as F
 
 import storage_ops as so
 from storage_ops.loss import planner, reference
+from storage_ops.loss.problem import Problem
+from storage_ops.loss.schedule import TOKEN_CHUNKED, VOCAB_SLICED
+from storage_ops.matmul.aten import Aten
 
 # Relative error in the Frobenius norm against float64. 16-bit results are rounded once on the way
 # out, their logits and logit gradients once in between.
@@ -74,13 +77,14 @@ def test_loss_and_gradients_against_float64(dtype, reduction, bias, budget):
 def test_16_bit_gradients_are_no_worse_than_those_of_the_unchunked_loss(dtype, chunks, plan):
     x, w, target, _ = problem(512, 64, 1003, dtype, bias=False)
     x, w = x * 0.5, w * 0.5
-    strategy = planner.VOCAB_SLICED if plan == "vocab-sliced" else planner.TOKEN_CHUNKED
+    strategy = VOCAB_SLICED if plan == "vocab-sliced" else TOKEN_CHUNKED
     rows, columns = {
         "token-chunked": (512 // chunks, 1003),
         "vocab-sliced": (512, max(64, 1003 // chunks)),
         "partly kept": (512 // chunks, 1003 * 2 // 5),
     }[plan]
-    forced = planner.make(planner.Problem(512, 64, 1003, 2), strategy, rows, columns)
+    p = Problem(512, 64, 1003, Aten(2))
+    forced = planner.make(planner.schedule(p, strategy, rows, columns))
     # A large upstream gradient, as from a loss scaler: without one float16 loses it in the logits.
     options = {"upstream": torch.tensor(1024.0)}
     ours = run(so.linear_cross_entropy, x, w, target, None, plan=forced, **options)

@@ -9,10 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import storage_ops as so
-from storage_ops.loss import plan_memory, planner, reference
-from storage_ops.loss import tiles as loss_tiles
+from storage_ops import matmul
+from storage_ops.loss import planner, reference
 from storage_ops.loss import tokens as loss_rows
-from storage_ops.matmul import products
+from storage_ops.loss.problem import Problem
+from storage_ops.loss.schedule import TOKEN_CHUNKED, Schedule, waiting_widths
+from storage_ops.matmul.aten import Aten
 
 TOKENS, HIDDEN, VOCAB = 6, 3, 70
 # Option -> the values it takes besides leaving it out. Tensors are made fresh for every test.
@@ -139,8 +141,13 @@ def test_options_while_sums_lie_in_the_gradient_of_the_weight(
     choice, hidden, key, dtype, tolerance, monkeypatch
 ):
     frozen = choice[0] == "frozen"  # there are no such sums, or no such gradient
-    lent, sweep = [], loss_tiles.sweep_lent
-    monkeypatch.setattr(loss_tiles, "sweep_lent", lambda *a: lent.append(a[1].lent) or sweep(*a))
+    lent, steps = [], Schedule._lenders
+
+    def noted(schedule, every):
+        lent.extend([schedule.lent] * bool(schedule.lent and every))
+        return steps(schedule, every)
+
+    monkeypatch.setattr(Schedule, "_lenders", noted)
     monkeypatch.setitem(globals(), "VOCAB", 200)
     monkeypatch.setitem(globals(), "HIDDEN", hidden)
     monkeypatch.setitem(OPTIONS, "plan", [key])
@@ -159,20 +166,21 @@ def test_options_while_sums_lie_in_the_gradient_of_the_weight(
 def test_logits_that_wait_are_not_formed_again(
     tokens, hidden, vocab, columns, widest, dtype, own, lends
 ):
-    p = planner.Problem(tokens, hidden, vocab, dtype.itemsize, sums_fp32=not own)
-    plan = planner.make(p, planner.TOKEN_CHUNKED, tokens, columns, widest=widest, lends=lends)
+    products = matmul.of(dtype, "cpu", torch.get_num_threads())
+    p = Problem(tokens, hidden, vocab, products, sums_fp32=not own)
+    plan = planner.make(planner.schedule(p, TOKEN_CHUNKED, tokens, columns, widest, lends))
     room = 5 * 2 * tokens <= 4 * vocab  # a fifth of the classes or more do not lend
-    assert bool(plan.lent) == (lends and dtype == torch.bfloat16 and not own and room)
+    assert bool(plan.lent) == (lends and p.mixed and room)
     x, w = (torch.randn(n, hidden).to(dtype).requires_grad_() for n in (tokens, vocab))
-    target, formed, form = torch.randint(vocab, (tokens,)), 0, products.logits
+    target, formed, form = torch.randint(vocab, (tokens,)), 0, type(products).logits
 
-    def counted(x, w, out, threads):
+    def counted(ours, x, w, out):
         nonlocal formed
         formed += out.numel()
-        form(x, w, out.fill_(torch.nan), threads)
+        form(ours, x, w, out.fill_(torch.nan))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "logits", counted)
+        patch.setattr(type(products), "logits", counted)
         accumulate = dtype if own else None
         loss = so.linear_cross_entropy(x, w, target, plan=plan, accumulate_dtype=accumulate)
         got = torch.autograd.grad(loss, (x, w))
@@ -188,9 +196,8 @@ def test_logits_that_wait_are_not_formed_again(
     # All slices but the narrower last one of the others have room for as many rows as planned.
     predicted = (plan.products - 2) * tokens * vocab
     assert predicted - 1 <= formed <= predicted + tokens * plan.columns
-    rest = plan_memory.without_lent(p, plan.lent)
-    if hidden >= tokens and 64 <= plan.columns < rest.vocab:
-        assert plan_memory.waiting(rest, plan.strategy, tokens, plan.columns)
+    if hidden >= tokens and 64 <= plan.columns < vocab - plan.lent:
+        assert waiting_widths(p, plan.strategy, tokens, plan.columns, plan.lent)
         assert formed == tokens * (vocab + 2 * plan.lent)
 
 
@@ -317,12 +324,12 @@ def test_accumulate_dtype_trades_accuracy_for_memory():
         so.linear_cross_entropy(x, leaf, target, accumulate_dtype=dtype,
                                 plan=Forced("token-chunked 16 3000")).backward()  # fmt: skip
         errors.append((leaf.grad.double() - exact.grad).norm())
-    if products.upcasts(x):
+    if matmul.of(torch.bfloat16, "cpu").upcasts:
         assert wide == narrow
     else:
         assert wide[0] < narrow[0]
-    p = planner.Problem(512, 64, 3000, 2)
-    own = planner.Problem(512, 64, 3000, 2, sums_fp32=False)
+    p = Problem(512, 64, 3000, Aten(2))
+    own = Problem(512, 64, 3000, Aten(2), sums_fp32=False)
     assert planner.smallest_budget(own) < planner.smallest_budget(p)
 
 

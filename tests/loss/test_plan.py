@@ -6,8 +6,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import storage_ops as so
-from storage_ops.loss import devices, plan_memory, planner
-from storage_ops.matmul.products import rates_of
+from storage_ops.loss import devices, planner, schedule
+from storage_ops.loss.devices import rates_of
+from storage_ops.loss.problem import Problem
+from storage_ops.matmul.aten import Aten
+from storage_ops.matmul.packed import Packed
 from storage_ops.quantities import metric, parse_bytes, readable
 
 R2, R5, R6, R7 = (
@@ -42,11 +45,11 @@ def test_choices_for_a_large_head_on_an_h200(options, mode, chunks, slices):
 # kernel (2 without gradients, 8 where logits are formed twice), 8 bytes per weight and chunk for
 # the sum in fp32.
 ROOFLINE = {
-    "token-chunked, 4096 rows": (BOTH, planner.TOKEN_CHUNKED, 4096, 1, [35.9, 41.1, 9.2, 11.7]),
-    "token-chunked, 2048 rows": (BOTH, planner.TOKEN_CHUNKED, 2048, 1, [37.8, 43.3, 9.7, 12.3]),
-    "vocab-sliced, 8 slices": (BOTH, planner.VOCAB_SLICED, None, 8, [46, 52.5, 12.5, 17]),
-    "frozen weight": (INPUT, planner.TOKEN_CHUNKED, 4096, 1, [23, 27, 6, 8.5]),
-    "no gradients": (NONE, planner.TOKEN_CHUNKED, 4096, 1, [11.4, 13.2, 2.96, 3.97]),
+    "token-chunked, 4096 rows": (BOTH, schedule.TOKEN_CHUNKED, 4096, 1, [35.9, 41.1, 9.2, 11.7]),
+    "token-chunked, 2048 rows": (BOTH, schedule.TOKEN_CHUNKED, 2048, 1, [37.8, 43.3, 9.7, 12.3]),
+    "vocab-sliced, 8 slices": (BOTH, schedule.VOCAB_SLICED, None, 8, [46, 52.5, 12.5, 17]),
+    "frozen weight": (INPUT, schedule.TOKEN_CHUNKED, 4096, 1, [23, 27, 6, 8.5]),
+    "no gradients": (NONE, schedule.TOKEN_CHUNKED, 4096, 1, [11.4, 13.2, 2.96, 3.97]),
 }
 
 
@@ -55,9 +58,10 @@ def test_predictions_for_an_h200_are_those_of_the_roofline(name):
     grads, strategy, rows, slices, milliseconds = ROOFLINE[name]
     for (tokens, hidden, vocab), expected in zip((R2, R5, R6, R7), milliseconds, strict=True):
         mask = tuple(which in grads for which in ("input", "weight", "bias"))
-        p = planner.Problem(tokens, hidden, vocab, 2, mask, cuda=True)
+        p = Problem(tokens, hidden, vocab, Aten(2, cuda=True), grads=mask)
         columns = vocab if slices == 1 else vocab // slices + 64
-        plan = planner.make(p, strategy, rows or tokens, columns, devices.GPUS["h200"])
+        tiles = planner.schedule(p, strategy, rows or tokens, columns)
+        plan = planner.make(tiles, devices.GPUS["h200"])
         assert abs(plan.seconds * 1e3 / expected - 1) < 0.1, (plan, expected)
 
 
@@ -67,30 +71,39 @@ def problems():
 
     flags = st.booleans()
     return st.builds(
-        planner.Problem, size(14), size(12), size(17), st.sampled_from([2, 4, 8]),
-        st.tuples(flags, flags, flags), sums_fp32=flags, early=flags, into=flags, gather=flags,
-        packs=flags, rounds=flags, threads=st.sampled_from([1, 2, 16]),
+        Problem, size(14), size(12), size(17), st.sampled_from([2, 4, 8]).map(Aten),
+        grads=st.tuples(flags, flags, flags), sums_fp32=flags, in_forward=flags, into=flags,
+        gathers=flags,
     )  # fmt: skip
 
 
 @settings(deadline=None)
-@given(problems(), st.sampled_from(list(devices.DEVICES)), st.booleans(), st.floats(1.01, 3))
+@given(
+    problems(), st.sampled_from(list(devices.DEVICES)),
+    st.sampled_from(["packed", "rounded", "aten", "upcast"]), st.sampled_from([1, 2, 16]),
+    st.floats(1.01, 3),
+)  # fmt: skip
 # The widest slices that stay in the cache are no multiple of 64.
 @example(
-    planner.Problem(3, 5462, 5441, 8, (False, False, False), early=False, gather=True),
-    "l40s", False, 1.02,
+    Problem(3, 5462, 5441, Aten(8), grads=(False,) * 3, in_forward=False, gathers=True),
+    "l40s", "aten", 1, 1.02,
 )  # fmt: skip
-def test_more_budget_is_never_slower_and_the_smallest_is_named(p, device, upcast, step):
-    cpu = device == "cpu"
-    own = cpu and p.packs and p.itemsize < 8
-    slow, rounds = cpu and p.itemsize == 2 and upcast, own and p.itemsize == 2 and p.rounds
-    p = dataclasses.replace(p, cuda=not cpu, upcast=slow and not rounds, packs=own, rounds=rounds)
+def test_more_budget_is_never_slower_and_the_smallest_is_named(p, device, kind, threads, step):
+    item, rounds = p.itemsize, False
+    if device != "cpu":
+        products = Aten(item, cuda=True)
+    elif kind in ("packed", "rounded") and item < 8:
+        rounds = kind == "rounded" and item == 2
+        products = Packed(item, threads, rounds)
+    else:
+        products = Aten(item, threads, upcasts=kind == "upcast" and item == 2)
+    p = dataclasses.replace(p, matmul=products)
     budget = least = planner.smallest_budget(p)
     with pytest.raises(ValueError, match=f"expected at least {least} "):
         planner.choose(p, least - 1, devices.DEVICES[device])
-    whole = planner.peak_bytes(p, planner.VOCAB_SLICED, p.tokens, p.vocab)
+    whole = planner.peak_bytes(p, schedule.VOCAB_SLICED, p.tokens, p.vocab)
     # Where all logits wait, a wider last slice may divide the others into one more.
-    slice_seconds = 5 * devices.DEVICES[device].launch_seconds * plan_memory.parks(p, p.tokens)
+    slice_seconds = 5 * devices.DEVICES[device].launch_seconds * schedule.parks(p, p.tokens)
     before = float("inf")
     while True:
         plan = planner.choose(p, budget, devices.DEVICES[device])
@@ -129,16 +142,16 @@ def test_a_plan_is_followed_and_gives_the_same_loss(options, capsys):
 
 def test_a_strategy_and_a_number_of_chunks_can_be_insisted_on(capsys):
     plan = so.plan(*R2, "fp32", device="h200", num_chunks=2)
-    assert (plan.strategy, plan.num_chunks, plan.num_slices) == (planner.TOKEN_CHUNKED, 2, 1)
+    assert (plan.strategy, plan.num_chunks, plan.num_slices) == (schedule.TOKEN_CHUNKED, 2, 1)
     assert "memory budget      none" in capsys.readouterr().out
     plan = so.plan(*R2, "fp32", device="h200", num_chunks=1)  # whose logits may wait elsewhere
-    assert (plan.strategy, plan.num_chunks, plan.num_slices) == (planner.TOKEN_CHUNKED, 1, 4)
+    assert (plan.strategy, plan.num_chunks, plan.num_slices) == (schedule.TOKEN_CHUNKED, 1, 4)
     assert "1 GiB, the default;" in capsys.readouterr().out
     plan = so.plan(*R2, device="h200", num_chunks=3, strategy="vocab-sliced", memory_budget="1GiB")
-    assert (plan.strategy, plan.num_chunks) == (planner.VOCAB_SLICED, 3)
+    assert (plan.strategy, plan.num_chunks) == (schedule.VOCAB_SLICED, 3)
     assert plan.peak_bytes <= 1 << 30
     plan = so.plan(*R2, device="h200", grads=INPUT, strategy="running-rescale")
-    assert plan.strategy == planner.RUNNING_RESCALE
+    assert plan.strategy == schedule.RUNNING_RESCALE
     assert so.plan(*R2, device="h200", num_chunks=8, reduction="sum").rows == 1024
     with pytest.raises(ValueError, match="memory_budget is 104857600 bytes; expected at least"):
         so.plan(*R2, device="h200", num_chunks=2, strategy="token-chunked", memory_budget="100MiB")

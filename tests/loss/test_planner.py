@@ -9,45 +9,48 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import storage_ops as so
+from storage_ops.loss import cost, planner, schedule
 from storage_ops.loss import op as loss_autograd
-from storage_ops.loss import plan_memory, planner, tile_memory
-from storage_ops.matmul import products
+from storage_ops.loss.problem import Problem, padded, parts
+from storage_ops.matmul.aten import Aten, is_fast
+from storage_ops.matmul.packed import Packed, rounds
 
 SIZES = st.integers(1, 5000)
+ITEMS = st.sampled_from([2, 4, 8])
+THREADS = st.integers(1, 4)
 PROBLEMS = st.builds(
-    planner.Problem,
+    Problem,
     SIZES,
     SIZES,
     SIZES,
-    st.sampled_from([2, 4, 8]),
-    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    st.builds(Aten, ITEMS, THREADS)
+    | st.builds(lambda item, threads: Packed(item, threads, item == 2), ITEMS, THREADS),
+    grads=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     sums_fp32=st.booleans(),
-    early=st.booleans(),
-    gather=st.booleans(),
+    in_forward=st.booleans(),
+    gathers=st.booleans(),
     left_out=st.integers(0, 5000),
-    packs=st.booleans(),
-    threads=st.integers(1, 4),
-).map(lambda p: dataclasses.replace(p, rounds=p.packs and p.itemsize == 2))
+)
 
 
 @settings(deadline=None)
 @given(PROBLEMS, st.data())
 def test_plans_keep_to_the_budget(p, data):
     least = planner.smallest_budget(p)
-    most = planner.peak_bytes(p, planner.VOCAB_SLICED, p.tokens, p.vocab)
+    most = planner.peak_bytes(p, schedule.VOCAB_SLICED, p.tokens, p.vocab)
     budget = data.draw(st.integers(least, max(2 * most, least)))
     plan = planner.choose(p, budget)
     assert plan.peak_bytes <= budget
     assert (plan.num_chunks - 1) * plan.rows < p.tokens <= plan.num_chunks * plan.rows
-    rest = plan_memory.without_lent(p, plan.lent)
-    blocks = plan_memory.waiting(rest, plan.strategy, plan.rows, plan.columns) or [rest.vocab]
-    assert sum(blocks) == rest.vocab and plan.widest <= max(blocks)
-    others = sum(tile_memory.parts(width, plan.widest) for width in blocks)
-    assert plan.num_slices == others + tile_memory.parts(plan.lent, plan.columns)
+    rest = p.vocab - plan.lent
+    blocks = schedule.waiting_widths(p, plan.strategy, plan.rows, plan.columns, plan.lent) or [rest]
+    assert sum(blocks) == rest and plan.widest <= max(blocks)
+    others = sum(parts(width, plan.widest) for width in blocks)
+    assert plan.num_slices == others + parts(plan.lent, plan.columns)
     assert plan.strategy in planner.allowed(p)
     assert planner.parse(p, plan.key) == plan
     others = [c.seconds for c in planner.candidates(p, budget)]  # none has room for all threads?
-    assert plan.seconds <= min(others) if others else plan.threads < p.threads
+    assert plan.seconds <= min(others) if others else plan.threads < p.matmul.threads
     with pytest.raises(ValueError, match=f"expected at least {least}"):
         planner.choose(p, least - 1)
 
@@ -55,16 +58,17 @@ def test_plans_keep_to_the_budget(p, data):
 @given(SIZES, SIZES, SIZES, SIZES)
 def test_logits_wait_where_nothing_is_written_before_them(vocab, rows, hidden, columns):
     columns = min(columns, vocab)
-    sizes = tile_memory.blocks(vocab, rows, hidden, columns)
-    if rows <= hidden and columns >= 64 and columns == tile_memory.unpadded(columns):
+    p = Problem(rows, hidden, vocab, Aten(4))
+    sizes = schedule.waiting_widths(p, schedule.TOKEN_CHUNKED, rows, columns)
+    if rows <= hidden and columns >= 64 and columns == schedule.unpadded(columns) < vocab:
         assert sizes
     if columns < vocab:
         left = vocab - columns
-        assert bool(sizes) == (tile_memory.block_before(columns, left, rows, hidden) > 0)
+        assert bool(sizes) == (schedule.width_before(columns, left, rows, hidden) > 0)
     if sizes:
         assert sum(sizes) == vocab and sizes[-1] == columns and min(sizes) > 0
     for width, following in itertools.pairwise(sizes):
-        assert rows * tile_memory.padded(width) <= following * hidden
+        assert rows * padded(width) <= following * hidden
 
 
 @settings(deadline=None)
@@ -74,37 +78,37 @@ def test_the_default_budget_is_always_enough(p):
 
 
 def test_choices():
-    p = planner.Problem(2048, 768, 50257, 4, (True, True, False))
-    assert planner.choose(p, 1 << 40).strategy == planner.TOKEN_CHUNKED
+    p = Problem(2048, 768, 50257, Aten(4))
+    assert planner.choose(p, 1 << 40).strategy == schedule.TOKEN_CHUNKED
     assert (
-        planner.choose(dataclasses.replace(p, into=True), 8 << 20).strategy == planner.VOCAB_SLICED
+        planner.choose(dataclasses.replace(p, into=True), 8 << 20).strategy == schedule.VOCAB_SLICED
     )
     # Of 2048 rows 768 wait in the gradient of the weight.
     tight = planner.choose(p, 4 << 20)
-    assert tight.strategy == planner.TOKEN_CHUNKED and 3.6 < tight.products < 3.625
+    assert tight.strategy == schedule.TOKEN_CHUNKED and 3.6 < tight.products < 3.625
     assert planner.choose(dataclasses.replace(p, tokens=768), 2 << 20).products == 3
     # Exactly a quarter has no room for the rows' state beside four chunks: a few classes twice.
     quarter = planner.choose(p, 2048 * 50257)
     assert (quarter.num_chunks, quarter.num_slices) == (4, 2) and 3 < quarter.products < 3.01
     frozen = dataclasses.replace(p, grads=(True, False, False))
-    assert planner.choose(frozen, 4 << 20).strategy == planner.RUNNING_RESCALE
+    assert planner.choose(frozen, 4 << 20).strategy == schedule.RUNNING_RESCALE
     assert planner.choose(frozen, 4 << 20).products == 2
     assert planner.choose(dataclasses.replace(p, grads=(False,) * 3)).products == 1
-    assert planner.choose(dataclasses.replace(p, early=False)).products == 4
+    assert planner.choose(dataclasses.replace(p, in_forward=False)).products == 4
     assert planner.choose(dataclasses.replace(p, tokens=0)).num_chunks == 0
 
 
 @pytest.fixture
 def plans(monkeypatch):
     """The plans that calls follow."""
-    followed, make = [], loss_autograd._task
+    followed, make = [], loss_autograd._operands
 
-    def noted(*args):
-        task, plan = make(*args)
-        followed.append(plan)
-        return task, plan
+    def noted(call):
+        given = make(call)
+        followed.append(planner.make(given.schedule))
+        return given
 
-    monkeypatch.setattr(loss_autograd, "_task", noted)
+    monkeypatch.setattr(loss_autograd, "_operands", noted)
     return followed
 
 
@@ -152,7 +156,7 @@ def test_measured_peak_is_what_was_planned(sizes, dtype, own, share, grads, late
     reserved = (1 << 20) * torch.get_num_threads() * (dtype.itemsize < 4)
     reserved += 24 * tokens * (not any(grads))
     if so.info()["row_kernel"] == "plain torch":
-        reserved += 4 * plan_memory.PLAIN_COPIES * tile_memory.plain_rows(tokens, vocab) * vocab
+        reserved += 4 * cost.PLAIN_COPIES * cost.plain_rows(tokens, vocab) * vocab
     assert m.peak_bytes >= 0.95 * max(predicted) - reserved
 
 
@@ -268,19 +272,19 @@ def test_the_smallest_budget_has_room_for_the_state_of_ignored_tokens(dtype, red
 
 @pytest.mark.parametrize("vocab", [2049, 2112, 2560, 3000])
 def test_tiles_do_not_get_narrow_for_lending_memory(vocab):
-    p = planner.Problem(1024, 256, vocab, 2, packs=True, rounds=True)
+    p = Problem(1024, 256, vocab, Packed(2, rounds=True))
     plan = planner.choose(p, max(1 << 20, planner.smallest_budget(p)))
     assert plan.columns >= 64 and plan.seconds < 4 * planner.choose(p).seconds
 
 
-@pytest.mark.parametrize("ask", [products.rounds, products.has_fast_products])
+@pytest.mark.parametrize("ask", [rounds, is_fast])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_processor_is_asked_and_no_mode_of_fake_tensors(ask, dtype):
     class Fake(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             raise AssertionError(f"asked of {op}")
 
-    want = ask(dtype, "cpu")
+    want = ask(dtype)
     ask.cache_clear()
     with Fake():
-        assert ask(dtype, "cpu") == want
+        assert ask(dtype) == want

@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from storage_ops.loss import devices, tile_memory
-from storage_ops.matmul import products
+from storage_ops import matmul
+from storage_ops.loss import devices
+from storage_ops.matmul import aten, packed
+from storage_ops.matmul.scratch import packed_slots, sum_slots
 
 OP = torch.ops.storage_ops._product
 NAN = float("nan")
 pytestmark = pytest.mark.skipif(
-    not products.packs(torch.bfloat16, "cpu"), reason="this build or processor has no such products"
+    not packed.exists(torch.bfloat16, "cpu"), reason="this build or processor has no such products"
 )
 
 
@@ -36,8 +38,8 @@ def check(
     whole = torch.full((m + 2, n + gap), 7.0, dtype=dtype if narrow else torch.float32)
     out = whole[1:-1, :n]
     out.copy_(torch.randn(m, n) if add else torch.full((m, n), NAN))
-    least = tile_memory.packed_slots(m, n, k, threads, narrow, direct) if slots is None else slots
-    least += tile_memory.sum_slots(m, n, k) if narrow else 0
+    least = packed_slots(m, n, k, threads, narrow, direct) if slots is None else slots
+    least += sum_slots(m, n, k) if narrow else 0
     scratch = torch.full((least + 64,), NAN)  # what lies behind what is needed stays as it is
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -82,7 +84,7 @@ def test_a_column_whose_elements_lie_apart(dtype, add):
     """The last slice of a vocabulary may have one class; torch 2.10 wrote one element of it."""
     left, right = torch.randn(57, 72).to(dtype), torch.randn(72, 1).to(dtype)
     memory = torch.full((57, 64), 0.5 if add else torch.nan, dtype=dtype)
-    products.multiply(left, right, memory[:, :1], add)
+    aten.multiply(left, right, memory[:, :1], add)
     want = left.double() @ right.double() + 0.5 * add
     atol = 0.1 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(memory[:, :1].double(), want, rtol=atol / 10, atol=atol)
@@ -90,7 +92,7 @@ def test_a_column_whose_elements_lie_apart(dtype, add):
 
 
 needs_rounding = pytest.mark.skipif(
-    not products.rounds(torch.bfloat16, "cpu"), reason="this processor has no AVX-512 BF16"
+    not packed.rounds(torch.bfloat16), reason="this processor has no AVX-512 BF16"
 )
 
 
@@ -115,7 +117,7 @@ def test_a_product_is_rounded_to_16_bits_once(m, n, k, add, transposed, gap, thr
 @example(64, 1500, 2100, torch.bfloat16, True, False, 0, 2, True)
 @example(320, 1500, 1024, torch.bfloat16, False, True, 1, 2, True)
 def test_a_left_operand_that_may_be_overwritten(m, n, k, dtype, add, whole, gap, threads, narrow):
-    narrow = narrow and products.rounds(dtype, "cpu")
+    narrow = narrow and packed.rounds(dtype)
     check(m, n, k, dtype, add, (whole, False), gap, threads=threads, narrow=narrow, spent=True)
 
 
@@ -137,8 +139,9 @@ def test_gradients_in_16_bits_are_formed_in_pieces(rows, columns):
     wide = torch.randn(rows, columns + 24).bfloat16()
     dz = wide[:, :columns]
     x, w = torch.randn(rows, 72).bfloat16(), torch.randn(columns, 72).bfloat16()
+    ours = matmul.of(torch.bfloat16, "cpu", torch.get_num_threads())
     for gradient, left, right in [
-        (products.input_gradient, dz, w), (products.weight_gradient, dz.t(), x)
+        (ours.input_gradient, dz, w), (ours.weight_gradient, dz.t(), x)
     ]:  # fmt: skip
         out = torch.full((len(left), 72), NAN, dtype=torch.bfloat16)
         once = left.double() @ right.double()
@@ -176,7 +179,7 @@ def test_a_matrix_with_other_strides():
 @pytest.mark.parametrize("m, n, k", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
 def test_nothing_to_multiply(m, n, k):
     for add in (False, True):
-        out, scratch = torch.full((m, n), 5.0), torch.empty(tile_memory.packed_slots(m, n, k, 2))
+        out, scratch = torch.full((m, n), 5.0), torch.empty(packed_slots(m, n, k, 2))
         OP(out, torch.ones(m, k), torch.ones(k, n), scratch, add)
         assert torch.equal(out, torch.full((m, n), 5.0 if add else 0.0))
 
@@ -213,14 +216,14 @@ def test_on_a_lesser_processor(capability):
     """The loops of other instruction sets, chosen once for a process."""
     code = """
 import torch
-from storage_ops.matmul import products
+from storage_ops.matmul import packed
 from tests.matmul.test_products import check
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for add in (False, True):
         for m, n, k in ((1, 1, 1), (37, 97, 300), (200, 50, 131), (9, 500, 1500)):
             for transposed in ((False, False), (True, False), (False, True), (True, True)):
                 check(m, n, k, dtype, add, transposed, 1)
-assert not products.packs(torch.float64, "cpu")
+assert not packed.exists(torch.float64, "cpu")
 """
     env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     subprocess.run([sys.executable, "-c", code], env=env, check=True)
@@ -231,14 +234,14 @@ def test_threads_that_share_a_processor_do_not_wait_for_each_other():
     """As on a busy machine. Threads that met after every block took 200 times as long."""
     code = """
 import os, time, torch
-from storage_ops.matmul import products
+from storage_ops import matmul
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before there are threads to inherit it
 left, right = torch.randn(64, 30000).bfloat16(), torch.randn(30000, 512).bfloat16()
 out = torch.empty(64, 512)
 def seconds(threads):
     torch.set_num_threads(threads)
     begin = time.process_time()
-    products.multiply(left, right, out, False)
+    matmul.of(left.dtype, "cpu", threads).multiply(left, right, out, False)
     return time.process_time() - begin
 for _ in range(5):
     times = [min(seconds(n) for _ in range(3)) for n in (1, 2)]

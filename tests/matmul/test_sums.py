@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from storage_ops.loss import cost
 from storage_ops.loss import op as loss_autograd
-from storage_ops.loss import tile_memory
-from storage_ops.matmul import products
+from storage_ops.loss.sums import bias_gradient
+from storage_ops.matmul import aten
 from storage_ops.matmul.full_sums import full_sums
 
 MATMUL = torch.backends.cuda.matmul
@@ -21,13 +22,13 @@ NAMES = (
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (900, 300), (3, tile_memory.PLAIN + 5)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (900, 300), (3, cost.PLAIN + 5)])
 def test_bias_gradient_is_summed_in_the_dtype_of_its_sum(dtype, shape):
     dz = torch.randn(shape[0], shape[1] + 3, dtype=torch.float64).to(dtype)[:, : shape[1]]
     wide = torch.promote_types(dtype, torch.float32)
     out = torch.randn(shape[1], dtype=wide)
     right, size = out.double() + dz.double().sum(0), out.double().abs() + dz.double().abs().sum(0)
-    products.bias_gradient(dz, out)
+    bias_gradient(dz, out)
     assert ((out.double() - right).abs() <= 4 * torch.finfo(wide).eps * size).all()
 
 
@@ -138,38 +139,38 @@ KERNELS = {rounds_the_product: False, rounds_the_matrix: False, adds_nothing: Fa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
 def test_adding_to_a_wider_matrix_is_tried_by_its_value(monkeypatch, kernel, dtype):
-    monkeypatch.setattr(products, "_adds_wide", {})
+    monkeypatch.setattr(aten, "_adds_wide", {})
     out = torch.empty(3, 3)
-    aten = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            aten.impl("addmm.dtype_out", kernel, "CPU")
-        assert products.adds_wide(out, dtype) == KERNELS[kernel]
-        assert products.adds_wide(out, dtype) == KERNELS[kernel]
+            library.impl("addmm.dtype_out", kernel, "CPU")
+        assert aten.adds_wide(out, dtype) == KERNELS[kernel]
+        assert aten.adds_wide(out, dtype) == KERNELS[kernel]
     finally:
-        aten._destroy()
+        library._destroy()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_what_is_fake_has_no_value_to_look_at(monkeypatch, device):
-    monkeypatch.setattr(products, "_adds_wide", {})
+    monkeypatch.setattr(aten, "_adds_wide", {})
     with FakeTensorMode():
-        adds = products.adds_wide(torch.empty(3, 3, device=device), torch.bfloat16)
+        adds = aten.adds_wide(torch.empty(3, 3, device=device), torch.bfloat16)
     # A torch without CUDA has no such product of tensors that pretend to be on a GPU.
     known = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
     assert adds == (known and (device != "cuda" or torch.backends.cuda.is_built()))
-    assert products.adds_wide(torch.empty(3, 3, device="meta"), torch.bfloat16) == known
+    assert aten.adds_wide(torch.empty(3, 3, device="meta"), torch.bfloat16) == known
     # What was answered for fake ones is no answer for others.
     assert not any(key[:2] == (torch.device("cpu"), torch.bfloat16) and not key[2]
-                   for key in products._adds_wide)  # fmt: skip
+                   for key in aten._adds_wide)  # fmt: skip
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
     out = torch.empty(3, 3).as_subclass(OnGpu)
-    monkeypatch.setattr(products, "_adds_wide", {})
+    monkeypatch.setattr(aten, "_adds_wide", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not products.adds_wide(out, torch.bfloat16)
-    assert not products._adds_wide  # it is tried later
-    products._adds_wide[out.device, torch.bfloat16, False] = True
-    assert products.adds_wide(out, torch.bfloat16)
+    assert not aten.adds_wide(out, torch.bfloat16)
+    assert not aten._adds_wide  # it is tried later
+    aten._adds_wide[out.device, torch.bfloat16, False] = True
+    assert aten.adds_wide(out, torch.bfloat16)

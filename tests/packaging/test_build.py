@@ -17,8 +17,8 @@ import setuptools
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ["setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md",
-          "CONTRIBUTING.md", "Makefile", "storage_ops", "csrc", "cuda", "build_tools",
-          "requirements"]  # fmt: skip
+          "CONTRIBUTING.md", "Makefile", "storage_ops", "storage_ops_plan.py", "csrc", "cuda",
+          "build_tools", "requirements"]  # fmt: skip
 INFO = {"compiler": "g++", "cuda": "", "cuda_archs": "", "torch_target": "2.10",
         "torch_built_with": "9.9", "bindings": "2.10 9.9"}  # fmt: skip
 
@@ -70,7 +70,8 @@ def test_pure_python_wheel_without_torch(tree):
     (wheel,) = (tree / "dist").glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "storage_ops/py.typed" in names and not any(name.endswith(".so") for name in names)
+    assert {"storage_ops/py.typed", "storage_ops_plan.py"} <= set(names)
+    assert not any(name.endswith(".so") for name in names)
 
 
 def test_a_native_build_without_torch_says_so_in_one_sentence(tree):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from storage_ops.demo.model import GPT, Config
+from storage_ops.cli.demo.model import GPT, Config
 from storage_ops.memory.measure import Measurement, measure
 
 WARM_STEPS = 2  # the first steps create optimizer state and warm caches

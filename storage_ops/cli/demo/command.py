@@ -1,18 +1,21 @@
-"""The demo from arguments to table and picture."""
+"""The demo from arguments to the table."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 import storage_ops
-from storage_ops.demo import corpus, report
-from storage_ops.demo.model import PRESETS
-from storage_ops.demo.train import Run, train
+from storage_ops.cli.demo import corpus, picture
+from storage_ops.cli.demo.model import PRESETS
+from storage_ops.cli.demo.train import Run, train
+from storage_ops.memory.plot import MIB
 
 
 def _complaint(args: argparse.Namespace) -> str | None:
@@ -64,7 +67,37 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
         device = torch.device(args.device)
         plain, ours = train(config, data, device, args.steps, args.seed, progress)
-    console.print(report.table(plain, ours, storage_ops.info()))
-    report.picture(plain, ours, args.plot)
+    console.print(_table(plain, ours, storage_ops.info()))
+    losses = {run.label: run.losses for run in (plain, ours)}
+    picture.draw(args.plot, losses, {run.label: run.memory for run in (plain, ours)})
     console.print(f"Loss and memory curves: {args.plot}")
     return 0
+
+
+def _table(plain: Run, ours: Run, info: dict[str, Any]) -> Table:
+    """Compare the two trainings."""
+    result = Table(title="The same GPT, trained twice from the same seed")
+    for column, justify in (("", "left"), (plain.label, "right"), (ours.label, "right")):
+        result.add_column(column, justify=justify)  # type: ignore[arg-type]
+    result.add_column("difference", justify="right")
+    apart = max(abs(a - b) for a, b in zip(plain.losses, ours.losses, strict=True))
+    peaks = plain.memory.peak_bytes, ours.memory.peak_bytes
+    times = plain.step_seconds, ours.step_seconds
+    finals = (f"{r.losses[-1]:.4f}" for r in (plain, ours))
+    result.add_row("final loss", *finals, f"{apart:.1e} at most")
+    result.add_row(
+        "peak memory of a step",
+        *(f"{peak / MIB:.0f} MiB" for peak in peaks),
+        f"{100 * (1 - peaks[1] / peaks[0]):.0f} % saved",
+    )
+    result.add_row(
+        "time of a step (median)",
+        *(f"{1000 * t:.0f} ms" for t in times),
+        f"x {times[1] / times[0]:.2f}",
+    )
+    result.caption = (
+        "memory above parameters and optimizer state, gradients included\n"
+        f"storage path: {info['storage_path']}, guard: {'on' if info['guard'] else 'none'}, "
+        f"row kernel: {info['row_kernel']}"
+    )
+    return result

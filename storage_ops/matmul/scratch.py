@@ -1,11 +1,11 @@
-"""How tiles of logits lie in memory, and the scratch that working on them takes."""
+"""How much scratch the package's own products take: what csrc/products knows, once more."""
 
 from __future__ import annotations
 
+import functools
+
 from storage_ops.loss import devices
 
-SLICE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
-ROWS = 16  # chunks of tokens are multiples of this
 # Rows and columns of the tile of our own products that registers hold, and the slots of depth that
 # these have of each row.
 TILE = (32, 32, 16) if devices.has_amx() else (8, 48, 1)
@@ -14,65 +14,15 @@ TILE = (32, 32, 16) if devices.has_amx() else (8, 48, 1)
 MOST = 160 << 10
 MOST_COPIED = (320 if devices.has_amx() else 160) << 10
 # Rows of a 16-bit product of our own that are formed at a time, at most.
-ROUNDED = 2048 if devices.has_amx() else SLICE
-PLAIN = 1 << 17  # elements that the row kernel in plain torch works on at a time, or one row
+ROUNDED = 2048 if devices.has_amx() else 1024
+ROWS = 16  # and at least
 # Depth of a 16-bit product of our own that needs no sums beside its result.
 ONE_PASS = 8192 if devices.has_amx() else 4096
-
-
-def padded(columns: int) -> int:
-    """Elements from one row of a tile to the next.
-
-    Rows start on 64 elements: odd sizes stay on the fast paths of products. Never a multiple of
-    512: rows a power of two apart share their places in a cache.
-    """
-    width = -(-columns // 64) * 64
-    return width + 64 if width % 512 == 0 else width
 
 
 def parts(total: int, size: int) -> int:
     """How many pieces of up to this size there are."""
     return -(-total // size) if total else 0
-
-
-def parked_rows(rows: int, columns: int, hidden: int) -> int:
-    """Of the rows of a tile, those that fit in the gradient of the weight of its classes."""
-    room = hidden * columns // padded(columns)
-    return rows if room >= rows else room // ROWS * ROWS
-
-
-def blocks(vocab: int, rows: int, hidden: int, columns: int) -> list[int]:
-    """Widths of slices of the vocabulary whose logits all wait in the weight's gradient, in order.
-
-    Those of a slice wait in the rows that the gradient of the next slice is written to afterwards.
-    Those of the last, `columns` wide, have memory of their own. With fewer tokens than the hidden
-    size the rows of a slice have room for more logits than its own, so that slices grow from the
-    last on. Empty where they would shrink instead.
-    """
-    sizes, left = [columns], vocab - columns
-    while left > 0:
-        width = block_before(sizes[-1], left, rows, hidden)
-        if not width:
-            return []
-        sizes.append(width)
-        left -= width
-    return sizes[::-1]
-
-
-def block_before(columns: int, left: int, rows: int, hidden: int) -> int:
-    """The width of the slice, of so many classes left, before one; 0 if it would be narrower.
-
-    If the last slice has one before it, then that has one too, and so on.
-    """
-    room = hidden * columns // max(rows, 1)
-    width = min(unpadded(room), left) if room >= 64 else 0
-    return width if width >= min(columns, left) else 0
-
-
-def unpadded(columns: int) -> int:
-    """The largest width of a tile, up to this, whose rows need no padding."""
-    width = max(columns // 64, 1) * 64
-    return width - 64 * (width % 512 == 0)
 
 
 def packed_slots(
@@ -124,6 +74,7 @@ def sum_slots(rows: int, columns: int, depth: int) -> int:
     return rows * columns if depth > ONE_PASS else 0
 
 
+@functools.lru_cache(maxsize=4096)
 def piece(
     rows: int, columns: int, depth: int, threads: int, rounded: bool, direct: bool
 ) -> tuple[int, int]:
@@ -133,13 +84,3 @@ def piece(
     height = rounded_rows(rows, columns, depth)
     slots = packed_slots(height, columns, depth, threads, True, direct)
     return height, slots + sum_slots(height, columns, depth)
-
-
-def plain_rows(rows: int, columns: int) -> int:
-    """Rows that the row kernel in plain torch works on at a time."""
-    return max(1, min(rows, PLAIN // max(columns, 1)))
-
-
-def plain_elements(rows: int, columns: int) -> int:
-    """The most elements of a tile, or of one with fewer columns, that it works on at a time."""
-    return max(columns, min(rows * columns, PLAIN))

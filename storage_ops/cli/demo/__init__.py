@@ -1,0 +1,40 @@
+"""`python -m storage_ops demo`: train a small GPT twice, without and with storage_ops.
+
+`corpus.py` reads text and encodes it, `model.py` is the GPT, `train.py` trains both in turn,
+`command.py` goes from arguments to the table, `picture.py` draws. The benchmarks train them too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+HELP = "train a small GPT with and without storage_ops"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--text", type=Path, help="a text file (default: Python's standard library)"
+    )
+    parser.add_argument("--preset", default="tiny", help="tiny, mini or gpt2-small")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--steps", type=int, default=32, help="optimizer steps of each training")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--plot", type=Path, default=Path("demo.png"), help="where the picture goes"
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the command; return the exit code."""
+    try:
+        from storage_ops.cli.demo import command
+    except ImportError as error:
+        console.print(
+            f"[red]The demo needs more packages[/]: {error}. Run: pip install 'storage_ops\\[demo]'"
+        )
+        return 1
+    return command.run(args, console)

@@ -1,0 +1,39 @@
+"""The demo's picture: training losses, and the memory of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from storage_ops.memory.measure import Measurement
+from storage_ops.memory.plot import plot_timelines
+
+
+def draw(
+    path: Path, losses: Mapping[str, Sequence[float]], memory: Mapping[str, Measurement]
+) -> None:
+    """Draw into a PNG.
+
+    Args:
+        losses: label -> the loss of every step; none leaves their half of the picture out.
+        memory: label -> the memory of one step.
+    """
+    figure = Figure(figsize=(11 if losses else 7, 4.2), dpi=130, layout="constrained")
+    *left, right = figure.subplots(1, 2 if losses else 1, squeeze=False)[0]
+    for axes in left:
+        for k, (label, values) in enumerate(losses.items()):
+            # The first lies under the others, wider than they are, so that equal curves are seen.
+            axes.plot(values, alpha=1 if k else 0.4, linewidth=1.2 if k else 4, label=label)
+        axes.set_xlabel("step")
+        axes.set_ylabel("training loss")
+        axes.legend()
+        axes.set_title("Training loss")
+    plot_timelines(right, memory)
+    right.set_title("Memory over one training step")
+    right.set_ylim(bottom=0)
+    for axes in figure.axes:
+        axes.grid(alpha=0.25)
+    # No version of matplotlib inside, so that the same curves give the same file.
+    figure.savefig(path, metadata={"Software": None})

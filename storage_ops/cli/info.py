@@ -1,0 +1,60 @@
+"""`python -m storage_ops info`: what this installation is; 1 when something does not work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import storage_ops
+from storage_ops import _library
+
+HELP = "versions, libraries and paths in use"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the command; return the exit code."""
+    if storage_ops.import_error is not None:
+        broken = str(storage_ops.import_error)
+        build, problems = _library.build_info(), [f"torch does not import: {broken}"]
+        facts = {"broken": broken, "build": build, "problems": problems}
+    else:
+        facts = storage_ops.info()
+    if args.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        table = Table(title="storage_ops", show_header=False)
+        for key, text in _rows(facts):
+            table.add_row(key, Text(text, style="red" if key == "problems" and facts[key] else ""))
+        console.print(table)
+    return 1 if facts["problems"] else 0
+
+
+def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The rows of one screen: names and values, the bindings for other minors on one line."""
+    rows = []
+    for key, value in facts.items():
+        if key == "skipped":
+            other = "built for torch "
+            minors = [why.split(",")[0].removeprefix(other) for why in value.values()]
+            minors = [m for m, why in zip(minors, value.values(), strict=True) if other in why]
+            left = [f"{name}: {why}" for name, why in value.items() if other not in why]
+            if minors:
+                left.append(f"bindings for torch {', '.join(minors)}: not this torch")
+            text = "\n".join(left)
+        elif isinstance(value, Mapping):
+            text = "\n".join(f"{name}: {what}" for name, what in value.items())
+        else:
+            text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+        rows.append((key, text or "none"))
+    return rows

@@ -1,0 +1,52 @@
+"""The arguments of the op, by name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TENSORS = 7  # the first arguments are tensors; accumulate_into is the last of them
+
+
+class Call(NamedTuple):
+    """The arguments of `storage_ops::linear_cross_entropy`, in the order of its schema.
+
+    Those of the public function, but for what is not in its place there: `bias` is `linear_bias`,
+    `class_weight` is `weight`, `softcap` is 0 for None, `max_valid` -1 for "sync", and `plan` and
+    `group` are the plan's key and the group's name, or "".
+
+    Attributes:
+        in_forward: the gradients are made in the forward, for a loss that is a mean or a sum.
+        grad_mask: whether input, weight and bias need gradients.
+        wants: whether nll, lse, entropy and argmax are asked for.
+    """
+
+    input: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None = None
+    class_weight: Tensor | None = None
+    token_weight: Tensor | None = None
+    accumulate_into: Tensor | None = None
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    logit_scale: float = 1.0
+    shift: bool = False
+    max_valid: int | None = None
+    accumulate_dtype: torch.dtype | None = None
+    memory_budget: int | None = None
+    plan: str = ""
+    group: str = ""
+    in_forward: bool = True
+    grad_mask: tuple[bool, ...] = (True, True, False)
+    wants: tuple[bool, ...] = (False, False, False, False)
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of everything but matrix products: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,135 @@
+"""What a schedule takes, in bytes and in time: its steps, walked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from storage_ops.loss.devices import Rates
+from storage_ops.loss.problem import Problem, padded, parts
+from storage_ops.loss.schedule import (
+    COPIED,
+    EXPONENTIALS,
+    GRADIENT,
+    INPUT,
+    MULTIPLIED,
+    RUNNING_RESCALE,
+    WEIGHT,
+    Schedule,
+    Work,
+)
+from storage_ops.matmul import Kind
+
+STATE_ROWS = 6  # of a token: shift, sum, slope, dot, mass, logit of the target; csrc/row_math.h
+PIECE = 256  # tokens whose rescaled sums are finished at a time
+PLAIN = 1 << 17  # elements that the row kernel in plain torch works on at a time, or one row
+PLAIN_COPIES = 9  # of those, most of them, that it makes
+
+
+def plain_rows(rows: int, columns: int) -> int:
+    """Rows that the row kernel in plain torch works on at a time."""
+    return max(1, min(rows, PLAIN // max(columns, 1)))
+
+
+def plain_elements(rows: int, columns: int) -> int:
+    """The most elements of a tile, or of one with fewer columns, that it works on at a time."""
+    return max(columns, min(rows * columns, PLAIN))
+
+
+def token_bytes(p: Problem) -> int:
+    """Statistics, targets, losses and upstream gradients: a few numbers for each token."""
+    numbers = 10 if p.in_forward else 16
+    kept = numbers * p.arithmetic + (32 if p.gathers else 8)
+    # The state of the rows is returned with zeros for those that are left out.
+    return p.tokens * kept + p.left_out * STATE_ROWS * p.arithmetic + 512
+
+
+def peak(s: Schedule) -> int:
+    """Peak scratch memory beyond inputs, outputs and returned gradients."""
+    p, d, item = s.problem, s.problem.hidden, s.problem.itemsize
+    wide_input, wide_weight = s.wide_input, s.wide_weight
+    tile = s.rows * padded(s.columns) * item
+    if p.gathers or p.masks:
+        tile += s.rows * d * item
+    extra = _extra(p, wide_input, wide_weight)
+    tile += max((extra(work) for work in s.work), default=0)
+    # Sums in fp32; what is returned is rounded from them when the tile is gone.
+    sums = late = 0
+    if wide_weight and not p.into:
+        whole = not s.by_slice or s.columns >= p.vocab
+        sums += (p.vocab if whole else s.columns) * d * 4
+        late += p.vocab * d * item * whole
+    if wide_input and not s.lent:
+        tokens = (p.tokens + p.left_out) * d
+        sums, late = sums + tokens * 4, late + tokens * item
+    if s.strategy == RUNNING_RESCALE:
+        tile = max(tile, 3 * min(PIECE, p.tokens) * d * p.arithmetic)
+    base = token_bytes(p) + p.fixed_bytes + p.vocab * p.arithmetic * p.grads[2]
+    return base + max(sums + tile - late, sums)
+
+
+def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], int]:
+    """How much a step takes at a time, at most, besides its tile."""
+    item, d, arithmetic, m = p.itemsize, p.hidden, p.arithmetic, p.matmul
+    with_input, with_weight, with_bias = p.grads
+    converts = with_bias and item < 4 and not m.cuda
+
+    def extra(work: Work) -> int:
+        rows, classes, origin, phases, adds = work
+        most = m.scratch_bytes(Kind.LOGITS, rows, classes, d, False) if origin == MULTIPLIED else 0
+        if phases and (p.plain or p.cast_bytes):
+            copies = PLAIN_COPIES * arithmetic * plain_elements(rows, classes) * p.plain
+            most = max(most, copies + rows * classes * p.cast_bytes)
+        if adds & INPUT and with_input:
+            size = m.scratch_bytes(Kind.INPUT, rows, classes, d, wide_input)
+            if p.gathers:  # the rows' part, and with EXPONENTIALS the sum that is rescaled
+                size += rows * d * (arithmetic if wide_input else item)
+                size = max(size, rows * d * arithmetic * (phases & EXPONENTIALS > 0))
+            most = max(most, size)
+        if adds & WEIGHT and with_weight:
+            most = max(most, m.scratch_bytes(Kind.WEIGHT, rows, classes, d, wide_weight))
+        if adds & WEIGHT and with_bias:
+            copies = arithmetic * plain_elements(rows, classes) * converts
+            most = max(most, copies + 2 * classes * arithmetic)
+        return most
+
+    return extra
+
+
+def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
+    """FLOPs of the products, bytes that are read from and written to memory, and the time."""
+    p, m, d, item = s.problem, s.problem.matmul, s.problem.hidden, s.problem.itemsize
+    chunks = s.num_chunks
+    # A slice that stays in the cache is read from memory once, however many chunks use it in turn.
+    slices = s.num_slices
+    cached = s.by_slice and parts(p.vocab, slices) * d * item <= rates.cache_bytes
+    share = 1 / chunks if cached and chunks else 1.0
+    input_sum = d * (4 if p.mixed else item) * 2 if slices > 1 else d * item
+    input_sum *= 2 if s.strategy == RUNNING_RESCALE else 1
+    weight_sum = d * item / max(chunks, 1)
+    if chunks > 1 and not cached:
+        weight_sum += 2 * d * (4 if p.mixed else item)
+    wide_input, wide_weight = s.wide_input, s.wide_weight
+    flops, moved, seconds = 0, 0.0, 0.0
+    for (rows, classes, origin, phases, adds), times in s.work.items():
+        tile, weight = rows * classes * item, classes * d * item * share
+        products = []  # kind, whether it is wide, bytes of operands and result, bytes of sums
+        if origin == MULTIPLIED:
+            products.append((Kind.LOGITS, False, weight + rows * d * item + tile, 0.0))
+        if adds & INPUT and p.grads[0]:
+            products.append((Kind.INPUT, wide_input, weight + tile, rows * input_sum))
+        if adds & WEIGHT and p.grads[1]:
+            products.append(
+                (Kind.WEIGHT, wide_weight, float(tile + rows * d * item), classes * weight_sum)
+            )
+        # The row kernel writes the gradient over the logits.
+        passes = 2 if origin == COPIED or phases & (GRADIENT | EXPONENTIALS) else int(phases > 0)
+        time = passes * tile / rates.bandwidth
+        time += (len(products) + (passes > 0)) * rates.launch_seconds
+        bytes_moved = float(passes * tile)
+        for kind, wide, read, sums in products:
+            time += m.seconds(kind, rows, classes, d, wide, read, sums, rates)
+            bytes_moved += read + sums
+        flops += 2 * rows * classes * d * len(products) * times
+        moved += bytes_moved * times
+        seconds += time * times
+    return flops, round(moved), seconds

@@ -1,0 +1,128 @@
+"""What linear cross-entropy computes for each token, before and after its tiles of logits.
+
+With z the logits of a token, lse = log sum exp z, t its target, w the weights of the classes, e the
+label smoothing, V the number of classes and a the weight of the token:
+
+    loss = a * ((1 - e) w_t (lse - z_t) + e/V sum_j w_j (lse - z_j) + z_loss * lse^2)
+
+and with a distribution q as target, q' = (1 - e) q + e/V:
+
+    loss = a * (sum_j w_j q'_j (lse - z_j) + z_loss * lse^2)
+
+The mean divides the sum by that of a * w_t, or of a for distributions, over the tokens that are not
+ignored: torch's definition for class weights, extended to token weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from storage_ops.loss.call import Call, arithmetic
+from storage_ops.loss.tokens import Tokens
+
+
+def denominator(tokens: Tokens, call: Call) -> Tensor:
+    """What the mean divides by; 0-dimensional, on the device."""
+    dtype = arithmetic(tokens.x.dtype)
+    if tokens.probabilities:
+        if tokens.token_weight is not None:
+            return tokens.token_weight.sum()
+        return torch.full((), tokens.count, dtype=dtype, device=tokens.x.device)
+    valid = tokens.target != call.ignore_index
+    each = valid.to(dtype) if tokens.target_weight is None else tokens.target_weight
+    if tokens.token_weight is not None:
+        each = each * tokens.token_weight
+    return torch.where(valid, each, 0).sum()
+
+
+def scale_of(tokens: Tokens, call: Call) -> Tensor:
+    """What the gradient of a reduced loss with respect to a token's is; 0 where a mean has none."""
+    if call.reduction != "mean":
+        return torch.ones((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
+    total = denominator(tokens, call)
+    return torch.where(total == 0, 0, total.reciprocal())
+
+
+def upstream_of(
+    tokens: Tokens,
+    call: Call,
+    loss: Tensor | None,
+    nll: Tensor | None = None,
+    lse: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> Tensor:
+    """Rows of upstream gradient for the row kernel: target, spread, lse, entropy, square.
+
+    Args: gradients with respect to each token's reduced loss, nll, lse and entropy: 0-dimensional
+    or (n,).
+    """
+    zero = torch.zeros((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
+    loss = zero if loss is None else loss
+    if tokens.token_weight is not None:
+        loss = loss * tokens.token_weight
+    target: Tensor | None = None
+    spread: Tensor | None = None
+    if tokens.probabilities:
+        spread = loss if nll is None else loss + nll
+    else:
+        target = loss if tokens.target_weight is None else loss * tokens.target_weight
+        if call.label_smoothing:
+            target, spread = target * (1 - call.label_smoothing), loss
+        target = target if nll is None else target + nll
+    square = 2 * call.z_loss * loss if call.z_loss else None
+    rows = [target, spread, lse, entropy, square]
+    while len(rows) > 1 and rows[-1] is None:  # the kernel takes missing rows as zeros
+        rows.pop()
+    filled = [zero if row is None else row for row in rows]
+    wide = next((len(row) for row in filled if row.dim()), 1)
+    return torch.stack([row.expand(wide) for row in filled])
+
+
+@dataclass
+class Outputs:
+    """Per-token results (n,), from the finished state of the rows."""
+
+    nll: Tensor
+    lse: Tensor
+    loss: Tensor  # times the token's weight, not reduced
+
+    @staticmethod
+    def of(tokens: Tokens, call: Call, state: Tensor) -> Outputs:
+        """Loss, nll and log-sum-exp. Ignored rows have a state that makes all of them 0."""
+        shift, total, _, dot, mass, logit = state.unbind(0)
+        log_sum = total.log()
+        # A row with an infinite logit has a sum of nan, but its log-sum-exp is infinite.
+        lse = torch.where(shift == float("inf"), shift, shift + log_sum)
+        if tokens.probabilities:
+            loss = nll = mass * log_sum - dot
+        else:
+            loss = nll = log_sum + (shift - logit)
+            if tokens.target_weight is not None:
+                loss = loss * tokens.target_weight
+            if call.label_smoothing:
+                loss = loss * (1 - call.label_smoothing) + (mass * log_sum - dot)
+        if call.z_loss:
+            loss = loss + call.z_loss * lse.square()
+        if tokens.token_weight is not None:
+            loss = torch.where(tokens.token_weight == 0, 0, loss * tokens.token_weight)
+        if tokens.broken is not None:
+            loss = torch.where(tokens.broken, float("nan"), loss)
+        return Outputs(nll, lse, loss)
+
+    @staticmethod
+    def entropy_of(state: Tensor) -> Tensor:
+        """Entropy of each row's softmax, in nats."""
+        _, total, slope, *_ = state.unbind(0)
+        return total.log() - slope / total
+
+
+def reduce(loss: Tensor, tokens: Tokens, call: Call) -> Tensor:
+    """The loss that is returned."""
+    if call.reduction == "none":
+        return tokens.spread(loss)
+    if call.reduction == "sum":
+        return loss.sum()
+    return loss.sum() / denominator(tokens, call)

@@ -1,0 +1,74 @@
+"""What a plan of linear cross-entropy depends on. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from storage_ops.matmul import Matmul
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that a plan depends on: sizes, options, and who multiplies.
+
+    Attributes:
+        tokens, hidden, vocab: N, D and V of `input (N, D) @ linear_weight (V, D).T`.
+        matmul: the products, with the size of an element of input and weight.
+        left_out: rows of the input, beyond those tokens, that are ignored.
+        grads: whether input, weight and bias need gradients.
+        sums_fp32: gradients of 16-bit arguments are summed in fp32.
+        in_forward: the gradients are made in the forward: one upstream number scales them.
+        rescales: a row's gradient is its probabilities times one number, less its target's part.
+        into: the gradient of the weight is added to a given fp32 buffer, not returned.
+        gathers: rows of ignored tokens are left out; `tokens` counts the others.
+        masks: rows of the input are copied, for those of weight 0 to be 0.
+        plain: the row kernel is plain torch, which makes copies of some rows of a tile.
+        cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
+        fixed_bytes: copies of arguments whose strides or dtype no kernel takes.
+    """
+
+    tokens: int
+    hidden: int
+    vocab: int
+    matmul: Matmul
+    left_out: int = 0
+    grads: tuple[bool, bool, bool] = (True, True, False)
+    sums_fp32: bool = True
+    in_forward: bool = True
+    rescales: bool = True
+    into: bool = False
+    gathers: bool = False
+    masks: bool = False
+    plain: bool = False
+    cast_bytes: int = 0
+    fixed_bytes: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of input and weight."""
+        return self.matmul.itemsize
+
+    @property
+    def arithmetic(self) -> int:
+        """Bytes per element of what is computed in full precision."""
+        return max(self.itemsize, 4)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether sums of gradients may be in a wider dtype than what is returned."""
+        return self.itemsize < 4 and (self.sums_fp32 or self.matmul.upcasts)
+
+
+def parts(total: int, size: int) -> int:
+    """How many pieces of up to this size there are."""
+    return -(-total // size) if total else 0
+
+
+def padded(columns: int) -> int:
+    """Elements from one row of a tile to the next.
+
+    Rows start on 64 elements: odd sizes stay on the fast paths of products. Never a multiple of
+    512: rows a power of two apart share their places in a cache.
+    """
+    width = -(-columns // 64) * 64
+    return width + 64 if width % 512 == 0 else width

@@ -1,0 +1,181 @@
+"""Where the gradients of linear cross-entropy are summed over tiles of logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from storage_ops.loss.call import arithmetic
+from storage_ops.loss.cost import PIECE, plain_rows
+from storage_ops.loss.schedule import INPUT, WEIGHT, Step, slices
+
+if TYPE_CHECKING:
+    from storage_ops.loss.run import Operands
+
+
+class Sums:
+    """Sums of the tiles' gradients, in the widest dtype that the plan has memory for.
+
+    Attributes:
+        input: (N, D), until `finish_input`; None if it has no gradient.
+        weight: (V, D) where the gradient goes; None if it is rounded from a sum at the end.
+        bias: (V,), or None.
+    """
+
+    def __init__(self, given: Operands) -> None:
+        self._given, self._matmul = given, given.schedule.problem.matmul
+        s, p = given.schedule, given.schedule.problem
+        x, w, into = given.tokens.x, given.weight, given.call.accumulate_into
+        wide = arithmetic(x.dtype)
+        self.input: Tensor | None = None
+        self._input = w.new_empty(0)
+        self.weight: Tensor | None = None
+        self.bias = w.new_zeros(len(w), dtype=wide) if p.grads[2] else None
+        self._wide: Tensor | None = None  # the sum of a slice of the vocabulary, or of all of it
+        if p.grads[1]:
+            by_slice = s.by_slice and s.num_slices > 1
+            if into is not None:
+                self.weight = into
+            elif not s.num_chunks:
+                self.weight = torch.zeros_like(w, memory_format=torch.contiguous_format)
+            elif not s.wide_weight or by_slice:
+                self.weight = torch.empty_like(w, memory_format=torch.contiguous_format)
+            if s.wide_weight and into is None:
+                self._wide = w.new_empty(s.columns if by_slice else len(w), w.shape[1], dtype=wide)
+        if p.grads[0]:
+            if s.lent:
+                self.input = self.unwritten(slice(0, s.lent)).view(wide).view(x.shape)
+            else:
+                self.input = x.new_empty(x.shape, dtype=wide if s.wide_input else x.dtype)
+            # Rows that are left out, and inputs without a class, keep their 0.
+            if given.tokens.kept is not None or not s.num_slices:
+                self.input.zero_()
+            else:
+                self.input[given.tokens.count :] = 0
+        self._begun: set[int] = set()  # rows, by the first of them, that the input's sum has
+
+    def unwritten(self, classes: slice) -> Tensor:
+        """The memory of the weight's gradient of these classes, before it is written."""
+        assert self.weight is not None
+        return self.weight[classes].view(-1)
+
+    def add(self, step: Step, x: Tensor, dz: Tensor) -> None:
+        """Add what the gradient of a tile of logits gives; the tile may be overwritten."""
+        if step.adds & INPUT:
+            self._add_to_input(step, x, dz)
+        if step.adds & WEIGHT:
+            if step.classes.start < self._given.schedule.lent:
+                self.finish_input()  # its sums are in the memory that is written now
+            self._add_to_weight(step, x, dz)
+
+    def _add_to_input(self, step: Step, x: Tensor, dz: Tensor) -> None:
+        if self.input is None:
+            return
+        rows, w = step.rows, self._given.weight[step.classes]
+        again, kept = rows.start in self._begun, self._given.tokens.kept
+        self._begun.add(rows.start)
+        if kept is None:
+            self._matmul.input_gradient(dz, w, self.input[rows], again)
+            return
+        part = x.new_empty(x.shape, dtype=self.input.dtype)
+        self._matmul.input_gradient(dz, w, part, False)
+        if again:
+            self.input.index_add_(0, kept[rows], part)
+        else:
+            self.input.index_copy_(0, kept[rows], part)
+
+    def _add_to_weight(self, step: Step, x: Tensor, dz: Tensor) -> None:
+        given, classes = self._given, step.classes
+        if self.bias is not None:
+            bias_gradient(dz, self.bias[classes])
+        if not given.schedule.problem.grads[1]:
+            return
+        total, first = self.weight, 0
+        if self._wide is not None:
+            total, first = self._wide, classes.start if self.weight is not None else 0
+        assert total is not None
+        again = step.rows.start > 0 or total is given.call.accumulate_into
+        part = total[classes.start - first : classes.stop - first]
+        self._matmul.weight_gradient(dz, x, part, again)
+        complete = step.rows.stop == given.tokens.count
+        if complete and self._wide is not None and self.weight is not None:
+            self.weight[classes] = part
+
+    def rescale(self, step: Step, change: Tensor) -> None:
+        """Multiply the sums of rows by exp of the change of their maximum, as softmax online does.
+
+        RUNNING_RESCALE sums exp(z_j - max so far) C_j w_j of the classes that were seen.
+        """
+        assert self.input is not None
+        if not step.classes.start:
+            return
+        place = self._place(step.rows)
+        # A row of -inf only so far has a sum of zeros, whatever its factor.
+        factor = change.exp_().nan_to_num_(0.0, 0.0).unsqueeze(1)
+        self.input[place] = self.input[place].mul_(factor.to(self.input.dtype))
+
+    def _place(self, rows: slice) -> slice | Tensor:
+        kept = self._given.tokens.kept
+        return rows if kept is None else kept[rows]
+
+    def finish_rescaled(self, state: Tensor, upstream: Tensor | None) -> None:
+        """Turn the sums of RUNNING_RESCALE into the gradient of the input.
+
+        That of a row is sum_j exp(z_j - lse) C_j w_j less the part of its target, times what
+        upstream gives.
+        """
+        given, call, total = self._given, self._given.call, self.input
+        tokens, weight, wide = given.tokens, given.weight, state.dtype
+        assert total is not None and upstream is not None
+        shift, sums, _, _, mass, logit = state.unbind(0)
+        rows = [upstream[k] if k < len(upstream) else torch.zeros_like(shift) for k in range(5)]
+        target, spread, lse, _, square = (row.expand(len(shift)) for row in rows)
+        valid = tokens.target != call.ignore_index
+        factor = target + spread * mass + lse + square * (shift + sums.log())
+        factor = torch.where(valid, factor / sums, 0)
+        cap = logit / call.softcap if call.softcap else torch.zeros_like(logit)
+        hit = torch.where(valid, target * call.logit_scale * (1 - cap * cap), 0)
+        smooth = None
+        if call.label_smoothing:
+            each = tokens.class_weight
+            each = total.new_ones(len(weight), dtype=wide) if each is None else each
+            smooth = total.new_zeros(1, total.shape[1], dtype=wide)
+            for part in slices(len(weight), PIECE):
+                smooth.addmm_(each[part].unsqueeze(0), weight[part].to(wide))
+            smooth *= call.logit_scale * call.label_smoothing / given.vocabulary
+        classes = tokens.target.clamp(0, max(len(weight) - 1, 0))
+        for part in slices(tokens.count, PIECE):
+            place = self._place(part)
+            value = total[place].to(wide).mul_(factor[part].unsqueeze(1))
+            value -= weight[classes[part]].to(wide).mul_(hit[part].unsqueeze(1))
+            if smooth is not None:
+                value.addcmul_(torch.where(valid[part], spread[part], 0).unsqueeze(1), -smooth)
+            total[place] = value.to(total.dtype)
+
+    def finish_input(self) -> None:
+        """Round the sums of the input's gradient, which then need their memory no more."""
+        if self.input is not None:
+            total = self._given.ranks.add_up(self.input)
+            self._input, self.input = total.to(self._given.weight.dtype), None
+
+    def finish(self) -> list[Tensor]:
+        """The gradients of input (N, D), weight and bias; empty where none was asked for."""
+        w = self._given.weight
+        self.finish_input()
+        weight = self._wide if self.weight is None else self.weight
+        if weight is None or weight is self._given.call.accumulate_into:
+            weight = w.new_empty(0)
+        bias = w.new_empty(0) if self.bias is None else self.bias.to(w.dtype)
+        return [self._input, weight.to(w.dtype), bias]
+
+
+def bias_gradient(dz: Tensor, out: Tensor) -> None:
+    """out (classes) += the sum of dz (rows, classes) over its rows, in the dtype of `out`."""
+    if dz.dtype == out.dtype or dz.is_cuda:  # a GPU widens what it reads, a CPU makes a copy first
+        out += dz.sum(0, dtype=out.dtype)
+        return
+    step = plain_rows(*dz.shape)
+    for begin in range(0, len(dz), step):
+        out += dz[begin : begin + step].to(out.dtype).sum(0)

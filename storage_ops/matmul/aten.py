@@ -1,0 +1,197 @@
+"""Products by torch, into buffers that exist already."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from storage_ops.loss import devices
+from storage_ops.matmul.interface import SLICE, Kind, Matmul
+
+with contextlib.suppress(ImportError, OSError):  # plans for a GPU are made without torch
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from storage_ops.loss.devices import Rates
+
+
+@dataclass(frozen=True)
+class Aten(Matmul):
+    """torch's products; a GPU's add to float32 from 16-bit operands, a CPU's need float32 copies.
+
+    Attributes:
+        cuda: the operands are on a GPU.
+        upcasts: no product of 16-bit operands is fast here, so all are formed in float32.
+    """
+
+    cuda: bool = False
+    upcasts: bool = False
+
+    def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:
+        """See `Matmul`."""
+        if not self.upcasts:
+            multiply(x, w.t(), out, False)
+            return
+        wide = x.float()
+        for begin in range(0, len(w), SLICE):
+            classes = slice(begin, begin + SLICE)
+            out[:, classes] = wide @ w[classes].float().t()
+
+    def input_gradient(self, dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
+        """See `Matmul`."""
+        if not self._widens(out):
+            multiply(dz, w, out, add)
+            return
+        total = out
+        if out.dtype != torch.float32:
+            total = out.float() if add else out.new_empty(out.shape, dtype=torch.float32)
+        for begin in range(0, len(w), SLICE):
+            classes = slice(begin, begin + SLICE)
+            multiply(dz[:, classes].float(), w[classes].float(), total, add or begin > 0)
+        if total is not out:
+            out.copy_(total)
+
+    def weight_gradient(self, dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
+        """See `Matmul`."""
+        if not self._widens(out):
+            multiply(dz.t(), x, out, add)
+            return
+        wide = x.float()
+        for begin in range(0, len(out), SLICE):
+            classes = slice(begin, begin + SLICE)
+            part, piece = dz[:, classes].float(), out[classes]
+            if out.dtype == torch.float32:
+                multiply(part.t(), wide, piece, add)
+            else:
+                product = part.t() @ wide
+                out[classes] = product.add_(piece) if add else product
+                del product  # or two of them are alive at a time
+            del part  # as well
+
+    def _widens(self, out: Tensor) -> bool:
+        """Whether operands are copied to float32 first."""
+        return self.upcasts or (out.element_size() > self.itemsize and not self.cuda)
+
+    def scratch_bytes(self, kind: Kind, rows: int, classes: int, hidden: int, wide: bool) -> int:
+        """See `Matmul`."""
+        if self.itemsize >= 4:
+            return 0
+        if self.cuda:  # where the product does not add to sums in fp32 by itself
+            return 4 * SLICE * hidden * wide
+        piece = min(SLICE, classes)
+        # In fp32: the rows of one operand, a slice of the other and of the tile.
+        copies = 4 * (rows * hidden + piece * (hidden + rows))
+        if self.upcasts:
+            return copies
+        if wide:  # the sums themselves are what the rows of the input's gradient are copied to
+            return copies - 4 * rows * hidden * (kind is Kind.INPUT)
+        # What a thread of oneDNN packs operands in, measured: more where the strides of input and
+        # weight are powers of two, and in proportion to the tokens for the weight's gradient.
+        packed = 1_750_000 if rows >= SLICE and hidden % 4096 == 0 else 200_000
+        if kind is Kind.WEIGHT:
+            packed = max(packed, min(1_400_000, 60_000 + (750 if rows <= 512 else 1400) * rows))
+        return packed * self.threads
+
+    def seconds(
+        self, kind: Kind, rows: int, classes: int, hidden: int, wide: bool,
+        moved: float, sums: float, rates: Rates,
+    ) -> float:  # fmt: skip
+        """See `Matmul`."""
+        rate = self.rate(rates)
+        if wide and not self.cuda:
+            rate = rates.flops32
+        elif self.itemsize < 4 and not self.upcasts:
+            rate /= 1 + rates.few_rows16 / rows
+        compute = 2 * rows * classes * hidden / rate
+        if rates.overlaps:
+            # A product takes the longer of its arithmetic and its traffic. Its result is added to
+            # the sum when the arithmetic of a tile is done, and has nothing to hide behind.
+            return max(compute, moved / rates.bandwidth) + sums / rates.bandwidth
+        return compute + (moved + sums) / rates.bandwidth
+
+
+@functools.cache
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are fast on this processor; 16-bit ones may not be.
+
+    With AMX, torch packs their operands in several MB, whatever the budget: no plan could keep it.
+    """
+    if dtype.itemsize >= 4:
+        return True
+    if devices.has_amx():
+        return False
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    try:
+        with _disable_current_modes():  # the processor is asked, not a mode of fake tensors
+            return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def takes(t: Tensor) -> bool:
+    """Whether a matrix product reads this matrix in place, without a copy of it."""
+    rows, columns = t.shape
+    (outer, inner) = t.stride()
+    if rows <= 1 or columns <= 1:
+        return t.is_contiguous()
+    return (inner == 1 and outer >= columns) or (outer == 1 and inner >= rows)
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """out = left @ right, or out += it. `out` may be wider than its 16-bit operands on a GPU."""
+    if out.dtype != left.dtype:
+        if not add:
+            torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
+        elif adds_wide(out, left.dtype):
+            torch.ops.aten.addmm.dtype_out(out, left, right, out.dtype, out=out)
+        else:
+            for begin in range(0, len(out), SLICE):
+                rows = slice(begin, begin + SLICE)
+                out[rows] += torch.ops.aten.mm.dtype(left[rows], right, out.dtype)
+    elif out.shape[1] == 1 and not out.is_contiguous():
+        # In bf16 torch 2.10 writes only the first element of a column whose elements lie apart.
+        column = torch.mm(left, right)
+        out.copy_(out + column if add else column)
+    elif add:
+        torch.addmm(out, left, right, out=out)
+    else:
+        torch.mm(left, right, out=out)
+
+
+_adds_wide: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
+
+
+def adds_wide(out: Tensor, dtype: torch.dtype) -> bool:
+    """Whether this torch adds 16-bit products to a matrix like `out`, and rounds neither.
+
+    Not all that multiply do. It is tried when it is asked first, but not while a graph is captured:
+    there nobody may look at a result.
+    """
+    key = (out.device, dtype, out.is_meta or isinstance(out, FakeTensor))
+    if key not in _adds_wide:
+        if out.is_cuda and not key[-1] and torch.cuda.is_current_stream_capturing():
+            return False
+        _adds_wide[key] = _try_to_add(*key)
+    return _adds_wide[key]
+
+
+def _try_to_add(device: torch.device, dtype: torch.dtype, fake: bool) -> bool:
+    with contextlib.nullcontext() if fake else _disable_current_modes():
+        # Neither the matrix, nor the product, nor their sum fits into 16 bits.
+        parts = [
+            torch.full((16, n), v, dtype=dtype, device=device) for n, v in ((1, 1), (15, 2**-6))
+        ]
+        left = torch.cat(parts, 1)
+        out = torch.full((16, 16), 1 + 2.0**-16, device=device)
+        total = out + (1 + 15 * 2.0**-12)
+        try:
+            torch.ops.aten.addmm.dtype_out(out, left, left.t(), out.dtype, out=out)
+        except (RuntimeError, TypeError):  # the latter of fake ones, before torch 2.13
+            return False
+        return fake or torch.equal(out, total)

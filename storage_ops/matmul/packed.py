@@ -1,0 +1,173 @@
+"""The package's own products on a CPU (csrc/products), which copy operands into given scratch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from storage_ops.matmul import aten, scratch
+from storage_ops.matmul.interface import SLICE, Kind, Matmul
+
+with contextlib.suppress(ImportError, OSError):  # plans for a GPU are made without torch
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from storage_ops.loss.devices import Rates
+
+FEW = 16  # rows for which a copy of the right operand costs more than it gains
+
+
+@dataclass(frozen=True)
+class Packed(Matmul):
+    """Products of the package's own: sums in float32, scratch for so many threads and no more.
+
+    torch's 16-bit products on a CPU round their result to 16 bits. Summed over many tiles, that
+    would make gradients worse than those of the unchunked loss; and they pack their operands in as
+    much memory as they like, up to several MB in AMX, whatever the budget. In float32, torch's
+    products are Intel's, which are not at their best on processors of others.
+
+    Attributes:
+        rounds: results in 16 bits are formed too. Else they are rounded from slices in float32.
+    """
+
+    rounds: bool = False
+
+    limits_threads = True
+
+    @property
+    def upcasts(self) -> bool:  # type: ignore[override]
+        """Whether products in 16 bits are rounded from slices in float32."""
+        return self.itemsize < 4 and not self.rounds
+
+    def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:
+        """See `Matmul`."""
+        if not self.upcasts:
+            self.multiply(x, w.t(), out, False, True)
+            return
+        for begin in range(0, len(w), SLICE):
+            classes = slice(begin, begin + SLICE)
+            piece = out.new_empty(out[:, classes].shape, dtype=torch.float32)
+            self.multiply(x, w[classes].t(), piece, False, True)
+            out[:, classes] = piece
+            del piece  # or two of them are alive at a time
+
+    def input_gradient(self, dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
+        """See `Matmul`."""
+        if not self.upcasts or out.dtype == torch.float32:
+            self.multiply(dz, w, out, add, True)
+            return
+        wide = out.float() if add else out.new_empty(out.shape, dtype=torch.float32)
+        self.multiply(dz, w, wide, add, True)
+        out.copy_(wide)
+
+    def weight_gradient(self, dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
+        """See `Matmul`."""
+        if not self.upcasts or out.dtype == torch.float32:
+            self.multiply(dz.t(), x, out, add, False)
+            return
+        for begin in range(0, len(out), SLICE):
+            classes = slice(begin, begin + SLICE)
+            piece = out[classes]
+            product = piece.new_empty(piece.shape, dtype=torch.float32)
+            self.multiply(dz[:, classes].t(), x, product, False, False)
+            out[classes] = product.add_(piece) if add else product
+            del product  # or two of them are alive at a time
+
+    def multiply(
+        self, left: Tensor, right: Tensor, out: Tensor, add: bool, direct: bool = False
+    ) -> None:
+        """out = left @ right, or out += it; `direct`: there is little scratch to copy `left` to.
+
+        A left operand that is not `direct` may be overwritten if the result is in 16 bits.
+        """
+        if self.itemsize == 4 and len(left) < FEW:
+            aten.multiply(left, right, out, add)
+            return
+        (m, k), n = left.shape, right.shape[1]
+        rounded = out.dtype != torch.float32
+        height, slots = scratch.piece(m, n, k, self.threads, rounded, direct)
+        memory = torch.empty(slots, dtype=torch.float32)
+        if rounded and not direct and height >= m:
+            torch.ops.storage_ops._transposed_product(out, left.t(), right, memory, add)
+            return
+        for begin in range(0, m, height or 1):
+            rows = slice(begin, begin + height)
+            torch.ops.storage_ops._product(out[rows], left[rows], right, memory, add)
+
+    def scratch_bytes(self, kind: Kind, rows: int, classes: int, hidden: int, wide: bool) -> int:
+        """See `Matmul`."""
+        m, n, k = _sizes(kind, rows, classes, hidden)
+        formed, rounded = 0, self.rounds and not wide
+        if self.upcasts and not wide:  # what is rounded from float32
+            if kind is Kind.LOGITS:
+                n = min(n, SLICE)
+            elif kind is Kind.WEIGHT:
+                m = min(m, SLICE)
+            formed = m * n
+        slots = scratch.piece(m, n, k, self.threads, rounded, kind is not Kind.WEIGHT)[1]
+        return 4 * (formed + slots)
+
+    def seconds(
+        self, kind: Kind, rows: int, classes: int, hidden: int, wide: bool,
+        moved: float, sums: float, rates: Rates,
+    ) -> float:  # fmt: skip
+        """See `Matmul`."""
+        compute = 2 * rows * classes * hidden / self.rate(rates)
+        sums /= rates.bandwidth
+        moved /= rates.bandwidth
+        if not self.rounds:  # sums are fetched while products compute
+            return moved + max(compute, sums)
+        # All is fetched meanwhile, but copies take time: of the right operand for each piece of
+        # rows, of the left one where it is transposed.
+        m, n, k = _sizes(kind, rows, classes, hidden)
+        copied = 1 / m
+        if kind is not Kind.LOGITS:
+            copied = 1 / scratch.rounded_rows(m, n, k)
+        if kind is Kind.WEIGHT:
+            copied += 2 / n
+        return max(compute * (1 + rates.copying * copied), moved + sums)
+
+
+def _sizes(kind: Kind, rows: int, classes: int, hidden: int) -> tuple[int, int, int]:
+    """Rows, columns and depth of a product."""
+    if kind is Kind.LOGITS:
+        return rows, classes, hidden
+    if kind is Kind.INPUT:
+        return rows, hidden, classes
+    return classes, hidden, rows
+
+
+def exists(dtype: torch.dtype, device: str) -> bool:
+    """Whether there are products of the package's own that are better than torch's."""
+    if device != "cpu" or dtype == torch.float64:
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("storage_ops::_product", "CPU")
+    if not has_kernel or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return False
+    return dtype != torch.float32 or _is_of_amd()
+
+
+def _is_of_amd() -> bool:
+    from storage_ops.loss import devices
+
+    return "AuthenticAMD" in devices.processor()
+
+
+@functools.cache
+def rounds(dtype: torch.dtype) -> bool:
+    """Whether there are such products with a result in 16 bits, on this processor."""
+    if dtype != torch.bfloat16 or not exists(dtype, "cpu"):
+        return False
+    with _disable_current_modes():  # the processor is asked, not a mode of fake tensors
+        one = torch.zeros(1, 1, dtype=dtype)
+        memory = torch.empty(scratch.packed_slots(1, 1, 1, 1))
+        try:
+            torch.ops.storage_ops._product(one, one, one.clone(), memory, False)
+        except RuntimeError:  # there is no instruction for it
+            return False
+    return True
