@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from torch import fx
 
 from storage_ops import matmul
-from storage_ops.autochunk.chunker import ChunkError, Formed, Report, chunk_forward, chunk_graph
+from storage_ops.autochunk.driver import ChunkError, Report, chunk_graph
 from storage_ops.autochunk.inductor import mended
+from storage_ops.autochunk.recognise import NOTHING, Formed, recognise
 from storage_ops.loss import devices
 from storage_ops.quantities import parse_bytes
 
@@ -57,7 +59,7 @@ def apply(
     memory_budget: int | None,
     strict: bool,
     visible: int | None = None,
-    formed: Formed | None = None,
+    formed: Formed = NOTHING,
 ) -> Report:
     """Chunk a graph in place; report, warn or raise where that is not possible."""
     report = chunk_graph(graph, num_chunks, memory_budget, visible, formed)
@@ -179,13 +181,9 @@ def _circumstances() -> list[Any]:
     return [devices.CPU.name, torch.get_num_threads(), kinds]
 
 
-def _formed(formed: Formed | None) -> list[int]:
-    return [] if formed is None else [formed.count, formed.elements, formed.saved]
-
-
 def _make_pass(
     options: tuple[int | None, int | None, bool], visible: int, earlier: Any,
-    formed: Formed | None = None,
+    formed: Formed = NOTHING,
 ) -> Any:  # fmt: skip
     """A pass for Inductor's joint graph, with an id that its caches can keep."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -199,7 +197,8 @@ def _make_pass(
         def uuid(self) -> Any:
             if _reports.get() is not None:
                 return None  # explain must see the graph, which a cache would keep from it
-            own = f"{_source_hash()}{json.dumps((options, visible, _formed(formed), _circumstances()))}"
+            known = options, visible, astuple(formed), _circumstances()
+            own = f"{_source_hash()}{json.dumps(known)}"
             if earlier is None:
                 return own
             # A plain function has no id: then nothing is kept, as when it is used alone.
@@ -244,7 +243,7 @@ def backend(
     visible = len(returned) if isinstance(returned, (tuple, list)) else 1
     earlier = patches.get(_PASS, getattr(config, _PASS))
     chosen = checked(*own)
-    formed = chunk_forward(gm, chosen[0], chosen[1])
+    formed = recognise(gm, chosen[0], chosen[1])
     patches[_PASS] = _make_pass(chosen, visible, earlier, formed)
     compiled: Any = compile_fx(
         gm, example_inputs, inner_compile=mended()(compile_fx_inner), config_patches=patches

@@ -17,26 +17,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.nodes import argument, ends, is_tensor, leading_to, name_of, shape
-from storage_ops.autochunk.propagate import (
-    LARGE,
-    Span,
-    follow,
-    is_product,
-    labels_of,
+from storage_ops.autochunk.edit import Builder, sort
+from storage_ops.autochunk.lattice import Conflict, Rows, canonical, equal, reshape, same
+from storage_ops.autochunk.rules import rule_of
+from storage_ops.autochunk.spans import LARGE, Span, follow, is_product, labels_of
+from storage_ops.autochunk.values import (
+    Size,
+    argument,
+    ends,
+    is_tensor,
+    leading_to,
+    name_of,
     numel,
     reached,
-)
-from storage_ops.autochunk.rewrite import Builder, sort
-from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.state import (
-    Conflict,
-    Rows,
-    Size,
-    canonical,
-    equal,
-    reshape,
-    same,
+    shape,
 )
 
 _ATEN = torch.ops.aten

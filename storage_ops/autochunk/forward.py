@@ -7,17 +7,16 @@ loss is traced, and what is found out there is written back as ATen ops, which a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from storage_ops.autochunk.decompose import decompose
-from storage_ops.autochunk.nodes import leading_to
-from storage_ops.autochunk.propagate import elements, reached
-from storage_ops.autochunk.state import Conflict
+from storage_ops.autochunk.lattice import Conflict
+from storage_ops.autochunk.prepare import decompose
+from storage_ops.autochunk.values import elements, leading_to, reached
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph
@@ -47,7 +46,8 @@ class Forward:
     @property
     def output(self) -> fx.Node:
         """The end of the ATen graph."""
-        return next(n for n in self.graph.nodes if n.op == "output")
+        end: fx.Node = next(n for n in self.graph.nodes if n.op == "output")
+        return end
 
     def learns(self, node: fx.Node) -> bool:
         """Whether a value of the ATen graph depends on an input that has a gradient."""
@@ -184,8 +184,8 @@ def _trace(
 
     known = set(run)
     read = dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in known)
-    if any(_value(n) is None for n in read):
-        raise Conflict("reads what has no value", product)
+    if any(_value(n) is None for n in [*read, *nodes]):
+        raise Conflict("has no value", product)
     changed = [n for n in read if _is_tensor(n) and _value(n)._version]
     if changed:
         raise Conflict("is changed in place by the function", changed[0])
@@ -213,23 +213,22 @@ def _trace(
         ).graph
     if any(n.op not in ("placeholder", "call_function", "output") for n in graph.nodes):
         raise Conflict("reads a tensor that is no input", product)
-    if any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in graph.nodes):
-        raise Conflict("changes something in place", product)
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if node.op == "call_function" and (
+            node.is_impure() or torch.Tag.nondeterministic_seeded in tags
+        ):
+            raise Conflict("changes something in place, or is random", product)
     decompose(graph, graph.nodes)
     inputs = dict(zip((n for n in graph.nodes if n.op == "placeholder"), read, strict=True))
     end = next(n for n in graph.nodes if n.op == "output")
     values = dict(zip(results, end.args[0], strict=True))
-    return Forward(gm, product, loss, graph, inputs, values)
-
-
-def narrow_output(forward: Forward) -> None:
-    """Let the ATen graph end in what is read outside the slice."""
-    inside = set(forward.values)
-    ends = [forward.loss] if forward.loss is not None else [
-        n for n in forward.values if any(user not in inside for user in n.users)
+    last = [loss] if loss is not None else [
+        n for n in values if any(user not in values for user in n.users)
     ]  # fmt: skip
-    forward.output.args = ([forward.values[n] for n in ends],)
-    forward.graph.eliminate_dead_code()
+    end.args = ([values[n] for n in last],)
+    graph.eliminate_dead_code()
+    return Forward(gm, product, loss, graph, inputs, values)
 
 
 class Splice:
@@ -237,7 +236,7 @@ class Splice:
 
     def __init__(self, forward: Forward, before: fx.Node):
         self.forward, self.before = forward, before
-        self.env: dict[fx.Node, Any] = dict(forward.inputs)
+        self.env: dict[fx.Node, fx.Node] = dict(forward.inputs)
         self.made: list[fx.Node] = []
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -252,20 +251,20 @@ class Splice:
         node.meta["stack_trace"] = self.forward.product.meta.get("stack_trace")
         return node
 
-    def copy(self, wanted: Iterable[fx.Node]) -> list[fx.Node]:
-        """Nodes of an ATen graph, and what they are made of."""
-        wanted = list(wanted)
-        needed, stack = set(), list(wanted)
+    def copy(self, wanted: fx.Node) -> fx.Node:
+        """A node of an ATen graph, after what it is made of."""
+        needed: set[fx.Node] = set()
+        stack = [wanted]
         while stack:
             node = stack.pop()
             if node not in needed and node not in self.env:
                 needed.add(node)
                 stack += node.all_input_nodes
-        for node in wanted[0].graph.nodes:
+        for node in wanted.graph.nodes:
             if node in needed:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
                 self.env[node] = self.call(node.target, *args, **kwargs)
-        return [self.env[n] for n in wanted]
+        return self.env[wanted]
 
 
 def sweep(forward: Forward) -> None:
@@ -274,7 +273,6 @@ def sweep(forward: Forward) -> None:
     for node in reversed([n for n in graph.nodes if n in forward.values]):
         if not node.users:
             graph.erase_node(node)
-
 
 
 def put(forward: Forward, replaced: dict[fx.Node, fx.Node]) -> None:
@@ -293,7 +291,7 @@ def put(forward: Forward, replaced: dict[fx.Node, fx.Node]) -> None:
         )
         if first and value in leading_to([forward.output]):
             splice.before = node
-            node.replace_all_uses_with(splice.copy([value])[0])
-    if any(str(n.target).startswith("prims.") and _value(n).is_floating_point() for n in splice.made):
-        raise Conflict("has no gradient as it is traced", forward.product)
-    sweep(forward)
+            node.replace_all_uses_with(splice.copy(value))
+    for node in splice.made:
+        if str(node.target).startswith("prims.") and _value(node).is_floating_point():
+            raise Conflict("has no gradient as it is traced", node)

@@ -6,10 +6,17 @@ from typing import Any
 
 from torch import fx
 
-from storage_ops.autochunk.nodes import ends, leading_to, name_of
 from storage_ops.autochunk.program import Program
-from storage_ops.autochunk.propagate import elements, hint, nbytes, values_of
 from storage_ops.autochunk.rules import RULES
+from storage_ops.autochunk.values import (
+    elements,
+    ends,
+    hint,
+    leading_to,
+    name_of,
+    nbytes,
+    values_of,
+)
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
 _VIEWS = ("view", "expand", "permute", "getitem")

@@ -3,40 +3,34 @@
 A rule labels dimensions. A label that stands in an argument and in the result is a dimension along
 which the op works on each element alone: a slice of the argument gives that slice of the result. A
 label in `sums` is one the op sums over: slices give terms of the sum. A dimension without a label
-(None) must stay whole. `degree` is the law by which a factor of the arguments becomes a factor of
-the result: gradients are linear in the upstream gradient, which is taken for 1 until the end.
+(None) must stay whole.
+
+A rule also says how a factor of the arguments becomes a factor of the result, for gradients are
+linear in the upstream gradient, which is taken for 1 until the end. The law is a sum of products of
+arguments: ((0,), (1,)) for an addition, whose terms must have the factor in common, ((0, 1),) for a
+multiplication. An argument that is in no term may carry none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import fx
 
-from storage_ops.autochunk.degrees import (
-    DegreeLaw,
-    additive,
-    affine,
-    bilinear,
-    dividing,
-    filling,
-    fused,
-    gradient,
-    indexing,
-    linear,
-    nonlinear,
-    padded,
-    putting,
-    scattering,
-    selecting,
-    taking,
-)
-from storage_ops.autochunk.nodes import argument, is_tensor, name_of, shape, tensors
-from storage_ops.autochunk.state import Conflict, same
+from storage_ops.autochunk.lattice import Conflict, same
+from storage_ops.autochunk.values import argument, is_tensor, name_of, shape, tensors
 
 Labels: TypeAlias = list[Any]
+Degree: TypeAlias = int | None  # of homogeneity; None: the value is zero, which has every degree
+Law: TypeAlias = tuple[tuple[int, ...], ...] | None  # terms of places of arguments
+
+LINEAR: Law = None  # in all tensors at once: each of them is a term
+NONLINEAR: Law = ()
+FIRST: Law = ((0,),)  # in the first argument
+ADDITIVE: Law = ((0,), (1,))
+BILINEAR: Law = ((0, 1),)
 
 
 @dataclass
@@ -54,16 +48,57 @@ class Rule:
     """One line of the table.
 
     Attributes:
-        labels: the labels of a call; None for a view, whose rows `state.reshape` follows.
-        degree: how factors of the arguments pass to the result.
+        labels: the labels of a call; None for a view, whose rows `lattice.reshape` follows.
+        law: how factors of the arguments pass to the result.
         sizes: index of the argument that holds the result's sizes.
         kind: for tests and messages.
     """
 
     kind: str
     labels: Callable[[fx.Node], Labelled] | None
-    degree: DegreeLaw
+    law: Law
     sizes: int | None = None
+
+    def degree(self, node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+        """The degree of a call's result in the upstream gradient, from those of its arguments.
+
+        Raises:
+            Conflict: it has none.
+        """
+        if self.law is None:
+            return _common(degree(a) for a in tensors(node))
+        places = {i for term in self.law for i in term}
+        constant: list[fx.Node] = []
+        others = tuple(a for i, a in enumerate(node.args) if i not in places)
+        fx.map_arg(others, constant.append)
+        if any(degree(a) for a in constant):
+            raise Conflict("is not linear in the upstream gradient")
+        if not self.law:
+            return 0
+        # The one argument that may be missing, or be given by name, is the value of a padding.
+        return _common(
+            _times(degree(argument(node, i, "value", 0)) for i in term) for term in self.law
+        )
+
+
+def _common(degrees: Iterable[Degree]) -> Degree:
+    """The degree that all terms of a sum share."""
+    found = {d for d in degrees if d is not None}
+    if len(found) > 1:
+        raise Conflict("adds what grows with the upstream gradient to what does not")
+    return found.pop() if found else None
+
+
+def _times(degrees: Iterable[Degree]) -> Degree:
+    """The degree of a product."""
+    total = 0
+    for degree in list(degrees):
+        if degree is None:
+            return None
+        total += degree
+    if total > 1:
+        raise Conflict("is quadratic in the upstream gradient")
+    return total
 
 
 def aligned(node: fx.Node) -> Labelled:
@@ -282,29 +317,27 @@ def item_of(node: fx.Node) -> Labelled:
 
 
 def _table() -> dict[str, Rule]:
-    rules: dict[str, Rule] = {}
+    table: dict[str, Rule] = {}
 
-    def add(
-        kind: str, names: str, labels: Any, degree: DegreeLaw, sizes: int | None = None
-    ) -> None:
+    def add(kind: str, names: str, labels: Any, law: Law, sizes: int | None = None) -> None:
         for name in names.split():
-            rules[name] = Rule(kind, labels, degree, sizes)
+            table[name] = Rule(kind, labels, law, sizes)
 
     add("elementwise", """
         aten.neg.default aten.alias.default aten.detach.default aten.clone.default
         prims.convert_element_type.default aten._to_copy.default aten.positive.default
         aten.mul.Scalar aten.div.Scalar aten.lift_fresh_copy.default
-        """, aligned, linear)  # fmt: skip
-    add("elementwise", "aten.add.Tensor aten.sub.Tensor aten.rsub.Scalar", aligned, additive)
-    add("elementwise", "aten.mul.Tensor", aligned, bilinear)
-    add("elementwise", "aten.div.Tensor", aligned, dividing)
-    add("elementwise", "prims.fma.default", aligned, fused)
-    add("elementwise", "aten.where.self", aligned, selecting)
-    add("elementwise", "aten.masked_fill.Scalar aten.masked_fill.Tensor", aligned, filling)
+        """, aligned, LINEAR)  # fmt: skip
+    add("elementwise", "aten.add.Tensor aten.sub.Tensor aten.rsub.Scalar", aligned, ADDITIVE)
+    add("elementwise", "aten.mul.Tensor", aligned, BILINEAR)
+    add("elementwise", "aten.div.Tensor", aligned, FIRST)
+    add("elementwise", "prims.fma.default", aligned, ((0, 1), (2,)))
+    add("elementwise", "aten.where.self", aligned, ((1,), (2,)))
+    add("elementwise", "aten.masked_fill.Scalar aten.masked_fill.Tensor", aligned, ((0,), (2,)))
     add("elementwise", """
         aten.tanh_backward.default aten.sigmoid_backward.default aten.threshold_backward.default
         aten.gelu_backward.default aten.silu_backward.default
-        """, aligned, gradient)  # fmt: skip
+        """, aligned, FIRST)  # fmt: skip
     add("elementwise", """
         aten.exp.default aten.exp2.default aten.expm1.default aten.log.default aten.log1p.default
         aten.log2.default aten.log10.default aten.tanh.default aten.sigmoid.default
@@ -329,50 +362,50 @@ def _table() -> dict[str, Rule]:
         aten.bitwise_or.Tensor aten.bitwise_xor.Tensor aten.logaddexp.default
         aten.xlogy.Tensor aten.fmod.Scalar aten.remainder.Scalar
         aten.zeros_like.default aten.ones_like.default aten.full_like.default
-        """, aligned, nonlinear)  # fmt: skip
-    add("expand", "aten.expand.default", aligned, linear, sizes=1)
+        """, aligned, NONLINEAR)  # fmt: skip
+    add("expand", "aten.expand.default", aligned, LINEAR, sizes=1)
     add("view", """
         aten.view.default aten.reshape.default aten._unsafe_view.default aten.unsqueeze.default
         aten.squeeze.dim aten.squeeze.dims aten.squeeze.default
-        """, None, linear)  # fmt: skip
-    add("permute", "aten.permute.default aten.t.default aten.transpose.int", permuting, linear)
+        """, None, LINEAR)  # fmt: skip
+    add("permute", "aten.permute.default aten.t.default aten.transpose.int", permuting, LINEAR)
     add("sum", "aten.sum.default aten.sum.dim_IntList aten.mean.default aten.mean.dim",
-        summing, linear)  # fmt: skip
+        summing, LINEAR)  # fmt: skip
     add("reduce", "aten.amax.default aten.amin.default aten.logsumexp.default aten.any.dim",
-        reducing, nonlinear)  # fmt: skip
+        reducing, NONLINEAR)  # fmt: skip
     add("reduce", """
         aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim aten.median.dim
         aten.var.correction aten.var_mean.correction aten.prod.dim_int aten.all.dim
-        """, reducing, nonlinear)  # fmt: skip
-    add("softmax", "aten._softmax.default aten._log_softmax.default", along(1), nonlinear)
+        """, reducing, NONLINEAR)  # fmt: skip
+    add("softmax", "aten._softmax.default aten._log_softmax.default", along(1), NONLINEAR)
     add("softmax", "aten._softmax_backward_data.default aten._log_softmax_backward_data.default",
-        along(2), gradient)  # fmt: skip
-    add("along", "aten.cumsum.default aten.flip.default prims.rev.default", along(1), linear)
+        along(2), FIRST)  # fmt: skip
+    add("along", "aten.cumsum.default aten.flip.default prims.rev.default", along(1), LINEAR)
     add("along", """
         aten.cumprod.default aten.cummax.default aten.cummin.default aten.logcumsumexp.default
-        """, along(1), nonlinear)  # fmt: skip
-    add("along", "aten.split.Tensor aten.split_with_sizes.default", along(2, default=0), linear)
-    add("repeat", "aten.repeat.default", repeating, linear)
-    add("index", "aten.index.Tensor", indexed, taking)
-    add("index", "aten.index_put.default", index_put, putting)
-    add("along", "aten.slice.Tensor", sliced, linear)
-    add("along", "aten.cat.default", along(1, default=0), linear)
-    add("pad", "aten.constant_pad_nd.default", padding, padded)
-    add("along", "aten.slice_scatter.default", slice_scattered, additive)
-    add("along", "aten.sort.default", along(1, default=-1), nonlinear)
-    add("along", "aten.topk.default", along(2, default=-1), nonlinear)
-    add("select", "aten.select.int", selected, linear)
-    add("select", "aten.select_scatter.default", select_scattered, additive)
-    add("gather", "aten.gather.default", gathering, indexing)
+        """, along(1), NONLINEAR)  # fmt: skip
+    add("along", "aten.split.Tensor aten.split_with_sizes.default", along(2, default=0), LINEAR)
+    add("repeat", "aten.repeat.default", repeating, LINEAR)
+    add("index", "aten.index.Tensor", indexed, FIRST)
+    add("index", "aten.index_put.default", index_put, ((0,), (2,)))
+    add("along", "aten.slice.Tensor", sliced, LINEAR)
+    add("along", "aten.cat.default", along(1, default=0), LINEAR)
+    add("pad", "aten.constant_pad_nd.default", padding, ((0,), (2,)))
+    add("along", "aten.slice_scatter.default", slice_scattered, ADDITIVE)
+    add("along", "aten.sort.default", along(1, default=-1), NONLINEAR)
+    add("along", "aten.topk.default", along(2, default=-1), NONLINEAR)
+    add("select", "aten.select.int", selected, LINEAR)
+    add("select", "aten.select_scatter.default", select_scattered, ADDITIVE)
+    add("gather", "aten.gather.default", gathering, FIRST)
     add("scatter", "aten.scatter.value aten.scatter.src aten.scatter_add.default",
-        scattered, scattering)  # fmt: skip
-    add("product", "aten.mm.default aten.bmm.default", product, bilinear)
-    add("product", "aten.addmm.default", product, affine)
-    add("create", "aten.full.default aten.zeros.default aten.ones.default", created, nonlinear,
+        scattered, ((0,), (3,)))  # fmt: skip
+    add("product", "aten.mm.default aten.bmm.default", product, BILINEAR)
+    add("product", "aten.addmm.default", product, ((0,), (1, 2)))
+    add("create", "aten.full.default aten.zeros.default aten.ones.default", created, NONLINEAR,
         sizes=0)  # fmt: skip
-    add("create", "aten.scalar_tensor.default", created, nonlinear)
-    add("getitem", "getitem", item_of, linear)
-    return rules
+    add("create", "aten.scalar_tensor.default", created, NONLINEAR)
+    add("getitem", "getitem", item_of, LINEAR)
+    return table
 
 
 RULES = _table()

@@ -10,7 +10,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
-from storage_ops.autochunk import backend, runtime
+from storage_ops.autochunk import backend
+from storage_ops.autochunk import run as chunks
+from storage_ops.autochunk.recognise import NOTHING, recognise
 
 B, T, D, V = 4, 8, 16, 320
 
@@ -150,7 +152,7 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
     Appends to `reports` what became of each graph, and to `ops` the names of ops that it got.
     """
 
-    formed = None
+    formed = NOTHING
 
     def partition(joint, inputs, **options):
         report = backend.apply(joint.graph, num_chunks, None, strict, None, formed)
@@ -164,15 +166,15 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
 
     def compiler(gm, inputs):
         nonlocal formed
-        formed = backend.chunk_forward(gm, num_chunks)
+        formed = recognise(gm, num_chunks)
         return aot_autograd(
             fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
             partition_fn=partition,
             decompositions=select_decomp_table,
         )(gm, inputs)
 
-    runtime.body_of.cache_clear()
+    chunks.body_of.cache_clear()
     compiled = torch.compile(f, backend=compiler, dynamic=dynamic)
     body_compiler = functools.partial(torch.compile, backend="eager")
-    patch.object(runtime.torch, "compile", body_compiler).start()
+    patch.object(chunks.torch, "compile", body_compiler).start()
     return compiled

@@ -31,7 +31,7 @@ def waiting(monkeypatch):
             made.append(self)
             super().settle()
 
-    monkeypatch.setattr("storage_ops.autochunk.runtime.Waiting", Watched)
+    monkeypatch.setattr("storage_ops.autochunk.run.Waiting", Watched)
     torch.use_deterministic_algorithms(True)
     yield made
     torch.use_deterministic_algorithms(False)

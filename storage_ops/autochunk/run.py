@@ -30,7 +30,7 @@ def in_body() -> bool:
     return _in_body.get()
 
 
-class Body:
+class Compiled:
     """The span for one chunk, compiled at its first call."""
 
     def __init__(self, text: str):
@@ -116,9 +116,9 @@ def _overwriting(body: Callable[..., Any], over: int) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def body_of(text: str) -> Body:
+def body_of(text: str) -> Compiled:
     """The body of a program, one per text."""
-    return Body(text)
+    return Compiled(text)
 
 
 def _number(reference: int, ints: Sequence[int]) -> int:
@@ -184,8 +184,9 @@ class _Run:
     """All chunks, one after another."""
 
     def __init__(
-        self, body: Body, cuts: list[Input], ints: Sequence[int], results: list[Result | Waiting]
-    ) -> None:
+        self, body: Compiled, cuts: list[Input], ints: Sequence[int],
+        results: list[Result | Waiting],
+    ) -> None:  # fmt: skip
         self.body, self.cuts, self.ints, self.results = body, cuts, ints, results
         p = body.program
         used = [f for spec in p.outputs for f in spec.factors or ()]

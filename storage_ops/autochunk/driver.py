@@ -8,20 +8,20 @@ from pathlib import Path
 
 from torch import fx
 
-from storage_ops.autochunk import nodes, passes, predict, propagate, rewrite
-from storage_ops.autochunk.decompose import decompose, detach, starts
-from storage_ops.autochunk import forward as forwards
-from storage_ops.autochunk.drop import drop
+from storage_ops.autochunk.edit import Builder, Undo, sort
+from storage_ops.autochunk.lattice import Conflict, Rows
 from storage_ops.autochunk.log import log
-from storage_ops.autochunk.mutation import Mutations, new_values, owner
+from storage_ops.autochunk.op_plan import budget_of
+from storage_ops.autochunk.passes import order
+from storage_ops.autochunk.predict import peak, wide_sums
+from storage_ops.autochunk.prepare import Mutations, decompose, detach, new_values, owner, starts
 from storage_ops.autochunk.program import Program
-from storage_ops.autochunk.recognise import Unlike, emit, recognise
-from storage_ops.autochunk.runtime import in_body
-from storage_ops.autochunk.state import Conflict, Rows
+from storage_ops.autochunk.recognise import NOTHING, Formed
+from storage_ops.autochunk.rewrite import Limits, rewrite
+from storage_ops.autochunk.run import in_body
+from storage_ops.autochunk.spans import LARGE, TRIES, Span, candidates, is_product, propagate, stops
+from storage_ops.autochunk.values import name_of, nbytes, numel, reached, tangents_of
 from storage_ops.quantities import readable
-
-MIB, GIB = 1 << 20, 1 << 30
-TRIES = 4  # products that are tried, the largest first
 
 
 class ChunkError(RuntimeError):
@@ -75,7 +75,7 @@ def chunk_graph(
     num_chunks: int | None = None,
     memory_budget: int | None = None,
     visible: int | None = None,
-    formed: Formed | None = None,
+    formed: Formed = NOTHING,
 ) -> Report:
     """Chunk a joint graph in place.
 
@@ -87,91 +87,12 @@ def chunk_graph(
         return Report(reason="it is a chunk itself")
     report = Report()
     try:
-        _chunk(graph, report, num_chunks, memory_budget, visible, formed or Formed())
+        _chunk(graph, report, num_chunks, memory_budget, visible, formed)
     except Exception as error:
         _fail(report, error)
     if report.chunked:
         report.reason = ""
     return report
-
-
-@dataclass
-class Formed:
-    """What the forward of a graph has become before autograd.
-
-    Attributes:
-        count: tiles of the op of linear cross-entropy, where a loss is one; 0: there is none.
-        elements: of the largest logits of such a loss.
-        saved: bytes of logits that would be held without the op, or of dropped tokens.
-    """
-
-    count: int = 0
-    elements: int = 0
-    saved: int = 0
-
-
-def chunk_forward(
-    gm: fx.GraphModule, num_chunks: int | None = None, memory_budget: int | None = None
-) -> Formed:
-    """Let a graph of Dynamo use the op of linear cross-entropy, and form no logits in vain.
-
-    Whatever goes wrong, the graph computes what it did before.
-    """
-    formed, largest = Formed(), 0
-    if in_body():
-        return formed
-    for product in forwards.products(gm.graph)[:TRIES]:
-        value = product.meta["example_value"]
-        size = propagate.elements(value)
-        largest = max(largest, size)
-        budget = budget_of(size * value.element_size(), memory_budget)
-        small = num_chunks is None and size * value.element_size() <= budget
-        if small or size * propagate.LARGE <= largest or not size:
-            continue
-        undo = Undo(gm.graph)
-        try:
-            _form(gm, product, formed, num_chunks, memory_budget)
-            gm.graph.lint()
-        except Exception as error:
-            undo()
-            log.debug("%s: not recognised, %s", product, error, exc_info=not isinstance(error, (Conflict, Unlike)))
-    if formed.saved:
-        gm.recompile()
-    return formed
-
-
-def _form(
-    gm: fx.GraphModule, product: fx.Node, formed: Formed, num_chunks: int | None,
-    memory_budget: int | None,
-) -> None:  # fmt: skip
-    forward = forwards.slice_of(gm, product)
-    forwards.narrow_output(forward)
-    value = product.meta["example_value"]
-    amplifier = next(
-        n for n in forward.graph.nodes
-        if propagate.is_product(n) and propagate.numel(n) == propagate.elements(value)
-    )  # fmt: skip
-    whole, replaced = propagate.nbytes(amplifier), {}
-    try:
-        amplifier, replaced = drop(forward.graph, amplifier)
-        forward.graph.eliminate_dead_code()
-    except Conflict as conflict:
-        log.debug("%s: all tokens stay: %s, %s", product, conflict.node, conflict)
-    try:
-        head, tail = recognise(forward, amplifier)
-    except Unlike as unlike:
-        log.debug("%s: no linear cross-entropy, %s", product, unlike)
-        if replaced:
-            forwards.put(forward, replaced)
-            formed.saved += whole - propagate.nbytes(amplifier)
-        return
-    assert forward.loss is not None
-    new, count = emit(forward, amplifier, head, tail, num_chunks, memory_budget)
-    forward.loss.replace_all_uses_with(new)
-    forwards.sweep(forward)
-    formed.count = max(formed.count, count)
-    formed.elements = max(formed.elements, whole // value.element_size())
-    formed.saved += whole
 
 
 def _fail(report: Report, error: Exception) -> None:
@@ -185,16 +106,16 @@ def _chunk(
     visible: int | None, formed: Formed,
 ) -> None:  # fmt: skip
     graph.eliminate_dead_code()
-    tangents = propagate.tangents_of(graph)
+    tangents = tangents_of(graph)
     work = _Work(graph, tangents, new_values(graph, visible), num_chunks, memory_budget)
-    total.peak_after = predict.peak(graph)
+    total.peak_after = peak(graph)
     total.peak_before = total.peak_after + formed.saved
     total.chunked, total.num_chunks, largest = formed.count > 0, formed.count, formed.elements
     tried: set[fx.Node] = set()
     while True:
-        found = propagate.candidates(graph, propagate.reached(tangents or starts(graph)) | tried)
-        largest = max([largest, *map(propagate.numel, found[:1])])
-        found = [n for n in found if propagate.numel(n) * propagate.LARGE > largest]
+        found = candidates(graph, reached(tangents or starts(graph)) | tried)
+        largest = max([largest, *map(numel, found[:1])])
+        found = [n for n in found if numel(n) * LARGE > largest]
         if not found or len(tried) == TRIES:
             break
         tried.add(found[0])
@@ -239,7 +160,7 @@ class _Work:
             self.graph.lint()
             if self.num_chunks is None:
                 _check_saving(self.graph, amplifier)
-            outcome.peak = predict.peak(self.graph)
+            outcome.peak = peak(self.graph)
         except Exception as error:
             undo()
             outcome.error = error
@@ -247,17 +168,17 @@ class _Work:
 
     def prepare(self, amplifier: fx.Node) -> list[fx.Node]:
         """Check that there is something to gain, decompose ops without a rule; the tangents."""
-        graph, size = self.graph, propagate.nbytes(amplifier)
+        graph, size = self.graph, nbytes(amplifier)
         _own_sizes(graph, amplifier)
         if size == 0:
             raise Conflict("is empty", amplifier)
         budget = self.budget(amplifier)
         if self.num_chunks is None and size <= budget:
             raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
-        after = propagate.reached([amplifier], lambda n: not propagate.ends(n))
-        least = propagate.numel(amplifier) // propagate.LARGE
+        after = reached([amplifier], lambda n: not stops(n))
+        least = numel(amplifier) // LARGE
         for node in reversed(graph.nodes):  # what is large and read there may be in chunks too
-            large = propagate.numel(node) > least and not propagate.is_product(node)
+            large = numel(node) > least and not is_product(node)
             if large and any(user in after for user in node.users):
                 after.add(node)
         for node in decompose(graph, after):
@@ -265,55 +186,34 @@ class _Work:
         return self.tangents or [detach(graph, start) for start in starts(graph)]
 
     def budget(self, amplifier: fx.Node) -> int:
-        return budget_of(propagate.nbytes(amplifier), self.memory_budget)
+        return budget_of(nbytes(amplifier), self.memory_budget)
 
     def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node]) -> int:
         """Chunk what an amplifier leads to; into how many chunks."""
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
-        wanted = max(2, -(-propagate.nbytes(amplifier) // max(budget, 1)))
-        span = propagate.propagate(graph, amplifier, self.num_chunks or wanted)
+        wanted = max(2, -(-nbytes(amplifier) // max(budget, 1)))
+        span = propagate(graph, amplifier, self.num_chunks or wanted)
         read = {arg for reads in span.reads.values() for arg, _ in reads}
         for arg in read:
             if owner(arg) in self.changed:
                 raise Conflict("is changed in place by the function", arg)
         mutations.check_reads(read, span.layouts)
-        ordered = passes.order(graph, span, tangents)
-        limits = rewrite.Limits(self.num_chunks, budget)
-        counts = rewrite.rewrite(graph, span, ordered, limits)
+        ordered = order(graph, span, tangents)
+        limits = Limits(self.num_chunks, budget)
+        counts = rewrite(graph, span, ordered, limits)
         mutations.check_order(graph)
         return max(counts)
 
 
-class Undo:
-    """What a graph is before it is rewritten; calling it brings that back, the same nodes."""
-
-    def __init__(self, graph: fx.Graph):
-        self.graph = graph
-        self.nodes = [(node, node.args, node.kwargs) for node in graph.nodes]
-
-    def __call__(self) -> None:
-        """Undo all changes of arguments and of the order, and drop nodes that are new."""
-        for node, args, kwargs in self.nodes:
-            node.args, node.kwargs = args, kwargs
-        known = {node for node, *_ in self.nodes}
-        unused = [n for n in self.graph.nodes if n not in known and not n.users]
-        while unused:
-            node = unused.pop()
-            read = node.all_input_nodes
-            self.graph.erase_node(node)
-            unused += [a for a in read if a not in known and not a.users]
-        rewrite.place([node for node, *_ in self.nodes])
-
-
 def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     """Take sizes of what an amplifier leads to from other tensors of that size."""
-    after = propagate.reached([amplifier]) | {amplifier}
-    asked = [n for n in graph.nodes if nodes.name_of(n) == "aten.sym_size.int"
+    after = reached([amplifier]) | {amplifier}
+    asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
              and n.args[0] in after]  # fmt: skip
     if not asked:
         return
-    builder = rewrite.Builder(graph, propagate.Span({amplifier: Rows(0, 1)}, 0, 1))
+    builder = Builder(graph, Span({amplifier: Rows(0, 1)}, 0, 1))
     for node in asked:
         try:
             found = builder.size(node.meta["val"])
@@ -322,26 +222,18 @@ def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
         if isinstance(found, fx.Node):
             node.replace_all_uses_with(found)
             node.args = ()  # it goes with the dead code
-    rewrite.sort(graph)
+    sort(graph)
 
 
 def _check_saving(graph: fx.Graph, amplifier: fx.Node) -> None:
     """Raise if sums over chunks take more memory than the whole product does in fp32."""
-    whole = 4 * propagate.numel(amplifier)
+    whole = 4 * numel(amplifier)
     for node in graph.nodes:
-        if nodes.name_of(node) == "storage_ops._chunked_span.default":
-            sums = predict.wide_sums(node, Program.decode(str(node.args[4])))
+        if name_of(node) == "storage_ops._chunked_span.default":
+            sums = wide_sums(node, Program.decode(str(node.args[4])))
             if sums > whole:
                 raise Conflict(
                     f"has {readable(whole)} in fp32, less than chunks would take: their 16-bit "
                     f"gradients are summed in fp32, in {readable(sums)}",
                     amplifier,
                 )
-
-
-def budget_of(size: int, given: int | None) -> int:
-    """Bytes for what a chunk holds of a product of so many.
-
-    By default a quarter of them, at least 32 MiB and at most 1 GiB, as the loss's planner has it.
-    """
-    return min(max(size // 4, 32 * MIB), GIB) if given is None else given
