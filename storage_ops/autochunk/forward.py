@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.prepare import decompose
-from storage_ops.autochunk.values import elements, leading_to, reached
+from storage_ops.autochunk.values import leading_to, numel, reached
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph
@@ -78,10 +78,9 @@ def products(graph: fx.Graph) -> list[fx.Node]:
     found = {}
     for node in graph.nodes:
         factors = [a for a in node.all_input_nodes if _is_tensor(a)]
-        if _is_product(node) and _is_tensor(node) and factors:
-            size = elements(_value(node))
-            if size > elements(_value(factors[1 if _name(node) == "addmm" else 0])):
-                found[node] = size
+        left = factors[1 if _name(node) == "addmm" else 0] if factors else node
+        if _is_product(node) and _is_tensor(node) and numel(node) > numel(left):
+            found[node] = numel(node)
     return sorted(found, key=found.__getitem__, reverse=True)
 
 

@@ -13,6 +13,8 @@ plus what the tail makes of zeros.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ from storage_ops.autochunk.op_plan import budget_of, plan_of
 from storage_ops.autochunk.run import in_body
 from storage_ops.autochunk.spans import LARGE, TRIES, is_product, propagate
 from storage_ops.autochunk.tail import Tail
-from storage_ops.autochunk.values import elements, name_of, nbytes, numel, shape
+from storage_ops.autochunk.values import name_of, nbytes, numel, shape
 from storage_ops.loss.call import Call, arithmetic
 
 _ATEN = torch.ops.aten
@@ -61,59 +63,81 @@ def recognise(
     Whatever goes wrong, the graph computes what it did before.
     """
     formed, largest = Formed(), 0
+    waiting: list[_Dropped] = []
     if in_body():
         return formed
     for product in products(gm.graph)[:TRIES]:
-        value = product.meta["example_value"]
-        size = elements(value)
-        largest = max(largest, size)
-        budget = budget_of(size * value.element_size(), memory_budget)
-        small = num_chunks is None and size * value.element_size() <= budget
+        size, largest = numel(product), max(largest, numel(product))
+        small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
         if small or size * LARGE <= largest or not size:
             continue
-        undo = Undo(gm.graph)
-        try:
-            forward = _form(gm, product, formed, num_chunks, memory_budget)
-            gm.graph.lint()
-        except Exception as error:
-            undo()
-            known = isinstance(error, Conflict)
-            log.debug("%s: not recognised, %s", product, error, exc_info=not known)
-            continue
-        sweep(forward)
-    if formed.saved:
-        gm.recompile()
+        with _tried(gm.graph, product) as done:
+            forward = slice_of(gm, product)
+            dropped = _drop(forward)
+            waiting.append(dropped)
+            head, tail = parts_of(forward, dropped.amplifier)
+            count = emit(forward, head, tail, num_chunks, memory_budget)
+            done(forward)
+            waiting.pop()
+            formed.count, formed.elements = max(formed.count, count), max(formed.elements, size)
+            formed.saved += nbytes(product)
+    # Values of several products meet: those of fewer tokens would leave the others whole.
+    if all(dropped.understood for dropped in waiting):
+        for dropped in waiting:
+            with _tried(gm.graph, dropped.forward.product) as done:
+                put(dropped.forward, dropped.replaced)
+                done(dropped.forward)
+                formed.saved += nbytes(dropped.forward.product) - nbytes(dropped.amplifier)
+    gm.recompile()
     return formed
 
 
-def _form(
-    gm: fx.GraphModule, product: fx.Node, formed: Formed, num_chunks: int | None,
-    memory_budget: int | None,
-) -> Forward:  # fmt: skip
-    forward, value = slice_of(gm, product), product.meta["example_value"]
-    amplifier = next(
-        (n for n in forward.graph.nodes if is_product(n) and numel(n) == elements(value)), None
-    )
-    if amplifier is None:
-        raise Conflict("is no matrix product", product)
-    whole = nbytes(amplifier)
-    replaced: dict[fx.Node, fx.Node] = {}
+@dataclass
+class _Dropped:
+    """A forward without dropped tokens.
+
+    Attributes:
+        amplifier: its product.
+        replaced: for slices of tokens what has taken their place.
+        understood: whether no slice of tokens is left.
+    """
+
+    forward: Forward
+    amplifier: fx.Node
+    replaced: dict[fx.Node, fx.Node]
+    understood: bool = True
+
+
+def _drop(forward: Forward) -> _Dropped:
+    for node in forward.graph.nodes:
+        if is_product(node) and numel(node) == numel(forward.product):
+            try:
+                found = _Dropped(forward, *drop(forward.graph, node))
+            except Conflict as conflict:
+                log.debug("%s: all tokens stay, %s: %s", node, conflict.node, conflict)
+                return _Dropped(forward, node, {}, understood=False)
+            forward.graph.eliminate_dead_code()
+            return found
+    raise Conflict("is no matrix product", forward.product)
+
+
+@contextmanager
+def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[Callable[[Forward], None]]:
+    """Undo changes of a graph that fail; call what this gives when they are complete."""
+    undo = Undo(graph)
+
+    def done(forward: Forward) -> None:
+        graph.lint()
+        sweep(forward)
+
     try:
-        amplifier, replaced = drop(forward.graph, amplifier)
-        forward.graph.eliminate_dead_code()
+        yield done
     except Conflict as conflict:
-        log.debug("%s: all tokens stay: %s, %s", product, conflict.node, conflict)
-    try:
-        head, tail = parts_of(forward, amplifier)
-    except Conflict as conflict:
-        log.debug("%s: no linear cross-entropy, %s", product, conflict)
-        put(forward, replaced)
-        formed.saved += whole - nbytes(amplifier)
-        return forward
-    formed.count = max(formed.count, emit(forward, head, tail, num_chunks, memory_budget))
-    formed.elements = max(formed.elements, elements(value))
-    formed.saved += whole
-    return forward
+        undo()
+        log.debug("%s: no linear cross-entropy, %s: %s", product, conflict.node, conflict)
+    except Exception as error:
+        undo()
+        log.debug("%s: not recognised", product, exc_info=error)
 
 
 def parts_of(forward: Forward, amplifier: fx.Node) -> tuple[Head, Tail]:

@@ -92,7 +92,7 @@ def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
     """What a node makes of the rows of an argument: rows, a part of a sum, or None: it mixes them.
 
     Raises:
-        Conflict: the op has no rule, or changes the order of the rows.
+        Conflict: the op has no rule.
     """
     if rule_of(node).labels is None:
         return reshape(rows, shape(arg), shape(node))
@@ -101,9 +101,8 @@ def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
         found = labels[rows.lo : rows.hi]
         if all(label is not None and label in labelled.out for label in found):
             lo = labelled.out.index(found[0])
-            if labelled.out[lo : lo + len(found)] != found:
-                raise Conflict("reorders tokens")
-            return canonical(Rows(lo, lo + len(found), rows.per), shape(node))
+            if labelled.out[lo : lo + len(found)] == found:
+                return canonical(Rows(lo, lo + len(found), rows.per), shape(node))
         if all(label in labelled.sums for label in found):
             return Partial(labelled.mean)
     return None
@@ -225,7 +224,10 @@ class _Propagation:
         labelled = labels_of(node)
         labels = labelled.args[arg][0]
         kept = rows.lo
-        while kept < rows.hi and labels[kept] is not None and labels[kept] in labelled.out:
+        first = labelled.out.index(labels[kept]) if labels[kept] in labelled.out else None
+        while first is not None and kept < rows.hi and labels[kept] is not None:
+            if labels[kept] not in labelled.out[first + kept - rows.lo :][:1]:
+                break
             kept += 1
         if kept > rows.lo:
             mixed = math.prod(shape(arg)[kept : rows.hi])

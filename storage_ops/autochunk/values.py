@@ -105,8 +105,8 @@ def hint(size: Size) -> int:
 
 
 def values_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node stands for, as fakes."""
-    value = node.meta.get("val")
+    """The tensors that a node stands for, as fakes, in a graph of ATen ops or of Dynamo."""
+    value = node.meta.get("val", node.meta.get("example_value"))
     values = value if isinstance(value, (tuple, list)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
 
