@@ -28,7 +28,7 @@ Every other loss is chunked in the joint graph of forward and backward::
             Whole: the same for all chunks; it stays outside
         gradients = upstream * f(tokens): take upstream for 1      # passes, by the laws in rules
         body = the nodes of the span, for one chunk                # body
-        replace the span by one op that runs the body              # rewrite; program is its argument
+        replace the span by one op that runs the body              # rewrite, program
     at run time, for each chunk:                                   # run
         form the product in a buffer, run the compiled body on it,
         put rows in their place, add terms up                      # assemble

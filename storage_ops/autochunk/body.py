@@ -20,17 +20,24 @@ _ATEN = torch.ops.aten
 
 
 class Body:
-    """One pass over the tokens: the body's graph, and the op that runs it."""
+    """The body of one pass over the tokens.
 
-    def __init__(self, span: Span, builder: Builder, outside: Callable[[fx.Node], fx.Node]):
-        self.span, self.builder, self.outside = span, builder, outside
+    Attributes:
+        graph: takes a slice of every input, then sizes, and gives the values.
+        env: the nodes of the span that it has, as its own nodes.
+        inputs: what it reads, in which layout, and the placeholder for that.
+        ints, int_nodes: sizes that it takes, and the placeholders for them.
+        values: the nodes of the span that it gives.
+    """
+
+    def __init__(self, span: Span, builder: Builder):
+        self.span, self.builder = span, builder
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.inputs: list[tuple[fx.Node, Layout, fx.Node]] = []
         self.ints: list[Any] = []
         self.int_nodes: list[fx.Node] = []
         self.values: list[fx.Node] = []
-        self.tokens: fx.Node | None = None
 
     def run(
         self, nodes: list[fx.Node], outputs: list[fx.Node]
@@ -40,7 +47,7 @@ class Body:
         needed: set[fx.Node] = set()
         stack = [n for n in outputs if n not in outer]
         for n in outer:
-            stack += [a for a, _ in (self._peel(n, arg) for arg in n.args) if self._inside(n, a)]
+            stack += [a for a, _ in map(self._peel, n.args) if self._has_rows(a)]
         while stack:
             node = stack.pop()
             if node not in needed:
@@ -62,8 +69,8 @@ class Body:
         self.graph.output([self.env[v] for v in self.values])
         return specs, placed
 
-    def _inside(self, user: fx.Node, arg: fx.Node) -> bool:
-        return isinstance(self.span.layouts.get(arg), Rows)
+    def _has_rows(self, node: Any) -> bool:
+        return isinstance(self.span.layouts.get(node), Rows)
 
     def _formed_outside(self, node: fx.Node) -> bool:
         """Whether a product is made into the result at once, in place."""
@@ -78,10 +85,10 @@ class Body:
             )
         )
 
-    def _peel(self, user: fx.Node, arg: Any) -> tuple[fx.Node, bool]:
+    def _peel(self, arg: Any) -> tuple[fx.Node, bool]:
         """A factor without the transpositions inside the span."""
         transposed = False
-        while isinstance(self.span.layouts.get(arg), Rows) and is_transposition(arg):
+        while self._has_rows(arg) and is_transposition(arg):
             arg, transposed = arg.args[0], not transposed
         return arg, transposed
 
@@ -200,8 +207,8 @@ class Body:
         return Output(rows, value.dim(), name, None, (left, right))
 
     def _factor(self, node: fx.Node, arg: Any) -> Factor:
-        bare, transposed = self._peel(node, arg)
-        if isinstance(self.span.layouts.get(bare), Rows):
+        bare, transposed = self._peel(arg)
+        if self._has_rows(bare):
             return Factor("value", self._value(bare), transposed)
         layout = next(lay for a, lay in self.span.reads[node] if a is arg)
         wanted = self._input(arg, layout)
@@ -224,11 +231,11 @@ class Body:
             return None
         return Slice(rows.lo, rows.hi, self.reference(rows.per))
 
-    def sources(self) -> list[fx.Node]:
-        """The tensors that the op reads."""
+    def sources(self, outside: Callable[[fx.Node], fx.Node]) -> list[fx.Node]:
+        """The tensors that the op reads; `outside`: what stands for a node there."""
         result = []
         for arg, layout, _ in self.inputs:
-            node = self.outside(arg)
+            node = outside(arg)
             if isinstance(layout, Spread):
                 sizes = [self.builder.size(s) for s in layout.sizes]
                 node = self.builder.call(_ATEN.expand.default, node, sizes)
@@ -236,7 +243,7 @@ class Body:
         return result
 
 
-def share(span: Span, one: Any) -> tuple[tuple[int, ...] | None, int | None]:
+def share(body: Body) -> tuple[tuple[int, ...] | None, int | None]:
     """Let a pass take its product as an argument, and write over it what has its size.
 
     The product is then formed in the same memory for every chunk. Passes with several large
@@ -246,43 +253,42 @@ def share(span: Span, one: Any) -> tuple[tuple[int, ...] | None, int | None]:
         The places of the product's arguments among the inputs, and that of the value which is
         written over it among the values; None where there is no such thing.
     """
-    body: fx.Graph = one.graph
-    products = [n for n in span.amplifiers if n in one.env]
-    inputs = [p for _, _, p in one.inputs]
+    graph, span = body.graph, body.span
+    products = [n for n in span.amplifiers if n in body.env]
+    inputs: list[Any] = [p for _, _, p in body.inputs]
     if len(products) != 1 or name_of(products[0]) not in ("aten.mm.default", "aten.addmm.default"):
         return None, None
-    amplifier, product = products[0], one.env[products[0]]
-    if product.kwargs or amplifier in one.values or not all(a in inputs for a in product.args):
+    amplifier, product = products[0], body.env[products[0]]
+    if product.kwargs or amplifier in body.values or not all(a in inputs for a in product.args):
         return None, None
     formed = tuple(inputs.index(a) for a in product.args)
-    layouts = [one.inputs[i][1] for i in formed]
+    layouts = [body.inputs[i][1] for i in formed]
     if not isinstance(layouts[-2], Rows) or any(isinstance(lay, Rows) for lay in layouts[:-2]):
         return None, None
-    with body.inserting_before(inputs[0]):
-        place = body.placeholder("product")
+    with graph.inserting_before(inputs[0]):
+        place = graph.placeholder("product")
     product.replace_all_uses_with(place)
-    body.erase_node(product)
-    one.env[amplifier] = place
-    return formed, _overwrite(span, one, amplifier, place)
+    graph.erase_node(product)
+    body.env[amplifier] = place
+    return formed, _overwrite(body, amplifier, place)
 
 
-def _overwrite(span: Span, one: Any, amplifier: fx.Node, place: fx.Node) -> int | None:
-    body: fx.Graph = one.graph
-    found = None
-    for i, node in enumerate(one.values):
+def _overwrite(body: Body, amplifier: fx.Node, place: fx.Node) -> int | None:
+    graph, layouts, found = body.graph, body.span.layouts, None
+    for i, node in enumerate(body.values):
         value, like = node.meta["val"], amplifier.meta["val"]
         sized = value.dim() == 2 and all(map(same, shape(node), shape(amplifier)))
-        sized = sized and equal(span.layouts[node], span.layouts[amplifier])
+        sized = sized and equal(layouts[node], layouts[amplifier])
         if found is None and sized and value.dtype == like.dtype:
             found = i
-        elif _is_view(one.env[node], place):
+        elif _is_view(body.env[node], place):
             return None  # and would change with it
-    if found is None or _is_view(one.env[one.values[found]], place):
+    if found is None or _is_view(body.env[body.values[found]], place):
         return None
-    (end,) = (n for n in body.nodes if n.op == "output")
+    (end,) = (n for n in graph.nodes if n.op == "output")
     values: Any = end.args[0]
-    with body.inserting_before(end):
-        written = body.call_function(torch.ops.aten.copy_.default, (place, values[found]))
+    with graph.inserting_before(end):
+        written = graph.call_function(torch.ops.aten.copy_.default, (place, values[found]))
     end.args = ([written if i == found else v for i, v in enumerate(values)],)
     return found
 

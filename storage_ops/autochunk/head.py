@@ -64,7 +64,7 @@ class Head:
         self.softcap, self.logit_scale = _transform(amplifier, self.bias)
         self.rows = self._rows()
         self.terms: list[list[float]] = []
-        self.body = Body(span, Builder(forward.graph, span), lambda node: node)
+        self.body = Body(span, Builder(forward.graph, span))
         self.body.run([n for n in forward.graph.nodes if n in span.layouts], self.rows)
         if self.body.ints or not isinstance(self.vocabulary, int):
             raise Conflict("has classes without a number")

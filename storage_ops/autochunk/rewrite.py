@@ -71,24 +71,24 @@ def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list
     nodes = [n for n in graph.nodes if n in span.layouts]
     result: list[int] = []
     for outputs in passes.outputs:
-        one = Body(span, builder, outside)
-        specs, placed = one.run(nodes, outputs)
-        formed, over = share(span, one)
+        body = Body(span, builder)
+        specs, placed = body.run(nodes, outputs)
+        formed, over = share(body)
         program = Program(
-            tuple(one.slice(layout) for _, layout, _ in one.inputs),
+            tuple(body.slice(layout) for _, layout, _ in body.inputs),
             tuple(specs),
             limits.num_chunks,
             limits.chunk_bytes,
-            group_bytes(span, placed, one.values, over),
+            group_bytes(span, placed, body.values, over),
             not isinstance(span.tokens, int),
-            encode_graph(one.graph),
+            encode_graph(body.graph),
             formed,
             over,
         )
         sizes = [builder.size(s) for n in outputs for s in shape(n)]
         call = builder.call(
             torch.ops.storage_ops._chunked_span.default,
-            one.sources(), one.ints, sizes, builder.size(span.groups), program.encode(),
+            body.sources(outside), body.ints, sizes, builder.size(span.groups), program.encode(),
         )  # fmt: skip
         for index, node in enumerate(outputs):
             _replace(
