@@ -8,18 +8,18 @@ from pathlib import Path
 
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder, Undo, sort
-from storage_ops.autochunk.lattice import Conflict, Rows
+from storage_ops.autochunk.edit import Undo
+from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of
 from storage_ops.autochunk.passes import order
 from storage_ops.autochunk.predict import peak, wide_sums
-from storage_ops.autochunk.prepare import Mutations, decompose, detach, new_values, owner, starts
+from storage_ops.autochunk.prepare import Mutations, new_values, owner, prepare, starts
 from storage_ops.autochunk.program import Program
 from storage_ops.autochunk.recognise import NOTHING, Formed
 from storage_ops.autochunk.rewrite import Limits, rewrite
 from storage_ops.autochunk.run import in_body
-from storage_ops.autochunk.spans import LARGE, TRIES, Span, candidates, is_product, propagate, stops
+from storage_ops.autochunk.spans import LARGE, TRIES, candidates, propagate
 from storage_ops.autochunk.values import name_of, nbytes, numel, reached, tangents_of
 from storage_ops.quantities import readable
 
@@ -155,7 +155,8 @@ class _Work:
         """Chunk what an amplifier leads to."""
         undo, outcome = Undo(self.graph), _Outcome()
         try:
-            tangents = self.prepare(amplifier)
+            self.check(amplifier)
+            tangents = prepare(self.graph, amplifier, self.tangents)
             outcome.count = self.rewrite(amplifier, tangents)
             self.graph.lint()
             if self.num_chunks is None:
@@ -166,24 +167,13 @@ class _Work:
             outcome.error = error
         return outcome
 
-    def prepare(self, amplifier: fx.Node) -> list[fx.Node]:
-        """Check that there is something to gain, decompose ops without a rule; the tangents."""
-        graph, size = self.graph, nbytes(amplifier)
-        _own_sizes(graph, amplifier)
+    def check(self, amplifier: fx.Node) -> None:
+        """Raise Conflict if there is nothing to gain."""
+        size, budget = nbytes(amplifier), self.budget(amplifier)
         if size == 0:
             raise Conflict("is empty", amplifier)
-        budget = self.budget(amplifier)
         if self.num_chunks is None and size <= budget:
             raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
-        after = reached([amplifier], lambda n: not stops(n))
-        least = numel(amplifier) // LARGE
-        for node in reversed(graph.nodes):  # what is large and read there may be in chunks too
-            large = numel(node) > least and not is_product(node)
-            if large and any(user in after for user in node.users):
-                after.add(node)
-        for node in decompose(graph, after):
-            node.args, node.kwargs = (), {}  # it goes with the dead code
-        return self.tangents or [detach(graph, start) for start in starts(graph)]
 
     def budget(self, amplifier: fx.Node) -> int:
         return budget_of(nbytes(amplifier), self.memory_budget)
@@ -204,25 +194,6 @@ class _Work:
         counts = rewrite(graph, span, ordered, limits)
         mutations.check_order(graph)
         return max(counts)
-
-
-def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
-    """Take sizes of what an amplifier leads to from other tensors of that size."""
-    after = reached([amplifier]) | {amplifier}
-    asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
-             and n.args[0] in after]  # fmt: skip
-    if not asked:
-        return
-    builder = Builder(graph, Span({amplifier: Rows(0, 1)}, 0, 1))
-    for node in asked:
-        try:
-            found = builder.size(node.meta["val"])
-        except Conflict:
-            continue
-        if isinstance(found, fx.Node):
-            node.replace_all_uses_with(found)
-            node.args = ()  # it goes with the dead code
-    sort(graph)
 
 
 def _check_saving(graph: fx.Graph, amplifier: fx.Node) -> None:

@@ -1,4 +1,7 @@
-"""Writes ops that have no rule as ops that have one."""
+"""A graph before it is chunked: ops without a rule are written as ops that have one.
+
+And what is changed in place in it, which the rewrite must not move readers past.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,37 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.lattice import Conflict, same
+from storage_ops.autochunk.edit import Builder, sort
+from storage_ops.autochunk.lattice import Conflict, Rows, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import RULES
-from storage_ops.autochunk.values import ends, is_tensor, leading_to, name_of, shape, viewed
+from storage_ops.autochunk.spans import LARGE, Span, is_product, stops
+from storage_ops.autochunk.values import (
+    ends,
+    is_tensor,
+    leading_to,
+    name_of,
+    numel,
+    reached,
+    shape,
+    viewed,
+)
 
 _ATEN = torch.ops.aten
+
+
+def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> list[fx.Node]:
+    """Let all that an amplifier leads to have rules and sizes of its own; the tangents."""
+    _own_sizes(graph, amplifier)
+    after = reached([amplifier], lambda n: not stops(n))
+    least = numel(amplifier) // LARGE
+    for node in reversed(graph.nodes):  # what is large and read there may be in chunks too
+        large = numel(node) > least and not is_product(node)
+        if large and any(user in after for user in node.users):
+            after.add(node)
+    for node in decompose(graph, after):
+        node.args, node.kwargs = (), {}  # it goes with the dead code
+    return tangents or [detach(graph, start) for start in starts(graph)]
 
 
 def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -35,6 +63,25 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
             if name_of(node) not in RULES:
                 replaced.update(_inline(graph, node))
     return replaced
+
+
+def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
+    """Take sizes of what an amplifier leads to from other tensors of that size."""
+    after = reached([amplifier]) | {amplifier}
+    asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
+             and n.args[0] in after]  # fmt: skip
+    if not asked:
+        return
+    builder = Builder(graph, Span({amplifier: Rows(0, 1)}, 0, 1))
+    for node in asked:
+        try:
+            found = builder.size(node.meta["val"])
+        except Conflict:
+            continue
+        if isinstance(found, fx.Node):
+            node.replace_all_uses_with(found)
+            node.args = ()  # it goes with the dead code
+    sort(graph)
 
 
 def starts(graph: fx.Graph) -> list[fx.Node]:

@@ -12,7 +12,7 @@ from storage_ops.autochunk import run as chunks
 
 N, D, V = 64, 8, 500
 STAGES = [
-    (driver, "peak"), (driver, "decompose"), (driver, "propagate"), (driver, "order"),
+    (driver, "peak"), (prepare, "decompose"), (driver, "propagate"), (driver, "order"),
     (rewrite, "share"), (rewrite, "group_bytes"), (rewrite, "encode_graph"), (rewrite, "_replace"),
     (rewrite, "sort"),
 ]  # fmt: skip
