@@ -34,10 +34,9 @@ from benchmarks._loss_peers import Loss, Task, peers
 from storage_ops.loss import planner
 from storage_ops.loss.call import Call
 from storage_ops.loss.devices import rates_of
-from storage_ops.loss.op import problem_of
 from storage_ops.loss.problem import Problem
 from storage_ops.loss.ranks import Ranks
-from storage_ops.loss.run import Run
+from storage_ops.loss.run import Run, problem_of
 from storage_ops.loss.tokens import tokens_of
 
 # Tokens, width, classes.

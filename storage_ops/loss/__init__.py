@@ -1,1 +1,32 @@
-"""The ops: storage, linear cross-entropy, their planner and their definition in plain torch."""
+"""Linear cross-entropy: the loss of a linear layer's output, whose logits exist in tiles only.
+
+    api.linear_cross_entropy -> Call -> op -> Run --- steps ---> row kernel (csrc/rows, cuda/)
+                                               |           `---> Matmul (storage_ops/matmul)
+                                               |           `---> Sums of the gradients
+                    Problem -> planner -> Schedule
+                                   |-> cost.peak      bytes of the steps
+                                   `-> cost.predict   their time
+
+Terms:
+
+* A *tile* is a block of the logits: rows (tokens) by classes. Nothing larger than the *tile buffer*
+  is allocated for them.
+* The *row kernel* works on a tile in *phases*. UPDATE merges it into the *state* of its rows, a few
+  numbers per token (running maximum, sum of exponentials, ...). GRADIENT overwrites the logits by
+  the loss's gradient with respect to them, from the finished state and the rows' *upstream*
+  gradients.
+* A *step* is one tile and what is done with it, a *schedule* all steps of a call. The three
+  *strategies* differ in what is formed again: chunks of tokens with whole rows of logits, slices of
+  the vocabulary in two passes, and one pass that rescales. `schedule` says where logits lie.
+* A *plan* is a schedule and what it will cost. The planner takes the fastest that fits a budget.
+* Gradients are made *in the forward* where one upstream number scales them, for a mean or a sum.
+  Else the forward keeps the state, and the backward forms the logits once more.
+* *Ranks* share the vocabulary: they merge the state of rows and add up the input's gradient.
+
+Where things are: `api` is the public function and module, `checks` its errors, `call` the op's
+arguments by name, `op` kernels, fakes, autograd and vmap. `tokens` flattens and drops;
+`formulas` has
+what a token's loss is made of, `reference` the definition in plain torch. `problem`, `schedule`,
+`cost`, `planner` and `devices` plan and need no torch; `plan` is `storage_ops.plan`. `run` carries
+steps out, `sums` adds up their gradients, `ranks` is about process groups.
+"""

@@ -16,17 +16,12 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake, register_vmap
 
-from storage_ops import _schemas, matmul
-from storage_ops.loss import formulas, planner, reference
+from storage_ops import _schemas
+from storage_ops.loss import formulas, reference
 from storage_ops.loss.call import TENSORS, Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.devices import has_row_kernel, rates_of
-from storage_ops.loss.problem import Problem
-from storage_ops.loss.ranks import ranks_of
-from storage_ops.loss.run import Operands, Run
-from storage_ops.loss.tokens import Tokens, copy_elements, tokens_of
+from storage_ops.loss.run import Run
 from storage_ops.matmul import reference as matmul_reference
-from storage_ops.matmul.aten import takes
 from storage_ops.matmul.full_sums import full_sums
 
 _OPS = torch.ops.storage_ops
@@ -42,51 +37,6 @@ NOT_FORWARD = (
 )
 
 
-def problem_of(call: Call, tokens: Tokens) -> Problem:
-    """What the plan of a call depends on."""
-    x, weight = tokens.x, call.weight
-    copies = sum(t.nbytes for t in (x, weight) if not takes(t))
-    copies += copy_elements(call.bias, x.dtype) * x.element_size()
-    # Every rank must plan alike.
-    threads = 1 if call.group else torch.get_num_threads()
-    return Problem(
-        tokens.count,
-        x.shape[1],
-        len(weight),
-        matmul.of(x.dtype, x.device.type, threads),
-        len(x) - tokens.count,
-        (call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
-        sums_fp32=call.accumulate_dtype != x.dtype,
-        in_forward=call.in_forward,
-        rescales=not tokens.probabilities
-        and not call.group
-        and not (call.label_smoothing and call.softcap),
-        into=call.accumulate_into is not None,
-        gathers=tokens.kept is not None,
-        masks=tokens.masked,
-        plain=not has_row_kernel(x.device.type),
-        cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
-        fixed_bytes=tokens.copied_bytes + copies,
-    )
-
-
-def _operands(call: Call) -> Operands:
-    """The arguments as kernels take them, and the way through the logits."""
-    ranks = ranks_of(call.group)
-    ranks.check_equal(call.weight)
-    tokens, weight = tokens_of(call, ranks), call.weight
-    p = problem_of(call, tokens)
-    if call.plan:
-        plan = planner.parse(p, call.plan)
-    else:
-        plan = planner.choose(p, call.memory_budget, rates_of(call.input.device))
-    tokens.x = tokens.x if takes(tokens.x) else tokens.x.contiguous()
-    weight = weight if takes(weight) else weight.contiguous()
-    bias = None if call.bias is None else call.bias.contiguous()
-    first, vocabulary = ranks.place(len(weight))
-    return Operands(call, tokens, weight, bias, ranks, vocabulary, first, plan.schedule_for(p))
-
-
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
     if call.in_forward and (call.reduction == "none" or call.accumulate_into is not None):
@@ -94,16 +44,14 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             "linear_cross_entropy: early is True; expected False with reduction='none' or "
             "accumulate_into, whose gradients are made in the backward"
         )
-    given, input = _operands(call), call.input
-    tokens = given.tokens
+    run, input = Run(call), call.input
+    tokens = run.tokens
     if call.in_forward and any(call.grad_mask):
-        scale = formulas.scale_of(tokens, call)
-        run = Run(given, upstream=formulas.upstream_of(tokens, call, scale))
+        run.upstream = formulas.upstream_of(tokens, call, formulas.scale_of(tokens, call))
         grads = run.statistics_and_gradients()
         if call.grad_mask[0]:
             grads[0] = grads[0].view(input.shape)
     else:
-        run = Run(given)
         run.statistics()
         grads = [input.new_empty(0) for _ in call.grad_mask]
     state, argmax, wants = run.state, run.argmax, call.wants
@@ -122,15 +70,15 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 def _resumed(args: tuple[Any, ...]) -> Run:
     """What a call was about to do when its forward ended, from the arguments of a backward op."""
     call = _call_of_backward(args)
-    given, state = _operands(call), args[_UPSTREAM - 1]
-    tokens = given.tokens
+    run, state = Run(call), args[_UPSTREAM - 1]
+    tokens = run.tokens
     each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
     each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
     if each[0] is not None:
         total = each[0] if call.reduction != "none" else tokens.collect(each[0])
         each[0] = total * formulas.scale_of(tokens, call)
-    upstream = formulas.upstream_of(tokens, call, *each)
-    return Run(given, tokens.collect_state(state), upstream)
+    run.state, run.upstream = tokens.collect_state(state), formulas.upstream_of(tokens, call, *each)
+    return run
 
 
 def _call_of_backward(args: tuple[Any, ...]) -> Call:
@@ -145,7 +93,7 @@ def _call_of_backward(args: tuple[Any, ...]) -> Call:
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by a second pass over the logits, for any upstream gradients."""
     run = _resumed(args)
-    call, grads = run.given.call, run.gradients()
+    call, grads = run.call, run.gradients()
     return grads[0].view(call.input.shape) if call.grad_mask[0] else grads[0], grads[1], grads[2]
 
 
@@ -353,18 +301,20 @@ def _exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {
+_FALLBACKS: dict[str, Callable[..., None]] = {
     "_cross_entropy_rows": reference.cross_entropy_rows,
     "_product": matmul_reference.product,
     "_transposed_product": matmul_reference.transposed_product,
     "_scale": reference.scale,
-    "linear_cross_entropy": _forward,
-    "linear_cross_entropy_backward": _backward,
-    "linear_cross_entropy_backward_into": _backward_into,
-    "linear_cross_entropy_backward_target": _backward_target,
 }
-for _name, _kernel in _KERNELS.items():
-    _schemas.library.impl(_name, _exact(_kernel), "CompositeExplicitAutograd")
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "linear_cross_entropy": _exact(_forward),
+    "linear_cross_entropy_backward": _exact(_backward),
+    "linear_cross_entropy_backward_into": _exact(_backward_into),
+    "linear_cross_entropy_backward_target": _exact(_backward_target),
+}
+for _name, _kernel in {**_FALLBACKS, **_KERNELS}.items():
+    _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 _NAME, _BACKWARD_NAME = (f"storage_ops::linear_cross_entropy{end}" for end in ("", "_backward"))
 register_autograd(_NAME, _autograd, setup_context=_setup_context, lib=_schemas.library)
@@ -374,7 +324,7 @@ register_vmap(_NAME, _looped(_OPS.linear_cross_entropy), lib=_schemas.library)
 register_vmap(_BACKWARD_NAME, _looped(_OPS.linear_cross_entropy_backward), lib=_schemas.library)
 
 
-for _name in ("_cross_entropy_rows", "_product", "_transposed_product", "_scale"):
+for _name in _FALLBACKS:
     register_fake(f"storage_ops::{_name}", lambda *args: None, lib=_schemas.library)
 
 

@@ -299,7 +299,7 @@ def _sliced(
         for size in (columns, cached, padded(TILE_BYTES // (rows * p.itemsize) + 1)):
             if columns:
                 yield name, rows, min(columns, size), 0, lent
-        if columns == p.vocab - lent or (columns >= WIDTHS[0] // 4 and rows <= ROWS):
+        if columns == p.vocab - lent or (columns >= WIDTHS[2] and rows <= 8 * ROWS):
             break
 
 

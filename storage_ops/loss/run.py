@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from storage_ops import matmul
+from storage_ops.loss import planner
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.problem import padded
-from storage_ops.loss.ranks import Ranks
+from storage_ops.loss.devices import has_row_kernel, rates_of
+from storage_ops.loss.problem import Problem, padded
+from storage_ops.loss.ranks import ranks_of
 from storage_ops.loss.schedule import (
     EXPONENTIALS,
     GRADIENT,
@@ -21,79 +23,96 @@ from storage_ops.loss.schedule import (
     SLOPE,
     UPDATE,
     Place,
-    Schedule,
     Step,
 )
 from storage_ops.loss.sums import Sums
-from storage_ops.loss.tokens import Tokens
+from storage_ops.loss.tokens import Tokens, copy_elements, tokens_of
+from storage_ops.matmul.aten import takes
 
 _OPS = torch.ops.storage_ops
 
 
-@dataclass
-class Operands:
-    """A call as its kernels take it.
-
-    Attributes:
-        call: the arguments.
-        tokens: those that are worked on, as rows.
-        weight, bias: the classes of this rank, with strides that kernels take.
-        ranks: who holds the other classes.
-        vocabulary, first_class: the number of all classes, and the first one here.
-        schedule: how to go through the logits.
-    """
-
-    call: Call
-    tokens: Tokens
-    weight: Tensor
-    bias: Tensor | None
-    ranks: Ranks
-    vocabulary: int
-    first_class: int
-    schedule: Schedule
+def problem_of(call: Call, tokens: Tokens) -> Problem:
+    """What the plan of a call depends on."""
+    x, weight = tokens.x, call.weight
+    copies = sum(t.nbytes for t in (x, weight) if not takes(t))
+    copies += copy_elements(call.bias, x.dtype) * x.element_size()
+    # Every rank must plan alike.
+    threads = 1 if call.group else torch.get_num_threads()
+    smooth_cap = bool(call.label_smoothing and call.softcap)
+    return Problem(
+        tokens.count,
+        x.shape[1],
+        len(weight),
+        matmul.of(x.dtype, x.device.type, threads),
+        len(x) - tokens.count,
+        (call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
+        sums_fp32=call.accumulate_dtype != x.dtype,
+        in_forward=call.in_forward,
+        rescales=not (tokens.probabilities or call.group or smooth_cap),
+        into=call.accumulate_into is not None,
+        gathers=tokens.kept is not None,
+        masks=tokens.masked,
+        plain=not has_row_kernel(x.device.type),
+        cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
+        fixed_bytes=tokens.copied_bytes + copies,
+    )
 
 
 class Run:
-    """The steps of a call, with the state of its rows.
+    """A call, and how far it is.
 
     Attributes:
-        state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
+        call: the arguments.
+        ranks: who holds the classes that are not here.
+        tokens: those that are worked on, as rows.
+        weight, bias: the classes of this rank, with strides that kernels take.
+        vocabulary, first_class: the number of all classes, and the first one here.
+        schedule: the way through the logits.
+        state: (STATE_ROWS, n) statistics of the rows; see csrc/row_math.h.
         argmax: (n,) classes of the largest logits, or None.
         upstream: rows of upstream gradient for the row kernel, or None.
-        also: a phase of the row kernel that goes with every UPDATE.
     """
 
-    def __init__(
-        self, given: Operands, state: Tensor | None = None, upstream: Tensor | None = None
-    ):
-        x, call = given.tokens.x, given.call
-        if state is None:
-            state = x.new_zeros(STATE_ROWS, given.tokens.count, dtype=arithmetic(x.dtype))
-        self.given, self.state, self.upstream = given, state, upstream
-        self.argmax = x.new_zeros(given.tokens.count, dtype=torch.int64) if call.wants[3] else None
-        self.also = SLOPE if call.wants[2] else 0
+    def __init__(self, call: Call):
+        self.call, self.ranks = call, ranks_of(call.group)
+        self.ranks.check_equal(call.weight)
+        tokens = self.tokens = tokens_of(call, self.ranks)
+        p = problem_of(call, tokens)
+        if call.plan:
+            plan = planner.parse(p, call.plan)
+        else:
+            plan = planner.choose(p, call.memory_budget, rates_of(call.input.device))
+        self.schedule = plan.schedule_for(p)
+        x = tokens.x = tokens.x if takes(tokens.x) else tokens.x.contiguous()
+        self.weight = call.weight if takes(call.weight) else call.weight.contiguous()
+        self.bias = None if call.bias is None else call.bias.contiguous()
+        self.first_class, self.vocabulary = self.ranks.place(len(self.weight))
+        self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
+        self.argmax = x.new_zeros(tokens.count, dtype=torch.int64) if call.wants[3] else None
+        self.upstream: Tensor | None = None
         self._tile: Tensor | None = None
         self._rows, self._x = slice(0, 0), x
 
     @functools.cached_property
     def sums(self) -> Sums:
         """Sums of the gradients; they take no memory before they are needed."""
-        return Sums(self.given)
+        return Sums(self)
 
     def statistics(self) -> None:
         """The state of every row, and the class of its largest logit."""
-        self._take(self.given.schedule.statistics())
+        self._take(self.schedule.statistics())
 
     def gradients(self) -> list[Tensor]:
         """Gradients of input, weight and bias from the finished state; logits are formed again."""
-        self._take(self.given.schedule.gradients())
+        self._take(self.schedule.gradients())
         return self.sums.finish()
 
     def statistics_and_gradients(self) -> list[Tensor]:
         """Both in one go."""
-        self._take(self.given.schedule.statistics_and_gradients())
-        if self.given.schedule.strategy == RUNNING_RESCALE:
-            self.sums.finish_rescaled(self.state, self.upstream)
+        self._take(self.schedule.statistics_and_gradients())
+        if self.schedule.strategy == RUNNING_RESCALE:
+            self.sums.finish_rescaled(self)
         return self.sums.finish()
 
     def target_gradient(self) -> Tensor:
@@ -101,23 +120,23 @@ class Run:
 
         d loss_i / d q_ij = (1 - smoothing) C_j (lse_i - z_ij) times the upstream gradient.
         """
-        given, call, state = self.given, self.given.call, self.state
+        call, state = self.call, self.state
         result = torch.zeros_like(call.target, memory_format=torch.contiguous_format)
-        flat = result.view(-1, len(given.weight))[int(call.shift) :]
+        flat = result.view(-1, len(self.weight))[int(call.shift) :]
         assert self.upstream is not None
         spread = self.upstream[1] if len(self.upstream) > 1 else self.upstream.new_zeros(1)
-        factor = (spread * (1 - call.label_smoothing)).expand(given.tokens.count).unsqueeze(1)
+        factor = (spread * (1 - call.label_smoothing)).expand(self.tokens.count).unsqueeze(1)
         lse = (state[0] + state[1].log()).unsqueeze(1)
-        for step in given.schedule.logits():
+        for step in self.schedule.logits():
             rows, classes = step.rows, step.classes
             z = flat[rows, classes].to(state.dtype).copy_(self._logits(step))
-            z = z if given.bias is None else z.add_(given.bias[classes])
+            z = z if self.bias is None else z.add_(self.bias[classes])
             z.mul_(call.logit_scale)
             if call.softcap:
                 z.div_(call.softcap).tanh_().mul_(call.softcap)
             z.neg_().add_(lse[rows])
-            if given.tokens.class_weight is not None:
-                z.mul_(given.tokens.class_weight[classes])
+            if self.tokens.class_weight is not None:
+                z.mul_(self.tokens.class_weight[classes])
             flat[rows, classes] = z.mul_(factor[rows])
         return result
 
@@ -126,13 +145,13 @@ class Run:
             for step in steps:
                 self._step(step)
         finally:
-            self._tile, self._x = None, self.given.tokens.x  # before sums are rounded
+            self._tile, self._x = None, self.tokens.x  # before sums are rounded
 
     def _step(self, step: Step) -> None:
         if step.phases == MERGE:
             self._merge(step.rows)
             return
-        tile, several = self._logits(step), self.given.ranks.several
+        tile, several = self._logits(step), self.ranks.several
         before = self.state[0, step.rows].clone() if step.phases & EXPONENTIALS else None
         if several and step.phases & UPDATE and step.phases & GRADIENT:
             self._row_kernel(step, tile, UPDATE)
@@ -149,15 +168,15 @@ class Run:
         """The tile of a step, multiplied, copied, or as it was left."""
         tile = self._at(step.place, step)
         if step.source is None:
-            matmul = self.given.schedule.problem.matmul
-            matmul.logits(self._gathered(step), self.given.weight[step.classes], tile)
+            products = self.schedule.problem.matmul
+            products.logits(self._gathered(step), self.weight[step.classes], tile)
         elif step.source is not step.place:
             tile.copy_(self._at(step.source, step))
         return tile
 
     def _at(self, place: Place, step: Step) -> Tensor:
         """Where the logits of a step lie in a place."""
-        schedule, x = self.given.schedule, self.given.tokens.x
+        schedule, x = self.schedule, self.tokens.x
         if place.lender is not None:
             memory = self.sums.unwritten(place.lender)
         else:
@@ -170,17 +189,16 @@ class Run:
 
     def _gathered(self, step: Step) -> Tensor:
         """The input rows of a step; those of a chunk are gathered once."""
-        size, count = self.given.schedule.rows, self.given.tokens.count
+        size, count = self.schedule.rows, self.tokens.count
         start = step.rows.start // size * size
         chunk = slice(start, min(start + size, count))
-        if chunk != self._rows or self._x is self.given.tokens.x:
-            self._x = self.given.tokens.x  # before the next rows are gathered
-            self._rows, self._x = chunk, self.given.tokens.gather(chunk)
+        if chunk != self._rows or self._x is self.tokens.x:
+            self._x = self.tokens.x  # before the next rows are gathered
+            self._rows, self._x = chunk, self.tokens.gather(chunk)
         return self._x[_within(step.rows, chunk)]
 
     def _row_kernel(self, step: Step, tile: Tensor, phases: int) -> None:
-        given, rows, classes = self.given, step.rows, step.classes
-        tokens, call = given.tokens, given.call
+        tokens, call, rows, classes = self.tokens, self.call, step.rows, step.classes
         target, upstream = tokens.target[rows], None
         if tokens.probabilities:
             target = target[:, classes]
@@ -194,31 +212,30 @@ class Run:
         _OPS._cross_entropy_rows(
             tile,
             target,
-            None if given.bias is None else given.bias[classes],
+            None if self.bias is None else self.bias[classes],
             None if tokens.class_weight is None else tokens.class_weight[classes],
             upstream,
             self.state[:, rows],
             None if argmax is None else argmax[rows],
-            given.first_class + classes.start,
-            given.vocabulary,
+            self.first_class + classes.start,
+            self.vocabulary,
             call.ignore_index,
             call.softcap,
             call.logit_scale,
             call.label_smoothing,
-            phases | (self.also if phases & UPDATE else 0),
+            phases | (SLOPE if phases & UPDATE and call.wants[2] else 0),
         )
 
     def _merge(self, rows: slice) -> None:
         """Merge the state of some rows with those of the other ranks, if there are any."""
-        given = self.given
-        if not given.ranks.several:
+        if not self.ranks.several:
             return
-        target = given.tokens.target[rows]
-        ignored = target == given.call.ignore_index
-        if given.tokens.probabilities:
+        target = self.tokens.target[rows]
+        ignored = target == self.call.ignore_index
+        if self.tokens.probabilities:
             ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
         part = None if self.argmax is None else self.argmax[rows]
-        given.ranks.merge(self.state[:, rows], part, ignored, given.vocabulary)
+        self.ranks.merge(self.state[:, rows], part, ignored, self.vocabulary)
 
 
 def _length(part: slice) -> int:

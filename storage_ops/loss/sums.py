@@ -12,7 +12,7 @@ from storage_ops.loss.cost import PIECE, plain_rows
 from storage_ops.loss.schedule import INPUT, WEIGHT, Step, slices
 
 if TYPE_CHECKING:
-    from storage_ops.loss.run import Operands
+    from storage_ops.loss.run import Run
 
 
 class Sums:
@@ -24,10 +24,13 @@ class Sums:
         bias: (V,), or None.
     """
 
-    def __init__(self, given: Operands) -> None:
-        self._given, self._matmul = given, given.schedule.problem.matmul
-        s, p = given.schedule, given.schedule.problem
-        x, w, into = given.tokens.x, given.weight, given.call.accumulate_into
+    def __init__(self, run: Run) -> None:
+        # Not the run itself, which has these sums: there shall be no cycle to collect.
+        self._tokens, self._weight, self._schedule = run.tokens, run.weight, run.schedule
+        self._ranks, self._into = run.ranks, run.call.accumulate_into
+        self._matmul = run.schedule.problem.matmul
+        s, p = run.schedule, run.schedule.problem
+        x, w, into = run.tokens.x, run.weight, run.call.accumulate_into
         wide = arithmetic(x.dtype)
         self.input: Tensor | None = None
         self._input = w.new_empty(0)
@@ -50,10 +53,10 @@ class Sums:
             else:
                 self.input = x.new_empty(x.shape, dtype=wide if s.wide_input else x.dtype)
             # Rows that are left out, and inputs without a class, keep their 0.
-            if given.tokens.kept is not None or not s.num_slices:
+            if run.tokens.kept is not None or not s.num_slices:
                 self.input.zero_()
             else:
-                self.input[given.tokens.count :] = 0
+                self.input[run.tokens.count :] = 0
         self._begun: set[int] = set()  # rows, by the first of them, that the input's sum has
 
     def unwritten(self, classes: slice) -> Tensor:
@@ -66,15 +69,15 @@ class Sums:
         if step.adds & INPUT:
             self._add_to_input(step, x, dz)
         if step.adds & WEIGHT:
-            if step.classes.start < self._given.schedule.lent:
+            if step.classes.start < self._schedule.lent:
                 self.finish_input()  # its sums are in the memory that is written now
             self._add_to_weight(step, x, dz)
 
     def _add_to_input(self, step: Step, x: Tensor, dz: Tensor) -> None:
         if self.input is None:
             return
-        rows, w = step.rows, self._given.weight[step.classes]
-        again, kept = rows.start in self._begun, self._given.tokens.kept
+        rows, w = step.rows, self._weight[step.classes]
+        again, kept = rows.start in self._begun, self._tokens.kept
         self._begun.add(rows.start)
         if kept is None:
             self._matmul.input_gradient(dz, w, self.input[rows], again)
@@ -87,19 +90,19 @@ class Sums:
             self.input.index_copy_(0, kept[rows], part)
 
     def _add_to_weight(self, step: Step, x: Tensor, dz: Tensor) -> None:
-        given, classes = self._given, step.classes
+        classes = step.classes
         if self.bias is not None:
             bias_gradient(dz, self.bias[classes])
-        if not given.schedule.problem.grads[1]:
+        if not self._schedule.problem.grads[1]:
             return
         total, first = self.weight, 0
         if self._wide is not None:
             total, first = self._wide, classes.start if self.weight is not None else 0
         assert total is not None
-        again = step.rows.start > 0 or total is given.call.accumulate_into
+        again = step.rows.start > 0 or total is self._into
         part = total[classes.start - first : classes.stop - first]
         self._matmul.weight_gradient(dz, x, part, again)
-        complete = step.rows.stop == given.tokens.count
+        complete = step.rows.stop == self._tokens.count
         if complete and self._wide is not None and self.weight is not None:
             self.weight[classes] = part
 
@@ -117,17 +120,18 @@ class Sums:
         self.input[place] = self.input[place].mul_(factor.to(self.input.dtype))
 
     def _place(self, rows: slice) -> slice | Tensor:
-        kept = self._given.tokens.kept
+        kept = self._tokens.kept
         return rows if kept is None else kept[rows]
 
-    def finish_rescaled(self, state: Tensor, upstream: Tensor | None) -> None:
+    def finish_rescaled(self, run: Run) -> None:
         """Turn the sums of RUNNING_RESCALE into the gradient of the input.
 
         That of a row is sum_j exp(z_j - lse) C_j w_j less the part of its target, times what
         upstream gives.
         """
-        given, call, total = self._given, self._given.call, self.input
-        tokens, weight, wide = given.tokens, given.weight, state.dtype
+        call, total = run.call, self.input
+        tokens, weight, state, upstream = run.tokens, run.weight, run.state, run.upstream
+        wide = state.dtype
         assert total is not None and upstream is not None
         shift, sums, _, _, mass, logit = state.unbind(0)
         rows = [upstream[k] if k < len(upstream) else torch.zeros_like(shift) for k in range(5)]
@@ -144,7 +148,7 @@ class Sums:
             smooth = total.new_zeros(1, total.shape[1], dtype=wide)
             for part in slices(len(weight), PIECE):
                 smooth.addmm_(each[part].unsqueeze(0), weight[part].to(wide))
-            smooth *= call.logit_scale * call.label_smoothing / given.vocabulary
+            smooth *= call.logit_scale * call.label_smoothing / run.vocabulary
         classes = tokens.target.clamp(0, max(len(weight) - 1, 0))
         for part in slices(tokens.count, PIECE):
             place = self._place(part)
@@ -157,15 +161,15 @@ class Sums:
     def finish_input(self) -> None:
         """Round the sums of the input's gradient, which then need their memory no more."""
         if self.input is not None:
-            total = self._given.ranks.add_up(self.input)
-            self._input, self.input = total.to(self._given.weight.dtype), None
+            total = self._ranks.add_up(self.input)
+            self._input, self.input = total.to(self._weight.dtype), None
 
     def finish(self) -> list[Tensor]:
         """The gradients of input (N, D), weight and bias; empty where none was asked for."""
-        w = self._given.weight
+        w = self._weight
         self.finish_input()
         weight = self._wide if self.weight is None else self.weight
-        if weight is None or weight is self._given.call.accumulate_into:
+        if weight is None or weight is self._into:
             weight = w.new_empty(0)
         bias = w.new_empty(0) if self.bias is None else self.bias.to(w.dtype)
         return [self._input, weight.to(w.dtype), bias]

@@ -101,14 +101,14 @@ def test_choices():
 @pytest.fixture
 def plans(monkeypatch):
     """The plans that calls follow."""
-    followed, make = [], loss_autograd._operands
+    followed = []
 
-    def noted(call):
-        given = make(call)
-        followed.append(planner.make(given.schedule))
-        return given
+    class Noted(loss_autograd.Run):
+        def __init__(self, call):
+            super().__init__(call)
+            followed.append(planner.make(self.schedule))
 
-    monkeypatch.setattr(loss_autograd, "_operands", noted)
+    monkeypatch.setattr(loss_autograd, "Run", Noted)
     return followed
 
 

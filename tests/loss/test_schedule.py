@@ -1,0 +1,174 @@
+"""The steps of every schedule, carried out on numbers that say which logit they are."""
+
+import collections
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import event, example, given, settings
+
+from storage_ops.loss import cost, devices, planner
+from storage_ops.loss.problem import Problem, padded
+from storage_ops.loss.schedule import (
+    EXPONENTIALS,
+    GRADIENT,
+    INPUT,
+    MERGE,
+    RUNNING_RESCALE,
+    UPDATE,
+    WEIGHT,
+)
+from storage_ops.matmul.aten import Aten
+
+WRITTEN, SUMS = -2, -3  # in the weight's gradient: itself, and the sums of the input's
+
+
+class Memory:
+    """The tile buffer and the gradient of the weight, which hold the numbers of logits."""
+
+    def __init__(self, s):
+        self.s, p = s, s.problem
+        self.tile = np.full(s.rows * padded(s.columns), -1)
+        self.weight = np.full(p.vocab * p.hidden, -1)
+        # 16-bit numbers of the gradient hold sums in fp32: two for each.
+        self.lent = s.lent * p.hidden
+        self.weight[: self.lent] = SUMS
+
+    def at(self, place, step):
+        if place.lender is None:
+            memory = self.tile
+        else:
+            p = self.s.problem
+            memory = self.weight[place.lender.start * p.hidden : place.lender.stop * p.hidden]
+        high, wide = (part.stop - part.start for part in (place.rows, place.classes))
+        assert high * padded(wide) <= len(memory)
+        rows = slice(step.rows.start - place.rows.start, step.rows.stop - place.rows.start)
+        first = place.classes.start
+        classes = slice(step.classes.start - first, step.classes.stop - first)
+        return memory[: high * padded(wide)].reshape(high, padded(wide))[rows, classes]
+
+    def check_sums(self):
+        assert (self.weight[: self.lent] == SUMS).all()
+
+
+def numbers(step, vocab):
+    rows, classes = (np.arange(part.start, part.stop) for part in (step.rows, step.classes))
+    return rows[:, None] * vocab + classes
+
+
+def carry_out(s):
+    """Every step of a schedule; how often each logit passed each phase and was added to what."""
+    p, memory = s.problem, Memory(s)
+    shape = (p.tokens, p.vocab)
+    seen = collections.defaultdict(lambda: np.zeros(shape, int))
+    merged = np.zeros(p.tokens, int)
+    for step in s.steps():
+        part = step.rows, step.classes
+        if step.phases == MERGE:
+            assert (seen["update"][step.rows] == 1).all()
+            merged[step.rows] += 1
+            continue
+        tile, right = memory.at(step.place, step), numbers(step, p.vocab)
+        assert step.place.lender is None or not s.by_slice
+        if step.source is None:
+            tile[...] = right
+            seen["multiplied"][part] += 1
+        elif step.source is not step.place:
+            tile[...] = memory.at(step.source, step)
+        assert (tile == right).all()  # nobody wrote over them
+        if step.phases & GRADIENT and not step.phases & UPDATE:
+            assert (merged[step.rows] == 1).all()
+        seen["update"][part] += bool(step.phases & UPDATE)
+        seen["gradient"][part] += bool(step.phases & GRADIENT)
+        if step.adds & INPUT and p.grads[0]:
+            memory.check_sums()
+            seen["input"][part] += 1
+        if step.adds & WEIGHT:
+            if step.classes.start >= s.lent:
+                memory.check_sums()
+            seen["weight"][part] += 1
+            if p.grads[1]:
+                memory.weight[step.classes.start * p.hidden : step.classes.stop * p.hidden] = (
+                    WRITTEN
+                )
+    return seen
+
+
+SIZE = st.integers(1, 30)
+PROBLEMS = st.builds(
+    Problem, SIZE, SIZE, st.integers(1, 400), st.sampled_from([2, 4]).map(Aten),
+    grads=st.just((True, True, False)) | st.tuples(*[st.booleans()] * 3),
+    in_forward=st.sampled_from([True, True, True, False]),
+    left_out=st.sampled_from([0, 3]),
+)  # fmt: skip
+
+
+@st.composite
+def schedules(draw):
+    p = draw(PROBLEMS)
+    strategy = draw(st.just(planner.allowed(p)[0]) | st.sampled_from(planner.allowed(p)))
+    rows, columns = draw(st.integers(1, p.tokens)), draw(st.integers(1, p.vocab))
+    if draw(st.booleans()):
+        rows = p.tokens
+    return planner.schedule(p, strategy, rows, columns, draw(st.sampled_from([0, 64, 192])), True)
+
+
+def whole(*sizes, item=4, rows=None, columns=64, strategy="token-chunked"):
+    p = Problem(*sizes, Aten(item))
+    return planner.schedule(p, strategy, rows or p.tokens, columns, 0, True)
+
+
+@settings(deadline=None, max_examples=300)
+@given(schedules())
+@example(whole(20, 25, 400))  # all wait
+@example(whole(20, 25, 400, item=2))  # the first lend besides
+@example(whole(30, 18, 390))  # some rows are parked
+@example(whole(30, 18, 390, item=2))
+@example(whole(30, 2, 390, item=2, columns=70))  # none has room
+@example(whole(29, 18, 390, rows=16))
+@example(whole(20, 25, 300, item=2, strategy="vocab-sliced"))
+def test_every_logit_is_there_when_it_is_read_and_is_added_once(s):
+    p, seen = s.problem, carry_out(s)
+    event(s.strategy)
+    event("waits" if any(step.place.lender for step in s.steps()) else "does not wait")
+    event("lends" if s.lent else "does not lend")
+    lent = slice(0, s.lent)
+    assert (seen["update"] == 1).all()
+    if not any(p.grads):
+        assert not seen["input"].any() and not seen["weight"].any() and not seen["gradient"].any()
+        return
+    if s.strategy == RUNNING_RESCALE:
+        assert not seen["gradient"].any()
+        assert all(step.phases == UPDATE | EXPONENTIALS for step in s.steps())
+    else:
+        assert (seen["gradient"][:, s.lent :] == 1).all() and (seen["gradient"][:, lent] == 2).all()
+        assert (seen["weight"] == 1).all()
+    assert (seen["input"] == p.grads[0]).all()
+
+
+@settings(deadline=None, max_examples=300)
+@given(schedules())
+def test_steps_by_size_are_all_steps(s):
+    """Costs are those of tiles of a size times their number."""
+    counted = collections.Counter()
+    for step in s.steps():
+        rows, classes = step.rows.stop - step.rows.start, step.classes.stop - step.classes.start
+        origin = 0 if step.source is None else 1 if step.source is step.place else 2
+        if rows and classes:
+            counted[rows, classes, origin, step.phases, step.adds] += step.times
+    assert counted == s.work
+    products = 0
+    for (rows, classes, origin, _, adds), times in counted.items():
+        added = bool(adds & INPUT and s.problem.grads[0]) + bool(
+            adds & WEIGHT and s.problem.grads[1]
+        )
+        products += times * rows * classes * ((origin == 0) + added)
+    flops, _, seconds = cost.predict(s, devices.GPUS["h200"])
+    assert flops == 2 * products * s.problem.hidden and math.isfinite(seconds) and seconds > 0
+
+
+def test_a_plan_of_thousands_of_tiles_is_walked_in_a_few_steps():
+    p = Problem(8192, 4096, 128256, Aten(2, cuda=True))
+    s = planner.schedule(p, "vocab-sliced", 8192, 64)
+    assert s.num_slices == 2004
+    assert len(list(s.steps(every=False))) <= 8 and len(list(s.steps())) == 2 * 2004 + 1
