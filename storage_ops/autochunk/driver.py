@@ -16,7 +16,7 @@ from storage_ops.autochunk.passes import order
 from storage_ops.autochunk.predict import peak, wide_sums
 from storage_ops.autochunk.prepare import Mutations, new_values, owner, prepare, starts
 from storage_ops.autochunk.program import Program
-from storage_ops.autochunk.recognise import NOTHING, Formed
+from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
 from storage_ops.autochunk.run import in_body
 from storage_ops.autochunk.spans import LARGE, TRIES, candidates, propagate
@@ -75,19 +75,21 @@ def chunk_graph(
     num_chunks: int | None = None,
     memory_budget: int | None = None,
     visible: int | None = None,
-    formed: Formed = NOTHING,
+    recognised: Recognised = NOTHING,
 ) -> Report:
     """Chunk a joint graph in place.
 
-    `visible`: how many results its function has, if known; `formed`: what its forward has become.
-
     Whatever goes wrong, the graph computes what it did before, and the report has the reason.
+
+    Args:
+        visible: how many results its function has, if known.
+        recognised: what it has become before autograd.
     """
     if in_body():
         return Report(reason="it is a chunk itself")
     report = Report()
     try:
-        _chunk(graph, report, num_chunks, memory_budget, visible, formed)
+        _chunk(graph, report, num_chunks, memory_budget, visible, recognised)
     except Exception as error:
         _fail(report, error)
     if report.chunked:
@@ -103,14 +105,15 @@ def _fail(report: Report, error: Exception) -> None:
 
 def _chunk(
     graph: fx.Graph, total: Report, num_chunks: int | None, memory_budget: int | None,
-    visible: int | None, formed: Formed,
+    visible: int | None, recognised: Recognised,
 ) -> None:  # fmt: skip
     graph.eliminate_dead_code()
     tangents = tangents_of(graph)
     work = _Work(graph, tangents, new_values(graph, visible), num_chunks, memory_budget)
     total.peak_after = peak(graph)
-    total.peak_before = total.peak_after + formed.saved
-    total.chunked, total.num_chunks, largest = formed.count > 0, formed.count, formed.elements
+    total.peak_before = total.peak_after + recognised.saved
+    total.num_chunks, largest = recognised.num_chunks, recognised.largest
+    total.chunked = total.num_chunks > 0
     tried: set[fx.Node] = set()
     while True:
         found = candidates(graph, reached(tangents or starts(graph)) | tried)

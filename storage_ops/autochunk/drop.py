@@ -19,8 +19,9 @@ from torch import fx
 
 from storage_ops.autochunk.edit import Builder, sort
 from storage_ops.autochunk.lattice import Conflict, Rows, canonical, equal, reshape, same
+from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.spans import LARGE, Span, follow, is_product, labels_of
+from storage_ops.autochunk.spans import LARGE, follow, is_product, labels_of
 from storage_ops.autochunk.values import (
     Size,
     argument,
@@ -36,23 +37,33 @@ from storage_ops.autochunk.values import (
 _ATEN = torch.ops.aten
 
 
-def drop(graph: fx.Graph, amplifier: fx.Node) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Move slices of tokens up to the input of a product, in a forward graph.
+@dataclass
+class Dropped:
+    """What has become of a product that leads to slices of tokens.
 
-    Returns:
-        The product of the tokens that are kept, the amplifier itself if they all are, and for each
-        slice what has taken its place.
-
-    Raises:
-        Conflict: dropped tokens are read, or dropped in a way that is not understood.
+    Attributes:
+        amplifier: the product of the tokens that are kept; as it was if they all are.
+        replaced: for slices of tokens what has taken their place.
+        complete: whether no slice of tokens is left, as where dropped tokens are read elsewhere.
     """
-    replaced: dict[fx.Node, fx.Node] = {}
-    while True:
-        reach = _Reach(graph, amplifier)
-        if reach.kept is None:
-            return amplifier, replaced
-        amplifier, new = _Moving(graph, reach, reach.kept).run()
-        replaced |= new
+
+    amplifier: fx.Node
+    replaced: dict[fx.Node, fx.Node]
+    complete: bool = True
+
+
+def drop(graph: fx.Graph, amplifier: fx.Node) -> Dropped:
+    """Move slices of tokens up to the input of a product, in a forward graph."""
+    done = Dropped(amplifier, {})
+    try:
+        while (kept := (reach := _Reach(graph, done.amplifier)).kept) is not None:
+            done.amplifier, new = _Moving(graph, reach, kept).run()
+            done.replaced |= new
+    except Conflict as conflict:
+        log.debug("%s: tokens stay, %s: %s", done.amplifier, conflict.node, conflict)
+        done.complete = False
+    graph.eliminate_dead_code()
+    return done
 
 
 @dataclass(frozen=True)
@@ -150,8 +161,7 @@ class _Moving:
     def __init__(self, graph: fx.Graph, reach: _Reach, kept: _Kept):
         self.graph, self.reach, self.kept = graph, reach, kept
         self.amplifier = reach.amplifier
-        span = Span({self.amplifier: reach.rows[self.amplifier]}, kept.tokens, 1)
-        self.builder = Builder(graph, span)
+        self.builder = Builder(graph, [self.amplifier])
         self.call = self.builder.call
         self.parts: dict[fx.Node, fx.Node] = {}
         self.slices: dict[tuple[fx.Node, int, int], fx.Node] = {}

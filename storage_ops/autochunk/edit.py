@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from storage_ops.autochunk.lattice import Conflict
-from storage_ops.autochunk.spans import Span
 from storage_ops.autochunk.values import Size, reached, shape, tangents_of
 
 _OPERATORS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv}
@@ -84,17 +83,21 @@ def _sizes_of(nodes: Iterable[fx.Node]) -> dict[str, fx.Node | tuple[fx.Node, in
 
 
 class Builder:
-    """Adds nodes with values to a graph."""
+    """Adds nodes with values to a graph, for a span from amplifiers on.
 
-    def __init__(self, graph: fx.Graph, span: Span):
-        self.graph = graph
-        self.mode = next(iter(span.amplifiers)).meta["val"].fake_mode
+    Attributes:
+        size: sizes as arguments of calls, from what is outside the span.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, amplifiers: Iterable[fx.Node], inside: Container[fx.Node] = ()
+    ):
+        self.graph, starts = graph, list(amplifiers)
+        self.mode = starts[0].meta["val"].fake_mode
         # What needs the span's results cannot give it sizes, nor can the backward to the forward.
         tangents = tangents_of(graph)
-        after = {*tangents, *reached([*span.amplifiers, *tangents])}
-        self.size = Sizes(
-            self.call, [n for n in graph.nodes if n not in after and n not in span.layouts]
-        )
+        after = {*tangents, *reached([*starts, *tangents])}
+        self.size = Sizes(self.call, [n for n in graph.nodes if n not in after and n not in inside])
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call with the value that it would have."""

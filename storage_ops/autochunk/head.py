@@ -21,7 +21,7 @@ from storage_ops.autochunk.rules import is_transposition
 from storage_ops.autochunk.spans import Span
 from storage_ops.autochunk.values import name_of, numel, reached, shape, short_name
 
-_TOKENS, _HIDDEN = 24, 2  # of the comparison
+_TOKENS, _HIDDEN = 8, 2  # of the comparison
 # What may happen to logits: analytic functions, which agree everywhere if they do on random tokens,
 # and the largest logit of a row. Others, such as clamp, may differ where no random token is.
 _ANALYTIC = {
@@ -64,7 +64,7 @@ class Head:
         self.softcap, self.logit_scale = _transform(amplifier, self.bias)
         self.rows = self._rows()
         self.terms: list[list[float]] = []
-        self.body = Body(span, Builder(forward.graph, span))
+        self.body = Body(span, Builder(forward.graph, span.amplifiers, span.layouts))
         self.body.run([n for n in forward.graph.nodes if n in span.layouts], self.rows)
         if self.body.ints or not isinstance(self.vocabulary, int):
             raise Conflict("has classes without a number")

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.edit import Builder, sort
-from storage_ops.autochunk.lattice import Conflict, Rows, same
+from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import RULES
-from storage_ops.autochunk.spans import LARGE, Span, is_product, stops
+from storage_ops.autochunk.spans import LARGE, is_product, stops
 from storage_ops.autochunk.values import (
     ends,
     is_tensor,
@@ -72,7 +72,7 @@ def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
              and n.args[0] in after]  # fmt: skip
     if not asked:
         return
-    builder = Builder(graph, Span({amplifier: Rows(0, 1)}, 0, 1))
+    builder = Builder(graph, [amplifier])
     for node in asked:
         try:
             found = builder.size(node.meta["val"])

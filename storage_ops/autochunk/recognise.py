@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.drop import drop
+from storage_ops.autochunk.drop import Dropped, drop
 from storage_ops.autochunk.edit import Builder, Undo
 from storage_ops.autochunk.forward import Forward, Splice, products, put, slice_of, sweep
 from storage_ops.autochunk.head import Head
@@ -38,34 +38,34 @@ _ATEN = torch.ops.aten
 
 
 @dataclass
-class Formed:
-    """What the forward of a graph has become before autograd.
+class Recognised:
+    """What a graph of Dynamo has become before autograd.
 
     Attributes:
-        count: tiles of the op of linear cross-entropy, where a loss is one; 0: there is none.
-        elements: of the largest logits of such a loss.
-        saved: bytes of logits that would be held without the op, or of dropped tokens.
+        num_chunks: tiles of the op of linear cross-entropy, where a loss is one; 0: none is.
+        largest: elements of the largest logits of such a loss.
+        saved: bytes of the logits that are not formed: those of the op, and of dropped tokens.
     """
 
-    count: int = 0
-    elements: int = 0
+    num_chunks: int = 0
+    largest: int = 0
     saved: int = 0
 
 
-NOTHING = Formed()
+NOTHING = Recognised()
 
 
 def recognise(
     gm: fx.GraphModule, num_chunks: int | None = None, memory_budget: int | None = None
-) -> Formed:
+) -> Recognised:
     """Let a graph of Dynamo use the op of linear cross-entropy, and form no logits in vain.
 
     Whatever goes wrong, the graph computes what it did before.
     """
-    formed, largest = Formed(), 0
-    waiting: list[_Dropped] = []
+    found, largest = Recognised(), 0
+    general: list[tuple[Forward, Dropped]] = []
     if in_body():
-        return formed
+        return found
     for product in products(gm.graph)[:TRIES]:
         size, largest = numel(product), max(largest, numel(product))
         small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
@@ -73,52 +73,31 @@ def recognise(
             continue
         with _tried(gm.graph, product) as done:
             forward = slice_of(gm, product)
-            dropped = _drop(forward)
-            waiting.append(dropped)
+            dropped = drop(forward.graph, _amplifier(forward))
+            general.append((forward, dropped))
             head, tail = parts_of(forward, dropped.amplifier)
             count = emit(forward, head, tail, num_chunks, memory_budget)
             done(forward)
-            waiting.pop()
-            formed.count, formed.elements = max(formed.count, count), max(formed.elements, size)
-            formed.saved += nbytes(product)
+            general.pop()
+            found.num_chunks = max(found.num_chunks, count)
+            found.largest = max(found.largest, size)
+            found.saved += nbytes(product)
     # Values of several products meet: those of fewer tokens would leave the others whole.
-    if all(dropped.understood for dropped in waiting):
-        for dropped in waiting:
-            with _tried(gm.graph, dropped.forward.product) as done:
-                put(dropped.forward, dropped.replaced)
-                done(dropped.forward)
-                formed.saved += nbytes(dropped.forward.product) - nbytes(dropped.amplifier)
+    for forward, dropped in general if all(dropped.complete for _, dropped in general) else []:
+        with _tried(gm.graph, forward.product) as done:
+            put(forward, dropped.replaced)
+            done(forward)
+            found.saved += nbytes(forward.product) - nbytes(dropped.amplifier)
     gm.recompile()
-    return formed
+    return found
 
 
-@dataclass
-class _Dropped:
-    """A forward without dropped tokens.
-
-    Attributes:
-        amplifier: its product.
-        replaced: for slices of tokens what has taken their place.
-        understood: whether no slice of tokens is left.
-    """
-
-    forward: Forward
-    amplifier: fx.Node
-    replaced: dict[fx.Node, fx.Node]
-    understood: bool = True
-
-
-def _drop(forward: Forward) -> _Dropped:
-    for node in forward.graph.nodes:
-        if is_product(node) and numel(node) == numel(forward.product):
-            try:
-                found = _Dropped(forward, *drop(forward.graph, node))
-            except Conflict as conflict:
-                log.debug("%s: all tokens stay, %s: %s", node, conflict.node, conflict)
-                return _Dropped(forward, node, {}, understood=False)
-            forward.graph.eliminate_dead_code()
-            return found
-    raise Conflict("is no matrix product", forward.product)
+def _amplifier(forward: Forward) -> fx.Node:
+    size = numel(forward.product)
+    found: list[fx.Node] = [n for n in forward.graph.nodes if is_product(n) and numel(n) == size]
+    if not found:
+        raise Conflict("is no matrix product", forward.product)
+    return found[0]
 
 
 @contextmanager
@@ -183,7 +162,7 @@ def emit(
         target = call(_ATEN.reshape.default, target, [-1])
     classes = head.classes and call(_ATEN.reshape.default, copy(head.classes), [-1])
     # The weights of the tokens do not depend on the rows, of which only zeros are to be had here.
-    builder = Builder(forward.graph, head.span)
+    builder = Builder(forward.graph, head.span.amplifiers, head.span.layouts)
     given = [copy(leaf) for leaf in tail.leaves]
     for row in head.rows:
         sizes = [n if isinstance(n, int) else copy(n) for n in map(builder.size, shape(row))]

@@ -62,7 +62,7 @@ class _Outside:
 
 def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list[int]:
     """Replace a span by one op per pass over the tokens; in how many chunks each of them works."""
-    builder = Builder(graph, span)
+    builder = Builder(graph, span.amplifiers, span.layouts)
     seed = 1.0
     if any(v.dtype == torch.float16 for n in span.large for v in values_of(n)):
         # Gradients of a mean would vanish in fp16: those of the sum over tokens do not.

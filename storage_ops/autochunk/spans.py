@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -70,14 +71,15 @@ def stops(node: fx.Node) -> bool:
     return is_product(node) or name_of(node) == "storage_ops._chunked_span.default"
 
 
+def amplifies(node: fx.Node) -> bool:
+    """Whether a product is larger than its left factor."""
+    left: Any = node.args[1 if "addmm" in name_of(node) else 0]
+    return numel(node) > numel(left)
+
+
 def candidates(graph: fx.Graph, ignored: set[fx.Node]) -> list[fx.Node]:
     """Products that are larger than their left factor, the largest first."""
-    found = []
-    for node in graph.nodes:
-        if is_product(node) and node not in ignored:
-            left = node.args[1 if "addmm" in name_of(node) else 0]
-            if numel(node) > numel(left):
-                found.append(node)
+    found = [n for n in graph.nodes if is_product(n) and n not in ignored and amplifies(n)]
     return sorted(found, key=numel, reverse=True)
 
 
@@ -200,8 +202,7 @@ class _Propagation:
     def pull(self, node: fx.Node, rows: Rows) -> None:
         """Evaluate a large value in chunks though no amplifier leads to it."""
         if is_product(node):
-            left = node.args[1 if "addmm" in name_of(node) else 0]
-            if numel(node) > numel(left):  # type: ignore[arg-type]
+            if amplifies(node):
                 raise _Found(node, rows)
             return
         try:

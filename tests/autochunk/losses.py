@@ -152,10 +152,10 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
     Appends to `reports` what became of each graph, and to `ops` the names of ops that it got.
     """
 
-    formed = NOTHING
+    recognised = NOTHING
 
     def partition(joint, inputs, **options):
-        report = backend.apply(joint.graph, num_chunks, None, strict, None, formed)
+        report = backend.apply(joint.graph, num_chunks, None, strict, None, recognised)
         if reports is not None:
             reports.append(report)
         if ops is not None:
@@ -165,8 +165,8 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
     def compiler(gm, inputs):
-        nonlocal formed
-        formed = recognise(gm, num_chunks)
+        nonlocal recognised
+        recognised = recognise(gm, num_chunks)
         return aot_autograd(
             fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
             partition_fn=partition,
