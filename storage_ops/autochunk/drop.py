@@ -161,7 +161,9 @@ class _Moving:
     def __init__(self, graph: fx.Graph, reach: _Reach, kept: _Kept):
         self.graph, self.reach, self.kept = graph, reach, kept
         self.amplifier = reach.amplifier
-        self.builder = Builder(graph, [self.amplifier])
+        # Sizes come from what the product is made of: all else may come later where this is put.
+        later = set(graph.nodes) - leading_to([self.amplifier])
+        self.builder = Builder(graph, [self.amplifier], later)
         self.call = self.builder.call
         self.parts: dict[fx.Node, fx.Node] = {}
         self.slices: dict[tuple[fx.Node, int, int], fx.Node] = {}

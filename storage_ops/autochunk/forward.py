@@ -65,6 +65,11 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(_value(node), Tensor)
 
 
+def _is_integral(node: fx.Node) -> bool:
+    value = _value(node)
+    return isinstance(value, torch.SymInt) or (_is_tensor(node) and not value.is_floating_point())
+
+
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
@@ -128,10 +133,7 @@ def _of_integers(nodes: list[fx.Node]) -> set[fx.Node]:
         value = _value(node)
         if node in found or node.op not in ("call_function", "call_method"):
             continue
-        read = [_value(a) for a in node.all_input_nodes]
-        if isinstance(value, Tensor) and not any(
-            isinstance(v, Tensor) and v.is_floating_point() for v in read
-        ):  # fmt: skip
+        if isinstance(value, Tensor) and all(map(_is_integral, node.all_input_nodes)):
             found.add(node)
             stack += node.all_input_nodes
     return found

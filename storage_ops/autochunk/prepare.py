@@ -34,7 +34,7 @@ _ATEN = torch.ops.aten
 
 def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> list[fx.Node]:
     """Let all that an amplifier leads to have rules and sizes of its own; the tangents."""
-    _own_sizes(graph, amplifier)
+    own_sizes(graph, amplifier)
     after = reached([amplifier], lambda n: not stops(n))
     least = numel(amplifier) // LARGE
     for node in reversed(graph.nodes):  # what is large and read there may be in chunks too
@@ -65,7 +65,7 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return replaced
 
 
-def _own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
+def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     """Take sizes of what an amplifier leads to from other tensors of that size."""
     after = reached([amplifier]) | {amplifier}
     asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"

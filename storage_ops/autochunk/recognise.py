@@ -28,6 +28,7 @@ from storage_ops.autochunk.head import Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of, plan_of
+from storage_ops.autochunk.prepare import own_sizes
 from storage_ops.autochunk.run import in_body
 from storage_ops.autochunk.spans import LARGE, TRIES, is_product, propagate
 from storage_ops.autochunk.tail import Tail
@@ -73,7 +74,9 @@ def recognise(
             continue
         with _tried(gm.graph, product) as done:
             forward = slice_of(gm, product)
-            dropped = drop(forward.graph, _amplifier(forward))
+            amplifier = _amplifier(forward)
+            own_sizes(forward.graph, amplifier)
+            dropped = drop(forward.graph, amplifier)
             general.append((forward, dropped))
             head, tail = parts_of(forward, dropped.amplifier)
             count = emit(forward, head, tail, num_chunks, memory_budget)

@@ -57,7 +57,9 @@ class Tail:
         end: Any = next(n for n in self.graph.nodes if n.op == "output").args[0]
         self.weight: fx.Node = end[0]
         self.loss: fx.Node = end[1]
-        if leading_to([self.weight]) & set(self.inputs[len(self.leaves) :]):
+        sizes = [n for n in self.graph.nodes if short_name(n) == "sym_size"]  # they may be of rows
+        read = leading_to([self.weight], dict.fromkeys(sizes, self.weight))
+        if read & set(self.inputs[len(self.leaves) :]):
             raise Conflict("is not linear in the rows")
 
     def _trace(self, forward: Forward) -> fx.Graph:
