@@ -119,7 +119,8 @@ class Bench:
             softcap=self.task.softcap or 0.0, max_valid=self.valid,
             accumulate_dtype=options.get("accumulate_dtype"), grad_mask=needs,
         )  # fmt: skip
-        return problem_of(call, tokens_of(call, Ranks()))
+        tokens = tokens_of(call, Ranks(), 0, len(self.w))
+        return problem_of(call, tokens, len(self.w))
 
     def add_ours(self, name: str, **options: Any) -> None:
         """Ours, and its products alone."""

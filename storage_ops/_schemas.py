@@ -11,7 +11,8 @@ _LOSS_ARGUMENTS = (
     "Tensor? token_weight, Tensor? accumulate_into, str reduction, int ignore_index, "
     "float label_smoothing, float z_loss, float softcap, float logit_scale, bool shift, "
     "int? max_valid, ScalarType? accumulate_dtype, int? memory_budget, str plan, str group, "
-    "bool early, bool[3] grad_mask, bool[4] wants"
+    "bool early, bool[3] grad_mask, bool[4] wants, int? valid_classes=None, "
+    "str input_grad='replicate', bool check_ranks=False"
 )
 
 _LOSS_UPSTREAM = (

@@ -108,6 +108,10 @@ class Effects:
         """The parameters that were modified in place since the forward."""
         return [t for _, _, t, v in self._slots if 0 <= v != t._version]
 
+    def exchanged(self) -> list[Tensor]:
+        """The parameters and buffers that are not in their places any more."""
+        return [t for held, name, t, _ in self._slots if held.get(name) is not t]
+
     def restore(self, undo: Undo) -> None:
         """Make all what it was before the forward; `undo` gets what puts back what is now."""
         for place, name, value in self._names:

@@ -21,7 +21,8 @@ from storage_ops.checkpoint.guard import LIBRARIES, storage_key
 from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, names_of_globals
 
 if TYPE_CHECKING:
-    from storage_ops.checkpoint.region import Made, Region
+    from storage_ops.checkpoint.made import Made
+    from storage_ops.checkpoint.region import Region
 
 
 def _count(key: int) -> int:

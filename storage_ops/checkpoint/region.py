@@ -24,18 +24,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from storage_ops.checkpoint import guard
+from storage_ops.checkpoint import collectives, fsdp, guard
 from storage_ops.checkpoint.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.guard import storage_key
-from storage_ops.checkpoint.holders import Holders
 from storage_ops.checkpoint.inputs import Inputs, leaves_of
+from storage_ops.checkpoint.made import Made, find_made
 from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.saved import Saved, compare, fail
 from storage_ops.checkpoint.versions import check_unread
-from storage_ops.storage.storage import discard_storage, share_storage
+from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
 
@@ -56,33 +56,7 @@ class _AsFarAsNeeded(BaseException):
     """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
 
 
-_NOBODY = Holders(0, 0, 0)
 _NOTHING = contextlib.nullcontext()
-
-
-@dataclass(slots=True)
-class Made:
-    """An output that a region made: bytes that it may discard and make again.
-
-    Attributes:
-        index: its place among the flattened outputs.
-        key: what identifies its storage.
-        handle: an alias that keeps the storage, not the graph.
-        output: the tensor that the caller was given, as long as somebody has it.
-        version: how often it was modified in place when the region returned.
-        holders: how many held it then: nobody but the caller.
-        is_held: whether something else does that has no use of the region, so that it is kept.
-    """
-
-    index: int
-    key: int
-    handle: Tensor
-    output: weakref.ref[Tensor]
-    version: int
-    holders: Holders = _NOBODY
-    is_held: bool = False
-
-
 _serials = itertools.count()
 # It saves its noise, which its kernel has not written by then, and its input.
 _SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
@@ -129,6 +103,7 @@ class Region:
         self._captured = around.tensors  # until the forward has run
         # Captured tensors with a gradient: weak, for a region must not keep them alive.
         self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+        self._parameters: list[weakref.ref[Tensor]] = []  # captured ones, which FSDP may shard
         self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
         self._producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
@@ -138,9 +113,10 @@ class Region:
         self._task: Any = None
         self._recomputed: dict[int, Tensor] = {}
         self._reread = False
-        self._never_read: set[int] = set()
+        self._unreleased: set[int] = set()  # what a backward pass may read yet
         self._stops = options.early_stop
         self._stopped = 0  # how many tensors the recompute had when it was stopped
+        self._communicates = False  # with other ranks, which repeat it as well
         self._running = False  # the forward, whose own backward passes may read what it saves
         self.is_frozen = False  # no output needs grad
         self.end = 0  # the number of the first autograd node after the forward
@@ -160,20 +136,28 @@ class Region:
         """Run the function on the arguments of this region; return what it returns."""
         assert self._fn is not None and self._state is not None and self._inputs is not None
         start = torch._C._autograd._get_sequence_nr()
+        issued = collectives.number_issued() if self.options.discards else 0
         around = self._contexts[0] if self._contexts else _NOTHING
         self._running = True
         with saved_tensors_hooks(self._pack, self._unpack), around, self._log or _NOTHING:
             outputs = self._fn(*args, **kwargs)
         self._running = False
         self._state.effects.finish()
-        self._never_read = set(range(len(self._saved)))
+        self._unreleased = set(range(len(self._saved)))
         leaves = leaves_of(outputs)
         if self.options.determinism_check != "none":
             # Discarded outputs of other regions change as they are bound back.
             captured = [t for t in self._captured if t.requires_grad and maker_of(t) is None]
             self._versions = [(weakref.ref(t), t._version) for t in captured]
+        if fsdp.is_used():
+            self._parameters = [weakref.ref(t) for t in self._captured if _is_parameter(t)]
         if self.options.discards:
             self._note_made(leaves, start)
+            # Whatever is discarded here: what is held, and kept, may differ between ranks.
+            self._communicates = collectives.number_issued() != issued
+            for leaf in leaves if self._communicates else ():
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(self.trigger())
         self._captured = []
         self._inputs.forget()
         self.end = torch._C._autograd._get_sequence_nr()
@@ -181,40 +165,16 @@ class Region:
 
     def _note_made(self, leaves: list[Any], start: int) -> None:
         """Find the outputs that can be discarded."""
-        frozen = not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        self.is_frozen = frozen
         assert self._inputs is not None
-        others = [*self._inputs.tensors, *self._captured] if frozen else self._inputs.tensors
-        outside = {None, *map(storage_key, others)}
-        for index, leaf in enumerate(leaves):
-            key = storage_key(leaf)
-            if key is None or key in outside:
-                continue
-            if not frozen and not _is_made_here(leaf, start):
-                continue
-            made = Made(index, key, leaf.detach(), weakref.ref(leaf), leaf._version)
-            self.made.append(made)
-            self._results[index] = Saved(leaf, self._checksums)
+        self.is_frozen = not any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+        if self.is_frozen:
+            others = [*self._inputs.tensors, *self._captured]
+            self.made = find_made(leaves, others, None, True)
+        else:
+            self.made = find_made(leaves, self._inputs.tensors, start, bool(self._contexts))
         for made in self.made:
-            made.holders = Holders.counted(made.key, made.output)
+            self._results[made.index] = Saved(leaves[made.index], self._checksums)
             _makers[made.key] = weakref.ref(self)
-        if frozen or self._contexts:
-            self._keep_what_others_hold()
-
-    def _keep_what_others_hold(self) -> None:
-        """Leave alone outputs whose storage somebody else holds already: a policy, a module."""
-        outputs = [made.output() for made in self.made]
-        roots = {id(t): t for o in outputs if o is not None for t in (o, o._base) if t is not None}
-        for made in list(self.made):
-            own = sum(storage_key(t) == made.key for t in roots.values())
-            own += sum(other.key == made.key for other in self.made)
-            output = made.output()
-            base = None if output is None else output._base
-            if base is not None:  # named here, among the roots, and by nobody else
-                own -= Holders.counted(made.key, weakref.ref(base)).names > 2
-            if made.holders.tensors > own:
-                self.made.remove(made)
-                _makers.pop(made.key, None)
 
     def made_this(self, t: Any) -> bool:
         """Whether a tensor is an output that this region made, or a view of one."""
@@ -271,19 +231,26 @@ class Region:
             nonlocal held
             region = alive()
             if region is not None:
+                if region._communicates and region._fn is not None:
+                    region.recompute()
                 region.restore()
-                if not torch._C._autograd._get_current_graph_task_keep_graph():
+                if not is_retained():
                     held = None
 
         return on_gradient
 
-    def restore(self) -> None:
+    def restore(self, for_another: bool = False) -> None:
         """Bind discarded outputs back, if they are still missing."""
         if self._discarded:
-            self.recompute()
+            self.recompute(for_another)
 
-    def recompute(self) -> None:
-        """Repeat the forward, once per backward, and bind its outputs to the discarded ones."""
+    def recompute(self, for_another: bool = False) -> None:
+        """Repeat the forward, once per backward, and bind its outputs to the discarded ones.
+
+        Args:
+            for_another: whether it is another region's repetition that needs them, so that the
+                backward of this one is not next.
+        """
         with self._lock:
             task = _current_task()
             if self._task is not None and self._task == task:
@@ -294,20 +261,22 @@ class Region:
                     "one freed it; use retain_graph=True"
                 )
             for producer in self._producers:
-                producer.restore()
-            again = self._run_again()
+                producer.restore(for_another=True)
+            again = self._run_again(isinstance(task, int) and not for_another)
             self._recomputed = dict(enumerate(again))
             self._task = task
             if isinstance(task, int):
-                retained = torch._C._autograd._get_current_graph_task_keep_graph()
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(_end_backward, weakref.ref(self), retained))
+                engine.queue_callback(partial(_end_backward, weakref.ref(self), is_retained()))
 
-    def _run_again(self) -> list[Tensor]:
+    def _run_again(self, is_next: bool) -> list[Tensor]:
         """Run the function once more; return what it saves, and bind what it returns.
 
         No farther than is needed: while the forward still runs, as that has come; without outputs
         to bind, up to the last tensor that is saved.
+
+        Args:
+            is_next: whether a backward pass runs in which that of the region comes next.
         """
         assert self._fn is not None and self._state is not None and self._inputs is not None
         checks = self.options.determinism_check != "none"
@@ -318,7 +287,8 @@ class Region:
         start = torch._C._autograd._get_sequence_nr()
         saved: list[tuple[Saved, Tensor]] = []
         first = list(self._saved)
-        stops = self._running or (self._stops and not self._discarded and not modified)
+        whole = self._discarded or self._communicates or modified
+        stops = self._running or (self._stops and not whole)
         self._stopped = 0
         args, kwargs = self._inputs.again(self.name)
 
@@ -332,10 +302,13 @@ class Region:
         around = self._contexts[1] if self._contexts else _NOTHING
         log = OpLog() if self._log else None
         hooks = saved_tensors_hooks(pack, _as_it_is)
+        parameters = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
         outputs: list[Any] = []
         try:
-            with self._state, hooks, around, log or _NOTHING:
+            with parameters, self._state, hooks, around, log or _NOTHING:
                 outputs = leaves_of(self._fn(*args, **kwargs))
+            for leaf in outputs:
+                wait_for(leaf)
         except _AsFarAsNeeded:
             pass
         finally:
@@ -348,6 +321,12 @@ class Region:
         if not self._running:
             self._bind(outputs)
         return [t for _, t in saved]
+
+    def _gathered(self, args: Any, kwargs: Any, is_next: bool) -> Any:
+        assert self._state is not None
+        captured = [t for ref in self._parameters if (t := ref()) is not None]
+        given = [t for t in leaves_of((args, kwargs)) if _is_parameter(t)]
+        return fsdp.gathered([*self._state.effects.exchanged(), *captured, *given], is_next)
 
     def _modified(self) -> list[Tensor]:
         seen = ((ref(), version) for ref, version in self._versions)
@@ -389,8 +368,9 @@ class Region:
     def end_backward(self, retained: bool) -> None:
         """Let go of what one backward recomputed, and of everything when no other can follow."""
         self._task, self._reread, self._recomputed = None, False, {}
-        if not retained and not self._never_read and not self._running:
+        if not retained and not self._unreleased and not self._running:
             self._fn, self._inputs, self._state, self._producers = None, None, None, set()
+            self._contexts = ()
 
     def _pack(self, t: Tensor) -> int:
         maker = maker_of(t)
@@ -409,12 +389,13 @@ class Region:
             self._task, self._reread = None, True
             self._stops = self._stops and not unwritten
             self.recompute()
-        self._never_read.discard(index)
+        if self._task is not None and not is_retained():
+            self._unreleased.discard(index)
         value = self._recomputed[index] if self._reread else self._recomputed.pop(index)
         if self._task is None:  # read by hand, outside of a backward: nobody would clear the rest
             self.end_backward(retained=True)
         elif not self._recomputed and not isinstance(self._task, int):  # nor in a group of them
-            self.end_backward(torch._C._autograd._get_current_graph_task_keep_graph())
+            self.end_backward(is_retained())
         return value
 
     def _is_unwritten(self) -> bool:
@@ -442,6 +423,11 @@ def _current_task() -> Any:
     return None if task == -1 else task
 
 
+def is_retained() -> bool:
+    """Whether the backward pass that runs keeps the graph, or releases what it reads."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 _current_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
@@ -451,17 +437,11 @@ def _end_backward(region: weakref.ref[Region], retained: bool) -> None:
         alive.end_backward(retained)
 
 
+def _is_parameter(value: Any) -> bool:
+    """Whether a value is a parameter or a view of one."""
+    base = value._base if isinstance(value, Tensor) else None
+    return isinstance(value if base is None else base, torch.nn.Parameter)
+
+
 def _as_it_is(packed: Tensor) -> Tensor:
     return packed
-
-
-def _is_made_here(output: Any, start: int) -> bool:
-    """Whether the bytes of an output were made by the region that began at sequence number `start`.
-
-    A parameter, or a view of a tensor from outside, must not be freed.
-    """
-    if not isinstance(output, Tensor) or output.layout != torch.strided:
-        return False
-    base = output if output._base is None else output._base
-    node = base.grad_fn
-    return node is not None and node._sequence_nr() >= start

@@ -36,7 +36,7 @@ from storage_ops.checkpoint.op_names import (
     readable,
 )
 from storage_ops.checkpoint.policies import Policy, begin, saves
-from storage_ops.checkpoint.region import Region
+from storage_ops.checkpoint.region import Region, is_retained
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -186,6 +186,9 @@ class _Saved:
     saved_ops: set[Any] = field(default_factory=set)
     used: set[tuple[Any, int]] = field(default_factory=set)
     hooks: Hooks | None = None
+    # A pass that keeps the graph has had them: passes for parts of the rest may follow, such as
+    # those for the weights alone, of which none is known to be the last.
+    is_shared: bool = False
 
 
 class _Mode(TorchDispatchMode):
@@ -294,7 +297,8 @@ class _Replaying(_Mode):
             )
         for put, state in result.random:
             put(state)
-        if not _is_retained():
+        saved.is_shared = saved.is_shared or _keeps_graph()
+        if not saved.is_shared:
             saved.used.add(key)
             del saved.results[key]
         return result.read()
@@ -342,10 +346,8 @@ def by_storage(value: Any) -> dict[int, Tensor]:
     return {key: t for t in _tensors(value) if (key := storage_key(t)) is not None}
 
 
-def _is_retained() -> bool:
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+def _keeps_graph() -> bool:
+    return torch._C._current_graph_task_id() != -1 and is_retained()
 
 
 def _random_state(op: Any, out: Any) -> RandomState:

@@ -19,7 +19,9 @@ class Kept:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        # Without its node, which has this for a saved result of its own: a cycle that would keep
+        # the graph. Autograd puts the node back.
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = tensor._version
 
     def read(self) -> Tensor:

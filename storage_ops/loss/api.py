@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ def linear_cross_entropy(
     memory_budget: int | float | str | None = None,
     plan: Plan | None = None,
     process_group: Any = None,
+    valid_classes: int | None = None,
+    input_grad: str = "replicate",
+    check_ranks: bool = False,
     returns: Sequence[str] = ("loss",),
 ) -> Any:
     """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
@@ -90,9 +94,18 @@ def linear_cross_entropy(
             up to that many tokens; where it has no room for the float32 sums of a 16-bit gradient
             of the input, they lie there too. `storage_ops.plan` shows what becomes of it.
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
-        process_group: torch.distributed group whose ranks hold consecutive, equal slices of the
-            vocabulary (linear_weight, linear_bias, weight); target holds indices of the whole. The
-            first call with slices of some size asks all ranks whether they have it.
+        process_group: torch.distributed group whose ranks hold consecutive slices of the vocabulary
+            (linear_weight, linear_bias, weight), of one size or not. Every rank has all tokens, in
+            the same order, and target holds indices of the whole: a sequence that is sharded is
+            gathered before. Ranks compare sizes, options and checksums of the targets, on a GPU in
+            the first call of a shape, and all raise where they differ.
+        valid_classes: of the whole vocabulary, the classes from this one on are padding: they have
+            no probability, and their gradients are 0. None: none is.
+        input_grad: with a process_group, "replicate": every rank gets the gradient of the input,
+            summed over the ranks. "partial": its own part of that sum, for a caller whose gather
+            adds up in its backward (reduce-scatter, as in sequence parallelism).
+        check_ranks: on a GPU too, compare in every call (which waits for the device), but not in a
+            capture.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
             "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
             or the most probable class; not for distributions in a process_group) and "z_loss"
@@ -115,8 +128,8 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
-            memory_budget that no plan can keep, with the smallest that one can; slices of
-            different sizes in a process_group.
+            memory_budget that no plan can keep, with the smallest that one can; calls of a
+            process_group's ranks that differ.
         RuntimeError: a target out of range (on CUDA that token's loss is nan instead); more valid
             tokens than max_valid on a CPU; the gradient is differentiated again; forward-mode AD.
 
@@ -157,7 +170,8 @@ def linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
         ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
-        returns=returns, plan=plan, process_group=process_group,
+        returns=returns, plan=plan, process_group=process_group, valid_classes=valid_classes,
+        input_grad=input_grad, check_ranks=check_ranks,
     )  # fmt: skip
     _refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     given = (input, linear_weight, linear_bias)
@@ -178,7 +192,7 @@ def linear_cross_entropy(
         reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, shift,
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
         "" if plan is None else plan.key, ranks.name_of(process_group), in_forward, needs,
-        tuple(wants),
+        tuple(wants), valid_classes, input_grad, check_ranks,
     ))  # fmt: skip
     loss, nll, lse, entropy, argmax, *_ = op.apply(call)
     results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
@@ -204,11 +218,19 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
         raise RuntimeError(op.NOT_FORWARD)
 
 
+@dataclass(frozen=True)
+class _Group:
+    """A process group by its name, of which copies and pickles can be made."""
+
+    group_name: str
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """A linear layer and the cross-entropy of its output, with no logits tensor in memory.
 
     The names, the parameters and the keys of the state dict are those of
-    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13).
+    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13). A process group is kept by its name: copies
+    use the same group, and what was pickled the one of that name where it is loaded.
 
     Args:
         in_features: D.
@@ -251,6 +273,9 @@ class LinearCrossEntropyLoss(nn.Module):
         self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
         self.weight: Tensor | None
         self.register_buffer("weight", weight)
+        group = options.get("process_group")
+        if hasattr(group, "group_name"):
+            options["process_group"] = _Group(ranks.name_of(group))
         self.options = options
 
     @property

@@ -45,6 +45,9 @@ class Call(NamedTuple):
     in_forward: bool = True
     grad_mask: tuple[bool, ...] = (True, True, False)
     wants: tuple[bool, ...] = (False, False, False, False)
+    valid_classes: int | None = None
+    input_grad: str = "replicate"
+    check_ranks: bool = False
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:

@@ -14,6 +14,7 @@ from storage_ops.loss.call import arithmetic
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int64, torch.int32)
 _REDUCTIONS = ("mean", "sum", "none")
+_INPUT_GRADS = ("replicate", "partial")
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 
@@ -120,6 +121,9 @@ def _check_options(
     max_valid: int | str | None,
     accumulate_dtype: torch.dtype | None,
     plan: Any,
+    valid_classes: int | None,
+    input_grad: str,
+    check_ranks: bool,
 ) -> None:
     if reduction not in _REDUCTIONS:
         raise _wrong(ValueError, "reduction is", repr(reduction), f"one of {_REDUCTIONS}")
@@ -140,6 +144,13 @@ def _check_options(
     sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
     if accumulate_dtype not in sums:
         raise _wrong(ValueError, "accumulate_dtype is", accumulate_dtype, f"one of {sums}")
+    whole = isinstance(valid_classes, int) and not isinstance(valid_classes, bool)
+    if valid_classes is not None and not (whole and valid_classes > 0):
+        raise _wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")
+    if input_grad not in _INPUT_GRADS:
+        raise _wrong(ValueError, "input_grad is", repr(input_grad), f"one of {_INPUT_GRADS}")
+    if not isinstance(check_ranks, bool):
+        raise _wrong(TypeError, "check_ranks is", repr(check_ranks), "True or False")
     if plan is not None and not hasattr(plan, "key"):
         raise _wrong(TypeError, "plan is", repr(plan), "what storage_ops.plan returns, or None")
 

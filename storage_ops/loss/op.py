@@ -67,10 +67,10 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _resumed(args: tuple[Any, ...]) -> Run:
+def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
     """What a call was about to do when its forward ended, from the arguments of a backward op."""
-    call = _call_of_backward(args)
-    run, state = Run(call), args[_UPSTREAM - 1]
+    call = _call_of_backward(args, into)
+    run, state = Run(call, compare=False), args[_UPSTREAM - 1]
     tokens = run.tokens
     each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
     each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
@@ -81,18 +81,18 @@ def _resumed(args: tuple[Any, ...]) -> Run:
     return run
 
 
-def _call_of_backward(args: tuple[Any, ...]) -> Call:
+def _call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     """The arguments of the forward; only one backward op takes accumulate_into."""
     given = args[_UPSTREAM:]
-    if len(given) < len(Call._fields):
+    if not into:
         given = (*given[: TENSORS - 1], None, *given[TENSORS - 1 :])
     # Its results are those of the backward alone.
     return Call(*given)._replace(in_forward=False, wants=(False,) * 4)
 
 
-def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(*args: Any, into: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by a second pass over the logits, for any upstream gradients."""
-    run = _resumed(args)
+    run = _resumed(args, into)
     call, grads = run.call, run.gradients()
     return grads[0].view(call.input.shape) if call.grad_mask[0] else grads[0], grads[1], grads[2]
 
@@ -103,7 +103,7 @@ def _backward_target(*args: Any) -> Tensor:
 
 
 def _backward_into(*args: Any) -> tuple[Tensor, Tensor]:
-    grad_input, _, grad_bias = _backward(*args)
+    grad_input, _, grad_bias = _backward(*args, into=True)
     return grad_input, grad_bias
 
 
@@ -363,5 +363,5 @@ def _(*args: Any) -> Tensor:
 
 @register_fake(_BACKWARD_NAME + "_into", lib=_schemas.library)
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    grad_input, _, grad_bias = _fake_grads(_call_of_backward(args))
+    grad_input, _, grad_bias = _fake_grads(_call_of_backward(args, into=True))
     return grad_input, grad_bias

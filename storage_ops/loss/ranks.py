@@ -6,6 +6,7 @@ the state of the rows, and at the end the gradient of the input, to which every 
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,13 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from storage_ops.loss.call import TENSORS, Call
+
 _distributed: Any = dist
 if dist.is_available():
     from torch.distributed import distributed_c10d as _distributed
 
-# Sizes of slices that every rank of a group is known to have. Asking costs a collective and, on a
-# GPU, a wait for the device.
-_equal: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+# Sizes of the slices of a group's ranks, by this rank's; and the calls that all are known to agree
+# in. Asking costs a collective and, on a GPU, a wait for the device.
+_sizes: WeakKeyDictionary[Any, dict[int, list[int]]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[Any, set[tuple[int, ...]]] = WeakKeyDictionary()
+
+_COMPARED = (
+    "the number of tokens", "the hidden size", "dtypes and options, or what needs gradients",
+    "the targets", "the token weights",
+)  # fmt: skip
 
 
 def name_of(process_group: Any) -> str:
@@ -30,14 +39,11 @@ def name_of(process_group: Any) -> str:
 class Ranks:
     """Who holds the vocabulary: here one process, all of it. `Several` are those of a group."""
 
-    several = False
+    several, rank = False, 0
 
-    def check_equal(self, weight: Tensor) -> None:
-        """Raise on every rank if slices differ in size, at a group's first call with this size."""
-
-    def place(self, classes: int) -> tuple[int, int]:
-        """First class of this rank, and the number of classes of all ranks."""
-        return 0, classes
+    def sizes(self, call: Call, compare: bool) -> list[int]:
+        """How many classes each rank has; `compare`: raise on every rank if calls differ."""
+        return [len(call.weight)]
 
     def add_up(self, t: Tensor) -> Tensor:
         """The sum of a tensor over the ranks, in place."""
@@ -48,38 +54,49 @@ class Ranks:
 
 
 class Several(Ranks):
-    """The ranks of a process group, each with a slice of the vocabulary of the same size."""
+    """The ranks of a process group, each with the next slice of the vocabulary."""
 
     several = True
 
     def __init__(self, name: str):
         self._group = _distributed._resolve_process_group(name)
+        self.rank = dist.get_rank(self._group)
 
-    def check_equal(self, weight: Tensor) -> None:
-        """See `Ranks`. Else ranks would disagree about where slices begin, and about the plan."""
-        group, classes = self._group, len(weight)
-        known = _equal.setdefault(group, set())
-        capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        # Nothing can be read in a capture: its warm-up has checked.
-        if classes in known or capturing:
-            return
-        sizes = torch.tensor([classes, -classes], device=weight.device)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, group)
-        most, least = sizes.tolist()
-        if most != -least:
-            raise ValueError(
-                f"linear_cross_entropy: linear_weight has {classes} classes on rank "
-                f"{dist.get_rank(group)} of process_group, and from {-least} to {most} on all "
-                f"ranks; "
-                f"expected equal slices: pad the vocabulary to a multiple of "
-                f"{dist.get_world_size(group)}"
-            )
-        known.add(classes)
+    def sizes(self, call: Call, compare: bool) -> list[int]:
+        """See `Ranks`.
 
-    def place(self, classes: int) -> tuple[int, int]:
-        """See `Ranks`."""
-        group = self._group
-        return dist.get_rank(group) * classes, dist.get_world_size(group) * classes
+        Else ranks would disagree about where slices begin and about the plan, or each would score
+        other targets. On a GPU a call is compared with those of other ranks if none was like it in
+        shapes and options, or if `check_ranks` asks for it.
+        """
+        classes, x = len(call.weight), call.input
+        known = _sizes.setdefault(self._group, {})
+        agreed = _agreed.setdefault(self._group, set())
+        like = (classes, x.shape[:-1].numel(), x.shape[-1], _options_of(call))
+        # Nothing can be read in a capture: its warm-up has compared.
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or not compare or (x.is_cuda and like in agreed and not call.check_ranks):
+            return known.get(classes) or [classes] * dist.get_world_size(self._group)
+        mine = torch.tensor(like, device=x.device)
+        # Of targets that are distributions each rank has its own classes.
+        indices = None if call.target.is_floating_point() else call.target
+        sums = [_checksum(t, x.device) for t in (indices, call.token_weight)]
+        mine = torch.cat((mine, torch.stack(sums)))
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(every, mine, self._group)
+        rows = torch.stack(every).tolist()
+        for index, what in enumerate(_COMPARED, 1):
+            others = [k for k, row in enumerate(rows) if row[index] != rows[0][index]]
+            if others:
+                values = f": {rows[0][index]} and {rows[others[0]][index]}" if index < 3 else ""
+                raise ValueError(
+                    f"linear_cross_entropy: {what} on ranks 0 and {others[0]} of process_group "
+                    f"differ{values}; expected the same tokens and options on every rank, each "
+                    "with its slice of the vocabulary: gather a sequence that is sharded first"
+                )
+        agreed.add(like)
+        known[classes] = [int(row[0]) for row in rows]
+        return known[classes]
 
     def add_up(self, t: Tensor) -> Tensor:
         """See `Ranks`."""
@@ -119,3 +136,22 @@ class Several(Ranks):
 def ranks_of(name: str) -> Ranks:
     """The ranks of a group by its name; those of "" are this process alone."""
     return Several(name) if name else Ranks()
+
+
+def _options_of(call: Call) -> int:
+    """A number for dtypes and options, the same in every process."""
+    tensors: tuple[Any, ...] = call[:TENSORS]
+    rest: tuple[Any, ...] = call._replace(group="", check_ranks=False)[TENSORS:]
+    kinds = [None if t is None else (t.dtype, t.dim()) for t in tensors]
+    values = [tuple(value) if isinstance(value, list) else value for value in rest]
+    return zlib.crc32(repr((kinds, values)).encode())
+
+
+def _checksum(t: Tensor | None, device: torch.device) -> Tensor:
+    """A number that other values, or the same in another order, are unlikely to have."""
+    if t is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    values = t.reshape(-1)
+    values = values.float().view(torch.int32) if t.is_floating_point() else values
+    place = torch.arange(len(values), device=device).mul_(2654435761).bitwise_or_(1)
+    return (values.long() * place).sum()

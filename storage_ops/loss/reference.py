@@ -147,6 +147,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
     shift: bool = False,
+    valid_classes: int | None = None,
     returns: Sequence[str] = ("loss",),
     **memory: Any,
 ) -> Any:
@@ -154,13 +155,17 @@ def linear_cross_entropy(
 
     What concerns memory only (`memory_budget`, `plan`, ...) is accepted and ignored.
     """
+    dense = target.is_floating_point()
+    linear_weight = linear_weight[:valid_classes]
+    linear_bias = None if linear_bias is None else linear_bias[:valid_classes]
+    weight = None if weight is None else weight[:valid_classes]
+    target = target[..., :valid_classes] if dense else target
     if shift:
-        dense = target.is_floating_point()
         input, target = input[..., :-1, :], target[..., 1:, :] if dense else target[..., 1:]
         token_weight = None if token_weight is None else token_weight[..., 1:]
     z = F.linear(input, linear_weight, linear_bias) * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    dense, vocab = target.is_floating_point(), len(linear_weight)
+    vocab = len(linear_weight)
     zero = torch.zeros((), dtype=z.dtype, device=z.device)
     kept = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device)
     if not dense:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,18 +33,18 @@ from storage_ops.matmul.aten import takes
 _OPS = torch.ops.storage_ops
 
 
-def problem_of(call: Call, tokens: Tokens) -> Problem:
-    """What the plan of a call depends on."""
+def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
+    """What the plan of a call depends on; `classes`: the most that a rank has."""
     x, weight = tokens.x, call.weight
     copies = sum(t.nbytes for t in (x, weight) if not takes(t))
     copies += copy_elements(call.bias, x.dtype) * x.element_size()
-    # Every rank must plan alike.
+    # So that ranks plan alike.
     threads = 1 if call.group else torch.get_num_threads()
     smooth_cap = bool(call.label_smoothing and call.softcap)
     return Problem(
         tokens.count,
         x.shape[1],
-        len(weight),
+        classes,
         matmul.of(x.dtype, x.device.type, threads),
         len(x) - tokens.count,
         (call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
@@ -74,20 +75,28 @@ class Run:
         upstream: rows of upstream gradient for the row kernel, or None.
     """
 
-    def __init__(self, call: Call):
-        self.call, self.ranks = call, ranks_of(call.group)
-        self.ranks.check_equal(call.weight)
-        tokens = self.tokens = tokens_of(call, self.ranks)
-        p = problem_of(call, tokens)
+    def __init__(self, call: Call, compare: bool = True):
+        """`compare`: with the calls of the other ranks."""
+        ranks = self.ranks = ranks_of(call.group)
+        sizes = ranks.sizes(call, compare)
+        self.call, self.first_class = call, sum(sizes[: ranks.rank])
+        self.vocabulary = _valid_of(sizes, call.valid_classes)
+        most = [min(n, self.vocabulary - sum(sizes[:k])) for k, n in enumerate(sizes)]
+        classes = most[ranks.rank]
+        tokens = self.tokens = tokens_of(call, ranks, self.first_class, classes)
+        p = problem_of(call, tokens, max(most))  # every rank must plan alike
         if call.plan:
             plan = planner.parse(p, call.plan)
         else:
             plan = planner.choose(p, call.memory_budget, rates_of(call.input.device))
+        if classes < p.vocab:
+            p = replace(p, vocab=classes)
+            plan = planner.parse(p, plan.key)
         self.schedule = plan.schedule_for(p)
         x = tokens.x = tokens.x if takes(tokens.x) else tokens.x.contiguous()
-        self.weight = call.weight if takes(call.weight) else call.weight.contiguous()
-        self.bias = None if call.bias is None else call.bias.contiguous()
-        self.first_class, self.vocabulary = self.ranks.place(len(self.weight))
+        weight = call.weight[:classes]
+        self.weight = weight if takes(weight) else weight.contiguous()
+        self.bias = None if call.bias is None else call.bias[:classes].contiguous()
         self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
         self.argmax = x.new_zeros(tokens.count, dtype=torch.int64) if call.wants[3] else None
         self.upstream: Tensor | None = None
@@ -122,7 +131,7 @@ class Run:
         """
         call, state = self.call, self.state
         result = torch.zeros_like(call.target, memory_format=torch.contiguous_format)
-        flat = result.view(-1, len(self.weight))[int(call.shift) :]
+        flat = result.view(-1, len(call.weight))[int(call.shift) :]
         assert self.upstream is not None
         spread = self.upstream[1] if len(self.upstream) > 1 else self.upstream.new_zeros(1)
         factor = (spread * (1 - call.label_smoothing)).expand(self.tokens.count).unsqueeze(1)
@@ -236,6 +245,17 @@ class Run:
             ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
         part = None if self.argmax is None else self.argmax[rows]
         self.ranks.merge(self.state[:, rows], part, ignored, self.vocabulary)
+
+
+def _valid_of(sizes: list[int], valid: int | None) -> int:
+    """How many classes of the whole vocabulary are no padding; the same error on every rank."""
+    total, before = sum(sizes), sum(sizes[:-1])
+    if valid is not None and not before < valid <= total:
+        raise ValueError(
+            f"linear_cross_entropy: valid_classes is {valid}; expected {before + 1} to {total}, so "
+            "that every rank has a class that is no padding"
+        )
+    return total if valid is None else valid
 
 
 def _length(part: slice) -> int:

@@ -28,9 +28,10 @@ class Sums:
         # Not the run itself, which has these sums: there shall be no cycle to collect.
         self._tokens, self._weight, self._schedule = run.tokens, run.weight, run.schedule
         self._ranks, self._into = run.ranks, run.call.accumulate_into
+        self._partial = run.call.input_grad == "partial"
         self._matmul = run.schedule.problem.matmul
         s, p = run.schedule, run.schedule.problem
-        x, w, into = run.tokens.x, run.weight, run.call.accumulate_into
+        x, w, into = run.tokens.x, run.call.weight, run.call.accumulate_into
         wide = arithmetic(x.dtype)
         self.input: Tensor | None = None
         self._input = w.new_empty(0)
@@ -47,6 +48,9 @@ class Sums:
                 self.weight = torch.empty_like(w, memory_format=torch.contiguous_format)
             if s.wide_weight and into is None:
                 self._wide = w.new_empty(s.columns if by_slice else len(w), w.shape[1], dtype=wide)
+            for total in (self.weight, self._wide):  # classes that are padding have none
+                if total is not None and total is not into:
+                    total[p.vocab :] = 0
         if p.grads[0]:
             if s.lent:
                 self.input = self.unwritten(slice(0, s.lent)).view(wide).view(x.shape)
@@ -161,7 +165,7 @@ class Sums:
     def finish_input(self) -> None:
         """Round the sums of the input's gradient, which then need their memory no more."""
         if self.input is not None:
-            total = self._ranks.add_up(self.input)
+            total = self.input if self._partial else self._ranks.add_up(self.input)
             self._input, self.input = total.to(self._weight.dtype), None
 
     def finish(self) -> list[Tensor]:

@@ -124,8 +124,11 @@ def copy_elements(t: Tensor | None, dtype: torch.dtype) -> int:
     return t.numel()
 
 
-def tokens_of(call: Call, ranks: Ranks) -> Tokens:
-    """Flatten the arguments; leave ignored tokens out on a CPU or where `max_valid` allows it."""
+def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
+    """Flatten the arguments; leave ignored tokens out on a CPU or where `max_valid` allows it.
+
+    `first`, `classes`: those of the vocabulary that are here.
+    """
     input, target = call.input, call.target
     token_weight, class_weight = call.token_weight, call.class_weight
     dtype = arithmetic(input.dtype)
@@ -138,10 +141,11 @@ def tokens_of(call: Call, ranks: Ranks) -> Tokens:
         token_weight = token_weight.to(dtype)
     if class_weight is not None:
         copied += copy_elements(class_weight, dtype) * dtype.itemsize
-        class_weight = class_weight.to(dtype).contiguous()
+        class_weight = class_weight[:classes].to(dtype).contiguous()
     if probabilities:
         flat = target.reshape(total, target.shape[-1])
         copied += 0 if _same_storage(flat, target) else flat.nbytes
+        flat = flat[:, :classes]
         if call.shift:
             # Row i has the target of row i + 1; the last of each sequence has none.
             weight = torch.ones_like(target[..., 0], dtype=dtype)
@@ -164,7 +168,7 @@ def tokens_of(call: Call, ranks: Ranks) -> Tokens:
     if kept is not None:
         target = target.index_select(0, kept)
         token_weight = None if token_weight is None else token_weight.index_select(0, kept)
-    target_weight = _target_weight(target, class_weight, ranks)
+    target_weight = _target_weight(target, class_weight, ranks, first)
     return Tokens(
         x, target, token_weight, kept, broken, class_weight, target_weight, shape, call.shift,
         copied,
@@ -198,11 +202,12 @@ def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     return order[: call.max_valid], valid.sum() > int(call.max_valid or 0)
 
 
-def _target_weight(target: Tensor, class_weight: Tensor | None, ranks: Ranks) -> Tensor | None:
+def _target_weight(
+    target: Tensor, class_weight: Tensor | None, ranks: Ranks, first: int
+) -> Tensor | None:
     """The class weight of each token's target; anything for targets that are no class."""
     if class_weight is None:
         return None
-    first, _ = ranks.place(len(class_weight))
     local = target - first
     here = (local >= 0) & (local < len(class_weight))
     each = class_weight[torch.where(here, local, 0)] if len(class_weight) else here.to(class_weight)

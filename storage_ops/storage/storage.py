@@ -22,6 +22,7 @@ GUARD = (
     "ones with share_storage, or discard with guard=None to resize its storage yourself"
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WORK: Any = (torch.distributed.Work,) if torch.distributed.is_available() else ()
 
 
 class DiscardedTensorError(RuntimeError):
@@ -37,12 +38,28 @@ def _locals(op: str, name: str, t: object) -> list[Tensor]:
     if is_traceable_wrapper_subclass(t):
         if t.layout == torch.jagged:  # its offsets belong to every nested tensor of these lengths
             return _locals(op, name, t._values)
-        if hasattr(t, "trigger_wait"):  # an AsyncCollectiveTensor: a collective may use the bytes
-            t.trigger_wait()
         inner = [getattr(t, attribute) for attribute in t.__tensor_flatten__()[0]]
         tensors = [part for part in inner if isinstance(part, Tensor)]
         return [leaf for part in tensors for leaf in _locals(op, name, part)]
     return [t]
+
+
+def wait_for(value: object) -> None:
+    """Wait until no collective writes to the bytes of a tensor any more.
+
+    What stands for the result of one has `trigger_wait`, as torch's AsyncCollectiveTensor does. It
+    may be inside of another, such as a DTensor. A handle of `torch.distributed` is waited for too.
+    """
+    if type(value) in _PLAIN:
+        return
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        if hasattr(value, "trigger_wait"):
+            value.trigger_wait()
+        else:
+            for attribute in value.__tensor_flatten__()[0]:
+                wait_for(getattr(value, attribute))
+    elif isinstance(value, _WORK):
+        value.wait()
 
 
 def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> list[Any]:
@@ -52,6 +69,8 @@ def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> 
     not name them by `__tensor_flatten__` finds them itself, in its `__torch_dispatch__`.
     """
     with torch._C.DisableTorchFunctionSubclass():
+        for t in arguments.values():
+            wait_for(t)
         behind = [_locals(op, name, t) for name, t in arguments.items()]
         if len({len(tensors) for tensors in behind}) > 1:
             raise RuntimeError(

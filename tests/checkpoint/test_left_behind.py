@@ -1,6 +1,8 @@
 """No error leaves state behind, and a region that awaits its backward is in nobody's way."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -222,3 +224,21 @@ def test_checkpoints_that_are_disabled_in_a_trace():
         counts.append(targets.count(torch.ops.aten.sigmoid.default))
         layer.zero_grad()
     assert counts == [2, 1]
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_graph_that_is_never_released(passes):
+    """Of a consumer that saves results of its own ops."""
+    down, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
+    inputs = []
+
+    def act(x):
+        inputs.append(weakref.ref(x))
+        return x.sin()
+
+    y = so.output_discard(act, lambda h: down(torch.tanh(h)).exp())(x * 1)
+    for _ in range(passes):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    del y
+    gc.collect()
+    assert inputs[0]() is None

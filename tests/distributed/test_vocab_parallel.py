@@ -1,6 +1,7 @@
 """Linear cross-entropy with slices of the vocabulary on three gloo ranks equals the whole."""
 
-from unittest import mock
+import copy
+import pickle
 
 import pytest
 import torch
@@ -107,27 +108,28 @@ def test_every_rank_has_the_loss_and_its_part_of_the_gradients():
     run_on_ranks(work, WORLD)
 
 
-def unequal(rank):
+def copies(rank):
+    """Of a module with a group: a deep copy, and what was pickled."""
+    whole = so.LinearCrossEntropyLoss(HIDDEN, VOCAB, label_smoothing=0.1)
+    alone, _ = dist.new_subgroups(1)
     x, target = torch.randn(5, HIDDEN), torch.randint(VOCAB, (5,))
-    w = torch.randn(VOCAB // WORLD + (rank == 1), HIDDEN, requires_grad=True)
-    for _ in range(2):  # no call with these slices succeeds
-        with pytest.raises(ValueError, match=f"has {len(w)} classes on rank {rank} .* 22 to 23"):
-            so.linear_cross_entropy(x, w, target, process_group=dist.group.WORLD)
-
-
-def asked_once(rank):
-    x, target = torch.randn(5, HIDDEN), torch.randint(VOCAB, (5,))
-    w, (alone, _) = torch.randn(2, VOCAB // WORLD, HIDDEN), dist.new_subgroups(1)
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
-        for group in (dist.group.WORLD, alone):
-            for weight in w:
-                target.remainder_(group.size() * len(weight))
-                so.linear_cross_entropy(x, weight, target, process_group=group)
-    asked = [call.args[2] for call in reduce.call_args_list if call.args[0].dtype == torch.int64]
-    assert asked == [dist.group.WORLD, alone]
+    for group in (dist.group.WORLD, alone):
+        size = group.size()
+        mine = torch.arange(VOCAB).chunk(size)[rank % size]
+        head = so.LinearCrossEntropyLoss(
+            HIDDEN, VOCAB // size, label_smoothing=0.1, process_group=group
+        )
+        head.load_state_dict({"linear.weight": whole.linear.weight[mine]})
+        for each in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+            each.zero_grad()
+            each(x, target).backward()
+            whole.zero_grad()
+            whole(x, target).backward()
+            torch.testing.assert_close(each(x, target), whole(x, target))
+            torch.testing.assert_close(each.linear.weight.grad, whole.linear.weight.grad[mine])
+        assert group.group_name in repr(head)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
-@pytest.mark.parametrize("work", [unequal, asked_once])
-def test_slices_have_one_size(work):
-    run_on_ranks(work, WORLD)
+def test_a_module_with_a_group_can_be_copied():
+    run_on_ranks(copies, WORLD)

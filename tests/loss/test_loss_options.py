@@ -29,6 +29,7 @@ OPTIONS = {
     "token_weight": [lambda: torch.rand(2, TOKENS).double().round(decimals=1)],
     "shift": [True],
     "target": [lambda: torch.softmax(torch.randn(2, TOKENS, VOCAB).double(), -1)],
+    "valid_classes": [lambda: VOCAB - 5],
     "returns": [("nll", "lse", "entropy"), ("loss", "z_loss", "argmax", "correct")],
     "frozen": ["input", "linear_weight"],
     "plan": ["token-chunked 5 70", "token-chunked 5 30", "vocab-sliced 12 64", "vocab-sliced 5 64",
@@ -52,7 +53,7 @@ def arguments(choices, dtype=torch.float64):
     """Arguments of a call with some of OPTIONS, and the leaves that need gradients."""
     chosen = {name: OPTIONS[name][i] for name, i in choices}
     made = {name: value() if callable(value) else value for name, value in chosen.items()}
-    made.setdefault("target", torch.randint(VOCAB, (2, TOKENS)))
+    made.setdefault("target", torch.randint(made.get("valid_classes", VOCAB), (2, TOKENS)))
     if not made["target"].is_floating_point():
         made["target"][torch.rand(2, TOKENS) < 0.2] = -100
     if "plan" in made:

@@ -104,8 +104,8 @@ def plans(monkeypatch):
     followed = []
 
     class Noted(loss_autograd.Run):
-        def __init__(self, call):
-            super().__init__(call)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             followed.append(planner.make(self.schedule))
 
     monkeypatch.setattr(loss_autograd, "Run", Noted)
