@@ -9,15 +9,6 @@ A rule also says how a factor of the arguments becomes a factor of the result, f
 linear in the upstream gradient, which is taken for 1 until the end. The law is a sum of products of
 arguments: ((0,), (1,)) for an addition, whose terms must have the factor in common, ((0, 1),) for a
 multiplication. An argument that is in no term may carry none.
-
-An op is added by one line in `_table`. Take a sum that runs along a dimension::
-
-    add("along", "aten.cumsum.default", along(1), LINEAR)
-
-`along(1)`: the second argument is the dimension that stays whole, all others are cut as they like.
-LINEAR: of an argument times c the result is times c. tests/autochunk/test_rules.py evaluates every
-line of the table on slices and multiples of random arguments, made by the op's schema or, where
-that does not tell enough, written in its SAMPLES.
 """
 
 from __future__ import annotations

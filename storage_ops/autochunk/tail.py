@@ -17,10 +17,11 @@ from storage_ops.autochunk.forward import Forward, decompositions
 from storage_ops.autochunk.head import VIEWS, Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.spans import is_product
-from storage_ops.autochunk.values import hint, leading_to, numel, shape, short_name
+from storage_ops.autochunk.values import hint, leading_to, numel, shape, short_name, values_of
 from storage_ops.loss.call import arithmetic
 
 _COMPARISONS = {"eq": 0, "ne": 0, "lt": 1, "le": 1, "gt": 1, "ge": 1}  # and how far around they see
+_CHOOSING = {*_COMPARISONS, "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "relu"}
 _MOST = 1 << 24  # elements of a value that is drawn at random
 
 
@@ -106,24 +107,32 @@ class Tail:
     def fit(self) -> None:
         """Find smoothing and z-loss; raises Conflict if something else is in the loss."""
         run = fx.Interpreter(in_double(self.graph)).run
-        (smoothing, z_loss), other = (self._draw(run) for _ in range(2))
-        if abs(smoothing - other[0]) > 1e-6 * smoothing or abs(z_loss - other[1]) > 1e-6 * z_loss:
-            raise Conflict("has options that are no numbers")
+        # As many draws as it takes for whatever tokens may be treated differently to be among them.
+        draws = 2 + 64 // max(numel(self.head.rows[0]), 1)
+        found = [options for _ in range(draws) if (options := self._draw(run)) is not None]
+        if not found:
+            raise Conflict("has no weights")
+        smoothing, z_loss = found[0]
+        for other, square in found:
+            if abs(smoothing - other) > 1e-6 * smoothing or abs(z_loss - square) > 1e-6 * z_loss:
+                raise Conflict("has options that are no numbers")
         if not 0 <= smoothing <= 1 or z_loss < 0:
             raise Conflict("is no loss")
-        if (smoothing or z_loss) and self._compares_floats():
+        if (smoothing or z_loss) and self._chooses():
             raise Conflict("chooses among its tokens")
         self.label_smoothing, self.z_loss = smoothing, z_loss
 
-    def _draw(self, run: Any) -> tuple[float, float]:
-        """Smoothing and z-loss that random leaves and rows show."""
+    def _draw(self, run: Any) -> tuple[float, float] | None:
+        """Smoothing and z-loss that random leaves and rows show; None if no token counts."""
         numbers = _literals([*self.graph.nodes, *self.nodes])
         leaves = [_drawn(leaf, numbers) for leaf in self.leaves]
         rows = [torch.rand([hint(s) for s in shape(row)]).double() + 0.5 for row in self.head.rows]
         weight, loss, *pulled = run(*leaves, *rows)
         _, at_zero, *_ = run(*leaves, *(torch.zeros_like(row) for row in rows))
+        if not weight.any() and not any(p.nan_to_num().any() for p in pulled):
+            return None
         if not weight.any() or not weight.isfinite().all():
-            raise Conflict("has no weights")
+            raise Conflict("has weights of another kind")
         flat, terms = [row.flatten() for row in rows], self.head.terms
         spread, lse = (
             torch.stack([p * term[i] for p, term in zip(pulled, terms, strict=True)]).sum(0)
@@ -146,10 +155,13 @@ class Tail:
             raise Conflict("shows another loss than the one whose gradient follows")
         return smoothing, z_loss
 
-    def _compares_floats(self) -> bool:
-        """Whether there are comparisons that random numbers may never see come out both ways."""
+    def _chooses(self) -> bool:
+        """Whether tokens are told apart by numbers that random ones may all be on one side of."""
+        tokens = numel(self.head.rows[0])
         return any(
-            short_name(n) in _COMPARISONS and n.args[0].meta["val"].is_floating_point()
+            short_name(n) in _CHOOSING
+            and numel(n) >= tokens
+            and any(v.is_floating_point() for a in n.all_input_nodes for v in values_of(a))
             for n in [*self.graph.nodes, *self.nodes]
         )
 
@@ -171,7 +183,7 @@ def _drawn(node: fx.Node, numbers: list[int]) -> Any:
         return hint(value)
     sizes = [hint(s) for s in value.shape]
     if value.dtype.is_floating_point:
-        return torch.rand(sizes).double() + 0.5
+        return torch.randn(sizes).double()
     if value.dtype == torch.bool:
         return torch.rand(sizes) < 0.5
     return torch.tensor(numbers)[torch.randint(len(numbers), sizes)].to(value.dtype)

@@ -188,10 +188,17 @@ def z_loss_of_some(x, w, t):
     return F.cross_entropy(logits, target, reduction="sum") + squares.sum()
 
 
+def z_loss_of_the_good(x, w, t):
+    logits, target, gain = z(x, w), t.flatten().clamp(min=0), TOKENS - 0.5
+    nll = F.cross_entropy(logits, target, reduction="none")
+    return (nll * gain + torch.logsumexp(logits, -1).square() * gain.relu()).sum()
+
+
 RARELY = [saturated, saturated_by_a_choice, floored, finite]  # unlike cross-entropy
 OTHERS = [
     z_loss_without_mask, shown_without_weights, another_target, brier, smoothing_without_weights,
-    again_detached, learned_weights, of_a_changed_input, z_loss_of_some, *RARELY,
+    again_detached, learned_weights, of_a_changed_input, z_loss_of_some, z_loss_of_the_good,
+    *RARELY,
 ]  # fmt: skip
 
 
@@ -264,6 +271,26 @@ def test_of_large_logits(loss):
 @pytest.mark.parametrize("loss", [cross_entropy, class_weights], ids=lambda f: f.__name__)
 def test_float16_keeps_its_range(loss):
     check(loss, torch.float16, GENERAL)
+
+
+def test_of_one_token():
+    """What random targets show of a single one at a time."""
+
+    def masked_z_loss(x, w, t):
+        logits, target = F.linear(x[0, :1], w).float(), t[0, 2:3]
+        squares = torch.logsumexp(logits, -1).square() * (target > V // 2)
+        return F.cross_entropy(logits, target) + squares.sum()
+
+    def plain(x, w, t):
+        return F.cross_entropy(F.linear(x[0, :1], w).float(), t[0, 2:3])
+
+    for loss, op in ((masked_z_loss, GENERAL), (plain, OP)):
+        for target in (3, V - 3):
+            torch._dynamo.reset()
+            x, w, t = arguments()
+            t[0, 2], ops = target, []
+            torch.testing.assert_close(run(interpreted(loss, ops=ops), x, w, t), run(loss, x, w, t))
+            assert set(ops) == {op}
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, smoothed, class_weights, z_loss])
