@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/* cuda/*)
+NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
 .PHONY: demo test test-all sanitize build lint format bench results wheel test-wheel clean
 .DELETE_ON_ERROR:
@@ -50,7 +50,7 @@ EMULATED_IN_THREADS = LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) \
   STORAGE_OPS_EMULATION_SANITIZER=thread $(EMULATED)
 EMULATED_IN_MEMORY = $(SANITIZE_ENV) STORAGE_OPS_EMULATION_SANITIZER=address $(EMULATED)
 
-CXX_SOURCES = $(wildcard csrc/* cuda/* $(addprefix tests/cuda_emulation/,*.h *.cpp *.cu include/*))
+CXX_SOURCES = $(wildcard csrc/*.* csrc/*/* cuda/* $(addprefix tests/cuda_emulation/,*.h *.cpp *.cu include/*))
 
 build: $(VENV)/built  ## build the native libraries in place
 

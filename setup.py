@@ -39,14 +39,16 @@ def kernels() -> list[Native]:
     minors = toolchain.binding_torches()
     if PREBUILT or not minors:
         return []  # without torch an sdist can be made; a build stops, below
-    newest, cpu = minors[-1], "csrc/linear_cross_entropy.cpp csrc/products.cpp"
+    newest, cpu = minors[-1], "csrc/rows/linear_cross_entropy.cpp"
+    if (ROOT / "csrc/products").is_dir():  # or torch's products are used
+        cpu += " csrc/products/products.cpp"
     libs = [Native("lib.libstorage_ops_cpu", cpu, newest, [ninja_file.STABLE], ["torch_cpu"])]
     for minor in minors:
-        name = f"lib.libstorage_ops_binding_{minor.replace('.', '_')}"
-        libs.append(Native(name, "csrc/storage_binding.cpp", minor, [], ["torch_cpu", "c10"]))
+        name, source = f"binding_{minor.replace('.', '_')}", "csrc/storage/storage_binding.cpp"
+        libs.append(Native(f"lib.libstorage_ops_{name}", source, minor, [], ["torch_cpu", "c10"]))
     if minor_of(newest) >= ninja_file.ALIAS_TARGET:
         name, macros = "lib.libstorage_ops_alias", [ninja_file.ALIAS_STABLE]
-        libs.append(Native(name, "csrc/storage_alias.cpp", newest, macros, ["torch_cpu"]))
+        libs.append(Native(name, "csrc/storage/storage_alias.cpp", newest, macros, ["torch_cpu"]))
     for major, nvcc in toolchain.nvccs().items():
         name, needs = f"lib.libstorage_ops_cu{major}", ["torch_cpu", "torch_cuda"]
         macros = [ninja_file.STABLE, "-DUSE_CUDA"]

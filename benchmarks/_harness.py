@@ -27,6 +27,7 @@ from rich.table import Table
 import storage_ops
 from benchmarks._report import columns
 from storage_ops.loss import devices
+from storage_ops.matmul import scratch
 from storage_ops.memory import Measurement
 
 ROOT = Path(__file__).parents[1]
@@ -245,7 +246,7 @@ def hardware(device: str | None = None) -> str:
     )
     name = re.sub(r"\((r|tm)\)", "", facts.get("model name", platform.machine()), flags=re.I)
     family = f"family {facts['cpu family']}" if "cpu family" in facts else ""
-    unit = "AMX" if devices.has_amx() else torch.backends.cpu.get_cpu_capability()
+    unit = "AMX" if scratch.kind() == "amx_bf16" else torch.backends.cpu.get_cpu_capability()
     words = f"{name} {family} {unit} {torch.get_num_threads()} threads"
     return "-".join(words.lower().split())
 

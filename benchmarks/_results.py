@@ -22,7 +22,7 @@ from benchmarks._harness import RESULTS, ROOT, text_of
 from benchmarks._report import PEAK, Result, Row, cells, shapes
 from benchmarks.linear_cross_entropy import GPU_SHAPES, SHAPES
 from storage_ops.loss import plan, planner
-from storage_ops.loss.devices import DEVICES
+from storage_ops.loss.devices import GPUS
 from storage_ops.quantities import readable
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -244,7 +244,7 @@ def by_shape(stem: str) -> str:
 def planned() -> str:
     """What the example of the planner prints."""
     p = plan.problem_of(8192, 4096, 128256, "bf16", ("input", "weight"), "mean", None, None, "h200")
-    rates = DEVICES["h200"]
+    rates = GPUS["h200"]
     least = planner.smallest_budget(p)
     most = planner.peak_bytes(p, planner.allowed(p)[0], p.tokens, p.vocab)
     some = {f"{size} MiB": size << 20 for size in (64, 400)}

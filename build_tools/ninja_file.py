@@ -31,8 +31,9 @@ def on(variable: str) -> bool:
 def digest_of_sources() -> str:
     """What the libraries are built from, flags included: another digest, another build."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
-    for path in sorted([*(ROOT / "csrc").iterdir(), *(ROOT / "cuda").iterdir()]):
-        digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted([*(ROOT / "csrc").rglob("*"), *(ROOT / "cuda").iterdir()]):
+        if path.is_file():
+            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -32,7 +32,8 @@ inline int64_t level() {
     __builtin_cpu_init();
     const char* given = std::getenv("ATEN_CPU_CAPABILITY");
     const std::string_view limit = given == nullptr ? "" : given;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kNone;
+    if (limit == "default" || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+      return kNone;
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (!wide || limit == "avx2") return kAvx2;

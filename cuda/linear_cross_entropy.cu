@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cross_entropy_rows.h"
 #include "launch.cuh"
+#include "rows/cross_entropy_rows.h"
 
 // Not without a name: nvcc would name what is in it by the number of its process.
 namespace storage_ops::kernels {

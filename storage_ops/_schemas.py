@@ -37,6 +37,10 @@ SCHEMAS: dict[str, str] = {
     "_transposed_product": (
         "(Tensor(a!) out, Tensor(b!) left, Tensor right, Tensor(c!) scratch, bool add) -> ()"
     ),
+    "_product_scratch": (
+        "(int rows, int columns, int depth, int threads, bool rounded, bool direct) -> (int, int)"
+    ),
+    "_product_kind": "() -> (str, int)",
     "_scale": "(Tensor(a!) self, Tensor factor) -> ()",
     "linear_cross_entropy": (
         f"({_LOSS_ARGUMENTS}) -> (Tensor loss, Tensor nll, Tensor lse, Tensor entropy, "

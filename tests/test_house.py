@@ -30,6 +30,8 @@ REFERENCES = {
     "_chunked_span": "chunked_span",
     "_product": "product",
     "_transposed_product": "transposed_product",
+    "_product_scratch": "product_scratch",
+    "_product_kind": "product_kind",
     "_scale": "scale",
     "linear_cross_entropy_backward": "linear_cross_entropy",
     "linear_cross_entropy_backward_into": "linear_cross_entropy",

@@ -9,6 +9,7 @@ from storage_ops.autochunk.program import Factor, Output, Program, Slice
 from .conftest import PATHS
 
 OPS = torch.ops.storage_ops
+TEXT = ("test_schema", "test_autograd_registration", "test_faketensor")  # no graph returns it
 VALUES_GONE = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -101,6 +102,8 @@ CASES = {
         rows(count=0),
     ],
     "_product": [product(False), product(True), product(True, torch.bfloat16)],
+    "_product_scratch": [(100, 200, 5000, 2, rounded, False) for rounded in (False, True)],
+    "_product_kind": [()],
     "_scale": [
         (torch.randn(3, 4).to(dtype), torch.tensor(by, dtype=wide))
         for dtype, wide in [
@@ -141,7 +144,8 @@ def test_opcheck(name, args):
     tolerance = {"atol": 1e-2, "rtol": 1e-2} if {torch.bfloat16, torch.float16} & {
         a.dtype for a in args if isinstance(a, torch.Tensor)
     } else {}  # fmt: skip
-    opcheck(getattr(OPS, name).default, args, **tolerance)
+    utils = {"test_utils": TEXT} if name == "_product_kind" else {}
+    opcheck(getattr(OPS, name).default, args, **tolerance, **utils)
 
 
 def test_discard_of_real_bytes():

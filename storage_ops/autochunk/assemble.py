@@ -101,7 +101,7 @@ class Result:
     def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
         """Take a product of a chunk, formed in place."""
         if self.out is not None:
-            deep = len(right) > scratch.ONE_PASS
+            deep = len(right) > scratch.one_pass()
             multiply = _products_of(left).input_gradient if deep else _multiply
             multiply(left, right, self._slot(begin, end), False)
             return

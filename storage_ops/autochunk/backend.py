@@ -180,7 +180,7 @@ def _source_hash() -> str:
 def _circumstances() -> list[Any]:
     """What else the chunks depend on: the plan of the op is made for this processor."""
     kinds = [repr(matmul.of(d, "cpu")) for d in (torch.float32, torch.bfloat16, torch.float16)]
-    return [devices.CPU.name, torch.get_num_threads(), kinds]
+    return [devices.named("cpu").name, torch.get_num_threads(), kinds]
 
 
 def _make_pass(

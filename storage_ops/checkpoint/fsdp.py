@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_MAPPING = "torch.distributed._composable_state"
 
 
 def is_used() -> bool:
-    """Whether there may be modules of FSDP2."""
-    return _STATE in sys.modules
+    """Whether there may be modules of FSDP2. Its code alone, torch.compile has imported as well."""
+    return _STATE in sys.modules and bool(sys.modules[_MAPPING]._module_state_mapping.data)
 
 
 def _groups() -> Iterator[tuple[Any, Any]]:
@@ -30,7 +31,7 @@ def _groups() -> Iterator[tuple[Any, Any]]:
     In the order in which the modules were sharded, which is that of every rank.
     """
     kind = sys.modules[_STATE].FSDPState
-    mapping = sys.modules["torch.distributed._composable_state"]._module_state_mapping
+    mapping = sys.modules[_MAPPING]._module_state_mapping
     for state in dict.fromkeys(reference() for reference in mapping.values()):
         if isinstance(state, kind):
             groups = getattr(state, "_fsdp_param_groups", None)

@@ -16,7 +16,7 @@ from rich.table import Table
 import storage_ops
 from storage_ops.loss import plan as plans
 from storage_ops.loss import planner, schedule
-from storage_ops.loss.devices import DEVICES, Rates
+from storage_ops.loss.devices import DEVICES, Rates, named
 from storage_ops.loss.planner import Plan
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             args.accumulate_dtype, args.max_valid, device,
         )  # fmt: skip
         given = None if args.budget is None else parse_bytes(args.budget, "--budget")
-        rates = DEVICES[device]
+        rates = named(device)
         chosen = planner.choose(p, given, rates)
     except (ImportError, OSError, TypeError, ValueError) as error:
         _complain(str(error))

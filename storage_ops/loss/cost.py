@@ -19,7 +19,8 @@ from storage_ops.loss.schedule import (
 )
 from storage_ops.matmul import Kind
 
-STATE_ROWS = 6  # of a token: shift, sum, slope, dot, mass, logit of the target; csrc/row_math.h
+# Of a token: shift, sum, slope, dot, mass, logit of the target; csrc/rows/row_math.h
+STATE_ROWS = 6
 PIECE = 256  # tokens whose rescaled sums are finished at a time
 PLAIN = 1 << 17  # elements that the row kernel in plain torch works on at a time, or one row
 PLAIN_COPIES = 9  # of those, most of them, that it makes

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from storage_ops.matmul import scratch
+
 if TYPE_CHECKING:
     import torch
 
@@ -59,17 +61,11 @@ def processor() -> str:
         return ""
 
 
-def has_amx() -> bool:
-    """Whether the processor multiplies bf16 in tiles of its own, several times as fast."""
-    return " amx_bf16" in processor()
-
-
 # Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in
 # chunks and in slices; of an Intel Xeon with AMX, to which plans were the fastest. Processors of
 # one kind differ in all of these alike, and plans depend on ratios.
 _AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0)
 _AMX = Rates("cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0)
-CPU = _AMX if has_amx() else _AVX512
 
 # Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
 # on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
@@ -82,7 +78,14 @@ GPUS = {
     "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20),
     "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20),
 }
-DEVICES = {"cpu": CPU, **GPUS}
+DEVICES = ("cpu", *GPUS)
+
+
+def named(name: str) -> Rates:
+    """The rates of one of DEVICES."""
+    if name != "cpu":
+        return GPUS[name]
+    return _AMX if scratch.kind() == "amx_bf16" else _AVX512
 
 
 def of_gpu(name: str) -> Rates | None:
@@ -97,7 +100,7 @@ def rates_of(device: torch.device) -> Rates:
     import torch
 
     if device.type != "cuda":
-        return CPU
+        return named("cpu")
     return of_gpu(torch.cuda.get_device_name(device)) or GPUS["a100"]
 
 

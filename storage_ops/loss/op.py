@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake, register_vmap
+from torch.utils._python_dispatch import _disable_current_modes
 
 from storage_ops import _schemas
 from storage_ops.loss import formulas, reference
@@ -307,13 +308,18 @@ _FALLBACKS: dict[str, Callable[..., None]] = {
     "_transposed_product": matmul_reference.transposed_product,
     "_scale": reference.scale,
 }
+# Without tensors: they say something of the processor.
+_FACTS: dict[str, Callable[..., Any]] = {
+    "_product_scratch": matmul_reference.product_scratch,
+    "_product_kind": matmul_reference.product_kind,
+}
 _KERNELS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy": _exact(_forward),
     "linear_cross_entropy_backward": _exact(_backward),
     "linear_cross_entropy_backward_into": _exact(_backward_into),
     "linear_cross_entropy_backward_target": _exact(_backward_target),
 }
-for _name, _kernel in {**_FALLBACKS, **_KERNELS}.items():
+for _name, _kernel in {**_FALLBACKS, **_FACTS, **_KERNELS}.items():
     _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 _NAME, _BACKWARD_NAME = (f"storage_ops::linear_cross_entropy{end}" for end in ("", "_backward"))
@@ -326,6 +332,20 @@ register_vmap(_BACKWARD_NAME, _looped(_OPS.linear_cross_entropy_backward), lib=_
 
 for _name in _FALLBACKS:
     register_fake(f"storage_ops::{_name}", lambda *args: None, lib=_schemas.library)
+
+
+def _asked(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake that is the op itself, whatever mode asks."""
+
+    def fake(*args: Any) -> Any:
+        with _disable_current_modes():
+            return op(*args)
+
+    return fake
+
+
+for _name in _FACTS:
+    register_fake(f"storage_ops::{_name}", _asked(getattr(_OPS, _name)), lib=_schemas.library)
 
 
 def _fake_grads(call: Call) -> tuple[Tensor, Tensor, Tensor]:

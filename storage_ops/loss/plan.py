@@ -7,7 +7,7 @@ from typing import Any
 
 from storage_ops import matmul
 from storage_ops.loss import planner
-from storage_ops.loss.devices import DEVICES, Rates, has_row_kernel, rates_of
+from storage_ops.loss.devices import DEVICES, Rates, has_row_kernel, named, rates_of
 from storage_ops.loss.planner import Plan
 from storage_ops.loss.problem import Problem
 from storage_ops.matmul import Matmul
@@ -49,7 +49,7 @@ def default_device() -> str:
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     rates = rates_of(device)
-    return next(name for name, known in DEVICES.items() if known is rates)
+    return next(name for name in DEVICES if named(name) is rates)
 
 
 def problem_of(
@@ -210,7 +210,7 @@ def plan(
     p = problem_of(
         tokens, hidden, vocab, dtype, grads, reduction, accumulate_dtype, max_valid, device
     )
-    rates = DEVICES[device]
+    rates = named(device)
     chosen = pick(p, rates, budget, strategy, num_chunks)
     print(describe(chosen, p, rates, budget))
     return chosen

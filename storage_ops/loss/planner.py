@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from storage_ops.loss import cost
-from storage_ops.loss.devices import CPU, Rates
+from storage_ops.loss.devices import Rates, named
 from storage_ops.loss.problem import Problem, padded, parts
 from storage_ops.loss.schedule import (
     ROWS,
@@ -134,10 +134,10 @@ def schedule(
     return Schedule(p, strategy, rows, columns, widest, lent)
 
 
-def make(s: Schedule, rates: Rates = CPU, peak: int | None = None) -> Plan:
-    """A schedule and what it will cost; `peak`, if that is known."""
+def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Plan:
+    """A schedule and what it will cost, by default on this processor; `peak`, if that is known."""
     p = s.problem
-    flops, moved, seconds = cost.predict(s, rates)
+    flops, moved, seconds = cost.predict(s, rates or named("cpu"))
     once = 2 * p.tokens * p.hidden * p.vocab
     products = flops / once if once else 1.0 + p.grads[0] + p.grads[1]
     return Plan(
@@ -147,7 +147,7 @@ def make(s: Schedule, rates: Rates = CPU, peak: int | None = None) -> Plan:
     )  # fmt: skip
 
 
-def parse(p: Problem, key: str, rates: Rates = CPU) -> Plan:
+def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
     """The plan that `Plan.key` stands for; its last three numbers may be left out.
 
     Where its strategy would be wrong for the problem, it is that of slices of the vocabulary.
@@ -233,7 +233,7 @@ def peak_bytes(
 def candidates(
     p: Problem,
     budget: int,
-    rates: Rates = CPU,
+    rates: Rates,
     strategy: str | None = None,
     num_chunks: int | None = None,
 ) -> Iterator[Plan]:
@@ -358,15 +358,18 @@ def default_budget(p: Problem) -> int:
 def choose(
     p: Problem,
     memory_budget: int | None = None,
-    rates: Rates = CPU,
+    rates: Rates | None = None,
     strategy: str | None = None,
     num_chunks: int | None = None,
 ) -> Plan:
     """The fastest plan that keeps to the budget, with this strategy and number of chunks of tokens.
 
+    It is one for this processor unless rates are given.
+
     Raises:
         ValueError: no plan does; names the smallest budget that one does.
     """
+    rates = rates or named("cpu")
     least = smallest_budget(p, strategy, num_chunks)
     budget = max(default_budget(p), least) if memory_budget is None else memory_budget
     forward_and_gradients = (1 + sum(p.grads[:2])) * 2 * p.tokens * p.hidden * p.vocab

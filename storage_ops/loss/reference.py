@@ -34,7 +34,10 @@ def cross_entropy_rows(
     label_smoothing: float,
     phases: int,
 ) -> None:
-    """Merge a tile of logits into the state of its rows, and overwrite it. See csrc/row_math.h."""
+    """Merge a tile of logits into the state of its rows, and overwrite it.
+
+    See csrc/rows/row_math.h.
+    """
     rows, columns = logits.shape
     wide, index = state.dtype, target.dim() == 1
     kept = target != ignore_index if index else target.new_ones(rows, dtype=torch.bool)

@@ -70,7 +70,7 @@ class Run:
         weight, bias: the classes of this rank, with strides that kernels take.
         vocabulary, first_class: the number of all classes, and the first one here.
         schedule: the way through the logits.
-        state: (STATE_ROWS, n) statistics of the rows; see csrc/row_math.h.
+        state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
         argmax: (n,) classes of the largest logits, or None.
         upstream: rows of upstream gradient for the row kernel, or None.
     """

@@ -7,7 +7,6 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from storage_ops.loss import devices
 from storage_ops.matmul.interface import SLICE, Kind, Matmul
 
 with contextlib.suppress(ImportError, OSError):  # plans for a GPU are made without torch
@@ -124,10 +123,10 @@ def is_fast(dtype: torch.dtype) -> bool:
     """
     if dtype.itemsize >= 4:
         return True
-    if devices.has_amx():
-        return False
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
     try:
+        if torch.cpu._is_amx_tile_supported():  # of torch: its products heed no variable of ours
+            return False
         with _disable_current_modes():  # the processor is asked, not a mode of fake tensors
             return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
     except (AttributeError, RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from storage_ops.matmul.interface import SLICE, Kind, Matmul
 
 with contextlib.suppress(ImportError, OSError):  # plans for a GPU are made without torch
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,7 +125,7 @@ class Packed(Matmul):
         m, n, k = _sizes(kind, rows, classes, hidden)
         copied = 1 / m
         if kind is not Kind.LOGITS:
-            copied = 1 / scratch.rounded_rows(m, n, k)
+            copied = 1 / scratch.piece(m, n, k, self.threads, True, kind is not Kind.WEIGHT)[0]
         if kind is Kind.WEIGHT:
             copied += 2 / n
         return max(compute * (1 + rates.copying * copied), moved + sums)
@@ -144,10 +142,7 @@ def _sizes(kind: Kind, rows: int, classes: int, hidden: int) -> tuple[int, int, 
 
 def exists(dtype: torch.dtype, device: str) -> bool:
     """Whether there are products of the package's own that are better than torch's."""
-    if device != "cpu" or dtype == torch.float64:
-        return False
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("storage_ops::_product", "CPU")
-    if not has_kernel or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+    if device != "cpu" or dtype == torch.float64 or not scratch.kind():
         return False
     return dtype != torch.float32 or _is_of_amd()
 
@@ -158,16 +153,6 @@ def _is_of_amd() -> bool:
     return "AuthenticAMD" in devices.processor()
 
 
-@functools.cache
 def rounds(dtype: torch.dtype) -> bool:
     """Whether there are such products with a result in 16 bits, on this processor."""
-    if dtype != torch.bfloat16 or not exists(dtype, "cpu"):
-        return False
-    with _disable_current_modes():  # the processor is asked, not a mode of fake tensors
-        one = torch.zeros(1, 1, dtype=dtype)
-        memory = torch.empty(scratch.packed_slots(1, 1, 1, 1))
-        try:
-            torch.ops.storage_ops._product(one, one, one.clone(), memory, False)
-        except RuntimeError:  # there is no instruction for it
-            return False
-    return True
+    return dtype == torch.bfloat16 and scratch.kind().endswith("bf16")

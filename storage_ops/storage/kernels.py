@@ -1,6 +1,7 @@
 """Kernels of the storage ops in Python: the alias path, what a traced graph does, and the fakes.
 
-The copy path is `reference`; the native binding is csrc/storage_binding.cpp and outranks them all.
+The copy path is `reference`; the native binding is csrc/storage/storage_binding.cpp, and outranks
+all.
 """
 
 from __future__ import annotations

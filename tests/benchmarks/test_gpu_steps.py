@@ -61,14 +61,15 @@ def test_libraries_of_other_sources_are_built_again(tree, capsys):
 
 
 def test_the_digest_is_of_every_source_and_flag(tmp_path, monkeypatch):
-    for folder in ("csrc", "cuda"):
-        (tmp_path / folder).mkdir()
+    for folder in ("csrc/rows", "cuda"):
+        (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(ninja_file, "ROOT", tmp_path)
     found = {ninja_file.digest_of_sources()}
-    for name, text in (("csrc/a.h", "1"), ("csrc/a.h", "2"), ("cuda/a.h", "2"), ("csrc/b.h", "")):
+    for name, text in (("csrc/a.h", "1"), ("csrc/a.h", "2"), ("cuda/a.h", "2"), ("csrc/b.h", ""),
+                       ("csrc/rows/a.h", "2"), ("csrc/rows/b.h", "")):  # fmt: skip
         (tmp_path / name).write_text(text)
         found.add(ninja_file.digest_of_sources())
-    assert len(found) == 5
+    assert len(found) == 7
 
 
 def wheel(folder, name, module):

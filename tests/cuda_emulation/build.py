@@ -84,7 +84,7 @@ def built(
     sanitizer: str = "", kernels: Sequence[Path] = KERNELS, namespace: str = NAMESPACE
 ) -> Path:
     """The library of some CUDA sources, compiled again where one or a header has changed."""
-    sources = [*(ROOT / "csrc").glob("*.h"), *HERE.rglob("*.h"), *HERE.rglob("*.cuh")]
+    sources = [*(ROOT / "csrc").rglob("*.h"), *HERE.rglob("*.h"), *HERE.rglob("*.cuh")]
     sources += [*HERE.glob("*.cpp"), HERE / "build.py", *kernels]
     sources += [header for kernel in kernels for header in kernel.parent.glob("*.cuh")]
     digest = hashlib.sha256(f"{torch.__version__} {namespace}".encode())

@@ -100,13 +100,13 @@ def test_more_budget_is_never_slower_and_the_smallest_is_named(p, device, kind, 
     p = dataclasses.replace(p, matmul=products)
     budget = least = planner.smallest_budget(p)
     with pytest.raises(ValueError, match=f"expected at least {least} "):
-        planner.choose(p, least - 1, devices.DEVICES[device])
+        planner.choose(p, least - 1, devices.named(device))
     whole = planner.peak_bytes(p, schedule.VOCAB_SLICED, p.tokens, p.vocab)
     # Where all logits wait, a wider last slice may divide the others into one more.
-    slice_seconds = 5 * devices.DEVICES[device].launch_seconds * schedule.parks(p, p.tokens)
+    slice_seconds = 5 * devices.named(device).launch_seconds * schedule.parks(p, p.tokens)
     before = float("inf")
     while True:
-        plan = planner.choose(p, budget, devices.DEVICES[device])
+        plan = planner.choose(p, budget, devices.named(device))
         assert plan.peak_bytes <= budget
         # What our own products copy of their operands is not always less in a wider slice.
         assert plan.seconds <= before * (1.001 if rounds else 1 + 1e-9) + slice_seconds
@@ -214,7 +214,7 @@ def test_gpus_are_known_by_name(name, key, monkeypatch):
     rates_of.cache_clear()
     assert rates_of(torch.device("cuda", 0)) is devices.GPUS[key or "a100"]
     rates_of.cache_clear()
-    assert rates_of(torch.device("cpu")) is devices.CPU
+    assert rates_of(torch.device("cpu")) is devices.named("cpu")
 
 
 @pytest.mark.parametrize(

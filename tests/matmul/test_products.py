@@ -10,9 +10,7 @@ import torch
 from hypothesis import example, given, settings
 
 from storage_ops import matmul
-from storage_ops.loss import devices
-from storage_ops.matmul import aten, packed
-from storage_ops.matmul.scratch import packed_slots, sum_slots
+from storage_ops.matmul import aten, packed, scratch
 
 OP = torch.ops.storage_ops._product
 NAN = float("nan")
@@ -38,9 +36,10 @@ def check(
     whole = torch.full((m + 2, n + gap), 7.0, dtype=dtype if narrow else torch.float32)
     out = whole[1:-1, :n]
     out.copy_(torch.randn(m, n) if add else torch.full((m, n), NAN))
-    least = packed_slots(m, n, k, threads, narrow, direct) if slots is None else slots
-    least += sum_slots(m, n, k) if narrow else 0
-    scratch = torch.full((least + 64,), NAN)  # what lies behind what is needed stays as it is
+    rows, least = scratch.piece(m, n, k, threads, narrow, direct)
+    least += (m - rows) * n  # all rows are formed at once, and so are their sums
+    least = least if slots is None else slots
+    memory = torch.full((least + 64,), NAN)  # what lies behind what is needed stays as it is
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     want = left.double() @ right.double()
@@ -49,15 +48,15 @@ def check(
         want, size = want + out.double(), size + out.double().abs()
     try:
         if spent:
-            torch.ops.storage_ops._transposed_product(out, left.t(), right, scratch[:least], add)
+            torch.ops.storage_ops._transposed_product(out, left.t(), right, memory[:least], add)
         else:
-            OP(out, left, right, scratch[:least], add)
+            OP(out, left, right, memory[:least], add)
     finally:
         torch.set_num_threads(before)
     if narrow:  # the same sum, rounded once: by half of the last of 8 bits at most
         size = want.abs() * 2**-8 / 2e-6 + size
     assert ((out.double() - want).abs() <= 2e-6 * size).all()
-    assert scratch[least:].isnan().all()
+    assert memory[least:].isnan().all()
     rest = whole.clone()
     rest[1:-1, :n] = 7
     assert torch.equal(rest, torch.full_like(rest, 7))
@@ -122,12 +121,12 @@ def test_a_left_operand_that_may_be_overwritten(m, n, k, dtype, add, whole, gap,
 
 
 @needs_rounding
-@pytest.mark.skipif(devices.has_amx(), reason="registers of AMX take rows as they are")
+@pytest.mark.skipif(scratch.kind() == "amx_bf16", reason="registers of AMX take rows as they are")
 def test_what_would_be_copied_often_is_interleaved_in_place():
     left, right = torch.randn(512, 64).bfloat16(), torch.randn(512, 1500).bfloat16()
     out, before = torch.empty(64, 1500, dtype=torch.bfloat16), left.clone()
-    scratch = torch.empty(2 * (8 + 48) * 256)
-    torch.ops.storage_ops._transposed_product(out, left, right, scratch, False)
+    memory = torch.empty(2 * (8 + 48) * 256)
+    torch.ops.storage_ops._transposed_product(out, left, right, memory, False)
     assert torch.equal(left.view(-1, 64, 2), before.view(-1, 2, 64).transpose(1, 2))
 
 
@@ -179,8 +178,8 @@ def test_a_matrix_with_other_strides():
 @pytest.mark.parametrize("m, n, k", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
 def test_nothing_to_multiply(m, n, k):
     for add in (False, True):
-        out, scratch = torch.full((m, n), 5.0), torch.empty(packed_slots(m, n, k, 2))
-        OP(out, torch.ones(m, k), torch.ones(k, n), scratch, add)
+        out, memory = torch.full((m, n), 5.0), torch.empty(scratch.packed_slots(m, n, k, 2))
+        OP(out, torch.ones(m, k), torch.ones(k, n), memory, add)
         assert torch.equal(out, torch.full((m, n), 5.0 if add else 0.0))
 
 
@@ -193,30 +192,52 @@ def test_infinities_and_nan_stay_where_they_belong():
 
 
 def test_wrong_arguments_are_named():
-    out, left, right, scratch = (
+    out, left, right, memory = (
         torch.zeros(4, 6), torch.zeros(4, 5), torch.zeros(5, 6), torch.zeros(1 << 14),
     )  # fmt: skip
     for bad, message in [
-        ((out, left.T, right, scratch), "left"),
-        ((out, left, right.bfloat16(), scratch), "of one dtype"),
-        ((out.double(), left, right, scratch), "out"),
-        ((out.half(), left.half(), right.half(), scratch), "out of 16 bits takes bfloat16"),
-        ((out.half(), left.bfloat16(), right.bfloat16(), scratch), "float32 or that dtype"),
-        ((out, left.double(), right.double(), scratch), "float32, bfloat16 or float16"),
-        ((out, left, right, scratch[:9]), "scratch has too few elements, 9"),
-        ((out, left, right, scratch.double()), "scratch"),
-        ((out.T.contiguous().T, left, right, scratch), "whole rows"),
+        ((out, left.T, right, memory), "left"),
+        ((out, left, right.bfloat16(), memory), "of one dtype"),
+        ((out.double(), left, right, memory), "out"),
+        ((out.half(), left.half(), right.half(), memory), "out of 16 bits takes bfloat16"),
+        ((out.half(), left.bfloat16(), right.bfloat16(), memory), "float32 or that dtype"),
+        ((out, left.double(), right.double(), memory), "float32, bfloat16 or float16"),
+        ((out, left, right, memory[:9]), "scratch has too few elements, 9"),
+        ((out, left, right, memory.double()), "scratch"),
+        ((out.T.contiguous().T, left, right, memory), "whole rows"),
     ]:
         with pytest.raises(RuntimeError, match=message):
             OP(*bad, False)
 
 
-@pytest.mark.parametrize("capability", ["avx2", "avx512"])
+deep = st.integers(0, 200_000)
+
+
+@given(deep, deep, deep, st.integers(1, 64), st.booleans(), st.booleans())
+def test_scratch_is_asked_of_the_native_library(m, n, k, threads, narrow, direct):
+    """Whole rows unless their sums take too much, and a limit for each thread and for all."""
+    rows, slots = scratch.piece(m, n, k, threads, narrow, direct)
+    sums = rows * n if narrow and k > scratch.one_pass() else 0
+    assert (rows == m) if not sums else (rows == 16 or (rows <= m and 8 * sums <= m * k))
+    at_least = threads * 96 * k if narrow and not sums else threads * 96 * 256
+    assert 0 <= slots - sums <= max(threads * (320 << 10), at_least)
+    assert slots - sums <= max(m * k // 2 + threads, 1 << 16, at_least)
+
+
+def test_wrong_sizes_are_named():
+    with pytest.raises(RuntimeError, match="at least one thread; got 1, 2, 3 and 0"):
+        scratch.piece(1, 2, 3, 0, False, False)
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_on_a_lesser_processor(capability):
     """The loops of other instruction sets, chosen once for a process."""
-    code = """
-import torch
-from storage_ops.matmul import packed
+    code = f"""
+import sys, torch
+from storage_ops.matmul import packed, scratch
+if {capability!r} == "default":
+    sys.exit(scratch.kind() != "" or packed.exists(torch.bfloat16, "cpu"))
+assert scratch.kind() == {capability!r}
 from tests.matmul.test_products import check
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for add in (False, True):

@@ -12,6 +12,7 @@
 // of 32 bits, each one fp32 number or a pair of bf16, neighbours in depth.
 
 #include "product_pack.h"
+#include "product_scratch.h"
 #include "product_tile.h"
 
 // The part of the right operand that is copied at a time, and that of the left one.
@@ -213,41 +214,6 @@ inline Grid grid_of(const Product& p, int64_t threads, bool direct) {
   return best;
 }
 
-// Whether a product that can only be rounded once is computed in all of its depth at a time, as
-// long as a panel of the right operand stays in the second-level cache.
-template <typename T>
-bool in_one_pass(const Product& p) {
-  return p.narrow && slots_of<T>(p.depth) <= kDeep;
-}
-
-// Slots of depth that a tile is computed in at a time. Tiles of AMX are loaded from the first-level
-// cache or wait for it: with these, the sums of a block are kept in fp32 meanwhile.
-template <typename T>
-int64_t group_of(const Product& p) {
-  const int64_t slots = slots_of<T>(p.depth);
-  return in_one_pass<T>(p) && kSquare == 1 ? slots : std::min(kDepth<T>, slots);
-}
-
-// The scratch that a thread cannot do without, in slots.
-template <typename T>
-int64_t least_of_thread(const Product& p) {
-  const int64_t group = group_of<T>(p);
-  if (!in_one_pass<T>(p)) return (kTileRows + kTileColumns) * group;
-  const int64_t slots = slots_of<T>(p.depth), sums = slots > group ? kTileRows : 0;
-  return kTileRows * group + kTileColumns * (slots + sums);
-}
-
-// As many threads as there is scratch for.
-inline int64_t threads_with(int64_t each, int64_t scratch_slots) {
-  return std::min<int64_t>(torch::stable::get_num_threads(), scratch_slots / each);
-}
-
-// The scratch that a product cannot do without, in slots.
-template <typename T>
-int64_t least_scratch(const Product& p) {
-  return (p.narrow && !in_one_pass<T>(p) ? p.rows * p.columns : 0) + least_of_thread<T>(p);
-}
-
 // Interleaves neighbouring rows of the left operand, which is given transposed, in place: then a
 // slot's numbers lie together, and are read where they are. False: that cannot be, or there is too
 // little scratch.
@@ -351,7 +317,7 @@ template <typename T>
 void multiply(Product p) {
   if (!p.narrow) return multiply_into<T, float>(p);
   STD_TORCH_CHECK(kPairs<T>, "_product: out of 16 bits takes bfloat16, and AVX-512 BF16");
-  if (p.depth > kDeep * kGroup<T>) {
+  if (p.depth > kOnePass) {
     const int64_t sums = std::min(p.rows * p.columns, p.scratch_slots);
     p.sums = reinterpret_cast<float*>(p.scratch);
     p.scratch += sums, p.scratch_slots -= sums;

@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <string>
+#include <tuple>
 #include <type_traits>
 
 #include "processor.h"
-#include "row_math.h"
+#include "rows/row_math.h"
 #include "stable.h"
 
 // Elsewhere, ATen's products are used.
@@ -108,7 +110,7 @@ Product checked(const char* op, const Tensor& out, const Tensor& left, const Ten
                 const Tensor& scratch, bool add, bool transposed) {
   const ScalarType dtype = left.scalar_type();
   const int row = transposed ? 1 : 0, column = 1 - row;
-  STD_TORCH_CHECK(level() != kNone, op, ": this processor lacks AVX2 and FMA");
+  STD_TORCH_CHECK(level() != kNone, op, ": AVX2 and FMA are missing, or switched off");
   const bool wide = is_matrix(out, ScalarType::Float);
   STD_TORCH_CHECK(is_matrix(left, dtype) && is_matrix(right, dtype) &&
                       (wide || is_matrix(out, dtype)) && left.size(row) == out.size(0) &&
@@ -160,12 +162,51 @@ void transposed_product(Tensor out, Tensor left, Tensor right, Tensor scratch, b
   multiply(op, p, left.scalar_type());
 }
 
+// Both are asked for before there are tensors: by plans, and for the scratch that products get.
+std::tuple<int64_t, int64_t> product_scratch(int64_t rows, int64_t columns, int64_t depth,
+                                             int64_t threads, bool rounded, bool direct) {
+  STD_TORCH_CHECK(rows >= 0 && columns >= 0 && depth >= 0 && threads > 0,
+                  "_product_scratch: expected sizes, and at least one thread; got ", rows, ", ",
+                  columns, ", ", depth, " and ", threads);
+  switch (level()) {
+    case kAmxBf16:
+      return amx_bf16::scratch_of({rows, columns, depth, threads, rounded, direct});
+    case kAvx512Bf16:
+      return avx512_bf16::scratch_of({rows, columns, depth, threads, rounded, direct});
+    case kAvx512:
+      return avx512::scratch_of({rows, columns, depth, threads, rounded, direct});
+    default:
+      return avx2::scratch_of({rows, columns, depth, threads, rounded, direct});
+  }
+}
+
+std::tuple<std::string, int64_t> product_kind() {
+  switch (level()) {
+    case kAmxBf16:
+      return {"amx_bf16", amx_bf16::kOnePass};
+    case kAvx512Bf16:
+      return {"avx512_bf16", avx512_bf16::kOnePass};
+    case kAvx512:
+      return {"avx512", avx512::kOnePass};
+    case kAvx2:
+      return {"avx2", avx2::kOnePass};
+    default:
+      return {"", avx2::kOnePass};
+  }
+}
+
 }  // namespace
 }  // namespace storage_ops
 
 STABLE_TORCH_LIBRARY_IMPL(storage_ops, CPU, m) {
   m.impl("_product", TORCH_BOX(&storage_ops::product));
   m.impl("_transposed_product", TORCH_BOX(&storage_ops::transposed_product));
+}
+
+// The key of ops without tensors: it outranks the ops in plain torch, as CPU does.
+STABLE_TORCH_LIBRARY_IMPL(storage_ops, BackendSelect, m) {
+  m.impl("_product_scratch", TORCH_BOX(&storage_ops::product_scratch));
+  m.impl("_product_kind", TORCH_BOX(&storage_ops::product_kind));
 }
 
 #endif

@@ -4,12 +4,12 @@
 
 #if defined(STORAGE_OPS_TILES)
 constexpr int kVectors = 2;
-constexpr int64_t kSquare = 16;  // slots of depth that a register has of each row
-constexpr int64_t kDeep = 4096;  // slots of depth that a rounded product has in one pass, at most
+constexpr int64_t kSquare = 16;     // slots of depth that a register has of each row
+constexpr int64_t kOnePass = 8192;  // depth that a rounded product, of pairs, has in one pass
 #else
 constexpr int kVectors = 3;
 constexpr int64_t kSquare = 1;
-constexpr int64_t kDeep = 2048;
+constexpr int64_t kOnePass = 4096;
 #endif
 constexpr int kLanes = STORAGE_OPS_LANES;
 constexpr int kTileRows = STORAGE_OPS_ROWS, kTileColumns = kVectors * kLanes;
@@ -38,6 +38,7 @@ constexpr int64_t kGroup = kPairs<T> ? 2 : 1;  // numbers in a slot
 // cache, or nearly.
 template <typename T>
 constexpr int64_t kDepth = kPairs<T> && kSquare == 1 ? 256 : 128;
+constexpr int64_t kMostDepth = 256;
 
 // Slots that so many numbers in depth take, with those that fill the last registers.
 template <typename T>
