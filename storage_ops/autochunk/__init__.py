@@ -1,7 +1,58 @@
-"""Compiled steps in which the logits exist in chunks only, whatever the loss."""
+"""Compiled steps in which the logits exist in chunks only, whatever the loss.
+
+The idea: label one dimension, take the upstream gradient for 1, run the span once per chunk.
+
+A product by the vocabulary *amplifies*: its result, the logits, is larger than its input. Nothing
+that is made of the logits needs all of them at once, for each token is by itself until a sum. So::
+
+    Dynamo graph -> recognise the forward loss -> the op (its autograd is its own)
+                 \\-> AOT joint graph -> label -> span -> body -> chunk op        (every other loss)
+
+Before autograd a loss stands as it was written. `recognise` looks whether it is linear
+cross-entropy, which has an op of its own::
+
+    for product in the largest products of Dynamo's graph:
+        forward = trace(what lies between product and loss)        # forward: ATen ops, and back
+        move slices of tokens (logits[:, :-1]) before the product  # drop
+        head, tail = logits -> a few numbers per token, those -> the loss
+        if head is (lse - z_t, lse, ...) on random tokens, and tail is linear in them:
+            loss = linear_cross_entropy(x, w, t, token_weight=gradient of tail) + tail(0)
+
+Every other loss is chunked in the joint graph of forward and backward::
+
+    for amplifier in the largest products:                         # driver
+        write ops without a rule as ops that have one              # prepare
+        span = label(amplifier): for each node after it            # spans, by the table in rules
+            Rows: a slice of it belongs to a chunk of tokens       # lattice
+            Partial: each chunk has a term of a sum
+            Whole: the same for all chunks; it stays outside
+        gradients = upstream * f(tokens): take upstream for 1      # passes, by the laws in rules
+        body = the nodes of the span, for one chunk                # body
+        replace the span by one op that runs the body              # rewrite, program
+    at run time, for each chunk:                                   # run
+        form the product in a buffer, run the compiled body on it,
+        put rows in their place, add terms up                      # assemble
+    multiply the gradients by upstream
+
+Terms:
+    amplifier: a matrix product whose result is larger than its left factor.
+    span: the nodes that are evaluated once per chunk.
+    rows: the dimensions of a value that are its tokens.
+    group: tokens that an op mixes, such as a sequence; a chunk takes whole groups.
+    pass: one way through all tokens; a second one can read sums of the first.
+    degree: 1 for what is proportional to the upstream gradient, 0 for what does not depend on it.
+    waiting: factors of a gradient lie in its memory until all are there (`assemble.Waiting`).
+
+A loss in a graph that is traced already, forward and backward, is not recognised, and its tokens
+are not dropped before the product: `chunk` on such a graph chunks it like any other.
+
+`edit` adds nodes to graphs, orders them and undoes changes; `values` is what is asked of a node;
+`predict` is the peak of a graph; `op_plan` the op's tiles; `backend` and `explain` are for users,
+and `inductor` keeps clear of what Inductor gets wrong.
+"""
 
 from storage_ops.autochunk.backend import chunk
-from storage_ops.autochunk.chunker import ChunkError
+from storage_ops.autochunk.driver import ChunkError
 from storage_ops.autochunk.explain import Explanation, explain
 
 __all__ = ["ChunkError", "Explanation", "chunk", "explain"]

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from torch import fx
 
 from storage_ops import matmul
-from storage_ops.autochunk.chunker import ChunkError, Report, chunk_graph
+from storage_ops.autochunk.driver import ChunkError, Report, chunk_graph
 from storage_ops.autochunk.inductor import mended
+from storage_ops.autochunk.recognise import NOTHING, Recognised, recognise
 from storage_ops.loss import devices
 from storage_ops.quantities import parse_bytes
 
@@ -57,9 +59,10 @@ def apply(
     memory_budget: int | None,
     strict: bool,
     visible: int | None = None,
+    recognised: Recognised = NOTHING,
 ) -> Report:
     """Chunk a graph in place; report, warn or raise where that is not possible."""
-    report = chunk_graph(graph, num_chunks, memory_budget, visible)
+    report = chunk_graph(graph, num_chunks, memory_budget, visible, recognised)
     reports = _reports.get()
     if reports is not None:
         reports.append(report)
@@ -82,12 +85,14 @@ def chunk(
 
     Give it to Inductor as `torch._inductor.config.joint_custom_pre_pass`, or call it on a graph of
     a whole step, forward and backward, that `make_fx` or `storage_ops.graph.trace_step` made.
+    Autograd has taken the loss apart there. Only `torch.compile(backend="storage_ops")` sees it as
+    it was written, lets linear cross-entropy become its op, and drops tokens before the product
+    that are dropped after it (`logits[:, :-1]`): here chunks are whole sequences then.
 
     Args:
         joint_gm: a GraphModule, or its Graph, of ATen ops with their values in `node.meta["val"]`.
-        num_chunks: how many chunks, at most as many as there are tokens (where the loss becomes
-            the op of linear cross-entropy: tiles in its memory, perhaps more of them). None: as
-            many as keep to the budget.
+        num_chunks: how many chunks, at most as many as there are tokens. None: as many as keep to
+            the budget.
         memory_budget: bytes for what a chunk holds, as a number or text such as "400 MiB". None: a
             quarter of the logits, at least 32 MiB and at most 1 GiB; smaller logits stay whole.
         strict: raise if the graph cannot be chunked. Otherwise warn, and leave it as it is.
@@ -178,7 +183,10 @@ def _circumstances() -> list[Any]:
     return [devices.named("cpu").name, torch.get_num_threads(), kinds]
 
 
-def _make_pass(options: tuple[int | None, int | None, bool], visible: int, earlier: Any) -> Any:
+def _make_pass(
+    options: tuple[int | None, int | None, bool], visible: int, earlier: Any,
+    recognised: Recognised = NOTHING,
+) -> Any:  # fmt: skip
     """A pass for Inductor's joint graph, with an id that its caches can keep."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -186,12 +194,13 @@ def _make_pass(options: tuple[int | None, int | None, bool], visible: int, earli
         def __call__(self, graph: fx.Graph) -> None:
             if earlier is not None:
                 earlier(graph)
-            apply(graph, *options, visible)
+            apply(graph, *options, visible, recognised)
 
         def uuid(self) -> Any:
             if _reports.get() is not None:
                 return None  # explain must see the graph, which a cache would keep from it
-            own = f"{_source_hash()}{json.dumps((options, visible, _circumstances()))}"
+            known = options, visible, astuple(recognised), _circumstances()
+            own = f"{_source_hash()}{json.dumps(known)}"
             if earlier is None:
                 return own
             # A plain function has no id: then nothing is kept, as when it is used alone.
@@ -210,7 +219,8 @@ def backend(
         gm: the graph from Dynamo.
         example_inputs: its inputs.
         options: `num_chunks`, `memory_budget` and `strict` as in `chunk`; all others are
-            Inductor's.
+            Inductor's. Where the loss becomes the op of linear cross-entropy it has tiles in the
+            memory of so many chunks, perhaps more of them.
         mode: as torch.compile's for Inductor.
 
     Returns:
@@ -235,7 +245,9 @@ def backend(
     (returned,) = next(n for n in gm.graph.nodes if n.op == "output").args
     visible = len(returned) if isinstance(returned, (tuple, list)) else 1
     earlier = patches.get(_PASS, getattr(config, _PASS))
-    patches[_PASS] = _make_pass(checked(*own), visible, earlier)
+    chosen = checked(*own)
+    recognised = recognise(gm, chosen[0], chosen[1])
+    patches[_PASS] = _make_pass(chosen, visible, earlier, recognised)
     compiled: Any = compile_fx(
         gm, example_inputs, inner_compile=mended()(compile_fx_inner), config_patches=patches
     )

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from storage_ops.autochunk.degrees import Degree
-from storage_ops.autochunk.nodes import is_tensor, is_zero, shape
-from storage_ops.autochunk.propagate import Span, is_product, reached
-from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.state import Conflict, Partial
+from storage_ops.autochunk.lattice import Conflict, Partial
+from storage_ops.autochunk.rules import Degree, rule_of
+from storage_ops.autochunk.spans import Span, is_product
+from storage_ops.autochunk.values import is_tensor, is_zero, reached, shape
 
 PASSES = 2
 

@@ -6,10 +6,17 @@ from typing import Any
 
 from torch import fx
 
-from storage_ops.autochunk.nodes import ends, leading_to, name_of
 from storage_ops.autochunk.program import Program
-from storage_ops.autochunk.propagate import elements, hint, nbytes, values_of
 from storage_ops.autochunk.rules import RULES
+from storage_ops.autochunk.values import (
+    elements,
+    ends,
+    hint,
+    leading_to,
+    name_of,
+    nbytes,
+    values_of,
+)
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
 _VIEWS = ("view", "expand", "permute", "getitem")
@@ -93,7 +100,7 @@ def _inside(node: fx.Node) -> int:
         held = -(-groups // program.count(groups)) * program.group_bytes
         return held + wide_sums(node, program)
     if name_of(node) == "storage_ops.linear_cross_entropy.default":
-        from storage_ops.autochunk.loss_op import scratch
+        from storage_ops.autochunk.op_plan import scratch
 
         return scratch(node)
     return 0

@@ -6,8 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -20,8 +19,7 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """How an input is cut, or an output put together: dimensions lo to hi - 1 are rows."""
 
     lo: int
@@ -29,8 +27,15 @@ class Slice:
     per: int  # elements of a group; -1 - i: the op's integer i
 
 
-@dataclass(frozen=True)
-class Output:
+class Factor(NamedTuple):
+    """A matrix of a product: a value of the body, or an input, perhaps transposed."""
+
+    source: str  # "value" or "input"
+    place: int
+    transposed: bool
+
+
+class Output(NamedTuple):
     """One result of the chunks.
 
     Attributes:
@@ -48,17 +53,7 @@ class Output:
     factors: tuple[Factor, Factor] | None = None
 
 
-@dataclass(frozen=True)
-class Factor:
-    """A matrix of a product: a value of the body, or an input, perhaps transposed."""
-
-    source: str  # "value" or "input"
-    index: int
-    transposed: bool
-
-
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """A span of the graph, for one chunk.
 
     Attributes:
@@ -109,7 +104,7 @@ class Program:
         left, right = output.factors
         if left.source != "value" or not left.transposed or right.source != "input":
             return False
-        cut, (given, itemsize) = self.inputs[right.index], inputs[right.index]
+        cut, (given, itemsize) = self.inputs[right.place], inputs[right.place]
         if cut is None or cut.lo != 0 or len(given) != cut.hi + 1:
             return False
         wide = int(getattr(torch, output.dtype).itemsize)
@@ -124,7 +119,7 @@ class Program:
         if output.rows is None or not self._multiplies_overwritten(output, transposed=False):
             return False
         right = output.factors[1]  # type: ignore[index]
-        return right.source == "input" and self.inputs[right.index] is None
+        return right.source == "input" and self.inputs[right.place] is None
 
     def _multiplies_overwritten(self, output: Output, transposed: bool) -> bool:
         if self.over is None or output.factors is None:
@@ -133,31 +128,23 @@ class Program:
 
     def encode(self) -> str:
         """As text."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        fields["inputs"] = [None if s is None else asdict(s) for s in self.inputs]
-        fields["outputs"] = [asdict(o) for o in self.outputs]
-        return json.dumps(fields, separators=(",", ":"))
+        return json.dumps(self, separators=(",", ":"))
 
     @staticmethod
     def decode(text: str) -> Program:
         """From text."""
-        fields = json.loads(text)
-        fields["inputs"] = tuple(None if s is None else Slice(**s) for s in fields["inputs"])
-        fields["outputs"] = tuple(_output(o) for o in fields["outputs"])
-        fields["formed"] = None if fields["formed"] is None else tuple(fields["formed"])
-        return Program(**fields)
+        inputs, outputs, *fields = json.loads(text)
+        program = Program(
+            tuple(cut and Slice(*cut) for cut in inputs),
+            tuple(_output(*output) for output in outputs),
+            *fields,
+        )
+        return program._replace(formed=program.formed and tuple(program.formed))
 
 
-def _output(fields: dict[str, Any]) -> Output:
-    rows, factors = fields["rows"], fields["factors"]
-    pair = None if factors is None else (Factor(**factors[0]), Factor(**factors[1]))
-    return Output(
-        None if rows is None else Slice(**rows),
-        fields["rank"],
-        fields["dtype"],
-        fields["value"],
-        pair,
-    )
+def _output(rows: Any, rank: int, dtype: str, value: int | None, factors: Any) -> Output:
+    pair = factors and (Factor(*factors[0]), Factor(*factors[1]))
+    return Output(rows and Slice(*rows), rank, dtype, value, pair)
 
 
 def encode_graph(graph: fx.Graph) -> list[Any]:

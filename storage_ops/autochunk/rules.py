@@ -3,40 +3,34 @@
 A rule labels dimensions. A label that stands in an argument and in the result is a dimension along
 which the op works on each element alone: a slice of the argument gives that slice of the result. A
 label in `sums` is one the op sums over: slices give terms of the sum. A dimension without a label
-(None) must stay whole. `degree` is the law by which a factor of the arguments becomes a factor of
-the result: gradients are linear in the upstream gradient, which is taken for 1 until the end.
+(None) must stay whole.
+
+A rule also says how a factor of the arguments becomes a factor of the result, for gradients are
+linear in the upstream gradient, which is taken for 1 until the end. The law is a sum of products of
+arguments: ((0,), (1,)) for an addition, whose terms must have the factor in common, ((0, 1),) for a
+multiplication. An argument that is in no term may carry none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import fx
 
-from storage_ops.autochunk.degrees import (
-    DegreeLaw,
-    additive,
-    affine,
-    bilinear,
-    dividing,
-    filling,
-    fused,
-    gradient,
-    indexing,
-    linear,
-    nonlinear,
-    padded,
-    putting,
-    scattering,
-    selecting,
-    taking,
-)
-from storage_ops.autochunk.nodes import argument, is_tensor, name_of, shape, tensors
-from storage_ops.autochunk.state import Conflict, same
+from storage_ops.autochunk.lattice import Conflict, same
+from storage_ops.autochunk.values import argument, is_tensor, name_of, shape, tensors
 
 Labels: TypeAlias = list[Any]
+Degree: TypeAlias = int | None  # of homogeneity; None: the value is zero, which has every degree
+Law: TypeAlias = tuple[tuple[int, ...], ...] | None  # terms of places of arguments
+
+LINEAR: Law = None  # in all tensors at once: each of them is a term
+NONLINEAR: Law = ()
+FIRST: Law = ((0,),)  # in the first argument
+ADDITIVE: Law = ((0,), (1,))
+BILINEAR: Law = ((0, 1),)
 
 
 @dataclass
@@ -54,27 +48,57 @@ class Rule:
     """One line of the table.
 
     Attributes:
-        labels: the labels of a call; None for a view, whose rows `state.reshape` follows.
-        degree: how factors of the arguments pass to the result.
+        labels: the labels of a call; None for a view, whose rows `lattice.reshape` follows.
+        law: how factors of the arguments pass to the result.
         sizes: index of the argument that holds the result's sizes.
         kind: for tests and messages.
     """
 
     kind: str
     labels: Callable[[fx.Node], Labelled] | None
-    degree: DegreeLaw
+    law: Law
     sizes: int | None = None
 
+    def degree(self, node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
+        """The degree of a call's result in the upstream gradient, from those of its arguments.
 
-def aligned(node: fx.Node) -> Labelled:
-    """Every element by itself, with broadcasting: labels are counted from the last dimension."""
-    out = shape(node)
-    args: dict[fx.Node, list[Labels]] = {}
-    for a in tensors(node):
-        sizes = shape(a)
-        offset = len(out) - len(sizes)
-        args[a] = [[i + offset if same(s, out[i + offset]) else None for i, s in enumerate(sizes)]]
-    return Labelled(list(range(len(out))), args)
+        Raises:
+            Conflict: it has none.
+        """
+        if self.law is None:
+            return _common(degree(a) for a in tensors(node))
+        places = {i for term in self.law for i in term}
+        constant: list[fx.Node] = []
+        others = tuple(a for i, a in enumerate(node.args) if i not in places)
+        fx.map_arg(others, constant.append)
+        if any(degree(a) for a in constant):
+            raise Conflict("is not linear in the upstream gradient")
+        if not self.law:
+            return 0
+        # The one argument that may be missing, or be given by name, is the value of a padding.
+        return _common(
+            _times(degree(argument(node, i, "value", 0)) for i in term) for term in self.law
+        )
+
+
+def _common(degrees: Iterable[Degree]) -> Degree:
+    """The degree that all terms of a sum share."""
+    found = {d for d in degrees if d is not None}
+    if len(found) > 1:
+        raise Conflict("adds what grows with the upstream gradient to what does not")
+    return found.pop() if found else None
+
+
+def _times(degrees: Iterable[Degree]) -> Degree:
+    """The degree of a product."""
+    total = 0
+    for degree in list(degrees):
+        if degree is None:
+            return None
+        total += degree
+    if total > 1:
+        raise Conflict("is quadratic in the upstream gradient")
+    return total
 
 
 def dims_of(dims: Any, rank: int) -> list[int]:
@@ -82,134 +106,22 @@ def dims_of(dims: Any, rank: int) -> list[int]:
     if dims is None or dims == []:
         return list(range(rank))
     given = [dims] if isinstance(dims, int) else dims
-    return [d % rank for d in given] if rank else []
+    return [int(d) % rank for d in given] if rank else []
 
 
-def _reduced(node: fx.Node, keep: bool, dims: list[int]) -> tuple[Labels, Labels]:
-    rank = len(shape(node.args[0]))  # type: ignore[arg-type]
-    labels: Labels = list(range(rank))
-    out = (
-        [None if d in dims else d for d in labels] if keep else [d for d in labels if d not in dims]
-    )
-    return labels, out
+def _all_but(rank: int, whole: Iterable[int] = ()) -> Labels:
+    """Every dimension its own label, but for those that stay whole."""
+    return [None if d in whole else d for d in range(rank)]
 
 
-def summing(node: fx.Node) -> Labelled:
-    """Sums over some dimensions; the mean is the sum over the count."""
-    x: Any = node.args[0]
-    dims = dims_of(argument(node, 1, "dim", None), len(shape(x)))
-    labels, out = _reduced(node, bool(argument(node, 2, "keepdim", False)), dims)
-    return Labelled(out, {x: [labels]}, tuple(dims), "mean" in str(node.target))
+def _spread(node: fx.Node, out: Labels, sizes: list[Any]) -> Labels:
+    """The labels of an argument that is broadcast to these sizes: they count from the last."""
+    own = shape(node)
+    places = range(len(sizes) - len(own), len(sizes))
+    return [out[i] if same(s, sizes[i]) else None for i, s in zip(places, own, strict=True)]
 
 
-def reducing(node: fx.Node) -> Labelled:
-    """Another reduction: whole along the dimensions it reduces."""
-    x: Any = node.args[0]
-    dims = dims_of(argument(node, 1, "dim", None), len(shape(x)))
-    labels, out = _reduced(node, bool(argument(node, 2, "keepdim", False)), dims)
-    return Labelled(out, {x: [[None if d in dims else d for d in labels]]})
-
-
-def along(place: int, name: str = "dim", default: Any = None) -> Callable[[fx.Node], Labelled]:
-    """Works along one dimension, which stays whole, and on the others element by element."""
-
-    def labels(node: fx.Node) -> Labelled:
-        rank = len(shape(node))
-        whole = dims_of(argument(node, place, name, default), rank)
-        row: Labels = [None if d in whole else d for d in range(rank)]
-        return Labelled(row, {a: [row] for a in tensors(node)})
-
-    return labels
-
-
-def sliced(node: fx.Node) -> Labelled:
-    """A range of one dimension, which stays whole unless the range is all of it."""
-    x: Any = node.args[0]
-    dim = dims_of(argument(node, 1, "dim", 0), len(shape(x)))[0]
-    row: Labels = list(range(len(shape(x))))
-    if not same(shape(x)[dim], shape(node)[dim]):
-        row[dim] = None
-    return Labelled(row, {x: [row]})
-
-
-def slice_scattered(node: fx.Node) -> Labelled:
-    """Writes a range of one dimension, which stays whole unless the range is all of it."""
-    x, source = tensors(node)[0], node.args[1]
-    row: Labels = list(range(len(shape(x))))
-    dim = dims_of(argument(node, 2, "dim", 0), len(row))[0]
-    if not same(shape(source)[dim], shape(x)[dim]):  # type: ignore[arg-type]
-        row[dim] = None
-    return Labelled(row, {a: [row] for a in tensors(node)})
-
-
-def padding(node: fx.Node) -> Labelled:
-    """Numbers around some dimensions, from the last on, which stay whole."""
-    x: Any = node.args[0]
-    pads: Any = node.args[1]
-    rank = len(shape(x))
-    row = [None if any(pads[2 * (rank - 1 - d) :][:2]) else d for d in range(rank)]
-    return Labelled(row, {x: [row]})
-
-
-def gathering(node: fx.Node) -> Labelled:
-    """out[i][j] = x[i][index[i][j]] along dim: other dimensions of equal size go together."""
-    x, dim, index = node.args[:3]
-    sizes, found = shape(x), shape(index)  # type: ignore[arg-type]
-    dim = dims_of(dim, len(sizes))[0]
-    out: Labels = list(range(len(found)))
-    whole = [None if d == dim or not same(sizes[d], found[d]) else d for d in out]
-    if x is index:
-        return Labelled(out, {x: [whole, out]})  # type: ignore[dict-item]
-    return Labelled(out, {x: [whole], index: [out]})  # type: ignore[dict-item]
-
-
-def scattered(node: fx.Node) -> Labelled:
-    """out[i][index[i][j]] = src[i][j] along dim: other dimensions of equal size go together."""
-    sizes = shape(node)
-    dim = dims_of(node.args[1], len(sizes))[0]
-    out: Labels = [None if d == dim else d for d in range(len(sizes))]
-    for a in (node.args[2], node.args[3]):
-        if is_tensor(a) and shape(a):  # type: ignore[arg-type]
-            found = shape(a)  # type: ignore[arg-type]
-            out = [d if d is not None and same(found[d], sizes[d]) else None for d in out]
-    args = {a: [out if shape(a) else []] for a in tensors(node)}
-    return Labelled(out, args)
-
-
-def permuting(node: fx.Node) -> Labelled:
-    """The result's dimension i is the argument's dimension dims[i]."""
-    x: Any = node.args[0]
-    rank = len(shape(x))
-    if "transpose" in str(node.target):
-        order = list(range(rank))
-        i, j = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
-        order[i], order[j] = j, i
-    elif str(node.target) == "aten.t.default":
-        order = list(reversed(range(rank)))
-    else:
-        order = [int(d) % rank for d in node.args[1]]  # type: ignore[arg-type,union-attr]
-    return Labelled(order, {x: [list(range(rank))]})
-
-
-def selected(node: fx.Node) -> Labelled:
-    """One index of a dimension, which is no more."""
-    x: Any = node.args[0]
-    rank = len(shape(x))
-    dim = int(node.args[1]) % rank  # type: ignore[arg-type]
-    row = [None if d == dim else d for d in range(rank)]
-    return Labelled([d for d in range(rank) if d != dim], {x: [row]})
-
-
-def repeating(node: fx.Node) -> Labelled:
-    """Copies side by side along some dimensions, which stay whole."""
-    x: Any = node.args[0]
-    out, sizes = shape(node), shape(x)
-    offset = len(out) - len(sizes)
-    row = [i + offset if same(s, out[i + offset]) else None for i, s in enumerate(sizes)]
-    return Labelled([None] * offset + row, {x: [row]})
-
-
-def _dimension(node: fx.Node, x: Any) -> int:
+def _vector(node: fx.Node) -> int:
     """The only dimension that is indexed, by a vector."""
     given: Any = node.args[1]
     dims = [d for d, index in enumerate(given) if index is not None]
@@ -220,91 +132,193 @@ def _dimension(node: fx.Node, x: Any) -> int:
     return dims[0]
 
 
+def aligned(node: fx.Node) -> Labelled:
+    """Every element by itself, with broadcasting."""
+    sizes = shape(node)
+    out = _all_but(len(sizes))
+    return Labelled(out, {a: [_spread(a, out, sizes)] for a in tensors(node)})
+
+
+def _reduced(node: fx.Node) -> tuple[Any, list[int], Labels]:
+    """The argument of a reduction, the dimensions, and the labels of the result."""
+    x: Any = node.args[0]
+    dims = dims_of(argument(node, 1, "dim", None), len(shape(x)))
+    out = _all_but(len(shape(x)), dims)
+    keep = argument(node, 2, "keepdim", False)
+    return x, dims, out if keep else [d for d in out if d is not None]
+
+
+def summing(node: fx.Node) -> Labelled:
+    """Sums over some dimensions; the mean is the sum over the count."""
+    x, dims, out = _reduced(node)
+    return Labelled(out, {x: [_all_but(len(shape(x)))]}, tuple(dims), "mean" in str(node.target))
+
+
+def reducing(node: fx.Node) -> Labelled:
+    """Another reduction: whole along the dimensions it reduces."""
+    x, dims, out = _reduced(node)
+    return Labelled(out, {x: [_all_but(len(shape(x)), dims)]})
+
+
+def along(place: int, name: str = "dim", default: Any = None) -> Callable[[fx.Node], Labelled]:
+    """Works along one dimension, which stays whole, and on the others element by element."""
+
+    def labels(node: fx.Node) -> Labelled:
+        rank = len(shape(node))
+        row = _all_but(rank, dims_of(argument(node, place, name, default), rank))
+        return Labelled(row, {a: [row] for a in tensors(node)})
+
+    return labels
+
+
+def ranging(place: int) -> Callable[[fx.Node], Labelled]:
+    """Reads or writes a range of a dimension, which stays whole unless the range is all of it."""
+
+    def labels(node: fx.Node) -> Labelled:
+        x: Any = node.args[0]
+        part: Any = node if place == 1 else node.args[1]
+        rank = len(shape(x))
+        dims = dims_of(argument(node, place, "dim", 0), rank)
+        row = _all_but(rank, [d for d in dims if not same(shape(part)[d], shape(x)[d])])
+        return Labelled(row, {a: [row] for a in tensors(node)})
+
+    return labels
+
+
+def padding(node: fx.Node) -> Labelled:
+    """Numbers around some dimensions, from the last on, which stay whole."""
+    x: Any = node.args[0]
+    pads: Any = node.args[1]
+    last = len(shape(x)) - 1
+    row = _all_but(last + 1, [d for d in range(last + 1) if any(pads[2 * (last - d) :][:2])])
+    return Labelled(row, {x: [row]})
+
+
+def gathering(node: fx.Node) -> Labelled:
+    """out[i][j] = x[i][index[i][j]] along dim: other dimensions of equal size go together."""
+    given: Any = node.args[:3]
+    x, dim, index = given
+    sizes, found = shape(x), shape(index)
+    dims = dims_of(dim, len(sizes))
+    out = _all_but(len(found))
+    row = [None if d in dims or not same(sizes[d], found[d]) else d for d in out]
+    args: dict[fx.Node, list[Labels]] = {x: [row]}
+    args.setdefault(index, []).append(out)
+    return Labelled(out, args)
+
+
+def scattered(node: fx.Node) -> Labelled:
+    """out[i][index[i][j]] = src[i][j] along dim: other dimensions of equal size go together."""
+    sizes = shape(node)
+    out = _all_but(len(sizes), dims_of(node.args[1], len(sizes)))
+    for a in tensors(node)[1:]:
+        if shape(a):
+            out = [d if d is not None and same(s, sizes[d]) else None
+                   for d, s in zip(out, shape(a), strict=True)]  # fmt: skip
+    return Labelled(out, {a: [out if shape(a) else []] for a in tensors(node)})
+
+
+def permuting(node: fx.Node) -> Labelled:
+    """The result's dimension i is the argument's dimension dims[i]."""
+    x: Any = node.args[0]
+    order: Any = _all_but(len(shape(x)))
+    if "transpose" in str(node.target):
+        i, j = dims_of(node.args[1:3], len(order))
+        order[i], order[j] = j, i
+    elif str(node.target) == "aten.t.default":
+        order.reverse()
+    else:
+        order = dims_of(node.args[1], len(order))
+    return Labelled(order, {x: [_all_but(len(order))]})
+
+
+def repeating(node: fx.Node) -> Labelled:
+    """Copies side by side along some dimensions, which stay whole."""
+    x: Any = node.args[0]
+    sizes = shape(node)
+    row = _spread(x, _all_but(len(sizes)), sizes)
+    return Labelled([None] * (len(sizes) - len(row)) + row, {x: [row]})
+
+
 def indexed(node: fx.Node) -> Labelled:
     """Some indices of a dimension, which stays whole."""
-    x: Any = node.args[0]
-    dim = _dimension(node, x)
-    row: Labels = [None if d == dim else d for d in range(len(shape(x)))]
-    return Labelled(row, {x: [row], node.args[1][dim]: [[None]]})  # type: ignore[index,dict-item]
+    x, indices = node.args[:2]
+    dim = _vector(node)
+    row = _all_but(len(shape(x)), [dim])  # type: ignore[arg-type]
+    return Labelled(row, {x: [row], indices[dim]: [[None]]})  # type: ignore[index,dict-item]
 
 
 def index_put(node: fx.Node) -> Labelled:
     """Writes or adds to some indices of a dimension, which stays whole."""
-    x, indices, values = node.args[:3]
-    dim = _dimension(node, x)
-    row: Labels = [None if d == dim else d for d in range(len(shape(node)))]
-    sizes = shape(values)  # type: ignore[arg-type]
-    offset = len(row) - len(sizes)
-    own = [row[i + offset] if same(s, shape(node)[i + offset]) else None
-           for i, s in enumerate(sizes)]  # fmt: skip
-    return Labelled(row, {x: [row], indices[dim]: [[None]], values: [own]})  # type: ignore
+    given: Any = node.args[:3]
+    x, indices, values = given
+    dim, sizes = _vector(node), shape(node)
+    row = _all_but(len(sizes), [dim])
+    return Labelled(row, {x: [row], indices[dim]: [[None]], values: [_spread(values, row, sizes)]})
+
+
+def selected(node: fx.Node) -> Labelled:
+    """One index of a dimension, which is no more."""
+    x: Any = node.args[0]
+    row = _all_but(len(shape(x)), dims_of(node.args[1], len(shape(x))))
+    return Labelled([d for d in row if d is not None], {x: [row]})
 
 
 def select_scattered(node: fx.Node) -> Labelled:
     """Writes one index of a dimension."""
-    x, source, dim = node.args[:3]
-    rank = len(shape(node))
-    whole = int(dim) % rank  # type: ignore[arg-type]
-    row: Labels = [None if d == whole else d for d in range(rank)]
-    smaller = [d for d in row if d is not None]
-    return Labelled(row, {x: [row], source: [smaller]})  # type: ignore[dict-item]
+    given: Any = node.args[:3]
+    x, source, dim = given
+    row = _all_but(len(shape(x)), dims_of(dim, len(shape(x))))
+    return Labelled(row, {x: [row], source: [[d for d in row if d is not None]]})
 
 
 def product(node: fx.Node) -> Labelled:
     """Matrix products: (n, k) x (k, m), with a batch in front for bmm; sums over k."""
-    *bias, a, b = node.args[: 3 if "addmm" in str(node.target) else 2]
-    batch: Labels = ["b"] if "bmm" in str(node.target) else []
+    name = str(node.target)
+    given: Any = node.args[: 3 if "addmm" in name else 2]
+    *bias, a, b = given
+    batch: Labels = ["b"] if "bmm" in name else []
     out: Labels = [*batch, "n", "m"]
-    args: dict[Any, list[Labels]] = {}
-    for t, labels in ((a, [*batch, "n", "k"]), (b, [*batch, "k", "m"])):
-        args.setdefault(t, []).append(labels)
-    sums: tuple[str, ...] = ("k",)
+    args: dict[Any, list[Labels]] = {a: [[*batch, "n", "k"]]}
+    args.setdefault(b, []).append([*batch, "k", "m"])
     for t in bias:
-        sizes, found = shape(node), shape(t)  # type: ignore[arg-type]
-        offset = len(sizes) - len(found)
-        labels = [out[i + offset] if same(s, sizes[i + offset]) else None
-                  for i, s in enumerate(found)]  # fmt: skip
-        args.setdefault(t, []).append(labels)
-        sums = ()  # the bias would be added by every chunk
-    return Labelled(out, args, sums)
+        args.setdefault(t, []).append(_spread(t, out, shape(node)))
+    return Labelled(out, args, () if bias else ("k",))  # every chunk would add the bias
 
 
 def created(node: fx.Node) -> Labelled:
     """The same number everywhere."""
-    return Labelled(list(range(len(shape(node)))), {})
+    return Labelled(_all_but(len(shape(node))), {})
 
 
 def item_of(node: fx.Node) -> Labelled:
     """One of several results, which have the same dimensions."""
-    rank = len(shape(node))
-    labels: Labels = list(range(rank))
-    return Labelled(labels, {node.args[0]: [labels]})  # type: ignore[dict-item]
+    row = _all_but(len(shape(node)))
+    return Labelled(row, {node.args[0]: [row]})  # type: ignore[dict-item]
 
 
 def _table() -> dict[str, Rule]:
-    rules: dict[str, Rule] = {}
+    table: dict[str, Rule] = {}
 
-    def add(
-        kind: str, names: str, labels: Any, degree: DegreeLaw, sizes: int | None = None
-    ) -> None:
+    def add(kind: str, names: str, labels: Any, law: Law, sizes: int | None = None) -> None:
         for name in names.split():
-            rules[name] = Rule(kind, labels, degree, sizes)
+            table[name] = Rule(kind, labels, law, sizes)
 
     add("elementwise", """
         aten.neg.default aten.alias.default aten.detach.default aten.clone.default
         prims.convert_element_type.default aten._to_copy.default aten.positive.default
         aten.mul.Scalar aten.div.Scalar aten.lift_fresh_copy.default
-        """, aligned, linear)  # fmt: skip
-    add("elementwise", "aten.add.Tensor aten.sub.Tensor aten.rsub.Scalar", aligned, additive)
-    add("elementwise", "aten.mul.Tensor", aligned, bilinear)
-    add("elementwise", "aten.div.Tensor", aligned, dividing)
-    add("elementwise", "prims.fma.default", aligned, fused)
-    add("elementwise", "aten.where.self", aligned, selecting)
-    add("elementwise", "aten.masked_fill.Scalar aten.masked_fill.Tensor", aligned, filling)
+        """, aligned, LINEAR)  # fmt: skip
+    add("elementwise", "aten.add.Tensor aten.sub.Tensor aten.rsub.Scalar", aligned, ADDITIVE)
+    add("elementwise", "aten.mul.Tensor", aligned, BILINEAR)
+    add("elementwise", "aten.div.Tensor", aligned, FIRST)
+    add("elementwise", "prims.fma.default", aligned, ((0, 1), (2,)))
+    add("elementwise", "aten.where.self", aligned, ((1,), (2,)))
+    add("elementwise", "aten.masked_fill.Scalar aten.masked_fill.Tensor", aligned, ((0,), (2,)))
     add("elementwise", """
         aten.tanh_backward.default aten.sigmoid_backward.default aten.threshold_backward.default
         aten.gelu_backward.default aten.silu_backward.default
-        """, aligned, gradient)  # fmt: skip
+        """, aligned, FIRST)  # fmt: skip
     add("elementwise", """
         aten.exp.default aten.exp2.default aten.expm1.default aten.log.default aten.log1p.default
         aten.log2.default aten.log10.default aten.tanh.default aten.sigmoid.default
@@ -329,50 +343,50 @@ def _table() -> dict[str, Rule]:
         aten.bitwise_or.Tensor aten.bitwise_xor.Tensor aten.logaddexp.default
         aten.xlogy.Tensor aten.fmod.Scalar aten.remainder.Scalar
         aten.zeros_like.default aten.ones_like.default aten.full_like.default
-        """, aligned, nonlinear)  # fmt: skip
-    add("expand", "aten.expand.default", aligned, linear, sizes=1)
+        """, aligned, NONLINEAR)  # fmt: skip
+    add("expand", "aten.expand.default", aligned, LINEAR, sizes=1)
     add("view", """
         aten.view.default aten.reshape.default aten._unsafe_view.default aten.unsqueeze.default
         aten.squeeze.dim aten.squeeze.dims aten.squeeze.default
-        """, None, linear)  # fmt: skip
-    add("permute", "aten.permute.default aten.t.default aten.transpose.int", permuting, linear)
+        """, None, LINEAR)  # fmt: skip
+    add("permute", "aten.permute.default aten.t.default aten.transpose.int", permuting, LINEAR)
     add("sum", "aten.sum.default aten.sum.dim_IntList aten.mean.default aten.mean.dim",
-        summing, linear)  # fmt: skip
+        summing, LINEAR)  # fmt: skip
     add("reduce", "aten.amax.default aten.amin.default aten.logsumexp.default aten.any.dim",
-        reducing, nonlinear)  # fmt: skip
+        reducing, NONLINEAR)  # fmt: skip
     add("reduce", """
         aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim aten.median.dim
         aten.var.correction aten.var_mean.correction aten.prod.dim_int aten.all.dim
-        """, reducing, nonlinear)  # fmt: skip
-    add("softmax", "aten._softmax.default aten._log_softmax.default", along(1), nonlinear)
+        """, reducing, NONLINEAR)  # fmt: skip
+    add("softmax", "aten._softmax.default aten._log_softmax.default", along(1), NONLINEAR)
     add("softmax", "aten._softmax_backward_data.default aten._log_softmax_backward_data.default",
-        along(2), gradient)  # fmt: skip
-    add("along", "aten.cumsum.default aten.flip.default prims.rev.default", along(1), linear)
+        along(2), FIRST)  # fmt: skip
+    add("along", "aten.cumsum.default aten.flip.default prims.rev.default", along(1), LINEAR)
     add("along", """
         aten.cumprod.default aten.cummax.default aten.cummin.default aten.logcumsumexp.default
-        """, along(1), nonlinear)  # fmt: skip
-    add("along", "aten.split.Tensor aten.split_with_sizes.default", along(2, default=0), linear)
-    add("repeat", "aten.repeat.default", repeating, linear)
-    add("index", "aten.index.Tensor", indexed, taking)
-    add("index", "aten.index_put.default", index_put, putting)
-    add("along", "aten.slice.Tensor", sliced, linear)
-    add("along", "aten.cat.default", along(1, default=0), linear)
-    add("pad", "aten.constant_pad_nd.default", padding, padded)
-    add("along", "aten.slice_scatter.default", slice_scattered, additive)
-    add("along", "aten.sort.default", along(1, default=-1), nonlinear)
-    add("along", "aten.topk.default", along(2, default=-1), nonlinear)
-    add("select", "aten.select.int", selected, linear)
-    add("select", "aten.select_scatter.default", select_scattered, additive)
-    add("gather", "aten.gather.default", gathering, indexing)
+        """, along(1), NONLINEAR)  # fmt: skip
+    add("along", "aten.split.Tensor aten.split_with_sizes.default", along(2, default=0), LINEAR)
+    add("repeat", "aten.repeat.default", repeating, LINEAR)
+    add("index", "aten.index.Tensor", indexed, FIRST)
+    add("index", "aten.index_put.default", index_put, ((0,), (2,)))
+    add("along", "aten.slice.Tensor", ranging(1), LINEAR)
+    add("along", "aten.cat.default", along(1, default=0), LINEAR)
+    add("pad", "aten.constant_pad_nd.default", padding, ((0,), (2,)))
+    add("along", "aten.slice_scatter.default", ranging(2), ADDITIVE)
+    add("along", "aten.sort.default", along(1, default=-1), NONLINEAR)
+    add("along", "aten.topk.default", along(2, default=-1), NONLINEAR)
+    add("select", "aten.select.int", selected, LINEAR)
+    add("select", "aten.select_scatter.default", select_scattered, ADDITIVE)
+    add("gather", "aten.gather.default", gathering, FIRST)
     add("scatter", "aten.scatter.value aten.scatter.src aten.scatter_add.default",
-        scattered, scattering)  # fmt: skip
-    add("product", "aten.mm.default aten.bmm.default", product, bilinear)
-    add("product", "aten.addmm.default", product, affine)
-    add("create", "aten.full.default aten.zeros.default aten.ones.default", created, nonlinear,
+        scattered, ((0,), (3,)))  # fmt: skip
+    add("product", "aten.mm.default aten.bmm.default", product, BILINEAR)
+    add("product", "aten.addmm.default", product, ((0,), (1, 2)))
+    add("create", "aten.full.default aten.zeros.default aten.ones.default", created, NONLINEAR,
         sizes=0)  # fmt: skip
-    add("create", "aten.scalar_tensor.default", created, nonlinear)
-    add("getitem", "getitem", item_of, linear)
-    return rules
+    add("create", "aten.scalar_tensor.default", created, NONLINEAR)
+    add("getitem", "getitem", item_of, LINEAR)
+    return table
 
 
 RULES = _table()

@@ -10,7 +10,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
-from storage_ops.autochunk import backend, runtime
+from storage_ops.autochunk import backend
+from storage_ops.autochunk import run as chunks
+from storage_ops.autochunk.recognise import NOTHING, recognise
 
 B, T, D, V = 4, 8, 16, 320
 
@@ -150,8 +152,10 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
     Appends to `reports` what became of each graph, and to `ops` the names of ops that it got.
     """
 
+    recognised = NOTHING
+
     def partition(joint, inputs, **options):
-        report = backend.apply(joint.graph, num_chunks, None, strict)
+        report = backend.apply(joint.graph, num_chunks, None, strict, None, recognised)
         if reports is not None:
             reports.append(report)
         if ops is not None:
@@ -160,13 +164,17 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
         joint.recompile()
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
-    compiler = aot_autograd(
-        fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
-        partition_fn=partition,
-        decompositions=select_decomp_table,
-    )
-    runtime.body_of.cache_clear()
+    def compiler(gm, inputs):
+        nonlocal recognised
+        recognised = recognise(gm, num_chunks)
+        return aot_autograd(
+            fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
+            partition_fn=partition,
+            decompositions=select_decomp_table,
+        )(gm, inputs)
+
+    chunks.body_of.cache_clear()
     compiled = torch.compile(f, backend=compiler, dynamic=dynamic)
     body_compiler = functools.partial(torch.compile, backend="eager")
-    patch.object(runtime.torch, "compile", body_compiler).start()
+    patch.object(chunks.torch, "compile", body_compiler).start()
     return compiled

@@ -23,7 +23,7 @@ def two_losses(x, w, t):
 
 
 def twice(x, w, t):
-    loss = cross_entropy(x, w, t)
+    loss = torch.softmax(logits(x, w), -1).square().mean()
     return loss, loss * 2
 
 

@@ -7,22 +7,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from storage_ops.autochunk import (
-    ChunkError,
-    chunk,
-    chunker,
-    decompose,
-    explain,
-    passes,
-    predict,
-    rewrite,
-    runtime,
-)
+from storage_ops.autochunk import ChunkError, chunk, driver, explain, prepare, rewrite
+from storage_ops.autochunk import run as chunks
 
 N, D, V = 64, 8, 500
 STAGES = [
-    (predict, "peak"), (chunker, "decompose"), (chunker.propagate, "propagate"), (passes, "order"),
-    (rewrite, "match"), (rewrite, "group_bytes"), (rewrite, "encode_graph"), (rewrite, "_replace"),
+    (driver, "peak"), (prepare, "decompose"), (driver, "propagate"), (driver, "order"),
+    (rewrite, "share"), (rewrite, "group_bytes"), (rewrite, "encode_graph"), (rewrite, "_replace"),
     (rewrite, "sort"),
 ]  # fmt: skip
 
@@ -72,7 +63,7 @@ def test_strict_raises(monkeypatch):
 @pytest.mark.slow
 def test_a_compiled_function_runs_unchunked(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(passes, "order", broken)
+    monkeypatch.setattr(driver, "order", broken)
     w = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
 
     def loss(x):
@@ -101,7 +92,7 @@ def test_a_missing_rule_is_replaced_by_a_decomposition(monkeypatch):
     gm = make_fx(gated, tracing_mode="fake")(*given)
     text = str(gm.graph)
     assert "aten.glu.default" in text
-    monkeypatch.setattr(decompose, "_decomposition", lambda target: broken)
+    monkeypatch.setattr(prepare, "_decomposition", lambda target: broken)
     with pytest.raises(ChunkError, match="no rule for aten"):
         chunk(gm, num_chunks=4, strict=True)
     assert str(gm.graph) == text
@@ -136,12 +127,12 @@ def test_chunks_that_do_not_compile(failing, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(runtime.torch, "compile", compiles)
-    runtime.body_of.cache_clear()
+    monkeypatch.setattr(chunks.torch, "compile", compiles)
+    chunks.body_of.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = gm(*given)
-    runtime.body_of.cache_clear()
+    chunks.body_of.cache_clear()
     warned = any("chunks run uncompiled" in str(w.message) for w in caught)
     tries = 2 if torch.__version__ >= "2.12" else 1  # earlier ones never overwrite as they compile
     assert count == tries and warned == (failing >= tries)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from storage_ops.autochunk import inductor, runtime
+from storage_ops.autochunk import inductor
+from storage_ops.autochunk import run as chunks
 
 from .losses import arguments
 from .tails import HEADS, LARGE, LAST, SMALL
@@ -23,15 +24,15 @@ def compare(loss, arguments, options=None):
 @pytest.mark.slow
 def test_chunks_of_several_rows_at_a_time(monkeypatch):
     """The bias, whose elements are far from each other, makes Inductor take several rows."""
-    first = runtime._first_that_compiles
+    first = chunks._first_that_compiles
 
     def without_overwriting(program, *rest):  # the second way of a chunk, the first in torch 2.11
         if program.over is None:
             return first(program, *rest)
-        body = torch.compile(runtime._without_copy(program), dynamic=False)
-        return runtime._overwriting(body, program.over)
+        body = torch.compile(chunks._without_copy(program), dynamic=False)
+        return chunks._overwriting(body, program.over)
 
-    monkeypatch.setattr(runtime, "_first_that_compiles", without_overwriting)
+    monkeypatch.setattr(chunks, "_first_that_compiles", without_overwriting)
 
     def loss(x, w, t):
         return LAST["masked"](SMALL["binary"](LARGE["glu"](HEADS["bias"](x, w))))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from storage_ops.autochunk import runtime
+from storage_ops.autochunk import run as chunks
 from storage_ops.autochunk.backend import backend
 from storage_ops.autochunk.program import decode_graph
 
@@ -53,7 +53,7 @@ def test_the_base_of_a_view_stays_outside(monkeypatch):
 
         return run_body
 
-    monkeypatch.setattr(runtime, "_first_that_compiles", first_that_compiles)
+    monkeypatch.setattr(chunks, "_first_that_compiles", first_that_compiles)
     loss = next(f for f in LOSSES if f.__name__ == "heads")
     run(interpreted(loss), *arguments())
     assert bases and all(base is None for base in bases)

@@ -105,11 +105,21 @@ def everything(x, w, t):
     return (nll * TOKENS).sum() / 10
 
 
+def squared(x, w, t):
+    return cross_entropy(x, w, t) ** 2
+
+
+def under_autocast(x, w, t):
+    with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
+        logits = flat(x, w)
+    return F.cross_entropy(logits.float(), t.flatten())
+
+
 FORMS = [
     cross_entropy, cross_entropy_sum, biased, softcap_scaled, smoothed, smoothed_sum, class_weights,
     class_weights_smoothed, token_weights, token_weights_smoothed, token_mask, probabilities,
     probabilities_smoothed_weighted, probabilities_token_weights, z_loss, z_loss_of_all,
-    log_likelihood, policy_gradient, by_indices, everything,
+    log_likelihood, policy_gradient, by_indices, everything, squared,
 ]  # fmt: skip
 IN_BF16 = [smoothed, class_weights, token_weights, probabilities, z_loss]
 
@@ -158,9 +168,36 @@ def finite(x, w, t):
     return F.cross_entropy(torch.nan_to_num(z(x, w), posinf=100.0, neginf=-100.0), t.flatten())
 
 
+def again_detached(x, w, t):
+    log_p, t = torch.log_softmax(z(x, w), -1), t.clamp(min=0).view(-1, 1)
+    return -(log_p.gather(1, t) + log_p.detach().gather(1, t)).mean()
+
+
+def learned_weights(x, w, t):
+    nll = F.cross_entropy(z(x, w), t.flatten(), reduction="none")
+    return (nll * x.mean(-1).flatten()).mean()
+
+
+def of_a_changed_input(x, w, t):
+    return F.cross_entropy(z((x * 1).add_(0.5), w), t.flatten())
+
+
+def z_loss_of_some(x, w, t):
+    logits, target = z(x, w), t.flatten().clamp(min=0)
+    squares = torch.logsumexp(logits, -1).square() * (TOKENS > 0.5)
+    return F.cross_entropy(logits, target, reduction="sum") + squares.sum()
+
+
+def z_loss_of_the_good(x, w, t):
+    logits, target, gain = z(x, w), t.flatten().clamp(min=0), TOKENS - 0.5
+    nll = F.cross_entropy(logits, target, reduction="none")
+    return (nll * gain + torch.logsumexp(logits, -1).square() * gain.relu()).sum()
+
+
 RARELY = [saturated, saturated_by_a_choice, floored, finite]  # unlike cross-entropy
 OTHERS = [
     z_loss_without_mask, shown_without_weights, another_target, brier, smoothing_without_weights,
+    again_detached, learned_weights, of_a_changed_input, z_loss_of_some, z_loss_of_the_good,
     *RARELY,
 ]  # fmt: skip
 
@@ -190,6 +227,32 @@ def test_becomes_the_op_in_bf16(loss):
     check(loss, torch.bfloat16, OP)
 
 
+def test_under_autocast():
+    torch._dynamo.reset()
+    given, ops = arguments(), []
+    got = run(interpreted(under_autocast, ops=ops), *given)
+    assert set(ops) == {OP}
+    for ours, eager in zip(got, run(under_autocast, *given), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-4)
+
+
+def test_read_twice():
+    """The op has an autograd of its own: upstream gradients add up there."""
+    torch._dynamo.reset()
+    x, w, t = arguments()
+    ops, results = [], []
+
+    def twice(x, w, t):
+        loss = cross_entropy(x, w, t)
+        return loss, loss.square() * 2
+
+    for f in (interpreted(twice, ops=ops), twice):
+        first, second = f(x, w, t)
+        results.append(torch.autograd.grad(first * 3 - second, (x, w)))
+    assert set(ops) == {OP}
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda f: f.__name__)
 def test_stays_general(loss):
     check(loss, torch.float32, GENERAL)
@@ -208,6 +271,26 @@ def test_of_large_logits(loss):
 @pytest.mark.parametrize("loss", [cross_entropy, class_weights], ids=lambda f: f.__name__)
 def test_float16_keeps_its_range(loss):
     check(loss, torch.float16, GENERAL)
+
+
+def test_of_one_token():
+    """What random targets show of a single one at a time."""
+
+    def masked_z_loss(x, w, t):
+        logits, target = F.linear(x[0, :1], w).float(), t[0, 2:3]
+        squares = torch.logsumexp(logits, -1).square() * (target > V // 2)
+        return F.cross_entropy(logits, target) + squares.sum()
+
+    def plain(x, w, t):
+        return F.cross_entropy(F.linear(x[0, :1], w).float(), t[0, 2:3])
+
+    for loss, op in ((masked_z_loss, GENERAL), (plain, OP)):
+        for target in (3, V - 3):
+            torch._dynamo.reset()
+            x, w, t = arguments()
+            t[0, 2], ops = target, []
+            torch.testing.assert_close(run(interpreted(loss, ops=ops), x, w, t), run(loss, x, w, t))
+            assert set(ops) == {op}
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, smoothed, class_weights, z_loss])

@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from storage_ops.autochunk import chunk, chunker
+from storage_ops.autochunk import chunk, recognise
 
 from .losses import D, V, arguments, interpreted, run
 
@@ -159,14 +159,15 @@ def check(loss, given, dtype, **options):
 @pytest.mark.parametrize("loss", NARROWED, ids=lambda f: f.__name__)
 def test_gradients(loss, dtype, batch, monkeypatch):
     narrowed = []
-    narrow = chunker.narrow.narrow
+    drop = recognise.drop
 
     def watched(graph, amplifier):
-        product = narrow(graph, amplifier)
+        dropped = drop(graph, amplifier)
+        product = dropped.amplifier
         narrowed.append(product if product is not amplifier else None)
-        return product
+        return dropped
 
-    monkeypatch.setattr(chunker.narrow, "narrow", watched)
+    monkeypatch.setattr(recognise, "drop", watched)
     data = given(dtype, 4 if loss in (sequences, last_token, first_token) else batch)
     ops, report = check(loss, data, dtype)
     assert narrowed and all(narrowed)

@@ -31,7 +31,7 @@ def waiting(monkeypatch):
             made.append(self)
             super().settle()
 
-    monkeypatch.setattr("storage_ops.autochunk.runtime.Waiting", Watched)
+    monkeypatch.setattr("storage_ops.autochunk.run.Waiting", Watched)
     torch.use_deterministic_algorithms(True)
     yield made
     torch.use_deterministic_algorithms(False)
@@ -70,9 +70,11 @@ def test_no_product_is_formed_chunk_by_chunk(loss, waiting, monkeypatch):
     """All three are of all tokens, in slices of the vocabulary."""
     torch._dynamo.reset()
     rows = []
-    for module, name in (assemble, "_multiply"), (assemble.products, "input_gradient"):
-        own = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, f=own: rows.append(len(a[0])) or f(*a))
+    matmul = type(assemble._products_of(torch.empty(0)))
+    for owner, name, left in (assemble, "_multiply", 0), (matmul, "input_gradient", 1):
+        own = getattr(owner, name)
+        watched = lambda *a, f=own, i=left: rows.append(len(a[i])) or f(*a)  # noqa: E731
+        monkeypatch.setattr(owner, name, watched)
     given = wide(torch.float32)
     torch.testing.assert_close(run(interpreted(loss, 8), *given), run(loss, *given))
     (one,) = waiting

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import fx
 
 from storage_ops.autochunk import rules
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.nodes import name_of, shape, tensors
-from storage_ops.autochunk.rules import Labelled, rule_of
-from storage_ops.autochunk.state import (
+from storage_ops.autochunk.lattice import (
     Conflict,
     Layout,
     Partial,
     Regroup,
     Rows,
-    Size,
     Spread,
     Whole,
     canonical,
@@ -27,7 +22,11 @@ from storage_ops.autochunk.state import (
     reshape,
     same,
 )
+from storage_ops.autochunk.log import log
+from storage_ops.autochunk.rules import Labelled, rule_of
+from storage_ops.autochunk.values import Size, hint, name_of, numel, reached, shape, tensors
 
+TRIES = 4  # products that are tried, the largest first
 LARGE = 4  # values of more than a quarter of the amplifier's elements exist in chunks only
 
 
@@ -62,72 +61,25 @@ class Span:
         return isinstance(found, Rows) and equal(found, layout)
 
 
-def hint(size: Size) -> int:
-    """A size as a number, that of the example if it is symbolic."""
-    return size if isinstance(size, int) else int(size.node.hint)
-
-
-def values_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node stands for, as fakes."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def elements(value: torch.Tensor) -> int:
-    """Elements of a value; symbols count as their hints."""
-    sizes: list[int] = [hint(s) for s in value.shape]
-    return math.prod(sizes)
-
-
-def numel(node: fx.Node) -> int:
-    """Elements of all values of a node."""
-    return sum(elements(v) for v in values_of(node))
-
-
-def nbytes(node: fx.Node) -> int:
-    """Bytes of all values of a node."""
-    return sum(elements(v) * v.element_size() for v in values_of(node))
-
-
-def tangents_of(graph: fx.Graph) -> list[fx.Node]:
-    """The gradients of the results that a joint graph of forward and backward is given."""
-    return [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
-
-
-def reached(
-    starts: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
-) -> set[fx.Node]:
-    """The users of nodes, their users and so on, past those that `through` lets pass."""
-    found: set[fx.Node] = set()
-    stack = list(starts)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found:
-                found.add(user)
-                if through(user):
-                    stack.append(user)
-    return found
-
-
 def is_product(node: fx.Node) -> bool:
     """Whether a node is a matrix product."""
     return node.op == "call_function" and name_of(node) in rules.PRODUCTS
 
 
-def ends(node: fx.Node) -> bool:
+def stops(node: fx.Node) -> bool:
     """Whether what comes after a node is no part of a span that leads to it."""
     return is_product(node) or name_of(node) == "storage_ops._chunked_span.default"
 
 
+def amplifies(node: fx.Node) -> bool:
+    """Whether a product is larger than its left factor."""
+    left: Any = node.args[1 if "addmm" in name_of(node) else 0]
+    return numel(node) > numel(left)
+
+
 def candidates(graph: fx.Graph, ignored: set[fx.Node]) -> list[fx.Node]:
     """Products that are larger than their left factor, the largest first."""
-    found = []
-    for node in graph.nodes:
-        if is_product(node) and node not in ignored:
-            left = node.args[1 if "addmm" in name_of(node) else 0]
-            if numel(node) > numel(left):
-                found.append(node)
+    found = [n for n in graph.nodes if is_product(n) and n not in ignored and amplifies(n)]
     return sorted(found, key=numel, reverse=True)
 
 
@@ -142,7 +94,7 @@ def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
     """What a node makes of the rows of an argument: rows, a part of a sum, or None: it mixes them.
 
     Raises:
-        Conflict: the op has no rule, or changes the order of the rows.
+        Conflict: the op has no rule.
     """
     if rule_of(node).labels is None:
         return reshape(rows, shape(arg), shape(node))
@@ -151,9 +103,8 @@ def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
         found = labels[rows.lo : rows.hi]
         if all(label is not None and label in labelled.out for label in found):
             lo = labelled.out.index(found[0])
-            if labelled.out[lo : lo + len(found)] != found:
-                raise Conflict("reorders tokens")
-            return canonical(Rows(lo, lo + len(found), rows.per), shape(node))
+            if labelled.out[lo : lo + len(found)] == found:
+                return canonical(Rows(lo, lo + len(found), rows.per), shape(node))
         if all(label in labelled.sums for label in found):
             return Partial(labelled.mean)
     return None
@@ -178,12 +129,12 @@ class _Propagation:
 
     def run(self) -> Span:
         span = self.span
-        after = reached(span.amplifiers, lambda n: not ends(n))
+        after = reached(span.amplifiers, lambda n: not stops(n))
         span.large.update(span.amplifiers)
-        span.large.update(n for n in after if self.is_large(n) and not ends(n))
+        span.large.update(n for n in after if self.is_large(n) and not stops(n))
         wanted = set(span.large)
         for node in reversed(self.graph.nodes):
-            if node in after and not ends(node) and any(
+            if node in after and not stops(node) and any(
                 user in wanted and user in after for user in node.users
             ):  # fmt: skip
                 wanted.add(node)
@@ -251,8 +202,7 @@ class _Propagation:
     def pull(self, node: fx.Node, rows: Rows) -> None:
         """Evaluate a large value in chunks though no amplifier leads to it."""
         if is_product(node):
-            left = node.args[1 if "addmm" in name_of(node) else 0]
-            if numel(node) > numel(left):  # type: ignore[arg-type]
+            if amplifies(node):
                 raise _Found(node, rows)
             return
         try:
@@ -275,7 +225,10 @@ class _Propagation:
         labelled = labels_of(node)
         labels = labelled.args[arg][0]
         kept = rows.lo
-        while kept < rows.hi and labels[kept] is not None and labels[kept] in labelled.out:
+        first = labelled.out.index(labels[kept]) if labels[kept] in labelled.out else None
+        while first is not None and kept < rows.hi and labels[kept] is not None:
+            if labels[kept] not in labelled.out[first + kept - rows.lo :][:1]:
+                break
             kept += 1
         if kept > rows.lo:
             mixed = math.prod(shape(arg)[kept : rows.hi])

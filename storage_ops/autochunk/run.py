@@ -30,7 +30,7 @@ def in_body() -> bool:
     return _in_body.get()
 
 
-class Body:
+class Compiled:
     """The span for one chunk, compiled at its first call."""
 
     def __init__(self, text: str):
@@ -116,9 +116,9 @@ def _overwriting(body: Callable[..., Any], over: int) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def body_of(text: str) -> Body:
+def body_of(text: str) -> Compiled:
     """The body of a program, one per text."""
-    return Body(text)
+    return Compiled(text)
 
 
 def _number(reference: int, ints: Sequence[int]) -> int:
@@ -168,7 +168,7 @@ def chunked_span(
         for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True):
             if len(ends) > 2 and p.waits(spec, shape, given):
                 assert spec.factors is not None
-                cut = cuts[spec.factors[1].index]
+                cut = cuts[spec.factors[1].place]
                 results.append(Waiting(spec, shape, cut.per, cut.tensor, len(ends) - 1))
                 continue
             per = 1 if spec.rows is None else _number(spec.rows.per, ints)
@@ -184,13 +184,14 @@ class _Run:
     """All chunks, one after another."""
 
     def __init__(
-        self, body: Body, cuts: list[Input], ints: Sequence[int], results: list[Result | Waiting]
-    ) -> None:
+        self, body: Compiled, cuts: list[Input], ints: Sequence[int],
+        results: list[Result | Waiting],
+    ) -> None:  # fmt: skip
         self.body, self.cuts, self.ints, self.results = body, cuts, ints, results
         p = body.program
         used = [f for spec in p.outputs for f in spec.factors or ()]
         self.in_blocks = p.formed is not None and all(
-            f.source == "input" or f.index == p.over for f in used
+            f.source == "input" or f.place == p.over for f in used
         )
         self.dynamic = p.dynamic
         self.waiting = self._holder()
@@ -205,7 +206,7 @@ class _Run:
                 for other in self.results:
                     if isinstance(other, Result) and p.shares_factor(other.spec):
                         assert other.spec.factors is not None
-                        right = self.cuts[other.spec.factors[1].index].tensor
+                        right = self.cuts[other.spec.factors[1].place].tensor
                         result.others.append((other, right))
                 return result
         return None
@@ -259,7 +260,7 @@ class _Run:
 
     def _multiply(self, values: list[Tensor], tensors: list[Tensor], begin: int, end: int) -> None:
         def factor(f: Factor) -> Tensor:
-            found = (values if f.source == "value" else tensors)[f.index]
+            found = (values if f.source == "value" else tensors)[f.place]
             return found.t() if f.transposed else found
 
         for result in self.products:

@@ -1,17 +1,26 @@
-"""What rules ask of a node: its op, the sizes of its value, its arguments."""
+"""What is asked of a node: its op, its value and the sizes of that, its arguments and readers."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
+import torch
 from torch import fx
+
+Size: TypeAlias = Any  # int, or torch.SymInt
 
 
 def name_of(node: fx.Node) -> str:
     """The name of a node's op in the table."""
     return "getitem" if node.target is operator.getitem else str(node.target)
+
+
+def short_name(node: Any) -> str:
+    """The name of an op without library and overload."""
+    return name_of(node).split(".")[-2:][0]
 
 
 def shape(node: fx.Node) -> list[Any]:
@@ -87,4 +96,52 @@ def leading_to(
             if now not in found:
                 found.add(now)
                 stack.append(now)
+    return found
+
+
+def hint(size: Size) -> int:
+    """A size as a number, that of the example if it is symbolic."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def values_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node stands for, as fakes, in a graph of ATen ops or of Dynamo."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def elements(value: torch.Tensor) -> int:
+    """Elements of a value; symbols count as their hints."""
+    sizes: list[int] = [hint(s) for s in value.shape]
+    return math.prod(sizes)
+
+
+def numel(node: fx.Node) -> int:
+    """Elements of all values of a node."""
+    return sum(elements(v) for v in values_of(node))
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of all values of a node."""
+    return sum(elements(v) * v.element_size() for v in values_of(node))
+
+
+def tangents_of(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients of the results that a joint graph of forward and backward is given."""
+    return [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
+
+
+def reached(
+    starts: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
+) -> set[fx.Node]:
+    """The users of nodes, their users and so on, past those that `through` lets pass."""
+    found: set[fx.Node] = set()
+    stack = list(starts)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found.add(user)
+                if through(user):
+                    stack.append(user)
     return found

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-Size: TypeAlias = Any  # int, or torch.SymInt
+from storage_ops.autochunk.values import Size
 
 
 class Conflict(Exception):

@@ -1,0 +1,248 @@
+"""The part of a loss from the hidden states to its rows, a few numbers per token.
+
+It is evaluated in float64 on random tokens: every row, and its gradient, has to be a sum of the
+terms that linear cross-entropy has, each times a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from storage_ops.autochunk.body import Body
+from storage_ops.autochunk.edit import Builder
+from storage_ops.autochunk.fit import fit, in_double
+from storage_ops.autochunk.forward import Forward
+from storage_ops.autochunk.lattice import Conflict, Layout, Rows, Whole, same
+from storage_ops.autochunk.rules import is_transposition
+from storage_ops.autochunk.spans import Span
+from storage_ops.autochunk.values import name_of, numel, reached, shape, short_name
+
+_TOKENS, _HIDDEN = 8, 2  # of the comparison
+# What may happen to logits: analytic functions, which agree everywhere if they do on random tokens,
+# and the largest logit of a row. Others, such as clamp, may differ where no random token is.
+_ANALYTIC = {
+    "_log_softmax", "_softmax", "_to_copy", "_unsafe_view", "add", "addcdiv", "addcmul", "addmm",
+    "alias", "amax", "cat", "clone", "detach", "div", "exp", "exp2", "expand", "expm1", "gather",
+    "getitem", "index", "log", "log1p", "log2", "logaddexp", "logsumexp", "mean", "mm", "mul",
+    "neg", "permute", "pow", "reciprocal", "reshape", "rsqrt", "rsub", "select", "sigmoid", "slice",
+    "split", "split_with_sizes", "sqrt", "square", "squeeze", "sub", "sum", "t", "tanh",
+    "transpose", "unsqueeze", "view",
+}  # fmt: skip
+VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias")
+
+
+class Head:
+    """What a product and its rows are to the op.
+
+    Attributes:
+        span: from the product to the rows.
+        input, weight, bias: of the product; weight is (D, V) if transposed, else (V, D).
+        target: class indices of the tokens, or probabilities.
+        classes: weights of the classes, or None.
+        softcap (0: none), logit_scale: of the logits.
+        rows: values per token.
+        terms: for each row the numbers c with row = c0 C_t (lse - z_t) + c1 sum_j C_j (lse - z_j)
+            + c2 lse.
+    """
+
+    def __init__(self, forward: Forward, span: Span):
+        if len(span.amplifiers) != 1 or not same(span.step, 1):
+            raise Conflict("mixes tokens")
+        (amplifier,) = span.amplifiers
+        self.forward, self.span, self.amplifier = forward, span, amplifier
+        self.vocabulary = shape(amplifier)[-1]
+        factors: list[Any] = list(amplifier.args)
+        *bias, self.input, right = factors
+        self.weight, self.transposed = _untransposed(right)
+        self.bias: fx.Node | None = next(iter(bias or _added(amplifier)), None)
+        self._target: fx.Node | None = None
+        self.classes: fx.Node | None = None
+        self.softcap, self.logit_scale = _transform(amplifier, self.bias)
+        self.rows = self._rows()
+        self.terms: list[list[float]] = []
+        self.body = Body(span, Builder(forward.graph, span.amplifiers, span.layouts))
+        self.body.run([n for n in forward.graph.nodes if n in span.layouts], self.rows)
+        if self.body.ints or not isinstance(self.vocabulary, int):
+            raise Conflict("has classes without a number")
+        _check_analytic(self.body.graph)
+        self.roles = [self._role(arg, layout) for arg, layout, _ in self.body.inputs]
+
+    @property
+    def target(self) -> fx.Node:
+        """The targets."""
+        if self._target is None:
+            raise Conflict("has no target")
+        return self._target
+
+    @property
+    def dense(self) -> bool:
+        """Whether the targets are probabilities."""
+        return bool(self.target.meta["val"].is_floating_point())
+
+    def _rows(self) -> list[fx.Node]:
+        layouts, after, rows = self.span.layouts, reached([self.amplifier]), []
+        for node in layouts:
+            if node in after and any(user not in layouts for user in node.users):
+                per_token = numel(node) * self.vocabulary == numel(self.amplifier)
+                if not isinstance(layouts[node], Rows) or not per_token:
+                    raise Conflict(f"{node} is no value per token")
+                rows.append(node)
+        return rows
+
+    def _role(self, arg: fx.Node, layout: Layout) -> str:
+        """What an input of the body is."""
+        value, sizes = arg.meta["val"], shape(arg)
+        if arg is self.input:
+            return "input"
+        if arg is self.bias and len(sizes) == 1 and value.dtype == self.input.meta["val"].dtype:
+            return "bias"
+        base, transposed = _untransposed(arg)
+        if base is self.weight:
+            return "weight" if transposed != self.transposed else "weight.t"
+        rows = isinstance(layout, Rows) and same(layout.per, 1)
+        wide = bool(sizes) and same(sizes[-1], self.vocabulary) and value.is_floating_point()
+        vector = isinstance(layout, Whole) and wide and all(same(s, 1) for s in sizes[:-1])
+        if self.forward.learns(arg) or value.dtype == torch.bool:
+            raise Conflict(f"{arg} has a gradient, or is a mask")
+        if rows and not value.is_floating_point() and self._target in (None, arg):
+            self._target = arg
+            return "target"
+        if rows and wide and len(sizes) == 2 and self._target is None:
+            self._target = arg
+            return "probabilities"
+        if vector and self.classes in (None, _bare(arg)):
+            self.classes = _bare(arg)
+            return "classes"
+        raise Conflict(f"{arg} is none of its inputs")
+
+    def fit(self) -> None:
+        """Find the terms of the rows; raises Conflict if there are others."""
+        tokens, tensors = _Tokens(self), []
+        for (arg, layout, _), role in zip(self.body.inputs, self.roles, strict=True):
+            value, rank = tokens.given[role], len(shape(arg))
+            if role == "target":
+                assert isinstance(layout, Rows)
+                value = value.reshape([_TOKENS if d == layout.hi - 1 else 1 for d in range(rank)])
+            elif role in ("classes", "bias"):
+                value = value.reshape([1] * (rank - 1) + [-1])
+            tensors.append(value)
+        with torch.enable_grad():
+            values = fx.Interpreter(in_double(self.body.graph)).run(*tensors)
+        for row in self.rows:
+            got = values[self.body.values.index(row)].flatten()
+            numbers = fit(got.detach(), [term.detach() for term in tokens.terms])
+            # Not only the values: a row may be detached, or have another gradient in part.
+            left = got - sum(c * term for c, term in zip(numbers, tokens.terms, strict=True))
+            factors = torch.rand_like(got)
+            slope, size = (tokens.gradient((v * factors).sum()) for v in (left, tokens.terms[0]))
+            if not slope.norm() <= 1e-9 * size.norm():
+                raise Conflict("has another gradient")
+            self.terms.append(numbers)
+
+
+class _Tokens:
+    """Random tokens, and what the terms are for them."""
+
+    def __init__(self, head: Head):
+        double: Any = {"dtype": torch.float64}
+        vocabulary = head.vocabulary
+        x = torch.randn(_TOKENS, _HIDDEN, **double, requires_grad=True)
+        w = torch.randn(vocabulary, _HIDDEN, **double, requires_grad=True)
+        b, t = torch.randn(vocabulary, **double), torch.randint(vocabulary, (_TOKENS,))
+        c = torch.ones(vocabulary, **double)
+        if head.classes is not None:
+            c = torch.rand(vocabulary, **double) + 0.5
+        q = torch.softmax(torch.randn(vocabulary, _TOKENS, **double), 0).t()
+        with torch.enable_grad():
+            z = F.linear(x, w, None if head.bias is None else b) * head.logit_scale
+            z = torch.tanh(z / head.softcap) * head.softcap if head.softcap else z
+            lse = torch.logsumexp(z, 1)
+            below = (lse[:, None] - z) * c
+            nll = (below * q).sum(1) if head.dense else below.gather(1, t[:, None])[:, 0]
+            self.terms = (nll, below.sum(1), lse)
+        self.learning = x, w
+        self.given = {
+            "input": x, "weight": w, "weight.t": w.t(), "bias": b, "target": t, "classes": c,
+            "probabilities": q,
+        }  # fmt: skip
+
+    def gradient(self, value: Tensor) -> Tensor:
+        """Of a number, with respect to input and weight."""
+        found = torch.autograd.grad(value, self.learning, retain_graph=True)
+        return torch.cat([g.flatten() for g in found])
+
+
+def _untransposed(node: Any) -> tuple[fx.Node, bool]:
+    """A matrix without its transpositions, and whether it is (D, V) then, as the product has it."""
+    transposed = True
+    while is_transposition(node):
+        node, transposed = node.args[0], not transposed
+    return node, transposed
+
+
+def _bare(node: Any) -> fx.Node:
+    """A node without views of it."""
+    while short_name(node) in VIEWS:
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
+
+
+def _added(amplifier: fx.Node) -> list[Any]:
+    """A vector over the classes that is added to the product."""
+    stack = [amplifier]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if short_name(user) in VIEWS:
+                stack.append(user)
+            elif name_of(user) == "aten.add.Tensor":
+                other = user.args[0 if user.args[1] is node else 1]
+                if isinstance(other, fx.Node) and len(shape(other)) == 1:
+                    return [other]
+    return []
+
+
+def _check_analytic(body: fx.Graph) -> None:
+    """Raise Conflict if logits go through what random tokens do not tell from another function."""
+    found: set[fx.Node] = set()
+    for node in body.nodes:
+        name = short_name(node)
+        if found.intersection(node.all_input_nodes) or name in ("mm", "addmm"):
+            found.add(node)
+            if node.op == "call_function" and name not in _ANALYTIC:
+                raise Conflict(f"{name} of logits")
+
+
+def _transform(amplifier: fx.Node, bias: fx.Node | None) -> tuple[float, float]:
+    """Soft-cap (0: none) and scale of the logits, as far as the chain after the product tells."""
+    node, scale, cap = amplifier, 1.0, 0.0
+    while True:
+        links = [(u, number) for u in node.users if (number := _link(u, node, bias)) is not None]
+        if not links:
+            return cap, scale
+        after, number = links[0]
+        if short_name(after) == "tanh":
+            if cap:
+                return cap, scale
+            cap = 1.0
+        elif cap:
+            return number, scale * number
+        else:
+            scale *= number
+        node = after
+
+
+def _link(user: fx.Node, node: fx.Node, bias: fx.Node | None) -> float | None:
+    """What a link of the chain multiplies by; None if it is no link."""
+    name = short_name(user)
+    if name in (*VIEWS, "_to_copy", "clone", "tanh") or (name == "add" and bias in user.args):
+        return 1.0
+    if name in ("mul", "div") and user.args[0] is node:
+        other = user.args[1]
+        if isinstance(other, (int, float)) and other:
+            return float(other) if name == "mul" else 1.0 / other
+    return None
