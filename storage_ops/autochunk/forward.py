@@ -180,6 +180,7 @@ def _trace(
     gm: fx.GraphModule, product: fx.Node, loss: fx.Node | None, run: list[fx.Node],
     nodes: list[fx.Node],
 ) -> Forward:  # fmt: skip
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -208,7 +209,8 @@ def _trace(
         results[:] = [n for n in nodes if isinstance(env[n], Tensor)]
         return [env[n] for n in results]
 
-    with _value(product).fake_mode, torch.no_grad():
+    # With Python's dispatcher, sizes stay symbols in ops that C++ would take apart.
+    with enable_python_dispatcher(), _value(product).fake_mode, torch.no_grad():
         graph = make_fx(dispatch_functionalize(slice), decomposition_table=decompositions())(
             *map(_value, read)
         ).graph

@@ -19,7 +19,7 @@ from storage_ops.autochunk.forward import Forward
 from storage_ops.autochunk.lattice import Conflict, Layout, Rows, Whole, same
 from storage_ops.autochunk.rules import is_transposition
 from storage_ops.autochunk.spans import Span
-from storage_ops.autochunk.values import name_of, numel, reached, shape, short_name
+from storage_ops.autochunk.values import hint, name_of, numel, reached, shape, short_name
 
 _TOKENS, _HIDDEN = 8, 2  # of the comparison
 # What may happen to logits: analytic functions, which agree everywhere if they do on random tokens,
@@ -87,7 +87,7 @@ class Head:
         layouts, after, rows = self.span.layouts, reached([self.amplifier]), []
         for node in layouts:
             if node in after and any(user not in layouts for user in node.users):
-                per_token = numel(node) * self.vocabulary == numel(self.amplifier)
+                per_token = numel(node) * hint(self.vocabulary) == numel(self.amplifier)
                 if not isinstance(layouts[node], Rows) or not per_token:
                     raise Conflict(f"{node} is no value per token")
                 rows.append(node)
