@@ -56,7 +56,7 @@ def gencode(listed: str) -> list[str]:
 
 def rules(cxx: str, gpus: str) -> list[str]:
     sanitize, debug, werror = map(on, ("STORAGE_OPS_SANITIZE", "DEBUG", "STORAGE_OPS_WERROR"))
-    host = [HOST, "-O0 -g" if debug else OPTIMISE, "-Werror" if werror else ""]
+    host = [HOST, "-O0 -g -fopenmp-simd" if debug else OPTIMISE, "-Werror" if werror else ""]
     host += [f"{SANITIZERS} -g -O1"] if sanitize else []
     device = [DEVICE, *gencode(gpus), "-Werror=all-warnings" if werror else ""]
     device += [DEVICE_HOST, f"--threads={os.environ.get('NVCC_THREADS', '2')}"]

@@ -7,6 +7,7 @@ loss is traced, and what is found out there is written back as ATen ops, which a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -209,8 +210,10 @@ def _trace(
         results[:] = [n for n in nodes if isinstance(env[n], Tensor)]
         return [env[n] for n in results]
 
-    # With Python's dispatcher, sizes stay symbols in ops that C++ would take apart.
-    with enable_python_dispatcher(), _value(product).fake_mode, torch.no_grad():
+    # In torch 2.10 ops that C++ takes apart read sizes as numbers, unless Python's dispatcher does.
+    old = torch.__version__.startswith("2.10.")
+    dispatcher = enable_python_dispatcher() if old else contextlib.nullcontext()
+    with dispatcher, _value(product).fake_mode, torch.no_grad():
         graph = make_fx(dispatch_functionalize(slice), decomposition_table=decompositions())(
             *map(_value, read)
         ).graph

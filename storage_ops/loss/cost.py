@@ -13,6 +13,7 @@ from storage_ops.loss.schedule import (
     INPUT,
     MULTIPLIED,
     RUNNING_RESCALE,
+    THERE,
     WEIGHT,
     Schedule,
     Work,
@@ -52,7 +53,10 @@ def peak(s: Schedule) -> int:
     if p.gathers or p.masks:
         tile += s.rows * d * item
     extra = _extra(p, wide_input, wide_weight)
-    tile += max((extra(work) for work in s.work), default=0)
+    works = list(s.work)
+    if 0 < p.matmul.one_pass < s.columns < p.vocab:  # as a last slice may have, of whatever width
+        works.append((min(s.rows, p.tokens), p.matmul.one_pass, THERE, 0, INPUT))
+    tile += max(map(extra, works), default=0)
     # Sums in fp32; what is returned is rounded from them when the tile is gone.
     sums = late = 0
     if wide_weight and not p.into:

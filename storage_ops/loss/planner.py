@@ -241,13 +241,15 @@ def candidates(
 
     Larger budgets lose none but for larger tiles of the same kind, so they give no slower plans,
     but for the fixed cost of a slice (where all logits wait, a wider last one may divide the others
-    into one more) and a fraction of a percent where a wider tile is not the better one.
+    into one more) and some percent where larger tiles leave a remainder that is slow for its size.
     """
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     in_cache = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize), 64)
     # The widest slices that stay there when they are made equal.
     cached = _most(vocab, lambda columns: parts(vocab, parts(vocab, columns)), in_cache, 64)
-    halved = {parts(tokens, 1 << k) for k in range((tokens - 1).bit_length() + 1)}
+    # Halves, and below a 32nd quarters, down to one token.
+    last = (tokens - 1).bit_length()
+    halved = {parts(tokens, 1 << k) for k in range(last + 1) if k < 6 or (last - k) % 2 == 0}
     heights = halved if num_chunks is None else {parts(tokens, num_chunks)}
     tiles: set[Tile] = set()
     names = allowed(p) if strategy is None else [strategy]
@@ -290,17 +292,12 @@ def _chunked(p: Problem, heights: set[int], most: int, lent: int, budget: int) -
 def _sliced(
     p: Problem, name: str, heights: set[int], lent: int, budget: int, cached: int
 ) -> Iterator[Tile]:
-    """Slices of the vocabulary: as wide as fits, and some that stay in the cache.
-
-    Fewer tokens at a time are slower where the slice can be no wider, or they are very few.
-    """
-    for rows in sorted(heights, reverse=True):
+    """Slices of the vocabulary: as wide as fits, and some that stay in the cache."""
+    for rows in heights:
         columns = _widest(p, name, rows, budget, lent)
         for size in (columns, cached, padded(TILE_BYTES // (rows * p.itemsize) + 1)):
             if columns:
                 yield name, rows, min(columns, size), 0, lent
-        if columns == p.vocab - lent or (columns >= WIDTHS[2] and rows <= 8 * ROWS):
-            break
 
 
 def _least_kept(p: Problem, rows: int) -> int:

@@ -40,6 +40,8 @@ class Matmul(ABC):
     upcasts = False
     # Scratch is by thread, and can be limited to some of them.
     limits_threads = False
+    # Classes up to which the input's gradient takes more scratch than with more of them; 0: never.
+    one_pass = 0
 
     @abstractmethod
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:

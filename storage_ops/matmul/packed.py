@@ -38,6 +38,11 @@ class Packed(Matmul):
     limits_threads = True
 
     @property
+    def one_pass(self) -> int:  # type: ignore[override]
+        """Classes whose gradient of the input is rounded without sums beside it."""
+        return scratch.one_pass() if self.rounds else 0
+
+    @property
     def upcasts(self) -> bool:  # type: ignore[override]
         """Whether products in 16 bits are rounded from slices in float32."""
         return self.itemsize < 4 and not self.rounds
