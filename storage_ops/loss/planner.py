@@ -28,7 +28,7 @@ from storage_ops.quantities import metric, readable
 
 MIB, GIB = 1 << 20, 1 << 30
 KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms others twice
-WIDTHS = tuple(unpadded(4096 >> k) for k in range(4))  # of parts of waiting logits
+WIDEST = 4096  # of parts of waiting logits, where products do not say what suits them
 FEWER = 8  # of chunks that fit whole, those of an eighth of the tokens are the smallest looked at
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
 
@@ -281,7 +281,8 @@ def _chunked(p: Problem, heights: set[int], most: int, lent: int, budget: int) -
         if lent and not lent_classes(p, name, rows):
             continue
         # What waits can be worked on in wider slices than what is kept, with more scratch.
-        for widest in (0, *WIDTHS, p.vocab - lent):
+        pass_width = p.matmul.one_pass or WIDEST
+        for widest in (0, *(unpadded(pass_width >> k) for k in range(4)), p.vocab - lent):
             columns = _widest(p, name, rows, budget, lent, widest, _least_kept(p, rows))
             if columns:
                 yield name, rows, columns, widest, lent
