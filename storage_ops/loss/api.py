@@ -199,14 +199,14 @@ def linear_cross_entropy(
     if "z_loss" in returns:
         results["z_loss"] = z_loss * lse.detach().square()
     if "correct" in returns:
-        results["correct"] = (argmax == _classes(target, shift)) & (argmax >= 0)
+        results["correct"] = (argmax == _classes(target, shift, valid_classes)) & (argmax >= 0)
     chosen = tuple(results[name] for name in returns)
     return chosen[0] if len(chosen) == 1 else chosen
 
 
-def _classes(target: Tensor, shift: bool) -> Tensor:
-    """The class of every token's target: of distributions the most probable."""
-    classes = target.argmax(-1) if target.is_floating_point() else target
+def _classes(target: Tensor, shift: bool, valid: int | None) -> Tensor:
+    """The class of every token's target: of distributions the most probable that is no padding."""
+    classes = target[..., :valid].argmax(-1) if target.is_floating_point() else target
     return classes[..., 1:] if shift else classes
 
 

@@ -250,6 +250,13 @@ class Schedule:
             for classes, times in pieces(place.classes.start, place.classes.stop, size):
                 yield Step(rows, classes, place, source, phases, adds, times)
 
+        if at_once == self.widest:
+            for place in places:
+                yield from each(place, at_once, None, UPDATE, 0)
+            yield self._merge(rows)
+            for place in places:
+                yield from each(place, at_once, place, GRADIENT, INPUT | WEIGHT)
+            return
         for place in places:
             yield from each(place, self.widest, None, 0, 0)
             yield from each(place, at_once, place, UPDATE, 0)
