@@ -26,8 +26,7 @@ from rich.table import Table
 
 import storage_ops
 from benchmarks._report import columns
-from storage_ops.loss import devices
-from storage_ops.matmul import scratch
+from storage_ops.matmul import packed, scratch
 from storage_ops.memory import Measurement
 
 ROOT = Path(__file__).parents[1]
@@ -242,7 +241,7 @@ def hardware(device: str | None = None) -> str:
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_name().lower().replace(" ", "-")
     facts = dict(
-        re.findall(r"^(model name|cpu family)\s*: (.*)$", devices.processor(), re.MULTILINE)
+        re.findall(r"^(model name|cpu family)\s*: (.*)$", packed.processor(), re.MULTILINE)
     )
     name = re.sub(r"\((r|tm)\)", "", facts.get("model name", platform.machine()), flags=re.I)
     family = f"family {facts['cpu family']}" if "cpu family" in facts else ""

@@ -51,16 +51,6 @@ def _gpu(name: str, flops16: float, flops32: float, bandwidth: float, cache: int
     return Rates(name, flops16, flops32, flops32 / 2, bandwidth, cache, 5e-6, True)
 
 
-@functools.cache
-def processor() -> str:
-    """What Linux says of the first processor; nothing on other systems."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return file.read(4096)
-    except OSError:
-        return ""
-
-
 # Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in
 # chunks and in slices; of an Intel Xeon with AMX, to which plans were the fastest. Processors of
 # one kind differ in all of these alike, and plans depend on ratios.

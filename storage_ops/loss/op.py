@@ -71,14 +71,15 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
     """What a call was about to do when its forward ended, from the arguments of a backward op."""
     call = _call_of_backward(args, into)
-    run, state = Run(call, compare=False), args[_UPSTREAM - 1]
+    state = args[_UPSTREAM - 1]
+    run = Run(call, state)
     tokens = run.tokens
     each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
     each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
     if each[0] is not None:
         total = each[0] if call.reduction != "none" else tokens.collect(each[0])
         each[0] = total * formulas.scale_of(tokens, call)
-    run.state, run.upstream = tokens.collect_state(state), formulas.upstream_of(tokens, call, *each)
+    run.upstream = formulas.upstream_of(tokens, call, *each)
     return run
 
 

@@ -85,11 +85,6 @@ class Plan:
         tiles = f"{self.rows} {self.columns} {self.widest}"
         return f"{self.strategy} {tiles} {self.threads} {int(self.lent > 0)}"
 
-    def schedule_for(self, p: Problem) -> Schedule:
-        """The steps of this plan for the problem that it was made for."""
-        p = with_threads(p, self.threads)
-        return Schedule(p, self.strategy, self.rows, self.columns, self.widest, self.lent)
-
     def __str__(self) -> str:
         products = f"{self.products:.3g} product{'s' if self.products > 1 else ''}"
         tiles = f"{self.num_chunks} x {self.num_slices} tiles of {self.rows} x {self.widest}"
@@ -147,8 +142,8 @@ def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Pl
     )  # fmt: skip
 
 
-def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
-    """The plan that `Plan.key` stands for; its last three numbers may be left out.
+def schedule_of(p: Problem, key: str) -> Schedule:
+    """The schedule that `Plan.key` stands for; its last three numbers may be left out.
 
     Where its strategy would be wrong for the problem, it is that of slices of the vocabulary.
     """
@@ -157,8 +152,12 @@ def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
     defaults = ["0", str(p.matmul.threads), "0"]
     widest, threads, lends = map(int, more + defaults[len(more) :])
     fewer = with_threads(p, min(p.matmul.threads, threads))
-    made = schedule(fewer, strategy, int(rows), int(columns), widest, lends > 0)
-    return _slowed(p, make(made, rates))
+    return schedule(fewer, strategy, int(rows), int(columns), widest, lends > 0)
+
+
+def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
+    """The plan that `Plan.key` stands for: see `schedule_of`."""
+    return _slowed(p, make(schedule_of(p, key), rates))
 
 
 def with_threads(p: Problem, threads: int) -> Problem:
@@ -182,20 +181,15 @@ def _most(
         return 0
     while high - low > 1:
         line = low + (high - low) * (budget - below) // (above - below)
-        for guess in {max(low + 1, min(line, high - 1)), max(low + 1, min(line + 1, high - 1))}:
+        line = max(low + 1, min(line, high - 1))
+        for guess in (line, line + 1, None):  # None: the middle of what is left then
+            guess = (low + high) // 2 if guess is None else guess
             if low < guess < high:
                 found = peak(guess * step)
                 if found <= budget:
                     low, below = guess, found
                 else:
                     high, above = guess, found
-        if high - low > 2:
-            middle = (low + high) // 2
-            found = peak(middle * step)
-            if found <= budget:
-                low, below = middle, found
-            else:
-                high, above = middle, found
     return low * step
 
 

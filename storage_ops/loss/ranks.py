@@ -120,9 +120,8 @@ class Several(Ranks):
         new = torch.where(merged == -torch.inf, 0, merged)
         by = torch.where(total == 0, 0, shift - new)
         factor = by.exp()
-        moved = slope + torch.where(
-            total == 0, 0, total * by
-        )  # infinite where the distance is large
+        # Infinite where the distance is large.
+        moved = slope + torch.where(total == 0, 0, total * by)
         slope.copy_(torch.where(factor == 0, 0, factor * moved))
         dot.add_(torch.where(mass == 0, 0, mass * (shift - new)))
         total.mul_(factor)

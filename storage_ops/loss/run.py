@@ -75,29 +75,28 @@ class Run:
         upstream: rows of upstream gradient for the row kernel, or None.
     """
 
-    def __init__(self, call: Call, compare: bool = True):
-        """`compare`: with the calls of the other ranks."""
+    def __init__(self, call: Call, state: Tensor | None = None):
+        """`state`: what the forward of the call has returned as such, if this is its backward."""
         ranks = self.ranks = ranks_of(call.group)
-        sizes = ranks.sizes(call, compare)
+        sizes = ranks.sizes(call, compare=state is None)
         self.call, self.first_class = call, sum(sizes[: ranks.rank])
         self.vocabulary = _valid_of(sizes, call.valid_classes)
         most = [min(n, self.vocabulary - sum(sizes[:k])) for k, n in enumerate(sizes)]
         classes = most[ranks.rank]
         tokens = self.tokens = tokens_of(call, ranks, self.first_class, classes)
         p = problem_of(call, tokens, max(most))  # every rank must plan alike
-        if call.plan:
-            plan = planner.parse(p, call.plan)
-        else:
-            plan = planner.choose(p, call.memory_budget, rates_of(call.input.device))
-        if classes < p.vocab:
-            p = replace(p, vocab=classes)
-            plan = planner.parse(p, plan.key)
-        self.schedule = plan.schedule_for(p)
+        key = call.plan
+        if not key:
+            key = planner.choose(p, call.memory_budget, rates_of(call.input.device)).key
+        self.schedule = planner.schedule_of(replace(p, vocab=classes), key)
         x = tokens.x = tokens.x if takes(tokens.x) else tokens.x.contiguous()
         weight = call.weight[:classes]
         self.weight = weight if takes(weight) else weight.contiguous()
         self.bias = None if call.bias is None else call.bias[:classes].contiguous()
-        self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
+        if state is None:
+            self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
+        else:
+            self.state = tokens.collect_state(state)
         self.argmax = x.new_zeros(tokens.count, dtype=torch.int64) if call.wants[3] else None
         self.upstream: Tensor | None = None
         self._tile: Tensor | None = None

@@ -149,17 +149,14 @@ class Schedule:
     def wide_input(self) -> bool:
         """Whether the gradient of the input is summed in a wider dtype than it is returned in."""
         p = self.problem
-        return p.grads[0] and p.mixed and (self.columns < p.vocab or not self._whole_rows)
+        parts_of_rows = self.columns < p.vocab or self.strategy == RUNNING_RESCALE
+        return p.grads[0] and p.mixed and parts_of_rows
 
     @property
     def wide_weight(self) -> bool:
         """Whether that of the weight is."""
         p = self.problem
         return p.grads[1] and p.mixed and (self.rows < p.tokens or p.into)
-
-    @property
-    def _whole_rows(self) -> bool:
-        return self.strategy != RUNNING_RESCALE
 
     def steps(self, every: bool = True) -> Iterator[Step]:
         """Statistics of the rows, and gradients where any are asked for.
@@ -250,20 +247,17 @@ class Schedule:
             for classes, times in pieces(place.classes.start, place.classes.stop, size):
                 yield Step(rows, classes, place, source, phases, adds, times)
 
-        if at_once == self.widest:
-            for place in places:
-                yield from each(place, at_once, None, UPDATE, 0)
-            yield self._merge(rows)
-            for place in places:
-                yield from each(place, at_once, place, GRADIENT, INPUT | WEIGHT)
-            return
+        # Where both take as much at a time, what is multiplied meets the row kernel in one step.
+        joint = at_once == self.widest
         for place in places:
-            yield from each(place, self.widest, None, 0, 0)
-            yield from each(place, at_once, place, UPDATE, 0)
+            yield from each(place, self.widest, None, UPDATE * joint, 0)
+            if not joint:
+                yield from each(place, at_once, place, UPDATE, 0)
         yield self._merge(rows)
         for place in places:
-            yield from each(place, at_once, place, GRADIENT, 0)
-            yield from each(place, self.widest, place, 0, INPUT | WEIGHT)
+            if not joint:
+                yield from each(place, at_once, place, GRADIENT, 0)
+            yield from each(place, self.widest, place, GRADIENT * joint, INPUT | WEIGHT)
 
     def _keeping(self, every: bool) -> Iterator[Step]:
         """Statistics and gradients of a chunk after the other, with room for some of the classes.

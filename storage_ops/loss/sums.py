@@ -31,7 +31,7 @@ class Sums:
         self._partial = run.call.input_grad == "partial"
         self._matmul = run.schedule.problem.matmul
         s, p = run.schedule, run.schedule.problem
-        x, w, into = run.tokens.x, run.call.weight, run.call.accumulate_into
+        x, w, into = run.tokens.x, run.call.weight, self._into
         wide = arithmetic(x.dtype)
         self.input: Tensor | None = None
         self._input = w.new_empty(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -149,13 +150,17 @@ def exists(dtype: torch.dtype, device: str) -> bool:
     """Whether there are products of the package's own that are better than torch's."""
     if device != "cpu" or dtype == torch.float64 or not scratch.kind():
         return False
-    return dtype != torch.float32 or _is_of_amd()
+    return dtype != torch.float32 or "AuthenticAMD" in processor()
 
 
-def _is_of_amd() -> bool:
-    from storage_ops.loss import devices
-
-    return "AuthenticAMD" in devices.processor()
+@functools.cache
+def processor() -> str:
+    """What Linux says of the first processor; nothing on other systems."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return file.read(4096)
+    except OSError:
+        return ""
 
 
 def rounds(dtype: torch.dtype) -> bool:

@@ -125,7 +125,7 @@ def test_peak_is_above_what_was_there():
 def test_hardware_tells_generations_of_one_name_apart(monkeypatch):
     def named(family):
         said = f"cpu family\t: {family}\nmodel\t\t: 17\nmodel name\t: AMD EPYC(tm)\n"
-        monkeypatch.setattr(_harness.devices, "processor", lambda: said)
+        monkeypatch.setattr(_harness.packed, "processor", lambda: said)
         return _harness.hardware("cpu")
 
     assert named(25).startswith("amd-epyc-family-25-")
