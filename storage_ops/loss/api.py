@@ -96,14 +96,18 @@ def linear_cross_entropy(
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
         process_group: torch.distributed group whose ranks hold consecutive slices of the vocabulary
             (linear_weight, linear_bias, weight), of one size or not. Every rank has all tokens, in
-            the same order, and target holds indices of the whole: a sequence that is sharded is
-            gathered before. Ranks compare sizes, options and checksums of the targets, on a GPU in
+            the same order, and target holds indices of the whole; of a sequence that is sharded see
+            input_grad. Ranks compare sizes, options and checksums of the targets, on a GPU in
             the first call of a shape, and all raise where they differ.
         valid_classes: of the whole vocabulary, the classes from this one on are padding: they have
             no probability, and their gradients are 0. None: none is.
         input_grad: with a process_group, "replicate": every rank gets the gradient of the input,
             summed over the ranks. "partial": its own part of that sum, for a caller whose gather
-            adds up in its backward (reduce-scatter, as in sequence parallelism).
+            adds up in its backward (reduce-scatter, as in sequence parallelism). "reduce_scatter":
+            input holds this rank's part of the tokens, all parts of one size, and target and
+            token_weight those of all; they differ in one size, the dimension that is sharded. The
+            parts are gathered inside, every rank gets the gradient of its own, and the sums over
+            the ranks are under way while the next tiles are multiplied.
         check_ranks: on a GPU too, compare in every call (which waits for the device), but not in a
             capture.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
@@ -166,6 +170,8 @@ def linear_cross_entropy(
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
     ignore_index = -100 if ignore_index is None else ignore_index
+    if process_group is not None and not hasattr(process_group, "group_name"):
+        process_group = _group_of(process_group)
     check_arguments(
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
@@ -173,6 +179,18 @@ def linear_cross_entropy(
         returns=returns, plan=plan, process_group=process_group, valid_classes=valid_classes,
         input_grad=input_grad, check_ranks=check_ranks,
     )  # fmt: skip
+    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into)
+    if any(hasattr(t, "device_mesh") for t in tensors):
+        from storage_ops.loss import dtensor
+
+        return dtensor.linear_cross_entropy(
+            linear_cross_entropy, *tensors, returns=returns, reduction=reduction,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, logit_scale=logit_scale, shift=shift, max_valid=max_valid,
+            accumulate_dtype=accumulate_dtype, memory_budget=memory_budget, plan=plan,
+            process_group=process_group, valid_classes=valid_classes, input_grad=input_grad,
+            check_ranks=check_ranks,
+        )  # fmt: skip
     _refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     given = (input, linear_weight, linear_bias)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in given)
@@ -208,6 +226,18 @@ def _classes(target: Tensor, shift: bool, valid: int | None) -> Tensor:
     """The class of every token's target: of distributions the most probable that is no padding."""
     classes = target[..., :valid].argmax(-1) if target.is_floating_point() else target
     return classes[..., 1:] if shift else classes
+
+
+def _group_of(mesh: Any) -> Any:
+    """The process group of a mesh of one dimension; what is no mesh as it is."""
+    if not hasattr(mesh, "get_group"):
+        return mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"linear_cross_entropy: process_group is a mesh of {mesh.ndim} dimensions; expected "
+            "one: mesh['tp'], or a process group"
+        )
+    return mesh.get_group()
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:

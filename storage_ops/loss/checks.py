@@ -14,7 +14,7 @@ from storage_ops.loss.call import arithmetic
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int64, torch.int32)
 _REDUCTIONS = ("mean", "sum", "none")
-_INPUT_GRADS = ("replicate", "partial")
+_INPUT_GRADS = ("replicate", "partial", "reduce_scatter")
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 
@@ -63,6 +63,10 @@ def check_arguments(
 ) -> None:
     """Raise a TypeError or ValueError for arguments that do not fit together."""
     _check_options(input, **options)
+    scatters = options["input_grad"] == "reduce_scatter"
+    if scatters and target.is_floating_point():
+        rule = "class indices with input_grad='reduce_scatter'"
+        raise _wrong(TypeError, "target is", target.dtype, rule)
     if process_group is not None and not hasattr(process_group, "group_name"):
         rule = "a process group of torch.distributed, or None"
         raise _wrong(TypeError, "process_group is", repr(process_group), rule)
@@ -81,8 +85,8 @@ def check_arguments(
     vocab = linear_weight.shape[0]
     if vocab == 0:
         raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
-    _check_target(input, target, vocab, ignore_index)
-    tokens = tuple(input.shape[:-1])
+    tokens = _tokens_of(input, target) if scatters else tuple(input.shape[:-1])
+    _check_target(tokens, target, vocab, ignore_index)
     for name, t, shape in (
         ("linear_bias", linear_bias, (vocab,)),
         ("weight", weight, (vocab,)),
@@ -155,8 +159,23 @@ def _check_options(
         raise _wrong(TypeError, "plan is", repr(plan), "what storage_ops.plan returns, or None")
 
 
-def _check_target(input: Tensor, target: Tensor, vocab: int, ignore_index: int) -> None:
-    tokens = tuple(input.shape[:-1])
+def _tokens_of(input: Tensor, target: Tensor) -> tuple[int, ...]:
+    """The shape of all tokens, of one dimension of which the input is a part."""
+    part, whole = tuple(input.shape[:-1]), tuple(target.shape)
+    same_rank = len(part) == len(whole) > 0
+    others = [d for d, n in enumerate(part) if n != whole[d]] if same_rank else []
+    if not same_rank or len(others) > 1 or any(whole[d] % (part[d] or 1) for d in others):
+        rule = (
+            f"that of all tokens with input_grad='reduce_scatter': {part}, one size of it times "
+            "the number of ranks"
+        )
+        raise _wrong(ValueError, "target has shape", whole, rule)
+    return whole
+
+
+def _check_target(
+    tokens: tuple[int, ...], target: Tensor, vocab: int, ignore_index: int
+) -> None:
     if target.is_floating_point():
         if tuple(target.shape) != (*tokens, vocab):
             rule = f"{(*tokens, vocab)}, one probability per class, for a floating dtype"

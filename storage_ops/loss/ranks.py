@@ -39,7 +39,7 @@ def name_of(process_group: Any) -> str:
 class Ranks:
     """Who holds the vocabulary: here one process, all of it. `Several` are those of a group."""
 
-    several, rank = False, 0
+    several, rank, count = False, 0, 1
 
     def sizes(self, call: Call, compare: bool) -> list[int]:
         """How many classes each rank has; `compare`: raise on every rank if calls differ."""
@@ -47,6 +47,21 @@ class Ranks:
 
     def add_up(self, t: Tensor) -> Tensor:
         """The sum of a tensor over the ranks, in place."""
+        return t
+
+    def gather(self, t: Tensor) -> Tensor:
+        """The tensors of all ranks, one after another along a new first dimension."""
+        return t.unsqueeze(0)
+
+    def reduce(self, t: Tensor, rows: slice) -> list[Any]:
+        """Sum rows of (N, D) over the ranks, in place, each on the rank whose N / ranks it is of.
+
+        Returns what is to be waited for; until then neither rows nor memory may be touched.
+        """
+        return []
+
+    def own(self, t: Tensor) -> Tensor:
+        """This rank's rows of a tensor that was reduced."""
         return t
 
     def merge(self, state: Tensor, argmax: Tensor | None, ignored: Tensor, vocabulary: int) -> None:
@@ -60,7 +75,7 @@ class Several(Ranks):
 
     def __init__(self, name: str):
         self._group = _distributed._resolve_process_group(name)
-        self.rank = dist.get_rank(self._group)
+        self.rank, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def sizes(self, call: Call, compare: bool) -> list[int]:
         """See `Ranks`.
@@ -76,13 +91,13 @@ class Several(Ranks):
         # Nothing can be read in a capture: its warm-up has compared.
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing or not compare or (x.is_cuda and like in agreed and not call.check_ranks):
-            return known.get(classes) or [classes] * dist.get_world_size(self._group)
+            return known.get(classes) or [classes] * self.count
         mine = torch.tensor(like, device=x.device)
         # Of targets that are distributions each rank has its own classes.
         indices = None if call.target.is_floating_point() else call.target
         sums = [_checksum(t, x.device) for t in (indices, call.token_weight)]
         mine = torch.cat((mine, torch.stack(sums)))
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        every = [torch.empty_like(mine) for _ in range(self.count)]
         dist.all_gather(every, mine, self._group)
         rows = torch.stack(every).tolist()
         for index, what in enumerate(_COMPARED, 1):
@@ -102,6 +117,29 @@ class Several(Ranks):
         """See `Ranks`."""
         dist.all_reduce(t, dist.ReduceOp.SUM, self._group)
         return t
+
+    def gather(self, t: Tensor) -> Tensor:
+        """See `Ranks`."""
+        every = t.new_empty(self.count, *t.shape)
+        dist.all_gather_into_tensor(every.view(-1), t.reshape(-1), self._group)
+        return every
+
+    def reduce(self, t: Tensor, rows: slice) -> list[Any]:
+        """See `Ranks`."""
+        works, size = [], len(t) // self.count
+        begin = rows.start
+        while begin < rows.stop:
+            rank = begin // size
+            end = min((rank + 1) * size, rows.stop)
+            to = dist.get_global_rank(self._group, rank)
+            works.append(dist.reduce(t[begin:end], to, group=self._group, async_op=True))
+            begin = end
+        return works
+
+    def own(self, t: Tensor) -> Tensor:
+        """See `Ranks`."""
+        size = len(t) // self.count
+        return t.narrow(0, self.rank * size, size)
 
     def merge(self, state: Tensor, argmax: Tensor | None, ignored: Tensor, vocabulary: int) -> None:
         """See `Ranks`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ class Sums:
         self._tokens, self._weight, self._schedule = run.tokens, run.weight, run.schedule
         self._ranks, self._into = run.ranks, run.call.accumulate_into
         self._partial = run.call.input_grad == "partial"
+        # Rows are reduced as soon as they are complete, unless they are scattered to where they go.
+        self._scatters = run.call.input_grad == "reduce_scatter"
+        self._reduced: list[Any] = []
         self._matmul = run.schedule.problem.matmul
         s, p = run.schedule, run.schedule.problem
         x, w, into = run.tokens.x, run.call.weight, self._into
@@ -61,7 +64,8 @@ class Sums:
                 self.input.zero_()
             else:
                 self.input[run.tokens.count :] = 0
-        self._begun: set[int] = set()  # rows, by the first of them, that the input's sum has
+        # Classes that are in the sum of the input's gradient, for rows by the first of them.
+        self._added: dict[int, int] = {}
 
     def unwritten(self, classes: slice) -> Tensor:
         """The memory of the weight's gradient of these classes, before it is written."""
@@ -81,10 +85,12 @@ class Sums:
         if self.input is None:
             return
         rows, w = step.rows, self._weight[step.classes]
-        again, kept = rows.start in self._begun, self._tokens.kept
-        self._begun.add(rows.start)
+        added, kept = self._added.get(rows.start, 0), self._tokens.kept
+        again, self._added[rows.start] = added > 0, added + len(w)
         if kept is None:
             self._matmul.input_gradient(dz, w, self.input[rows], again)
+            if self._scatters and self._added[rows.start] == self._schedule.problem.vocab:
+                self._reduced += self._ranks.reduce(self.input, rows)
             return
         part = x.new_empty(x.shape, dtype=self.input.dtype)
         self._matmul.input_gradient(dz, w, part, False)
@@ -164,9 +170,18 @@ class Sums:
 
     def finish_input(self) -> None:
         """Round the sums of the input's gradient, which then need their memory no more."""
-        if self.input is not None:
-            total = self.input if self._partial else self._ranks.add_up(self.input)
-            self._input, self.input = total.to(self._weight.dtype), None
+        if self.input is None:
+            return
+        total, dtype = self.input, self._weight.dtype
+        if self._scatters:
+            if self._tokens.kept is not None:
+                self._reduced = self._ranks.reduce(total, slice(0, len(total)))
+            for work in self._reduced:
+                work.wait()
+            total = self._ranks.own(total).to(dtype, copy=True)
+        elif not self._partial:
+            total = self._ranks.add_up(total)
+        self._input, self.input = total.to(dtype), None
 
     def finish(self) -> list[Tensor]:
         """The gradients of input (N, D), weight and bias; empty where none was asked for."""

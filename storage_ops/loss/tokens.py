@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ class Tokens:
         class_weight: (V,) in the arithmetic dtype, or None.
         target_weight: (n,) the weight of each token's target, or None.
         shape: of a per-token output, before flattening.
+        sharded: the dimension of `shape` of which each rank has a part, and how many ranks; then the
+            rows are those of one rank after another.
         copied_bytes: of copies of arguments that had to be made.
     """
 
@@ -38,6 +42,7 @@ class Tokens:
     shape: torch.Size
     shift: bool
     copied_bytes: int
+    sharded: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -77,7 +82,12 @@ class Tokens:
             values = values.new_full((total,), fill).index_copy_(0, self.kept, values)
         elif len(values) < total:
             values = torch.nn.functional.pad(values, (0, total - len(values)))
-        values = values.view(self.shape)
+        if self.sharded is None:
+            values = values.view(self.shape)
+        else:
+            dim, ranks = self.sharded
+            sizes = [n // ranks if d == dim else n for d, n in enumerate(self.shape)]
+            values = values.view(ranks, *sizes).movedim(0, dim).flatten(dim, dim + 1)
         return values[..., :-1].contiguous() if self.shift else values
 
     def spread_state(self, state: Tensor) -> Tensor:
@@ -95,7 +105,7 @@ class Tokens:
         """The inverse of `spread`, for upstream gradients."""
         if self.shift:
             values = torch.nn.functional.pad(values, (0, 1))
-        values = values.reshape(-1)
+        values = _rows_of(values, self.sharded)
         values = values[: self.count] if self.kept is None else values.index_select(0, self.kept)
         return self._without_weightless(values, 0)
 
@@ -104,6 +114,19 @@ class Tokens:
         if not self.probabilities or self.token_weight is None:
             return values
         return torch.where(self.token_weight == 0, fill, values)
+
+
+def _rows_of(values: Tensor, sharded: tuple[int, int] | None) -> Tensor:
+    """Values per token as rows, those of one rank after another where a dimension is sharded."""
+    if sharded is not None:
+        dim, ranks = sharded
+        values = values.unflatten(dim, (ranks, values.shape[dim] // ranks)).movedim(dim, 0)
+    return values.reshape(-1).contiguous()
+
+
+def _sharded_dim(input: Sequence[Any], whole: Sequence[Any]) -> int:
+    """The dimension of tokens in which these are part of the whole; the first if they are it."""
+    return next((d for d, (n, m) in enumerate(zip(input, whole, strict=True)) if n != m), 0)
 
 
 def _shifted(values: Tensor, last: float) -> Tensor:
@@ -132,11 +155,23 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
     input, target = call.input, call.target
     token_weight, class_weight = call.token_weight, call.class_weight
     dtype = arithmetic(input.dtype)
-    shape = input.shape[:-1]
+    probabilities = target.is_floating_point()
+    shape, sharded = input.shape[:-1], None
+    if call.input_grad == "reduce_scatter":
+        shape = target.shape
+        sharded = dim, _ = _sharded_dim(input.shape[:-1], shape), ranks.count
+        if shape[dim] != input.shape[dim] * ranks.count:
+            raise ValueError(
+                f"linear_cross_entropy: target has shape {tuple(shape)} and input "
+                f"{tuple(input.shape)}; expected {ranks.count} times as many tokens in target with "
+                f"input_grad='reduce_scatter' on {ranks.count} ranks"
+            )
+        input = ranks.gather(input)
     total = shape.numel()
     x = input.reshape(total, input.shape[-1])
-    copied = 0 if _same_storage(x, input) else x.nbytes
-    probabilities = target.is_floating_point()
+    # Of gathered tokens the gradient is scratch memory too, but for this rank's.
+    copied = 0 if _same_storage(x, call.input) else x.nbytes
+    copied += x.nbytes - call.input.nbytes
     if token_weight is not None:
         token_weight = token_weight.to(dtype)
     if class_weight is not None:
@@ -160,9 +195,9 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
     if call.shift:
         target = _shifted(target, call.ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
-    target = target.reshape(-1).contiguous()
+    target = _rows_of(target, sharded)
     if token_weight is not None:
-        token_weight = token_weight.reshape(-1).contiguous()
+        token_weight = _rows_of(token_weight, sharded)
         target = target.masked_fill(token_weight == 0, call.ignore_index)
     kept, broken = _kept(target, call)
     if kept is not None:
@@ -171,7 +206,7 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
     target_weight = _target_weight(target, class_weight, ranks, first)
     return Tokens(
         x, target, token_weight, kept, broken, class_weight, target_weight, shape, call.shift,
-        copied,
+        copied, sharded,
     )  # fmt: skip
 
 

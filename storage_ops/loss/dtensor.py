@@ -1,0 +1,243 @@
+"""Linear cross-entropy of DTensors: what each dimension of their mesh is to the loss.
+
+It follows from the placements of the weight and of the input, dimension by dimension:
+
+    weight       input              the ranks of this dimension
+    Shard(0)     Shard of tokens    hold slices of the vocabulary and parts of the tokens, which are
+                                    gathered; each gets the gradient of its part
+    Shard(0)     any other          hold slices of the vocabulary: `process_group`
+    any other    Shard of tokens    hold parts of the tokens: the loss is summed over them
+    any other    any other          all do the same
+
+Everything else is brought there by DTensor's own redistribution, whose backward is its own: hidden
+sizes that are sharded and sums that are pending. A plain tensor is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+Placements = list[Placement]
+
+
+_KNOWN = (Shard, Replicate, Partial)
+
+
+class _Meshed:
+    """The arguments of a call, and what the dimensions of their mesh are to it.
+
+    Attributes:
+        vocabulary: the dimension of the mesh whose ranks hold slices of the vocabulary, or None.
+        parts: for each dimension of the mesh the dimension of the tokens that it shards, or None.
+        input_grad: the option of the op, by where its tokens are gathered.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor | None]):
+        meshes = {n: t.device_mesh for n, t in tensors.items() if isinstance(t, DTensor)}
+        (first, self.mesh), *others = meshes.items()
+        for name, mesh in others:
+            if mesh != self.mesh:
+                raise ValueError(
+                    f"linear_cross_entropy: {name} is on {mesh} and {first} on {self.mesh}; "
+                    "expected one mesh: bring one of them to the other's, or use to_local()"
+                )
+        weight, x = tensors["linear_weight"], tensors["input"]
+        assert weight is not None and x is not None
+        sliced = [d for d, p in enumerate(self.of(weight)) if p == Shard(0)]
+        if len(sliced) > 1 or any(type(p) not in _KNOWN for p in self.of(weight)):
+            raise ValueError(
+                f"linear_cross_entropy: linear_weight has placements {tuple(self.of(weight))}; "
+                "expected Shard(0), slices of the vocabulary, in at most one dimension of the "
+                "mesh, and Shard(1), Replicate or Partial in others: redistribute it before"
+            )
+        self.vocabulary = sliced[0] if sliced else None
+        self.parts: list[int | None] = [None] * self.mesh.ndim
+        for d, p in enumerate(self.of(x)):
+            if type(p) is Shard and p.dim % x.dim() < x.dim() - 1:
+                self.parts[d] = p.dim % x.dim()
+        self.input_grad = "replicate"
+        if self.vocabulary is not None:
+            self._check_slices(len(weight))
+            self._choose_gather(x, tensors["target"])
+
+    def of(self, t: Tensor) -> Placements:
+        """Placements of a tensor."""
+        return list(t.placements) if isinstance(t, DTensor) else [Replicate()] * self.mesh.ndim
+
+    def _check_slices(self, classes: int) -> None:
+        assert self.vocabulary is not None
+        ranks = self.mesh.size(self.vocabulary)
+        if -(-classes // ranks) * (ranks - 1) >= classes:
+            raise ValueError(
+                f"linear_cross_entropy: linear_weight has {classes} classes on {ranks} ranks; "
+                "expected one at least on every rank, where Shard(0) puts them"
+            )
+
+    def _choose_gather(self, x: Tensor, target: Tensor | None) -> None:
+        """Gather inside of the op if parts are of one size and one dimension of the mesh."""
+        assert self.vocabulary is not None and target is not None
+        part = self.parts[self.vocabulary]
+        if part is None:
+            return
+        even = x.shape[part] % self.mesh.size(self.vocabulary) == 0
+        if even and self.parts.count(part) == 1 and not target.is_floating_point():
+            self.input_grad = "reduce_scatter"
+        else:
+            self.parts[self.vocabulary], self.input_grad = None, "partial"
+
+    def tokens(self, whole: bool = False) -> Placements:
+        """Placements of what has a value per token; `whole`: as the op takes all but the input."""
+        found: Placements = []
+        for d, part in enumerate(self.parts):
+            gathered = part is None or (whole and d == self.vocabulary)
+            found.append(Replicate() if gathered else Shard(part))  # type: ignore[arg-type]
+        return found
+
+    def classes(self) -> Placements:
+        """Placements of what has a value per class."""
+        return [Shard(0) if d == self.vocabulary else Replicate() for d in range(self.mesh.ndim)]
+
+    @property
+    def summed(self) -> list[int]:
+        """The dimensions of the mesh over which the loss is summed."""
+        return [d for d, p in enumerate(self.parts) if p is not None and d != self.vocabulary]
+
+    def local(self, t: Tensor | None, wanted: Placements, grad: Placements) -> Any:
+        """This rank's part of a tensor with these placements, whose gradient has those."""
+        if t is None:
+            return None
+        if not isinstance(t, DTensor):
+            t = DTensor.from_local(t, self.mesh, self.of(t), run_check=False)
+        return t.redistribute(self.mesh, wanted).to_local(grad_placements=grad)
+
+    def joined(self, t: Tensor, placements: Placements) -> DTensor:
+        """What the ranks have computed, as one tensor."""
+        return DTensor.from_local(t, self.mesh, placements, run_check=False)
+
+    def added(self, placements: Placements, over: Sequence[int | None]) -> Placements:
+        """Placements of a gradient to which the ranks of some dimensions of the mesh add."""
+        return [Partial() if d in over else p for d, p in enumerate(placements)]
+
+
+def linear_cross_entropy(
+    call: Callable[..., Any],
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    accumulate_into: Tensor | None,
+    *,
+    reduction: str,
+    shift: bool,
+    process_group: Any,
+    input_grad: str,
+    **options: Any,
+) -> Any:
+    """`call`, the loss of plain tensors, on this rank's part of DTensors."""
+    _refuse(process_group, input_grad, accumulate_into)
+    meshed = _Meshed({
+        "input": input, "linear_weight": linear_weight, "target": target,
+        "linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
+    })  # fmt: skip
+    if shift:
+        last = input.dim() - 2
+        if target.is_floating_point():
+            weights = target.new_ones(target.shape[:-1]) if token_weight is None else token_weight
+            target, token_weight = _shifted(target, last, 0), _shifted(weights, last, 0)
+        else:
+            target = _shifted(target, last, options["ignore_index"])
+            token_weight = None if token_weight is None else _shifted(token_weight, last, 0)
+    tokens, whole, classes = meshed.tokens(), meshed.tokens(whole=True), meshed.classes()
+    of_target = whole
+    if target.is_floating_point() and meshed.vocabulary is not None:
+        of_target = list(whole)
+        of_target[meshed.vocabulary] = Shard(target.dim() - 1)
+    local_target = meshed.local(target, of_target, of_target)
+    local_weights = meshed.local(token_weight, whole, whole)
+    scaled: dict[str, Any] = {"reduction": reduction}
+    if reduction == "mean" and meshed.summed:
+        divisor = _divisor(meshed, local_target, local_weights, weight, options["ignore_index"])
+        scaled = {"reduction": "sum", "divisor": divisor}
+    group = None if meshed.vocabulary is None else meshed.mesh.get_group(meshed.vocabulary)
+    adds = [meshed.vocabulary] if meshed.input_grad == "partial" else []
+    results = call(
+        meshed.local(input, tokens, meshed.added(tokens, adds)),
+        meshed.local(linear_weight, classes, meshed.added(classes, meshed.summed)),
+        local_target,
+        linear_bias=meshed.local(linear_bias, classes, meshed.added(classes, meshed.summed)),
+        weight=meshed.local(weight, classes, classes),
+        token_weight=local_weights,
+        process_group=group,
+        input_grad=meshed.input_grad,
+        **scaled,
+        **options,
+    )
+    several = isinstance(results, tuple)
+    each = results if several else (results,)
+    found = tuple(_result(meshed, r, whole, shift) for r in each)
+    if not isinstance(input, DTensor):
+        found = tuple(r.to_local() for r in found)
+    return found if several else found[0]
+
+
+def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None) -> None:
+    """Raise for options that placements take the place of."""
+    for name, value, expected in (
+        ("process_group", process_group, None),
+        ("input_grad", input_grad, "replicate"),
+        ("accumulate_into", accumulate_into, None),
+    ):
+        if value is not expected and value != expected:
+            kind = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"linear_cross_entropy: {name} is {kind}; expected {expected!r} with DTensors, "
+                "whose placements say where things are; for your own, call to_local() on them"
+            )
+
+
+def _shifted(t: Tensor, dim: int, last: float) -> Tensor:
+    """A tensor moved by one along a dimension, with `last` in the place that this leaves free."""
+    if isinstance(t, DTensor):
+        whole = [Replicate() if p == Shard(dim) else p for p in t.placements]
+        local = _shifted(t.redistribute(t.device_mesh, whole).to_local(), dim, last)
+        return DTensor.from_local(local, t.device_mesh, whole, run_check=False)
+    rest = t.narrow(dim, 1, max(t.shape[dim] - 1, 0))
+    return torch.cat((rest, torch.full_like(t.narrow(dim, 0, min(t.shape[dim], 1)), last)), dim)
+
+
+def _divisor(
+    meshed: _Meshed, target: Tensor, token_weight: Tensor | None, classes: Tensor | None,
+    ignore_index: int,
+) -> Tensor:  # fmt: skip
+    """What a mean over all ranks' tokens divides by, as in formulas.py."""
+    if target.is_floating_point():
+        each = torch.ones_like(target[..., 0], dtype=torch.float64)
+    else:
+        valid = target != ignore_index
+        each = valid.double()
+        if classes is not None:
+            everywhere: Placements = [Replicate()] * meshed.mesh.ndim
+            classes = meshed.local(classes, everywhere, everywhere)
+            each = torch.where(valid, classes[torch.where(valid, target, 0).long()].double(), 0)
+    if token_weight is not None:
+        each = each * token_weight
+    total = meshed.joined(each.sum(), meshed.added([Replicate()] * meshed.mesh.ndim, meshed.summed))
+    return total.redistribute(meshed.mesh, [Replicate()] * meshed.mesh.ndim).to_local()
+
+
+def _result(meshed: _Meshed, t: Tensor, tokens: Placements, shift: bool) -> DTensor:
+    """A result of all ranks: a reduced loss, or values per token."""
+    if t.dim() == 0:
+        everywhere: Placements = [Replicate()] * meshed.mesh.ndim
+        summed = meshed.joined(t, meshed.added(everywhere, meshed.summed))
+        return summed.redistribute(meshed.mesh, everywhere)
+    whole = meshed.joined(t, tokens)
+    return whole[..., :-1] if shift else whole  # type: ignore[return-value]
