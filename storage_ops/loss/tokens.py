@@ -36,7 +36,7 @@ class Tokens:
     class_weight: Tensor | None
     target_weight: Tensor | None
     shape: torch.Size
-    shift: bool
+    shift: int
     copied_bytes: int
 
     @property
@@ -78,7 +78,9 @@ class Tokens:
         elif len(values) < total:
             values = torch.nn.functional.pad(values, (0, total - len(values)))
         values = values.view(self.shape)
-        return values[..., :-1].contiguous() if self.shift else values
+        if self.shift:
+            values = values[..., : max(self.shape[-1] - self.shift, 0)].contiguous()
+        return values
 
     def spread_state(self, state: Tensor) -> Tensor:
         """The state with one column for every token, as it is kept for the backward."""
@@ -94,7 +96,7 @@ class Tokens:
     def collect(self, values: Tensor) -> Tensor:
         """The inverse of `spread`, for upstream gradients."""
         if self.shift:
-            values = torch.nn.functional.pad(values, (0, 1))
+            values = torch.nn.functional.pad(values, (0, self.shape[-1] - values.shape[-1]))
         values = values.reshape(-1)
         values = values[: self.count] if self.kept is None else values.index_select(0, self.kept)
         return self._without_weightless(values, 0)
@@ -106,10 +108,11 @@ class Tokens:
         return torch.where(self.token_weight == 0, fill, values)
 
 
-def _shifted(values: Tensor, last: float) -> Tensor:
-    """values[..., 1:], with `last` in the place that this leaves free."""
+def _shifted(values: Tensor, by: int, last: float) -> Tensor:
+    """values[..., by:], with `last` in the places that this leaves free."""
     result = torch.full_like(values, last, memory_format=torch.contiguous_format)
-    result[..., :-1] = values[..., 1:]
+    rest = values[..., by:]
+    result[..., : rest.shape[-1]] = rest
     return result
 
 
@@ -147,10 +150,10 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         copied += 0 if _same_storage(flat, target) else flat.nbytes
         flat = flat[:, :classes]
         if call.shift:
-            # Row i has the target of row i + 1; the last of each sequence has none.
+            # Row i has the target of row i + shift; the last of each sequence have none.
             weight = torch.ones_like(target[..., 0], dtype=dtype)
             weight = weight if token_weight is None else token_weight
-            token_weight, flat = _shifted(weight, 0), flat[1:]
+            token_weight, flat = _shifted(weight, call.shift, 0), flat[call.shift :]
         if token_weight is not None:
             token_weight = token_weight.reshape(-1)[: len(flat)].contiguous()
         return Tokens(
@@ -158,8 +161,9 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         )
     target = target.long()
     if call.shift:
-        target = _shifted(target, call.ignore_index)
-        token_weight = None if token_weight is None else _shifted(token_weight, 0)
+        target = _shifted(target, call.shift, call.ignore_index)
+        if token_weight is not None:
+            token_weight = _shifted(token_weight, call.shift, 0)
     target = target.reshape(-1).contiguous()
     if token_weight is not None:
         token_weight = token_weight.reshape(-1).contiguous()
