@@ -9,10 +9,10 @@ import torch
 _LOSS_ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
     "Tensor? token_weight, Tensor? accumulate_into, str reduction, int ignore_index, "
-    "float label_smoothing, float z_loss, float softcap, float logit_scale, bool shift, "
+    "float label_smoothing, float z_loss, float softcap, float logit_scale, int shift, "
     "int? max_valid, ScalarType? accumulate_dtype, int? memory_budget, str plan, str group, "
     "bool early, bool[3] grad_mask, bool[4] wants, int? valid_classes=None, "
-    "str input_grad='replicate', bool check_ranks=False"
+    "str input_grad='replicate', bool check_ranks=False, Tensor? divisor=None"
 )
 
 _LOSS_UPSTREAM = (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from storage_ops.loss import op, ranks
-from storage_ops.loss.call import Call
+from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.checks import check_arguments, check_types, names_of
 from storage_ops.loss.planner import Plan
 from storage_ops.quantities import parse_bytes
@@ -33,7 +33,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
-    shift: bool = False,
+    shift: bool | int = False,
     max_valid: int | str | None = None,
     accumulate_into: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
@@ -43,6 +43,7 @@ def linear_cross_entropy(
     valid_classes: int | None = None,
     input_grad: str = "replicate",
     check_ranks: bool = False,
+    divisor: float | Tensor | None = None,
     returns: Sequence[str] = ("loss",),
 ) -> Any:
     """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
@@ -65,16 +66,20 @@ def linear_cross_entropy(
         linear_bias: (V,), the dtype of input.
         weight: (V,), floating point; weights of the classes.
         reduction: "mean" (the sum divided by that of a * C_t, or of a for distributions, over the
-            tokens that are not ignored), "sum" or "none".
+            tokens that are not ignored), "sum" or "none". The mean divides the z-loss too, so that
+            with weights of classes or tokens z_loss * lse^2 counts by them, where others divide it
+            by the number of tokens: it is (sum_i a_i (C_t (lse - z_t) + z_loss * lse^2)) /
+            (sum_i a_i C_t) without smoothing.
         ignore_index: tokens with this target have no loss and no gradient. None means -100.
         label_smoothing: from 0 to 1: this part of a target is spread over all classes.
         z_loss: weight of lse^2, the z-loss of PaLM (Chowdhery et al. 2022, section 5).
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2. None: they do not.
         logit_scale: logits are multiplied by this, before the soft-cap.
         token_weight: the shape of target's indices, floating point. Tokens of weight 0 are ignored.
-        shift: for causal language models, whose target is their input: the token at position i is
-            scored with target i + 1. Equals calling with input[..., :-1, :], target[..., 1:] and
-            token_weight[..., 1:], without the copy.
+        shift: for causal language models, whose target is their input: with True or 1 the token at
+            position i is scored with target i + 1, with k with target i + k (multi-token
+            prediction). Equals calling with input[..., :-k, :], target[..., k:] and
+            token_weight[..., k:], without the copy.
         max_valid: on a GPU ignored tokens cost as much as others, for only the device knows how
             many there are. Given an upper bound for the number of tokens that are not ignored, no
             others are worked on (more than that make the loss nan); "sync" reads the number, which
@@ -110,6 +115,10 @@ def linear_cross_entropy(
             the ranks are under way while the next tiles are multiplied.
         check_ranks: on a GPU too, compare in every call (which waits for the device), but not in a
             capture.
+        divisor: with reduction "sum": the sum is divided by this, a number or a tensor of shape (),
+            such as the number of valid tokens in all micro-batches of all ranks. Dividing the
+            result costs gradients of 16-bit arguments a second rounding. A tensor is not waited
+            for. Divided by 0, gradients are zero.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
             "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
             or the most probable class; not for distributions in a process_group) and "z_loss"
@@ -177,7 +186,7 @@ def linear_cross_entropy(
         reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
         ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
         returns=returns, plan=plan, process_group=process_group, valid_classes=valid_classes,
-        input_grad=input_grad, check_ranks=check_ranks,
+        input_grad=input_grad, check_ranks=check_ranks, divisor=divisor,
     )  # fmt: skip
     tensors = (input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into)
     if any(hasattr(t, "device_mesh") for t in tensors):
@@ -189,8 +198,12 @@ def linear_cross_entropy(
             softcap=softcap, logit_scale=logit_scale, shift=shift, max_valid=max_valid,
             accumulate_dtype=accumulate_dtype, memory_budget=memory_budget, plan=plan,
             process_group=process_group, valid_classes=valid_classes, input_grad=input_grad,
-            check_ranks=check_ranks,
+            check_ranks=check_ranks, divisor=divisor,
         )  # fmt: skip
+    if divisor is not None:
+        wide = {"dtype": arithmetic(input.dtype), "device": input.device}
+        given = isinstance(divisor, Tensor)
+        divisor = divisor.to(**wide) if given else torch.full((), divisor, **wide)
     _refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     given = (input, linear_weight, linear_bias)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in given)
@@ -207,25 +220,25 @@ def linear_cross_entropy(
     )
     call = Call._make((
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
-        reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, shift,
+        reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, int(shift),
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
         "" if plan is None else plan.key, ranks.name_of(process_group), in_forward, needs,
-        tuple(wants), valid_classes, input_grad, check_ranks,
+        tuple(wants), valid_classes, input_grad, check_ranks, divisor,
     ))  # fmt: skip
     loss, nll, lse, entropy, argmax, *_ = op.apply(call)
     results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
     if "z_loss" in returns:
         results["z_loss"] = z_loss * lse.detach().square()
     if "correct" in returns:
-        results["correct"] = (argmax == _classes(target, shift, valid_classes)) & (argmax >= 0)
+        results["correct"] = (argmax == _classes(target, int(shift), valid_classes)) & (argmax >= 0)
     chosen = tuple(results[name] for name in returns)
     return chosen[0] if len(chosen) == 1 else chosen
 
 
-def _classes(target: Tensor, shift: bool, valid: int | None) -> Tensor:
+def _classes(target: Tensor, shift: int, valid: int | None) -> Tensor:
     """The class of every token's target: of distributions the most probable that is no padding."""
     classes = target[..., :valid].argmax(-1) if target.is_floating_point() else target
-    return classes[..., 1:] if shift else classes
+    return classes[..., shift:] if shift else classes
 
 
 def _group_of(mesh: Any) -> Any:

@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TENSORS = 7  # the first arguments are tensors; accumulate_into is the last of them
+# The tensors among them.
+TENSORS = (
+    "input", "weight", "target", "bias", "class_weight", "token_weight", "accumulate_into",
+    "divisor",
+)  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -36,7 +40,7 @@ class Call(NamedTuple):
     z_loss: float = 0.0
     softcap: float = 0.0
     logit_scale: float = 1.0
-    shift: bool = False
+    shift: int = 0
     max_valid: int | None = None
     accumulate_dtype: torch.dtype | None = None
     memory_budget: int | None = None
@@ -48,6 +52,20 @@ class Call(NamedTuple):
     valid_classes: int | None = None
     input_grad: str = "replicate"
     check_ranks: bool = False
+    divisor: Tensor | None = None
+
+    @property
+    def divides(self) -> bool:
+        """Whether the loss is the tokens' sum divided by something."""
+        return self.reduction == "mean" or (self.reduction == "sum" and self.divisor is not None)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The arguments of TENSORS."""
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    def with_tensors(self, tensors: tuple[Tensor | None, ...] = (None,) * len(TENSORS)) -> Call:
+        """The call with others; without any, it keeps no memory."""
+        return self._replace(**dict(zip(TENSORS, tensors, strict=True)))
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:

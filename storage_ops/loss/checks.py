@@ -121,13 +121,14 @@ def _check_options(
     reduction: str,
     label_smoothing: float,
     softcap: float | None,
-    shift: bool,
+    shift: bool | int,
     max_valid: int | str | None,
     accumulate_dtype: torch.dtype | None,
     plan: Any,
     valid_classes: int | None,
     input_grad: str,
     check_ranks: bool,
+    divisor: float | Tensor | None,
 ) -> None:
     if reduction not in _REDUCTIONS:
         raise _wrong(ValueError, "reduction is", repr(reduction), f"one of {_REDUCTIONS}")
@@ -137,8 +138,10 @@ def _check_options(
     if softcap is not None and not least <= softcap <= 1 / least:
         rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
         raise _wrong(ValueError, "softcap is", softcap, rule)
-    if not isinstance(shift, bool):
-        raise _wrong(TypeError, "shift is", repr(shift), "True or False")
+    if not isinstance(shift, _INTEGERS):
+        raise _wrong(TypeError, "shift is", repr(shift), "True, False or a number of tokens")
+    if shift < 0:
+        raise _wrong(ValueError, "shift is", shift, "a number of tokens >= 0")
     if shift and input.dim() < 2:
         raise _wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
     counts = isinstance(max_valid, _INTEGERS) and max_valid >= 0
@@ -155,8 +158,26 @@ def _check_options(
         raise _wrong(ValueError, "input_grad is", repr(input_grad), f"one of {_INPUT_GRADS}")
     if not isinstance(check_ranks, bool):
         raise _wrong(TypeError, "check_ranks is", repr(check_ranks), "True or False")
+    if divisor is not None:
+        _check_divisor(divisor, reduction)
     if plan is not None and not hasattr(plan, "key"):
         raise _wrong(TypeError, "plan is", repr(plan), "what storage_ops.plan returns, or None")
+
+
+def _check_divisor(divisor: float | Tensor, reduction: str) -> None:
+    if reduction != "sum":
+        rule = "reduction 'sum' with a divisor"
+        raise _wrong(ValueError, "reduction is", repr(reduction), rule)
+    if not isinstance(divisor, Tensor):
+        if isinstance(divisor, bool) or not isinstance(divisor, _NUMBERS):
+            raise _wrong(TypeError, "divisor is", repr(divisor), "a number, or a tensor")
+        return
+    if divisor.dim() or divisor.is_complex():
+        found = f"of {divisor.dtype} has shape {tuple(divisor.shape)}"
+        raise _wrong(ValueError, "divisor", found, "a real number: shape ()")
+    if divisor.requires_grad and torch.is_grad_enabled():
+        rule = "a tensor that needs none: its gradient is not computed; detach it"
+        raise _wrong(ValueError, "divisor", "requires grad", rule)
 
 
 def _tokens_of(input: Tensor, target: Tensor) -> tuple[int, ...]:

@@ -136,7 +136,8 @@ def linear_cross_entropy(
     accumulate_into: Tensor | None,
     *,
     reduction: str,
-    shift: bool,
+    shift: int,
+    divisor: Any,
     process_group: Any,
     input_grad: str,
     **options: Any,
@@ -151,10 +152,10 @@ def linear_cross_entropy(
         last = input.dim() - 2
         if target.is_floating_point():
             weights = target.new_ones(target.shape[:-1]) if token_weight is None else token_weight
-            target, token_weight = _shifted(target, last, 0), _shifted(weights, last, 0)
+            target, token_weight = _shifted(target, last, shift, 0), _shifted(weights, last, shift, 0)
         else:
-            target = _shifted(target, last, options["ignore_index"])
-            token_weight = None if token_weight is None else _shifted(token_weight, last, 0)
+            target = _shifted(target, last, shift, options["ignore_index"])
+            token_weight = None if token_weight is None else _shifted(token_weight, last, shift, 0)
     tokens, whole, classes = meshed.tokens(), meshed.tokens(whole=True), meshed.classes()
     of_target = whole
     if target.is_floating_point() and meshed.vocabulary is not None:
@@ -162,10 +163,9 @@ def linear_cross_entropy(
         of_target[meshed.vocabulary] = Shard(target.dim() - 1)
     local_target = meshed.local(target, of_target, of_target)
     local_weights = meshed.local(token_weight, whole, whole)
-    scaled: dict[str, Any] = {"reduction": reduction}
     if reduction == "mean" and meshed.summed:
         divisor = _divisor(meshed, local_target, local_weights, weight, options["ignore_index"])
-        scaled = {"reduction": "sum", "divisor": divisor}
+        reduction = "sum"
     group = None if meshed.vocabulary is None else meshed.mesh.get_group(meshed.vocabulary)
     adds = [meshed.vocabulary] if meshed.input_grad == "partial" else []
     results = call(
@@ -177,7 +177,8 @@ def linear_cross_entropy(
         token_weight=local_weights,
         process_group=group,
         input_grad=meshed.input_grad,
-        **scaled,
+        reduction=reduction,
+        divisor=divisor,
         **options,
     )
     several = isinstance(results, tuple)
@@ -203,14 +204,15 @@ def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None)
             )
 
 
-def _shifted(t: Tensor, dim: int, last: float) -> Tensor:
-    """A tensor moved by one along a dimension, with `last` in the place that this leaves free."""
+def _shifted(t: Tensor, dim: int, by: int, last: float) -> Tensor:
+    """A tensor moved along a dimension, with `last` in the places that this leaves free."""
     if isinstance(t, DTensor):
         whole = [Replicate() if p == Shard(dim) else p for p in t.placements]
-        local = _shifted(t.redistribute(t.device_mesh, whole).to_local(), dim, last)
+        local = _shifted(t.redistribute(t.device_mesh, whole).to_local(), dim, by, last)
         return DTensor.from_local(local, t.device_mesh, whole, run_check=False)
-    rest = t.narrow(dim, 1, max(t.shape[dim] - 1, 0))
-    return torch.cat((rest, torch.full_like(t.narrow(dim, 0, min(t.shape[dim], 1)), last)), dim)
+    by = min(by, t.shape[dim])
+    rest = t.narrow(dim, by, t.shape[dim] - by)
+    return torch.cat((rest, torch.full_like(t.narrow(dim, 0, by), last)), dim)
 
 
 def _divisor(
@@ -233,11 +235,11 @@ def _divisor(
     return total.redistribute(meshed.mesh, [Replicate()] * meshed.mesh.ndim).to_local()
 
 
-def _result(meshed: _Meshed, t: Tensor, tokens: Placements, shift: bool) -> DTensor:
+def _result(meshed: _Meshed, t: Tensor, tokens: Placements, shift: int) -> DTensor:
     """A result of all ranks: a reduced loss, or values per token."""
     if t.dim() == 0:
         everywhere: Placements = [Replicate()] * meshed.mesh.ndim
         summed = meshed.joined(t, meshed.added(everywhere, meshed.summed))
         return summed.redistribute(meshed.mesh, everywhere)
     whole = meshed.joined(t, tokens)
-    return whole[..., :-1] if shift else whole  # type: ignore[return-value]
+    return whole[..., : max(whole.shape[-1] - shift, 0)] if shift else whole  # type: ignore[return-value]

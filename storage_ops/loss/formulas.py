@@ -25,8 +25,10 @@ from storage_ops.loss.tokens import Tokens
 
 
 def denominator(tokens: Tokens, call: Call) -> Tensor:
-    """What the mean divides by; 0-dimensional, on the device."""
+    """What the sum is divided by; 0-dimensional, on the device."""
     dtype = arithmetic(tokens.x.dtype)
+    if call.divisor is not None:
+        return call.divisor.to(dtype)
     if tokens.probabilities:
         if tokens.token_weight is not None:
             return tokens.token_weight.sum()
@@ -39,8 +41,8 @@ def denominator(tokens: Tokens, call: Call) -> Tensor:
 
 
 def scale_of(tokens: Tokens, call: Call) -> Tensor:
-    """What the gradient of a reduced loss with respect to a token's is; 0 where a mean has none."""
-    if call.reduction != "mean":
+    """What the gradient of a reduced loss with respect to a token's is; 0 where it has none."""
+    if not call.divides:
         return torch.ones((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
     total = denominator(tokens, call)
     return torch.where(total == 0, 0, total.reciprocal())
@@ -123,6 +125,4 @@ def reduce(loss: Tensor, tokens: Tokens, call: Call) -> Tensor:
     """The loss that is returned."""
     if call.reduction == "none":
         return tokens.spread(loss)
-    if call.reduction == "sum":
-        return loss.sum()
-    return loss.sum() / denominator(tokens, call)
+    return loss.sum() / denominator(tokens, call) if call.divides else loss.sum()

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from storage_ops import _schemas
 from storage_ops.loss import formulas, reference
-from storage_ops.loss.call import TENSORS, Call, arithmetic
+from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.run import Run
 from storage_ops.matmul import reference as matmul_reference
@@ -28,6 +28,7 @@ from storage_ops.matmul.full_sums import full_sums
 _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 4  # of the forward's outputs: loss, nll, lse, entropy
 _UPSTREAM = 5  # arguments of the backward before those of the forward: gradients, and the state
+_INTO = Call._fields.index("accumulate_into")  # which only one backward op has
 _NOT_TWICE = (
     "linear_cross_entropy: its gradient was differentiated; double backward is not supported, use "
     "torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) where you need it"
@@ -87,7 +88,7 @@ def _call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     """The arguments of the forward; only one backward op takes accumulate_into."""
     given = args[_UPSTREAM:]
     if not into:
-        given = (*given[: TENSORS - 1], None, *given[TENSORS - 1 :])
+        given = (*given[:_INTO], None, *given[_INTO:])
     # Its results are those of the backward alone.
     return Call(*given)._replace(in_forward=False, wants=(False,) * 4)
 
@@ -163,13 +164,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.ready = call.in_forward and all(
         have or not need for have, need in zip(call.grad_mask, needs, strict=True)
     )
-    ctx.options, ctx.wants = call[TENSORS:], call.wants
+    ctx.call = call.with_tensors()
     # Not saved: others add to it in between, and may.
     ctx.into = call.accumulate_into
-    ctx.roots = _roots(inputs[:TENSORS]) if ctx.ready and not transforming() else []
-    # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
-    saved = [g.detach() for g in grads] if ctx.ready else [state.detach(), *call[: TENSORS - 1]]
-    ctx.save_for_backward(*saved)
+    ctx.roots = _roots(call.tensors()) if ctx.ready and not transforming() else []
+    if ctx.ready:
+        # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
+        ctx.save_for_backward(*(g.detach() for g in grads))
+    else:
+        tensors = call._replace(accumulate_into=None).tensors()
+        ctx.save_for_backward(state.detach(), *tensors)
 
 
 def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
@@ -189,7 +193,7 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_target = None
     retained = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
     # Outputs that were not asked for are empty, whatever someone differentiates them by.
-    asked = [True, *ctx.wants[:3]]
+    asked = [True, *ctx.call.wants[:3]]
     given = [g if want else None for g, want in zip(upstream, asked, strict=False)]
     with torch.no_grad():
         if ctx.ready:
@@ -211,18 +215,18 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
 def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tuple[Any, Any]:
     """Gradients of input, weight and bias, and of the target, from a second pass."""
     state, *tensors = ctx.saved_tensors
-    call = Call._make((*tensors, ctx.into, *ctx.options))
+    call = ctx.call.with_tensors(tuple(tensors))
     call = call._replace(in_forward=False, grad_mask=tuple(needs))
-    arguments = (*given, state, *call[: TENSORS - 1])
+    arguments = (*given, state, *call[:_INTO], *call[_INTO + 1 :])
     if ctx.into is not None:
-        made = _once(_OPS.linear_cross_entropy_backward_into, *arguments, *call[TENSORS - 1 :])
+        into = (*given, state, *call._replace(accumulate_into=ctx.into))
+        made = _once(_OPS.linear_cross_entropy_backward_into, *into)
         needs[1], made = False, (made[0], None, made[1])
     else:
-        made = _once(_OPS.linear_cross_entropy_backward, *arguments, *call[TENSORS:])
+        made = _once(_OPS.linear_cross_entropy_backward, *arguments)
     if not ctx.needs_input_grad[2]:
         return made, None
-    target = _once(_OPS.linear_cross_entropy_backward_target, *arguments, *call[TENSORS:])
-    return made, target
+    return made, _once(_OPS.linear_cross_entropy_backward_target, *arguments)
 
 
 def _once(op: Callable[..., Any], *args: Any) -> Any:
@@ -362,8 +366,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     input, wants, wide = call.input, call.wants, arithmetic(call.input.dtype)
     shape = call.target.shape if call.input_grad == "reduce_scatter" else input.shape[:-1]
     tokens, shape = shape.numel(), list(shape)
-    if call.shift and not (isinstance(shape[-1], int) and shape[-1] == 0):
-        shape[-1] -= 1
+    if call.shift:
+        shape[-1] = max(shape[-1] - call.shift, 0)
     per_token = [input.new_empty(shape if want else (0,), dtype=wide) for want in wants[:3]]
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
     loss = input.new_empty(shape if call.reduction == "none" else (), dtype=wide)

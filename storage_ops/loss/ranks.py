@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from storage_ops.loss.call import TENSORS, Call
+from storage_ops.loss.call import Call
 
 _distributed: Any = dist
 if dist.is_available():
@@ -177,9 +177,8 @@ def ranks_of(name: str) -> Ranks:
 
 def _options_of(call: Call) -> int:
     """A number for dtypes and options, the same in every process."""
-    tensors: tuple[Any, ...] = call[:TENSORS]
-    rest: tuple[Any, ...] = call._replace(group="", check_ranks=False)[TENSORS:]
-    kinds = [None if t is None else (t.dtype, t.dim()) for t in tensors]
+    rest = call.with_tensors()._replace(group="", check_ranks=False)
+    kinds = [None if t is None else (t.dtype, t.dim()) for t in call.tensors()]
     values = [tuple(value) if isinstance(value, list) else value for value in rest]
     return zlib.crc32(repr((kinds, values)).encode())
 

@@ -149,8 +149,9 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
-    shift: bool = False,
+    shift: bool | int = False,
     valid_classes: int | None = None,
+    divisor: float | Tensor | None = None,
     returns: Sequence[str] = ("loss",),
     **memory: Any,
 ) -> Any:
@@ -164,8 +165,10 @@ def linear_cross_entropy(
     weight = None if weight is None else weight[:valid_classes]
     target = target[..., :valid_classes] if dense else target
     if shift:
-        input, target = input[..., :-1, :], target[..., 1:, :] if dense else target[..., 1:]
-        token_weight = None if token_weight is None else token_weight[..., 1:]
+        k = int(shift)
+        input = input[..., : max(input.shape[-2] - k, 0), :]
+        target = target[..., k:, :] if dense else target[..., k:]
+        token_weight = None if token_weight is None else token_weight[..., k:]
     z = F.linear(input, linear_weight, linear_bias) * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     vocab = len(linear_weight)
@@ -196,7 +199,8 @@ def linear_cross_entropy(
     if token_weight is not None:
         loss, share = loss * token_weight.to(z), share * token_weight.to(z)
     if reduction != "none":
-        loss = loss.sum() / (share.sum() if reduction == "mean" else 1)
+        one = 1 if divisor is None else divisor
+        loss = loss.sum() / (share.sum() if reduction == "mean" else one)
     argmax = torch.where(kept, z.argmax(-1), -1)
     results = {
         "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,

@@ -130,7 +130,7 @@ class Run:
         """
         call, state = self.call, self.state
         result = torch.zeros_like(call.target, memory_format=torch.contiguous_format)
-        flat = result.view(-1, len(call.weight))[int(call.shift) :]
+        flat = result.view(-1, len(call.weight))[call.shift :]
         assert self.upstream is not None
         spread = self.upstream[1] if len(self.upstream) > 1 else self.upstream.new_zeros(1)
         factor = (spread * (1 - call.label_smoothing)).expand(self.tokens.count).unsqueeze(1)

@@ -40,7 +40,7 @@ class Tokens:
     class_weight: Tensor | None
     target_weight: Tensor | None
     shape: torch.Size
-    shift: bool
+    shift: int
     copied_bytes: int
     sharded: tuple[int, int] | None = None
 
@@ -88,7 +88,9 @@ class Tokens:
             dim, ranks = self.sharded
             sizes = [n // ranks if d == dim else n for d, n in enumerate(self.shape)]
             values = values.view(ranks, *sizes).movedim(0, dim).flatten(dim, dim + 1)
-        return values[..., :-1].contiguous() if self.shift else values
+        if self.shift:
+            values = values[..., : max(self.shape[-1] - self.shift, 0)].contiguous()
+        return values
 
     def spread_state(self, state: Tensor) -> Tensor:
         """The state with one column for every token, as it is kept for the backward."""
@@ -104,7 +106,7 @@ class Tokens:
     def collect(self, values: Tensor) -> Tensor:
         """The inverse of `spread`, for upstream gradients."""
         if self.shift:
-            values = torch.nn.functional.pad(values, (0, 1))
+            values = torch.nn.functional.pad(values, (0, self.shape[-1] - values.shape[-1]))
         values = _rows_of(values, self.sharded)
         values = values[: self.count] if self.kept is None else values.index_select(0, self.kept)
         return self._without_weightless(values, 0)
@@ -129,10 +131,11 @@ def _sharded_dim(input: Sequence[Any], whole: Sequence[Any]) -> int:
     return next((d for d, (n, m) in enumerate(zip(input, whole, strict=True)) if n != m), 0)
 
 
-def _shifted(values: Tensor, last: float) -> Tensor:
-    """values[..., 1:], with `last` in the place that this leaves free."""
+def _shifted(values: Tensor, by: int, last: float) -> Tensor:
+    """values[..., by:], with `last` in the places that this leaves free."""
     result = torch.full_like(values, last, memory_format=torch.contiguous_format)
-    result[..., :-1] = values[..., 1:]
+    rest = values[..., by:]
+    result[..., : rest.shape[-1]] = rest
     return result
 
 
@@ -182,10 +185,10 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         copied += 0 if _same_storage(flat, target) else flat.nbytes
         flat = flat[:, :classes]
         if call.shift:
-            # Row i has the target of row i + 1; the last of each sequence has none.
+            # Row i has the target of row i + shift; the last of each sequence have none.
             weight = torch.ones_like(target[..., 0], dtype=dtype)
             weight = weight if token_weight is None else token_weight
-            token_weight, flat = _shifted(weight, 0), flat[1:]
+            token_weight, flat = _shifted(weight, call.shift, 0), flat[call.shift :]
         if token_weight is not None:
             token_weight = token_weight.reshape(-1)[: len(flat)].contiguous()
         return Tokens(
@@ -193,8 +196,9 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         )
     target = target.long()
     if call.shift:
-        target = _shifted(target, call.ignore_index)
-        token_weight = None if token_weight is None else _shifted(token_weight, 0)
+        target = _shifted(target, call.shift, call.ignore_index)
+        if token_weight is not None:
+            token_weight = _shifted(token_weight, call.shift, 0)
     target = _rows_of(target, sharded)
     if token_weight is not None:
         token_weight = _rows_of(token_weight, sharded)

@@ -27,7 +27,7 @@ OPTIONS = {
     "softcap": [2.0],
     "logit_scale": [0.7],
     "token_weight": [lambda: torch.rand(2, TOKENS).double().round(decimals=1)],
-    "shift": [True],
+    "shift": [True, 3],
     "target": [lambda: torch.softmax(torch.randn(2, TOKENS, VOCAB).double(), -1)],
     "valid_classes": [lambda: VOCAB - 5],
     "returns": [("nll", "lse", "entropy"), ("loss", "z_loss", "argmax", "correct")],
