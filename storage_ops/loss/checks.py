@@ -194,9 +194,7 @@ def _tokens_of(input: Tensor, target: Tensor) -> tuple[int, ...]:
     return whole
 
 
-def _check_target(
-    tokens: tuple[int, ...], target: Tensor, vocab: int, ignore_index: int
-) -> None:
+def _check_target(tokens: tuple[int, ...], target: Tensor, vocab: int, ignore_index: int) -> None:
     if target.is_floating_point():
         if tuple(target.shape) != (*tokens, vocab):
             rule = f"{(*tokens, vocab)}, one probability per class, for a floating dtype"

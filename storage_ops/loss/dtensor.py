@@ -26,9 +26,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 Placements = list[Placement]
 
 
-_KNOWN = (Shard, Replicate, Partial)
-
-
 class _Meshed:
     """The arguments of a call, and what the dimensions of their mesh are to it.
 
@@ -49,8 +46,9 @@ class _Meshed:
                 )
         weight, x = tensors["linear_weight"], tensors["input"]
         assert weight is not None and x is not None
-        sliced = [d for d, p in enumerate(self.of(weight)) if p == Shard(0)]
-        if len(sliced) > 1 or any(type(p) not in _KNOWN for p in self.of(weight)):
+        sliced = [d for d, p in enumerate(self.of(weight)) if p.is_shard(0)]
+        # FSDP on top of tensor parallelism has slices of slices, in another order.
+        if len(sliced) > 1 or any(hasattr(p, "split_factor") for p in self.of(weight)):
             raise ValueError(
                 f"linear_cross_entropy: linear_weight has placements {tuple(self.of(weight))}; "
                 "expected Shard(0), slices of the vocabulary, in at most one dimension of the "
@@ -59,8 +57,8 @@ class _Meshed:
         self.vocabulary = sliced[0] if sliced else None
         self.parts: list[int | None] = [None] * self.mesh.ndim
         for d, p in enumerate(self.of(x)):
-            if type(p) is Shard and p.dim % x.dim() < x.dim() - 1:
-                self.parts[d] = p.dim % x.dim()
+            if p.is_shard() and not p.is_shard(x.dim() - 1):
+                self.parts[d] = p.dim  # type: ignore[attr-defined]
         self.input_grad = "replicate"
         if self.vocabulary is not None:
             self._check_slices(len(weight))
@@ -152,7 +150,10 @@ def linear_cross_entropy(
         last = input.dim() - 2
         if target.is_floating_point():
             weights = target.new_ones(target.shape[:-1]) if token_weight is None else token_weight
-            target, token_weight = _shifted(target, last, shift, 0), _shifted(weights, last, shift, 0)
+            target, token_weight = (
+                _shifted(target, last, shift, 0),
+                _shifted(weights, last, shift, 0),
+            )
         else:
             target = _shifted(target, last, shift, options["ignore_index"])
             token_weight = None if token_weight is None else _shifted(token_weight, last, shift, 0)
@@ -207,10 +208,10 @@ def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None)
 def _shifted(t: Tensor, dim: int, by: int, last: float) -> Tensor:
     """A tensor moved along a dimension, with `last` in the places that this leaves free."""
     if isinstance(t, DTensor):
-        whole = [Replicate() if p == Shard(dim) else p for p in t.placements]
+        whole = [Replicate() if p.is_shard(dim) else p for p in t.placements]
         local = _shifted(t.redistribute(t.device_mesh, whole).to_local(), dim, by, last)
         return DTensor.from_local(local, t.device_mesh, whole, run_check=False)
-    by = min(by, t.shape[dim])
+    by = min(int(by), t.shape[dim])
     rest = t.narrow(dim, by, t.shape[dim] - by)
     return torch.cat((rest, torch.full_like(t.narrow(dim, 0, by), last)), dim)
 

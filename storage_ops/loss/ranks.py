@@ -120,9 +120,10 @@ class Several(Ranks):
 
     def gather(self, t: Tensor) -> Tensor:
         """See `Ranks`."""
-        every = t.new_empty(self.count, *t.shape)
-        dist.all_gather_into_tensor(every.view(-1), t.reshape(-1), self._group)
-        return every
+        ops, flat = torch.ops._c10d_functional, t.reshape(-1)
+        every = ops.all_gather_into_tensor(flat, self.count, self._group.group_name)
+        every = ops.wait_tensor(every)
+        return every.view(self.count, *t.shape)  # type: ignore[no-any-return]
 
     def reduce(self, t: Tensor, rows: slice) -> list[Any]:
         """See `Ranks`."""

@@ -44,7 +44,9 @@ def compare(rank, shape, dim, dtype, options, ignore, call=so.linear_cross_entro
         torch.testing.assert_close(o, r, check_dtype=False)
     total(ours).backward()
     total(right).backward()
-    loose = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    loose = (
+        {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    )
     torch.testing.assert_close(mine.grad, x.grad.chunk(WORLD, dim)[rank], **loose)
     torch.testing.assert_close(part.grad, w.grad.tensor_split(WORLD)[rank], **loose)
     assert mine.grad.untyped_storage().nbytes() == mine.nbytes  # no memory of other ranks' tokens
