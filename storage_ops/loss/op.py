@@ -364,14 +364,14 @@ def _fake_grads(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 def _(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
     input, wants, wide = call.input, call.wants, arithmetic(call.input.dtype)
-    shape = call.target.shape if call.input_grad == "reduce_scatter" else input.shape[:-1]
-    tokens, shape = shape.numel(), list(shape)
+    whole = call.target.shape if call.input_grad == "reduce_scatter" else input.shape[:-1]
+    shape = list(whole)
     if call.shift:
         shape[-1] = max(shape[-1] - call.shift, 0)
     per_token = [input.new_empty(shape if want else (0,), dtype=wide) for want in wants[:3]]
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
     loss = input.new_empty(shape if call.reduction == "none" else (), dtype=wide)
-    state = input.new_empty((STATE_ROWS, tokens), dtype=wide)
+    state = input.new_empty((STATE_ROWS, whole.numel()), dtype=wide)
     made = tuple(call.in_forward and have for have in call.grad_mask)
     return loss, *per_token, argmax, state, *_fake_grads(call._replace(grad_mask=made))
 

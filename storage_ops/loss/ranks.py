@@ -25,6 +25,7 @@ if dist.is_available():
 _sizes: WeakKeyDictionary[Any, dict[int, list[int]]] = WeakKeyDictionary()
 _agreed: WeakKeyDictionary[Any, set[tuple[int, ...]]] = WeakKeyDictionary()
 
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _COMPARED = (
     "the number of tokens", "the hidden size", "dtypes and options, or what needs gradients",
     "the targets", "the token weights",
@@ -64,7 +65,9 @@ class Ranks:
         """This rank's rows of a tensor that was reduced."""
         return t
 
-    def merge(self, state: Tensor, argmax: Tensor | None, ignored: Tensor, vocabulary: int) -> None:
+    def merge(
+        self, state: Tensor, argmax: Tensor | None, ignored: Tensor, call: Call, vocabulary: int
+    ) -> None:
         """Merge the state of rows over the ranks, in place: the sum formulas of row_math.h."""
 
 
@@ -142,18 +145,19 @@ class Several(Ranks):
         size = len(t) // self.count
         return t.narrow(0, self.rank * size, size)
 
-    def merge(self, state: Tensor, argmax: Tensor | None, ignored: Tensor, vocabulary: int) -> None:
+    def merge(
+        self, state: Tensor, argmax: Tensor | None, ignored: Tensor, call: Call, vocabulary: int
+    ) -> None:
         """See `Ranks`."""
         group = self._group
         shift, total, slope, dot, mass, _ = state.unbind(0)
         largest = torch.where(total == 0, -torch.inf, shift)
-        # The maximum of ranks may drop a nan: whether there is one is a number of its own.
-        nan = largest.isnan()
-        both = torch.stack((largest.masked_fill(nan, torch.inf), nan.to(largest.dtype)))
-        dist.all_reduce(both, dist.ReduceOp.MAX, group)
-        merged = both[0].masked_fill(both[1] > 0, torch.nan)
+        order = _ordered(largest)
+        mine = order.clone()
+        dist.all_reduce(order, dist.ReduceOp.MAX, group)
+        merged = _unordered(order, largest.dtype)
         if argmax is not None:
-            argmax.masked_fill_(~torch.where(merged.isnan(), nan, largest == merged), vocabulary)
+            argmax.masked_fill_(order != mine, vocabulary)
             dist.all_reduce(argmax, dist.ReduceOp.MIN, group)
             argmax.masked_fill_(argmax == vocabulary, 0).masked_fill_(ignored, -1)
         new = torch.where(merged == -torch.inf, 0, merged)
@@ -164,11 +168,39 @@ class Several(Ranks):
         slope.copy_(torch.where(factor == 0, 0, factor * moved))
         dot.add_(torch.where(mass == 0, 0, mass * (shift - new)))
         total.mul_(factor)
-        rest = state[1:].contiguous()
+        used = _rows_used(call)
+        rest = state[used]
         dist.all_reduce(rest, dist.ReduceOp.SUM, group)
-        state[1:] = rest
+        state[used] = rest
         state[0] = new
         state.masked_fill_(ignored, 0)[1].masked_fill_(ignored, 1)
+
+
+def _rows_used(call: Call) -> list[int]:
+    """Rows of the state, but for the maximum, that a call reads: no others are sent."""
+    by_index = not call.target.is_floating_point()
+    spread = not by_index or call.label_smoothing != 0
+    return [1, *[2] * call.wants[2], *[3, 4] * spread, *[5] * by_index]
+
+
+def _ordered(t: Tensor) -> Tensor:
+    """Integers in the order of floating-point numbers, with nan above infinity.
+
+    The maximum of numbers over ranks may drop a nan.
+    """
+    bits = t.masked_fill(t.isnan(), torch.nan).view(_BITS[t.dtype])  # one kind of nan, positive
+    return _turned(bits)
+
+
+def _unordered(order: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_ordered`."""
+    return _turned(order).view(dtype)
+
+
+def _turned(bits: Tensor) -> Tensor:
+    """Negative integers in the opposite order, as the bits of negative numbers are."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
 def ranks_of(name: str) -> Ranks:

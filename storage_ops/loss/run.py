@@ -243,7 +243,7 @@ class Run:
         if self.tokens.probabilities:
             ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
         part = None if self.argmax is None else self.argmax[rows]
-        self.ranks.merge(self.state[:, rows], part, ignored, self.vocabulary)
+        self.ranks.merge(self.state[:, rows], part, ignored, self.call, self.vocabulary)
 
 
 def _valid_of(sizes: list[int], valid: int | None) -> int:

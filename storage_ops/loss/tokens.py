@@ -27,8 +27,8 @@ class Tokens:
         class_weight: (V,) in the arithmetic dtype, or None.
         target_weight: (n,) the weight of each token's target, or None.
         shape: of a per-token output, before flattening.
-        sharded: the dimension of `shape` of which each rank has a part, and how many ranks; then the
-            rows are those of one rank after another.
+        sharded: the dimension of `shape` of which each rank has a part, and how many ranks; rows
+            are those of one rank after another then.
         copied_bytes: of copies of arguments that had to be made.
     """
 
