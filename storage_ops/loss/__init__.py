@@ -24,9 +24,9 @@ Terms:
 * *Ranks* share the vocabulary: they merge the state of rows and add up the input's gradient.
 
 Where things are: `api` is the public function and module, `checks` its errors, `call` the op's
-arguments by name, `op` kernels, fakes, autograd and vmap. `tokens` flattens and drops;
-`formulas` has
-what a token's loss is made of, `reference` the definition in plain torch. `problem`, `schedule`,
-`cost`, `planner` and `devices` plan and need no torch; `plan` is `storage_ops.plan`. `run` carries
-steps out, `sums` adds up their gradients, `ranks` is about process groups.
+arguments by name, `op` kernels, fakes, autograd and vmap. `tokens` flattens and drops; `formulas`
+has what a token's loss is made of, `reference` the definition in plain torch. `problem`,
+`schedule`, `cost`, `planner` and `devices` plan and need no torch; `plan` is `storage_ops.plan`.
+`run` carries steps out, `sums` adds up their gradients. `ranks` is about process groups, `dtensor`
+turns placements into one.
 """

@@ -99,11 +99,12 @@ def linear_cross_entropy(
             up to that many tokens; where it has no room for the float32 sums of a 16-bit gradient
             of the input, they lie there too. `storage_ops.plan` shows what becomes of it.
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
-        process_group: torch.distributed group whose ranks hold consecutive slices of the vocabulary
-            (linear_weight, linear_bias, weight), of one size or not. Every rank has all tokens, in
-            the same order, and target holds indices of the whole; of a sequence that is sharded see
-            input_grad. Ranks compare sizes, options and checksums of the targets, on a GPU in
-            the first call of a shape, and all raise where they differ.
+        process_group: torch.distributed group, or a DeviceMesh of one dimension, whose ranks hold
+            consecutive slices of the vocabulary (linear_weight, linear_bias, weight), of one size
+            or not. Every rank has all tokens, in the same order, and target holds indices of the
+            whole; of a sequence that is sharded see input_grad. Ranks compare sizes, options and
+            checksums of the targets, on a GPU in the first call of a shape, and all raise where
+            they differ. With DTensors it follows from their placements: see the page in docs.
         valid_classes: of the whole vocabulary, the classes from this one on are padding: they have
             no probability, and their gradients are 0. None: none is.
         input_grad: with a process_group, "replicate": every rank gets the gradient of the input,

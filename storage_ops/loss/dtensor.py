@@ -184,9 +184,10 @@ def linear_cross_entropy(
     several = isinstance(results, tuple)
     each = results if several else (results,)
     found = tuple(_result(meshed, r, whole, shift) for r in each)
+    plain: tuple[Tensor, ...] = found
     if not isinstance(input, DTensor):
-        found = tuple(r.to_local() for r in found)
-    return found if several else found[0]
+        plain = tuple(r.to_local() for r in found)
+    return plain if several else plain[0]
 
 
 def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None) -> None:
