@@ -38,6 +38,7 @@ else:
         remove_activation_checkpoint,
     )
     from storage_ops.checkpoint.wrapper import CheckpointWrapper
+    from storage_ops.divergence.api import linear_kl_div
     from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
     from storage_ops.loss.api import LinearCrossEntropyLoss, linear_cross_entropy
     from storage_ops.loss.plan import plan
@@ -78,6 +79,7 @@ __all__ = [
     "info",
     "is_discarded",
     "linear_cross_entropy",
+    "linear_kl_div",
     "memory",
     "output_discard",
     "patch_causal_lm",

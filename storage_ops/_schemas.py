@@ -19,6 +19,14 @@ _LOSS_UPSTREAM = (
     "Tensor? grad_loss, Tensor? grad_nll, Tensor? grad_lse, Tensor? grad_entropy, Tensor state"
 )
 
+_KL_ARGUMENTS = (
+    "Tensor input, Tensor linear_weight, Tensor? teacher_input, Tensor? teacher_weight, "
+    "Tensor? linear_bias, Tensor? teacher_bias, Tensor? token_weight, Tensor? log_probs, "
+    "Tensor? ids, str divergence, float beta, float temperature, bool tail, str reduction, "
+    "bool shift, int? valid_classes, int? max_valid, int? memory_budget, bool early, "
+    "bool[3] grad_mask"
+)
+
 # name -> schema. A leading underscore marks an op that only this package calls.
 SCHEMAS: dict[str, str] = {
     "discard_storage": "(Tensor(a!) self, str? guard=None) -> ()",
@@ -56,6 +64,14 @@ SCHEMAS: dict[str, str] = {
     "linear_cross_entropy_backward_into": (
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}) "
         "-> (Tensor grad_input, Tensor grad_bias)"
+    ),
+    "linear_kl_div": (
+        f"({_KL_ARGUMENTS}) -> (Tensor loss, Tensor state, Tensor grad_input, Tensor grad_weight, "
+        "Tensor grad_bias)"
+    ),
+    "linear_kl_div_backward": (
+        f"(Tensor grad_loss, Tensor state, {_KL_ARGUMENTS}) "
+        "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
     ),
     "_chunked_span": (
         "(Tensor[] inputs, SymInt[] ints, SymInt[] sizes, SymInt groups, str program) -> Tensor[]"

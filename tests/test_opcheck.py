@@ -44,6 +44,28 @@ def loss(
             None, None, "", "", early, list(needs), list(wants))  # fmt: skip
 
 
+def divergence(
+    name, reduction="mean", early=True, needs=(True, True, True), dtype=torch.float32, topk=False,
+    shift=False, backward=False,
+):  # fmt: skip
+    x, w, b = torch.randn(3, 4, 6).to(dtype), torch.randn(7, 6).to(dtype), torch.randn(7).to(dtype)
+    for t, need in zip((x, w, b), needs, strict=True):
+        t.requires_grad_(need and not backward)
+    teacher, weight = (torch.randn(3, 4, 5).to(dtype), torch.randn(7, 5).to(dtype)), None
+    values, ids = (None, None)
+    if topk:
+        teacher = (None, None)
+        values, ids = torch.randn(3, 4, 7).log_softmax(-1).topk(2)
+    if shift:
+        weight = torch.rand(3, 4)
+    call = (x, w, *teacher, b, None, weight, values, ids, name, 0.3, 2.0, True, reduction, shift,
+            None, None, None, early, list(needs))  # fmt: skip
+    if not backward:
+        return call
+    grad = torch.randn(3, 4 - shift) if reduction == "none" else torch.randn(())
+    return (grad, torch.rand(3, 12), *call)
+
+
 def product(add, dtype=torch.float32, transposed=False):
     left, right = torch.randn(20, 9).to(dtype), torch.randn(9, 50).to(dtype)
     left = left.t().contiguous() if transposed else left
@@ -127,6 +149,18 @@ CASES = {
     "linear_cross_entropy_backward": [backward("mean"), backward("none")],
     "linear_cross_entropy_backward_target": [backward("mean", dense=True)],
     "linear_cross_entropy_backward_into": [backward("mean", torch.zeros(7, 6))],
+    "linear_kl_div": [
+        divergence("forward"),
+        divergence("reverse", "sum", needs=(True, False, False), shift=True),
+        divergence("jsd", "none", early=False, topk=True),
+        divergence("tvd", needs=(False, False, False)),
+        divergence("jsd", dtype=torch.bfloat16),
+    ],
+    "linear_kl_div_backward": [
+        divergence("jsd", early=False, backward=True),
+        divergence("forward", "none", early=False, shift=True, backward=True),
+        divergence("reverse", "none", early=False, topk=True, backward=True),
+    ],
     "_chunked_span": [span(), span(torch.float64)],
 }
 

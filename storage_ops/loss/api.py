@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
+from storage_ops._autograd import refuse_forward_mode, transforming
 from storage_ops.loss import op, ranks
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.checks import check_arguments, check_types, names_of
@@ -205,7 +205,7 @@ def linear_cross_entropy(
         wide = {"dtype": arithmetic(input.dtype), "device": input.device}
         given = isinstance(divisor, Tensor)
         divisor = divisor.to(**wide) if given else torch.full((), divisor, **wide)
-    _refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
+    refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     given = (input, linear_weight, linear_bias)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in given)
     wants = [name in returns for name in ("nll", "lse", "entropy", "argmax")]
@@ -217,7 +217,7 @@ def linear_cross_entropy(
         and input.dtype != torch.float16  # its range is too small before upstream is known
         and not target.requires_grad
         and not any(name in returns for name in ("nll", "lse", "entropy"))
-        and not op.transforming()
+        and not transforming()
     )
     call = Call._make((
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
@@ -252,14 +252,6 @@ def _group_of(mesh: Any) -> Any:
             "one: mesh['tp'], or a process group"
         )
     return mesh.get_group()
-
-
-def _refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Raise for a dual tensor: its tangent would be dropped without a word."""
-    if forward_ad._current_level < 0:
-        return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError(op.NOT_FORWARD)
 
 
 @dataclass(frozen=True)

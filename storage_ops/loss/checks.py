@@ -11,9 +11,9 @@ from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_INDICES = (torch.int64, torch.int32)
-_REDUCTIONS = ("mean", "sum", "none")
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INDICES = (torch.int64, torch.int32)
+REDUCTIONS = ("mean", "sum", "none")
 _INPUT_GRADS = ("replicate", "partial", "reduce_scatter")
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
@@ -73,8 +73,8 @@ def check_arguments(
     if process_group is not None and target.is_floating_point() and "correct" in returns:
         rule = "class indices as target for 'correct' with a process_group"
         raise _wrong(ValueError, "returns is", repr(returns), rule)
-    if input.dtype not in _FLOATS:
-        raise _wrong(TypeError, "input is", input.dtype, f"a floating dtype of {_FLOATS}")
+    if input.dtype not in FLOATS:
+        raise _wrong(TypeError, "input is", input.dtype, f"a floating dtype of {FLOATS}")
     if input.dim() < 1 or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
         raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
@@ -130,8 +130,8 @@ def _check_options(
     check_ranks: bool,
     divisor: float | Tensor | None,
 ) -> None:
-    if reduction not in _REDUCTIONS:
-        raise _wrong(ValueError, "reduction is", repr(reduction), f"one of {_REDUCTIONS}")
+    if reduction not in REDUCTIONS:
+        raise _wrong(ValueError, "reduction is", repr(reduction), f"one of {REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
         raise _wrong(ValueError, "label_smoothing is", label_smoothing, "a number from 0 to 1")
     least = torch.finfo(arithmetic(input.dtype)).tiny
@@ -203,7 +203,7 @@ def _check_target(tokens: tuple[int, ...], target: Tensor, vocab: int, ignore_in
             rule = "None with probabilities as targets; give a token_weight of 0 to ignore a token"
             raise _wrong(ValueError, "ignore_index is", ignore_index, rule)
         return
-    if target.dtype not in _INDICES:
+    if target.dtype not in INDICES:
         rule = "int64 or int32 class indices, or floating point probabilities"
         raise _wrong(TypeError, "target is", target.dtype, rule)
     if tuple(target.shape) != tokens:

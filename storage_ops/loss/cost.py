@@ -45,11 +45,14 @@ def token_bytes(p: Problem) -> int:
     return p.tokens * kept + p.left_out * STATE_ROWS * p.arithmetic + 512
 
 
-def peak(s: Schedule) -> int:
-    """Peak scratch memory beyond inputs, outputs and returned gradients."""
+def peak(s: Schedule, beside: int = 0) -> int:
+    """Peak scratch memory beyond inputs, outputs and returned gradients.
+
+    `beside`: bytes that are held beside a tile of logits.
+    """
     p, d, item = s.problem, s.problem.hidden, s.problem.itemsize
     wide_input, wide_weight = s.wide_input, s.wide_weight
-    tile = s.rows * padded(s.columns) * item
+    tile = s.rows * padded(s.columns) * item + beside
     if p.gathers or p.masks:
         tile += s.rows * d * item
     extra = _extra(p, wide_input, wide_weight)

@@ -7,8 +7,6 @@ forms the logits once more in the backward, when it knows what each of them is w
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,25 +16,28 @@ from torch.library import register_autograd, register_fake, register_vmap
 from torch.utils._python_dispatch import _disable_current_modes
 
 from storage_ops import _schemas
+from storage_ops._autograd import (
+    call_once,
+    exact,
+    looped,
+    once,
+    raise_not_forward,
+    raise_not_twice,
+    retained,
+    roots,
+    times,
+    transforming,
+)
 from storage_ops.loss import formulas, reference
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.run import Run
 from storage_ops.matmul import reference as matmul_reference
-from storage_ops.matmul.full_sums import full_sums
 
 _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 4  # of the forward's outputs: loss, nll, lse, entropy
 _UPSTREAM = 5  # arguments of the backward before those of the forward: gradients, and the state
 _INTO = Call._fields.index("accumulate_into")  # which only one backward op has
-_NOT_TWICE = (
-    "linear_cross_entropy: its gradient was differentiated; double backward is not supported, use "
-    "torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) where you need it"
-)
-NOT_FORWARD = (
-    "linear_cross_entropy: an argument carries a tangent; forward-mode AD is not supported, use "
-    "torch.nn.functional.cross_entropy(torch.nn.functional.linear(...)) for it"
-)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -110,49 +111,6 @@ def _backward_into(*args: Any) -> tuple[Tensor, Tensor]:
     return grad_input, grad_bias
 
 
-def _raise_not_twice(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(_NOT_TWICE)
-
-
-def _raise_not_forward(ctx: Any, *tangents: Tensor) -> None:
-    raise RuntimeError(NOT_FORWARD)
-
-
-class _NotTwice(torch.autograd.Function):
-    """A function whose results may be used in a graph, but not differentiated."""
-
-    backward = staticmethod(_raise_not_twice)
-    jvp = staticmethod(_raise_not_forward)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-
-class _OnceDifferentiable(_NotTwice):
-    """Passes the first tensors on under create_graph=True, and raises when they are differentiated.
-
-    The others are what they depend on: autograd runs what lies on the way to it, and nothing else.
-    """
-
-    @staticmethod
-    def forward(count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if t is None else t.view_as(t) for t in tensors[:count])
-
-
-class _Root(_NotTwice):
-    """Stands for a tensor in the graph of autograd, and holds none of its memory."""
-
-    @staticmethod
-    def forward(t: Tensor) -> Tensor:
-        return t.new_empty(0)
-
-
-def _roots(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
-    with torch.enable_grad():
-        return [_Root.apply(t) for t in tensors if t is not None and t.requires_grad]  # type: ignore[no-untyped-call]
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = Call(*inputs)
     state, *grads = output[_DIFFERENTIABLE + 1 :]
@@ -167,7 +125,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.call = call.with_tensors()
     # Not saved: others add to it in between, and may.
     ctx.into = call.accumulate_into
-    ctx.roots = _roots(call.tensors()) if ctx.ready and not transforming() else []
+    ctx.roots = roots(call.tensors()) if ctx.ready else []
     if ctx.ready:
         # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
         ctx.save_for_backward(*(g.detach() for g in grads))
@@ -176,22 +134,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         ctx.save_for_backward(state.detach(), *tensors)
 
 
-def _times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
-    """The gradient times the upstream scalar: in place when nobody else can see the memory."""
-    storage = grad.untyped_storage() if type(grad) is Tensor else None
-    # Two users: the saved tensor and `storage` itself. A batch of upstream gradients needs more.
-    functorch = torch._C._functorch
-    batched = functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream)
-    if retained or batched or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
-        return grad * upstream
-    _OPS._scale(grad, upstream)
-    return grad
-
-
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    grad_target = None
-    retained = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
+    grad_target, keep = None, retained()
     # Outputs that were not asked for are empty, whatever someone differentiates them by.
     asked = [True, *ctx.call.wants[:3]]
     given = [g if want else None for g, want in zip(upstream, asked, strict=False)]
@@ -199,16 +144,14 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.ready:
             loss = given[0]
             made: Any = [
-                _times(g, loss, retained) if need and loss is not None else None
+                times(g, loss, keep) if need and loss is not None else None
                 for g, need in zip(ctx.saved_tensors, needs, strict=True)
             ]
         else:
             made, grad_target = _recomputed(ctx, given, needs)
     grads = [g if need else None for g, need in zip(made, needs, strict=True)]
     grads.insert(2, grad_target)
-    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-        sources = [*given, *(ctx.roots if ctx.ready else ctx.saved_tensors)]
-        grads = list(_OnceDifferentiable.apply(len(grads), *grads, *sources))  # type: ignore[no-untyped-call]
+    grads = once(grads, [*given, *(ctx.roots if ctx.ready else ctx.saved_tensors)])
     return *grads, *([None] * (len(ctx.needs_input_grad) - len(grads)))
 
 
@@ -220,32 +163,13 @@ def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tupl
     arguments = (*given, state, *call[:_INTO], *call[_INTO + 1 :])
     if ctx.into is not None:
         into = (*given, state, *call._replace(accumulate_into=ctx.into))
-        made = _once(_OPS.linear_cross_entropy_backward_into, *into)
+        made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
         needs[1], made = False, (made[0], None, made[1])
     else:
-        made = _once(_OPS.linear_cross_entropy_backward, *arguments)
+        made = call_once(_OPS.linear_cross_entropy_backward, *arguments)
     if not ctx.needs_input_grad[2]:
         return made, None
-    return made, _once(_OPS.linear_cross_entropy_backward_target, *arguments)
-
-
-def _once(op: Callable[..., Any], *args: Any) -> Any:
-    """Calls an op of the backward in a form that cannot be differentiated without a word."""
-    if not transforming():  # what autograd itself sees is wrapped at the end
-        return op(*args)
-    with torch.enable_grad():
-        return _TransformableBackward.apply(op, *args)  # type: ignore[no-untyped-call]
-
-
-class _TransformableBackward(_NotTwice):
-    """An op of the backward for torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(op: Callable[..., Any], *args: Any) -> Any:
-        result = op(*args)
-        return tuple(result) if isinstance(result, (tuple, list)) else result
+    return made, call_once(_OPS.linear_cross_entropy_backward_target, *arguments)
 
 
 class _Transformable(torch.autograd.Function):
@@ -253,7 +177,7 @@ class _Transformable(torch.autograd.Function):
 
     generate_vmap_rule = True
     backward = staticmethod(_autograd)
-    jvp = staticmethod(_raise_not_forward)
+    jvp = staticmethod(raise_not_forward)
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
@@ -262,49 +186,12 @@ class _Transformable(torch.autograd.Function):
         return outputs
 
 
-def transforming() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return not torch.compiler.is_compiling() and bool(torch._C._are_functorch_transforms_active())
-
-
 def apply(call: Call) -> tuple[Tensor, ...]:
     """The forward op, in a form that eager code, torch.compile and torch.func all take."""
     if transforming():
         outputs: tuple[Tensor, ...] = _Transformable.apply(*call)  # type: ignore[no-untyped-call]
         return outputs
     return tuple(_OPS.linear_cross_entropy(*call))
-
-
-def _looped(op: Callable[..., Any]) -> Callable[..., Any]:
-    """A vmap rule that calls an op once for every element of the batch."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        def one(index: int) -> list[Any]:
-            return [
-                a.select(dim, index) if isinstance(a, Tensor) and dim is not None else a
-                for a, dim in zip(args, in_dims, strict=True)
-            ]
-
-        results = [op(*one(index)) for index in range(info.batch_size)]
-        stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
-        return stacked, (0,) * len(stacked)
-
-    return rule
-
-
-def _exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel whose matrix products keep the dtype of their operands and sum in full precision."""
-
-    @functools.wraps(kernel)
-    def run(*args: Any) -> Any:
-        device = next(a.device.type for a in args if isinstance(a, Tensor))
-        if not torch.amp.is_autocast_available(device):  # such as the meta device
-            return kernel(*args)
-        sums = full_sums if device == "cuda" else contextlib.nullcontext()
-        with torch.autocast(device, enabled=False), sums:
-            return kernel(*args)
-
-    return run
 
 
 _FALLBACKS: dict[str, Callable[..., None]] = {
@@ -319,20 +206,20 @@ _FACTS: dict[str, Callable[..., Any]] = {
     "_product_kind": matmul_reference.product_kind,
 }
 _KERNELS: dict[str, Callable[..., Any]] = {
-    "linear_cross_entropy": _exact(_forward),
-    "linear_cross_entropy_backward": _exact(_backward),
-    "linear_cross_entropy_backward_into": _exact(_backward_into),
-    "linear_cross_entropy_backward_target": _exact(_backward_target),
+    "linear_cross_entropy": exact(_forward),
+    "linear_cross_entropy_backward": exact(_backward),
+    "linear_cross_entropy_backward_into": exact(_backward_into),
+    "linear_cross_entropy_backward_target": exact(_backward_target),
 }
 for _name, _kernel in {**_FALLBACKS, **_FACTS, **_KERNELS}.items():
     _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 _NAME, _BACKWARD_NAME = (f"storage_ops::linear_cross_entropy{end}" for end in ("", "_backward"))
 register_autograd(_NAME, _autograd, setup_context=_setup_context, lib=_schemas.library)
-register_autograd(_BACKWARD_NAME, _raise_not_twice, lib=_schemas.library)
-register_autograd(_BACKWARD_NAME + "_target", _raise_not_twice, lib=_schemas.library)
-register_vmap(_NAME, _looped(_OPS.linear_cross_entropy), lib=_schemas.library)
-register_vmap(_BACKWARD_NAME, _looped(_OPS.linear_cross_entropy_backward), lib=_schemas.library)
+register_autograd(_BACKWARD_NAME, raise_not_twice, lib=_schemas.library)
+register_autograd(_BACKWARD_NAME + "_target", raise_not_twice, lib=_schemas.library)
+register_vmap(_NAME, looped(_OPS.linear_cross_entropy), lib=_schemas.library)
+register_vmap(_BACKWARD_NAME, looped(_OPS.linear_cross_entropy_backward), lib=_schemas.library)
 
 
 for _name in _FALLBACKS:

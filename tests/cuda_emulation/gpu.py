@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from storage_ops import matmul
+from storage_ops import _autograd, matmul
 from storage_ops.loss import devices, sums
 from storage_ops.loss import op as loss_autograd
 from storage_ops.loss import run as loss_run
@@ -117,4 +117,5 @@ def pretended(ops, adds_wide: bool):
         patch.setattr(loss_rows, "_may_count", lambda target: False)
         patch.setattr(loss_run, "_OPS", ops)
         patch.setattr(loss_autograd, "_OPS", ops)
+        patch.setattr(_autograd, "_OPS", ops)
         yield

@@ -1,0 +1,170 @@
+"""What ops that make their gradients in the forward share: used once, in place, in torch.func.
+
+Such an op returns its gradients beside its result. Its backward multiplies them by the upstream
+gradient, in place where nobody else sees their memory. They are first derivatives: whoever would
+differentiate them again gets an error, not zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from storage_ops.matmul.full_sums import full_sums
+
+_OPS = torch.ops.storage_ops
+_INSTEAD = "use a loss of torch.nn.functional.linear(...), whose logits are in memory,"
+_NOT_TWICE = (
+    "linear_cross_entropy or linear_kl_div: its gradient was differentiated; double backward is "
+    f"not supported, {_INSTEAD} where you need it"
+)
+NOT_FORWARD = (
+    "linear_cross_entropy or linear_kl_div: an argument carries a tangent; forward-mode AD is not "
+    f"supported, {_INSTEAD} for it"
+)
+
+
+def raise_not_twice(ctx: Any, *grads: Tensor) -> None:
+    """The backward of what is a gradient already."""
+    raise RuntimeError(_NOT_TWICE)
+
+
+def raise_not_forward(ctx: Any, *tangents: Tensor) -> None:
+    """The jvp of ops that have none."""
+    raise RuntimeError(NOT_FORWARD)
+
+
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Raise for a dual tensor: its tangent would be dropped without a word."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(NOT_FORWARD)
+
+
+class _NotTwice(torch.autograd.Function):
+    """A function whose results may be used in a graph, but not differentiated."""
+
+    backward = staticmethod(raise_not_twice)
+    jvp = staticmethod(raise_not_forward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+
+class _OnceDifferentiable(_NotTwice):
+    """Passes the first tensors on under create_graph=True, and raises when they are differentiated.
+
+    The others are what they depend on: autograd runs what lies on the way to it, and nothing else.
+    """
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:count])
+
+
+class _Root(_NotTwice):
+    """Stands for a tensor in the graph of autograd, and holds none of its memory."""
+
+    @staticmethod
+    def forward(t: Tensor) -> Tensor:
+        return t.new_empty(0)
+
+
+def roots(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """What gradients depend on that were made in the forward, and whose arguments are not saved."""
+    if transforming():
+        return []
+    with torch.enable_grad():
+        return [_Root.apply(t) for t in tensors if t is not None and t.requires_grad]  # type: ignore[no-untyped-call]
+
+
+def once(grads: list[Tensor | None], sources: list[Tensor | None]) -> list[Tensor | None]:
+    """The results of a backward; under create_graph=True in a form that is not differentiated.
+
+    `sources`: what they depend on.
+    """
+    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        return list(_OnceDifferentiable.apply(len(grads), *grads, *sources))  # type: ignore[no-untyped-call]
+    return grads
+
+
+def retained() -> bool:
+    """Whether what a backward has saved may be needed again after it."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return torch.is_grad_enabled() or keeps
+
+
+def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
+    """The gradient times the upstream scalar: in place when nobody else can see the memory."""
+    storage = grad.untyped_storage() if type(grad) is Tensor else None
+    # Two users: the saved tensor and `storage` itself. A batch of upstream gradients needs more.
+    functorch = torch._C._functorch
+    batched = functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream)
+    if retained or batched or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
+        return grad * upstream
+    _OPS._scale(grad, upstream)
+    return grad
+
+
+def call_once(op: Callable[..., Any], *args: Any) -> Any:
+    """Calls an op of the backward in a form that cannot be differentiated without a word."""
+    if not transforming():  # what autograd itself sees is wrapped at the end
+        return op(*args)
+    with torch.enable_grad():
+        return _TransformableBackward.apply(op, *args)  # type: ignore[no-untyped-call]
+
+
+class _TransformableBackward(_NotTwice):
+    """An op of the backward for torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: Callable[..., Any], *args: Any) -> Any:
+        result = op(*args)
+        return tuple(result) if isinstance(result, (tuple, list)) else result
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return not torch.compiler.is_compiling() and bool(torch._C._are_functorch_transforms_active())
+
+
+def looped(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A vmap rule that calls an op once for every element of the batch."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        def one(index: int) -> list[Any]:
+            return [
+                a.select(dim, index) if isinstance(a, Tensor) and dim is not None else a
+                for a, dim in zip(args, in_dims, strict=True)
+            ]
+
+        results = [op(*one(index)) for index in range(info.batch_size)]
+        stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose matrix products keep the dtype of their operands and sum in full precision."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        device = next(a.device.type for a in args if isinstance(a, Tensor))
+        if not torch.amp.is_autocast_available(device):  # such as the meta device
+            return kernel(*args)
+        sums = full_sums if device == "cuda" else contextlib.nullcontext()
+        with torch.autocast(device, enabled=False), sums:
+            return kernel(*args)
+
+    return run

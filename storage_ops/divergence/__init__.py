@@ -1,0 +1,20 @@
+"""The divergence of a student's head from a frozen teacher's, whose logits exist in tiles only.
+
+    api.linear_kl_div -> Call -> op -> Run --- steps ---> rows (plain torch on a tile of each head)
+                                        |           `---> Matmul (storage_ops/matmul)
+                                        |           `---> Sums of the gradients (storage_ops/loss)
+                              Problem -> plan -> Schedule of the loss
+
+Tokens, tiles, schedules, sums and budgets are those of `storage_ops.loss`; what is said there of
+gradients that are made in the forward holds here. What differs:
+
+* A step forms a tile of each head: the student's, which the gradient overwrites, and the teacher's.
+* *Statistics* are made of whole rows of logits, never of parts: the divergence of a row needs both
+  log-sum-exps before anything else. They are three numbers per token: the two log-sum-exps and the
+  *center*, the mean under the student of what a class contributes to the gradient.
+* *Gradients* follow in the same step, with whole rows (four products of size tokens x D x V), or,
+  from the statistics and logits that are formed again, in slices of the vocabulary (six), which
+  need no float32 sum of the weight's gradient.
+* A stored teacher has the log-probabilities of a few classes. Both heads are then made *coarse*:
+  those classes, and one for the rest. Its statistics are the student's coarse logits.
+"""

@@ -1,0 +1,167 @@
+"""The divergence of two heads from hidden states, without ever holding logits of either."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from storage_ops import _autograd
+from storage_ops.divergence import op
+from storage_ops.divergence.call import Call
+from storage_ops.divergence.checks import check_call, check_options, check_types
+from storage_ops.quantities import parse_bytes
+
+
+def linear_kl_div(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    *,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    scale_by_temperature: bool = False,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: str = "mean",
+    shift: bool = False,
+    memory_budget: int | float | str | None = None,
+    teacher_topk: tuple[Tensor, Tensor] | None = None,
+    teacher_tail: str = "bucket",
+    valid_classes: int | None = None,
+    max_valid: int | str | None = None,
+) -> Tensor:
+    """Divergence of a student's head from a frozen teacher's, with no logits tensor in memory.
+
+    With P = softmax((teacher_input @ teacher_weight.T + teacher_bias) / temperature), the teacher,
+    and Q the same of the student, a token has
+
+        "forward"  KL(P || Q) = sum_j P_j (log P_j - log Q_j)
+        "reverse"  KL(Q || P) = sum_j Q_j (log Q_j - log P_j)
+        "jsd"      beta KL(P || M) + (1 - beta) KL(Q || M),  M = beta P + (1 - beta) Q
+        "tvd"      1/2 sum_j |P_j - Q_j|
+
+    The third is the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024, On-Policy
+    Distillation of Language Models, section 2). Divided by beta it tends to the forward divergence
+    for beta -> 0, divided by 1 - beta to the reverse one for beta -> 1. At these two values the
+    formula is 0 whatever the heads are, and beta=0 is the forward, beta=1 the reverse divergence.
+
+    Args:
+        input: (..., D), the student's hidden states: float64, float32, bfloat16 or float16.
+        linear_weight: (V, D), the student's head, in the dtype of input.
+        teacher_input: (..., E), the teacher's hidden states of the same tokens, in any of these
+            dtypes; E need not be D. None with teacher_topk.
+        teacher_weight: (V, E), the teacher's head, in the dtype of teacher_input. The teacher is
+            frozen: no gradient flows to it, whether its tensors require one or not.
+        divergence: "forward", "reverse", "jsd" or "tvd".
+        beta: from 0 to 1, for "jsd".
+        temperature: both heads' logits are divided by it.
+        scale_by_temperature: multiply the loss by temperature^2, as in Hinton et al. (2015,
+            section 2), which keeps the size of gradients.
+        linear_bias, teacher_bias: (V,), in the dtype of their weights.
+        token_weight: (...), floating point or bool. Tokens of weight 0 or False are ignored.
+        reduction: "mean" (the sum divided by that of the token weights, or by the number of
+            tokens), "sum" or "none".
+        shift: for causal language models: the token at position i is weighted by token_weight at
+            i + 1, which it predicts, and the last has none. Equals calling with input[..., :-1, :],
+            teacher_input[..., :-1, :], teacher_topk of [..., :-1, :] and token_weight[..., 1:].
+        memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
+            number or text such as "400 MiB". None takes a quarter of both heads' logits (on a GPU
+            all of them), at least 64 MiB and at most 2 GiB, plus a float32 sum for the gradient of
+            a 16-bit weight.
+        teacher_topk: a stored teacher: log-probabilities (..., K), at this temperature, and class
+            indices (..., K), int64 or int32 and distinct for every token, such as the K most
+            probable ones.
+        teacher_tail: what becomes of the probability outside of them. "bucket": all other classes
+            are one more class, for the teacher what its K probabilities leave, for the student the
+            sum of theirs; this is the exact divergence of the K + 1 classes, never more than that
+            of all V. "renormalize": there are no other classes: the K probabilities of each head
+            are divided by their sum.
+        valid_classes: the classes from this one on are padding in both heads, which may then have
+            different numbers of classes: they have no probability, and their gradients are 0.
+        max_valid: as in `linear_cross_entropy`: on a GPU, the most tokens that are not ignored, or
+            "sync"; no others are worked on.
+
+    Returns:
+        The loss: () for "mean" and "sum", that of the tokens for "none", 0 where a token is
+        ignored; float64 for a float64 input, float32 for all others. If every token is ignored the
+        mean is nan and the gradients are zero. A token with a nan logit is nan. A class of logit
+        -inf has probability 0, and 0 log 0 is 0; a divergence that is infinite is inf. Under
+        autocast products run in the autocast dtype.
+
+        A mean or a sum makes its gradients in the forward, in four matrix products of size tokens x
+        D x V, the teacher's among them. A budget without room for the sum of the weight's gradient,
+        reduction "none" and float16 form both heads' logits again: six. Nothing needing gradients:
+        two. Two runs give the same bits.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
+            memory_budget that no plan can keep, with the smallest that one can.
+        RuntimeError: ids of teacher_topk out of range or not distinct (on CUDA that token's loss is
+            nan instead); more valid tokens than max_valid on a CPU; the gradient is differentiated
+            again; forward-mode AD.
+
+    Example:
+        >>> x, w = torch.randn(2, 8, 16, requires_grad=True), torch.randn(100, 16)
+        >>> teacher, head = torch.randn(2, 8, 32), torch.randn(100, 32)
+        >>> loss = storage_ops.linear_kl_div(x, w, teacher, head, divergence="jsd", beta=0.1)
+        >>> loss.backward()
+        >>> loss.shape, x.grad.shape
+        (torch.Size([]), torch.Size([2, 8, 16]))
+        >>> stored = torch.log_softmax(teacher @ head.T, -1).topk(10)
+        >>> loss = storage_ops.linear_kl_div(x, w, teacher_topk=tuple(stored))
+    """
+    check_types(
+        {"input": input, "linear_weight": linear_weight, "teacher_input": teacher_input,
+         "teacher_weight": teacher_weight, "linear_bias": linear_bias,
+         "teacher_bias": teacher_bias, "token_weight": token_weight},
+        teacher_topk,
+    )  # fmt: skip
+    check_options(
+        divergence, beta, temperature, reduction, shift, teacher_tail, max_valid, valid_classes
+    )
+    counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
+    if memory_budget is not None and not counts:
+        memory_budget = parse_bytes(memory_budget, "linear_kl_div: memory_budget")
+    if isinstance(memory_budget, int):
+        memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
+    if divergence == "jsd" and beta in (0, 1):
+        divergence = "reverse" if beta else "forward"
+    if token_weight is not None and not token_weight.is_floating_point():
+        token_weight = token_weight.to(torch.float32)
+    log_probs, ids = (None, None) if teacher_topk is None else teacher_topk
+    teacher = [teacher_input, teacher_weight, teacher_bias, log_probs, ids]
+    frozen = [None if t is None else t.detach() for t in teacher]
+    given = [input, linear_weight, linear_bias, *frozen[:3]]
+    device = input.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        given = [_cast(t, dtype) for t in given]
+    student, weight, bias, hidden, head, offset = given
+    assert student is not None and weight is not None
+    needs = tuple(
+        torch.is_grad_enabled() and t is not None and t.requires_grad
+        for t in (student, weight, bias)
+    )
+    in_forward = (
+        reduction != "none"
+        and student.dtype != torch.float16  # its range is too small before upstream is known
+        and not _autograd.transforming()
+    )
+    call = Call(
+        student, weight, hidden, head, bias, offset, token_weight, frozen[3], frozen[4],
+        divergence, beta, temperature, teacher_tail == "bucket", reduction, shift, valid_classes,
+        -1 if max_valid == "sync" else max_valid, memory_budget, in_forward, needs,  # type: ignore[arg-type]
+    )  # fmt: skip
+    check_call(call)
+    _autograd.refuse_forward_mode(*given, token_weight, log_probs)
+    loss = op.apply(call)
+    return loss * temperature**2 if scale_by_temperature else loss
+
+
+def _cast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A tensor in autocast's dtype; what is float64, or no floating dtype, as it is."""
+    casts = t is not None and t.is_floating_point() and t.dtype != torch.float64
+    return t.to(dtype) if t is not None and casts else t

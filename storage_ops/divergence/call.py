@@ -1,0 +1,77 @@
+"""The arguments of the op, by name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from storage_ops.loss import call as loss_call
+from storage_ops.loss.call import arithmetic
+
+TENSORS = 9  # the first arguments are tensors
+IGNORED = -100
+
+
+class Call(NamedTuple):
+    """The arguments of `storage_ops::linear_kl_div`, in the order of its schema.
+
+    Those of the public function; `log_probs` and `ids` are its `teacher_topk`.
+
+    Attributes:
+        tail: with `ids`, whether the classes that are not there count as one more class.
+        in_forward: the gradients are made in the forward, for a loss that is a mean or a sum.
+        grad_mask: whether input, weight and bias need gradients.
+    """
+
+    input: Tensor
+    weight: Tensor
+    teacher_input: Tensor | None = None
+    teacher_weight: Tensor | None = None
+    bias: Tensor | None = None
+    teacher_bias: Tensor | None = None
+    token_weight: Tensor | None = None
+    log_probs: Tensor | None = None
+    ids: Tensor | None = None
+    divergence: str = "forward"
+    beta: float = 0.5
+    temperature: float = 1.0
+    tail: bool = True
+    reduction: str = "mean"
+    shift: bool = False
+    valid_classes: int | None = None
+    max_valid: int | None = None
+    memory_budget: int | None = None
+    in_forward: bool = True
+    grad_mask: tuple[bool, ...] = (True, True, False)
+
+    @property
+    def state_rows(self) -> int:
+        """Numbers per token that are kept for the backward."""
+        return 3 if self.ids is None else self.ids.shape[-1] + 1
+
+    def as_loss(self) -> loss_call.Call:
+        """The student's part as a call of linear cross-entropy: its tokens, weights and sums.
+
+        The only use of the target is to say which tokens are ignored.
+        """
+        target = torch.zeros(self.input.shape[:-1], dtype=torch.int64, device=self.input.device)
+        return loss_call.Call(
+            self.input,
+            self.weight,
+            target,
+            self.bias,
+            token_weight=self.token_weight,
+            reduction=self.reduction,
+            ignore_index=IGNORED,
+            shift=self.shift,
+            max_valid=self.max_valid,
+            in_forward=self.in_forward,
+            grad_mask=self.grad_mask,
+        )
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of everything but matrix products."""
+        return arithmetic(self.input.dtype)

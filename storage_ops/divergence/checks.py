@@ -1,0 +1,148 @@
+"""What linear_kl_div asks of its arguments. Every message names argument, value and rule."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops.divergence.call import Call
+from storage_ops.loss.checks import FLOATS, INDICES, REDUCTIONS
+
+DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
+TAILS = ("bucket", "renormalize")
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
+
+
+def _wrong(kind: type[Exception], argument: str, found: object, expected: str) -> Exception:
+    return kind(f"linear_kl_div: {argument} {found}; expected {expected}")
+
+
+def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
+    """Raise a TypeError for what is no tensor, or for a stored teacher that is no pair of them."""
+    for name, value in given.items():
+        required = name in ("input", "linear_weight")
+        if not (isinstance(value, Tensor) or (value is None and not required)):
+            kind = "None" if value is None else f"a {type(value).__name__}"
+            raise _wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
+    pair = isinstance(teacher_topk, (tuple, list)) and len(teacher_topk) == 2
+    if teacher_topk is None or (pair and all(isinstance(t, Tensor) for t in teacher_topk)):  # type: ignore[attr-defined]
+        return
+    rule = "a pair of tensors: log-probabilities and class indices"
+    raise _wrong(TypeError, "teacher_topk is", f"a {type(teacher_topk).__name__}", rule)
+
+
+def check_options(
+    divergence: str, beta: Any, temperature: Any, reduction: str, shift: bool, teacher_tail: str,
+    max_valid: Any, valid_classes: Any,
+) -> None:  # fmt: skip
+    """Raise a TypeError or ValueError for options that have no meaning."""
+    for name, text, allowed in (
+        ("divergence", divergence, DIVERGENCES),
+        ("reduction", reduction, REDUCTIONS),
+        ("teacher_tail", teacher_tail, TAILS),
+    ):
+        if text not in allowed:
+            raise _wrong(ValueError, f"{name} is", repr(text), f"one of {allowed}")
+    for name, value in (("beta", beta), ("temperature", temperature)):
+        if isinstance(value, (bool, Tensor)) or not isinstance(value, _NUMBERS):
+            raise _wrong(TypeError, f"{name} is", repr(value), "a number")
+    if not 0 <= beta <= 1:
+        raise _wrong(ValueError, "beta is", beta, "a number from 0 to 1")
+    if not 0 < temperature < float("inf"):
+        raise _wrong(ValueError, "temperature is", temperature, "a positive number")
+    if not isinstance(shift, bool):
+        raise _wrong(TypeError, "shift is", repr(shift), "True or False")
+    counts = (int, torch.SymInt)
+    if max_valid not in (None, "sync") and not (isinstance(max_valid, counts) and max_valid >= 0):
+        raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
+    whole = isinstance(valid_classes, int) and not isinstance(valid_classes, bool)
+    if valid_classes is not None and not (whole and valid_classes > 0):
+        raise _wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")
+
+
+def check_call(call: Call) -> None:
+    """Raise a TypeError or ValueError for tensors that do not fit together."""
+    input, weight = call.input, call.weight
+    if input.dtype not in FLOATS:
+        raise _wrong(TypeError, "input is", input.dtype, f"a floating dtype of {FLOATS}")
+    if call.shift and input.dim() < 2:
+        raise _wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
+    if input.dim() < 1 or weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
+        rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
+        raise _wrong(ValueError, "linear_weight has shape", tuple(weight.shape), rule)
+    tokens, vocab = tuple(input.shape[:-1]), weight.shape[0]
+    valid = call.valid_classes
+    if vocab == 0 or (valid is not None and valid > vocab):
+        rule = f"at least {valid or 1} classes"
+        raise _wrong(ValueError, "linear_weight has shape", tuple(weight.shape), rule)
+    _check_teacher(call, tokens, vocab)
+    for name, t, dtype in (
+        ("linear_weight", weight, input.dtype),
+        ("linear_bias", call.bias, input.dtype),
+        ("teacher_weight", call.teacher_weight, _dtype(call.teacher_input)),
+        ("teacher_bias", call.teacher_bias, _dtype(call.teacher_input)),
+    ):
+        if t is not None and t.dtype != dtype:
+            rule = f"{dtype}, as {'teacher_' * name.startswith('teacher')}input is"
+            raise _wrong(TypeError, f"{name} is", t.dtype, rule)
+    for name, t, shape in (
+        ("linear_bias", call.bias, (vocab,)),
+        ("token_weight", call.token_weight, tokens),
+    ):
+        if t is not None and tuple(t.shape) != shape:
+            raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape))
+    weights = call.token_weight
+    if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+        rule = "a tensor that needs none: its gradient is not computed; detach it"
+        raise _wrong(ValueError, "token_weight", "requires grad", rule)
+    for name, t in (
+        ("linear_weight", weight), ("teacher_input", call.teacher_input),
+        ("teacher_weight", call.teacher_weight), ("linear_bias", call.bias),
+        ("teacher_bias", call.teacher_bias), ("token_weight", weights),
+        ("teacher_topk", call.log_probs), ("teacher_topk", call.ids),
+    ):  # fmt: skip
+        if t is not None and t.device != input.device:
+            raise _wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
+
+
+def _dtype(t: Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
+def _check_teacher(call: Call, tokens: tuple[int, ...], vocab: int) -> None:
+    x, weight, bias = call.teacher_input, call.teacher_weight, call.teacher_bias
+    if call.ids is not None and call.log_probs is not None:
+        if x is not None or weight is not None or bias is not None:
+            rule = "None for teacher_input, teacher_weight and teacher_bias, or no teacher_topk"
+            raise _wrong(ValueError, "teacher_topk", "is given beside a teacher's tensors", rule)
+        if call.ids.dtype not in INDICES or not call.log_probs.is_floating_point():
+            found = f"{call.log_probs.dtype} and {call.ids.dtype}"
+            rule = "floating log-probabilities, and int64 or int32 class indices"
+            raise _wrong(TypeError, "teacher_topk is", found, rule)
+        shapes = tuple(call.log_probs.shape), tuple(call.ids.shape)
+        if shapes[0] != shapes[1] or shapes[0][:-1] != tokens or not 0 < shapes[0][-1] <= vocab:
+            rule = f"{(*tokens, 'K')} for both, with K from 1 to {vocab}"
+            raise _wrong(ValueError, "teacher_topk has shapes", shapes, rule)
+        return
+    if x is None or weight is None:
+        name = "teacher_input" if x is None else "teacher_weight"
+        raise _wrong(TypeError, f"{name} is", "None", "a torch.Tensor, or teacher_topk")
+    if x.dtype not in FLOATS:
+        raise _wrong(TypeError, "teacher_input is", x.dtype, f"a floating dtype of {FLOATS}")
+    if tuple(x.shape[:-1]) != tokens or x.dim() < 1:
+        rule = f"{(*tokens, 'D')} with the tokens of input"
+        raise _wrong(ValueError, "teacher_input has shape", tuple(x.shape), rule)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        rule = f"(V, D) with D the last size of teacher_input, which has shape {tuple(x.shape)}"
+        raise _wrong(ValueError, "teacher_weight has shape", tuple(weight.shape), rule)
+    valid = call.valid_classes
+    if (weight.shape[0] != vocab) if valid is None else weight.shape[0] < valid:
+        rule = f"{vocab} classes, as linear_weight, or valid_classes that both have"
+        raise _wrong(ValueError, "teacher_weight has shape", tuple(weight.shape), rule)
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        found = tuple(bias.shape)
+        raise _wrong(ValueError, "teacher_bias has shape", found, str((weight.shape[0],)))

@@ -1,0 +1,108 @@
+"""A stored teacher: the log-probabilities of a few classes of every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from storage_ops.divergence import rows
+from storage_ops.divergence.call import Call
+
+
+@dataclass
+class Coarse:
+    """The classes that a stored teacher knows, and with `tail` all others as one more class.
+
+    Attributes:
+        log_probs: (n, K) the teacher's log-probabilities, in the arithmetic dtype.
+        ids: (n, K) classes.
+        broken: (n,) rows whose ids are not distinct classes, or None where that was raised.
+        divergence, beta, tail: of the call.
+    """
+
+    log_probs: Tensor
+    ids: Tensor
+    broken: Tensor | None
+    divergence: str
+    beta: float
+    tail: bool
+
+    @staticmethod
+    def of(call: Call, kept: Tensor | None, ignored: Tensor, classes: int) -> Coarse:
+        """Those of the tokens that are worked on; raises for wrong ids where they can be seen."""
+        assert call.ids is not None and call.log_probs is not None
+        ids = call.ids.reshape(-1, call.ids.shape[-1])
+        log_probs = call.log_probs.reshape(ids.shape).to(call.wide)
+        if kept is not None:
+            ids, log_probs = ids.index_select(0, kept), log_probs.index_select(0, kept)
+        ids, log_probs = ids[: len(ignored)].long(), log_probs[: len(ignored)]
+        outside = ((ids < 0) | (ids >= classes)) & ~ignored.unsqueeze(1)
+        ordered = ids.sort(1)[0]
+        twice = (ordered[:, 1:] == ordered[:, :-1]) & ~ignored.unsqueeze(1)
+        broken: Tensor | None = outside.any(1) | twice.any(1)
+        if ids.device.type == "cpu":
+            for wrong, values, rule in (
+                (outside, ids, f"classes from 0 to {classes - 1}"),
+                (twice, ordered[:, 1:], "ids that are distinct for every token"),
+            ):
+                if bool(wrong.any()):
+                    raise RuntimeError(
+                        f"linear_kl_div: teacher_topk has the id {int(values[wrong][0])}"
+                        f"{' twice for a token' if wrong is twice else ''}; expected {rule}"
+                    )
+            broken = None
+        else:
+            ids = ids.clamp(0, classes - 1)
+        # Where there are no other classes, the teacher has rounding errors left for them.
+        tail = call.tail and ids.shape[1] < classes
+        return Coarse(log_probs, ids, broken, call.divergence, call.beta, tail)
+
+    def logits(self, whole: slice, z: Tensor) -> Tensor:
+        """(K + 1, rows): the student's logits of the classes, and the log-sum-exp of all others.
+
+        z: (rows, V) whole rows of logits; they become logits of which the others are -inf.
+        """
+        ids = self.ids[whole]
+        known, rest = z.gather(1, ids), z.new_zeros(len(z), 1)
+        if self.tail:
+            rest = z.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+        return torch.cat([known, rest], 1).t()
+
+    def _heads(self, whole: slice, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probabilities of student and teacher over the coarse classes, and probabilities."""
+        b, a = self.log_probs[whole].clone(), state.t().clone(memory_format=torch.contiguous_format)
+        if self.tail:
+            # What the teacher has left for the other classes.
+            rest = b.exp().sum(1, keepdim=True).neg_().clamp_(min=-1).log1p_()
+            b = torch.cat([b, rest], 1).clamp_(min=rows.LOG_ZERO)
+            q = b.exp()
+        else:
+            a = a[:, :-1]
+            q, _ = rows.normalise(b)
+        p, _ = rows.normalise(a)
+        return a, b, p, q
+
+    def values(self, whole: slice, state: Tensor) -> Tensor:
+        """The divergence of rows (rows,) from their coarse logits."""
+        value = rows.values(self.divergence, self.beta, *self._heads(whole, state))[0]
+        return value if self.broken is None else value.masked_fill(self.broken[whole], torch.nan)
+
+    def gradient(self, whole: slice, state: Tensor, z: Tensor, first: int) -> None:
+        """Overwrite a tile of logits, whose first class is `first`, by its gradient."""
+        a, b, p, q = self._heads(whole, state)
+        _, center, each = rows.values(self.divergence, self.beta, a, b, p, q)
+        known = rows.gradients(self.divergence, self.beta, p, each, center)
+        local = self.ids[whole] - first
+        here = (local >= 0) & (local < z.shape[1])
+        local = torch.where(here, local, 0)
+        if self.tail:
+            # Each other class has its part of the rest.
+            rest = state[-1].unsqueeze(1)
+            z.sub_(torch.where(rest == -torch.inf, 0, rest))
+            z.scatter_reduce_(1, local, torch.where(here, -torch.inf, torch.inf).to(z), "amin")
+            z.exp_().mul_(known[:, -1:])
+        else:
+            z.zero_()
+        z.scatter_add_(1, local, torch.where(here, known[:, : local.shape[1]], 0))

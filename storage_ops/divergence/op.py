@@ -1,0 +1,155 @@
+"""The ops of linear_kl_div: kernels, fakes, autograd and vmap.
+
+As in `storage_ops.loss.op`: one upstream number scales gradients that the forward has made; every
+other case keeps the statistics of the rows, and forms the logits once more in the backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake, register_vmap
+
+from storage_ops import _autograd, _schemas
+from storage_ops.divergence.call import TENSORS, Call
+from storage_ops.divergence.run import Run
+from storage_ops.loss import formulas
+
+_OPS = torch.ops.storage_ops
+_NAME = "storage_ops::linear_kl_div"
+_BIAS = 4  # the place of the student's bias among the arguments
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    call = Call(*args)
+    if call.in_forward and call.reduction == "none":
+        raise ValueError(
+            "linear_kl_div: early is True; expected False with reduction='none', whose gradients "
+            "are made in the backward"
+        )
+    run, input = Run(call), call.input
+    tokens = run.tokens
+    grads = [input.new_empty(0) for _ in call.grad_mask]
+    if call.in_forward and any(call.grad_mask):
+        run.set_upstream(input.new_ones((), dtype=call.wide))
+        grads = run.statistics_and_gradients()
+        if call.grad_mask[0]:
+            grads[0] = grads[0].view(input.shape)
+    else:
+        run.statistics()
+    loss = formulas.reduce(run.loss, tokens, run.call)
+    return loss, tokens.spread_state(run.state), *grads
+
+
+def _backward(grad_loss: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Gradients by a second pass over the logits, for any upstream gradient."""
+    call = Call(*args)
+    run = Run(call, state)
+    each = grad_loss if call.reduction != "none" else run.tokens.collect(grad_loss)
+    run.set_upstream(each)
+    grads = run.gradients()
+    grads[0] = grads[0].view(call.input.shape) if call.grad_mask[0] else grads[0]
+    return tuple(grads)
+
+
+def _needs(ctx: Any) -> tuple[bool, bool, bool]:
+    given = ctx.needs_input_grad
+    return given[0], given[1], given[_BIAS]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    call, (_, state, *grads) = Call(*inputs), output
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
+    # The mask of a direct caller of the op may promise less than autograd asks for.
+    ctx.ready = call.in_forward and all(
+        have or not need for have, need in zip(call.grad_mask, _needs(ctx), strict=True)
+    )
+    ctx.options = call[TENSORS:]
+    ctx.roots = _autograd.roots(inputs[:TENSORS]) if ctx.ready else []
+    # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
+    saved = [g.detach() for g in grads] if ctx.ready else [state.detach(), *call[:TENSORS]]
+    ctx.save_for_backward(*saved)
+
+
+def _gradients(ctx: Any, upstream: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+    needs, keep = _needs(ctx), _autograd.retained()
+    made: list[Tensor | None] = [None] * 3
+    with torch.no_grad():
+        if upstream is None:
+            pass
+        elif ctx.ready:
+            made = [
+                _autograd.times(g, upstream, keep) if need else None
+                for g, need in zip(ctx.saved_tensors, needs, strict=True)
+            ]
+        else:
+            state, *tensors = ctx.saved_tensors
+            call = Call._make((*tensors, *ctx.options))._replace(in_forward=False, grad_mask=needs)
+            made = list(_autograd.call_once(_OPS.linear_kl_div_backward, upstream, state, *call))
+    made = [g if need else None for g, need in zip(made, needs, strict=True)]
+    grads = _autograd.once(made, [upstream, *(ctx.roots if ctx.ready else ctx.saved_tensors)])
+    result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    result[0], result[1], result[_BIAS] = grads
+    return tuple(result)
+
+
+class _Transformable(torch.autograd.Function):
+    """The op for torch.func, which takes no other autograd formula than a Function's."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(_gradients)
+    jvp = staticmethod(_autograd.raise_not_forward)
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = _OPS.linear_kl_div(*args)
+        return outputs
+
+
+def apply(call: Call) -> Tensor:
+    """The loss, by an op that eager code, torch.compile and torch.func all take."""
+    if _autograd.transforming():
+        return _Transformable.apply(*call)[0]  # type: ignore[no-any-return, no-untyped-call]
+    loss: Tensor = _OPS.linear_kl_div(*call)[0]
+    return loss
+
+
+def _fake_grads(call: Call, made: bool) -> tuple[Tensor, ...]:
+    shapes = (call.input.shape, call.weight.shape, call.weight.shape[:1])
+    masks = zip(shapes, call.grad_mask, strict=True)
+    return tuple(call.input.new_empty(shape if have and made else (0,)) for shape, have in masks)
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
+    call = Call(*args)
+    shape = list(call.input.shape[:-1])
+    if call.shift and not (isinstance(shape[-1], int) and shape[-1] == 0):
+        shape[-1] -= 1
+    loss = call.input.new_empty(shape if call.reduction == "none" else (), dtype=call.wide)
+    state = call.input.new_empty(
+        (call.state_rows, call.input.shape[:-1].numel()), dtype=call.wide
+    )
+    return loss, state, *_fake_grads(call, call.in_forward)
+
+
+def _fake_backward(grad_loss: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _fake_grads(Call(*args), True)
+
+
+for _end, _kernel, _fake in (
+    ("", _forward, _fake_forward),
+    ("_backward", _backward, _fake_backward),
+):
+    _schemas.library.impl(
+        "linear_kl_div" + _end, _autograd.exact(_kernel), "CompositeExplicitAutograd"
+    )
+    register_fake(_NAME + _end, _fake, lib=_schemas.library)
+    register_vmap(
+        _NAME + _end, _autograd.looped(getattr(_OPS, "linear_kl_div" + _end)), lib=_schemas.library
+    )
+register_autograd(_NAME, _gradients, setup_context=_setup_context, lib=_schemas.library)
+register_autograd(_NAME + "_backward", _autograd.raise_not_twice, lib=_schemas.library)

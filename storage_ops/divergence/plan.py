@@ -1,0 +1,139 @@
+"""From shapes and a memory budget to schedules for the divergence of two heads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from storage_ops.divergence.rows import COPIES, piece_elements
+from storage_ops.loss import cost, planner
+from storage_ops.loss.devices import Rates
+from storage_ops.loss.problem import Problem, padded
+from storage_ops.loss.schedule import TOKEN_CHUNKED, VOCAB_SLICED, Schedule
+from storage_ops.matmul import Kind, Matmul
+from storage_ops.quantities import readable
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What a plan depends on besides the student's problem.
+
+    Attributes:
+        hidden: the hidden size of the teacher; 0 for a stored one, which has no logits.
+        matmul: its products, with the size of an element; None for a stored one.
+    """
+
+    hidden: int = 0
+    matmul: Matmul | None = None
+
+    def beside(self, p: Problem, rows: int, columns: int) -> int:
+        """Bytes that are held beside a student's tile of this size."""
+        copies = COPIES * p.arithmetic
+        size = copies * max(columns, min(rows * columns, piece_elements(p.matmul.cuda)))
+        m = self.matmul
+        if m is None:
+            return size
+        size = max(size, m.scratch_bytes(Kind.LOGITS, rows, columns, self.hidden, False))
+        return size + rows * m.itemsize * (padded(columns) + p.gathers * self.hidden)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a divergence will run.
+
+    Attributes:
+        whole: chunks of tokens with whole rows of logits, for the statistics.
+        sliced: slices of the vocabulary for the gradients, from the statistics. None: `whole` makes
+            the gradients too, or there are none.
+        peak_bytes: scratch memory beyond inputs, outputs and returned gradients.
+        seconds: predicted time of the products.
+    """
+
+    whole: Schedule
+    sliced: Schedule | None
+    peak_bytes: int
+    seconds: float
+
+
+def peak_of(s: Schedule, t: Teacher) -> int:
+    """Peak scratch memory of a schedule for both heads."""
+    return cost.peak(s, t.beside(s.problem, s.rows, s.columns))
+
+
+def default_budget(p: Problem, t: Teacher) -> int:
+    """A quarter of both heads' logits (on a GPU all), 64 MiB to 2 GiB, and float32 sums.
+
+    These are what chunks of tokens take for the gradient of a 16-bit weight.
+    """
+    part = p.tokens * padded(p.vocab) * p.itemsize // (1 if p.matmul.cuda else 4)
+    sums = p.vocab * p.hidden * 4 if p.mixed and p.in_forward and p.grads[1] else 0
+    return sums + 2 * min(max(part, 32 * planner.MIB), planner.GIB)
+
+
+@functools.lru_cache(maxsize=256)
+def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> Plan:
+    """The plan with the fastest products that keeps to the budget.
+
+    Raises:
+        ValueError: no plan does; names the smallest budget that one does.
+    """
+    least = min(plan.peak_bytes for plan in _made(p, t, rates, None))
+    budget = max(default_budget(p, t), least) if memory_budget is None else memory_budget
+    plans = [plan for plan in _made(p, t, rates, budget) if plan.peak_bytes <= budget]
+    if not plans:
+        raise ValueError(
+            f"linear_kl_div: memory_budget is {budget} bytes; expected at least {least} "
+            f"({readable(least, up=True)}) for {p.tokens} tokens, hidden sizes {p.hidden} and "
+            f"{t.hidden}, vocabulary {p.vocab} and {p.itemsize} bytes per element"
+        )
+    return min(plans, key=lambda plan: (plan.seconds, plan.peak_bytes))
+
+
+def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[Plan]:
+    """Plans with the largest tiles that fit; without a budget those with the smallest."""
+    alone, tokens, vocab = replace(p, grads=(False,) * 3), max(p.tokens, 1), max(p.vocab, 1)
+
+    def sized(p: Problem, strategy: str, rows: int, columns: int) -> Schedule:
+        return planner.schedule(p, strategy, rows, columns)
+
+    def largest(limit: int, made: Callable[[int], Schedule]) -> Schedule:
+        if budget is None:
+            return made(1)
+        return made(_largest(limit, lambda size: peak_of(made(size), t) <= budget))
+
+    teacher = 0.0
+    if t.matmul is not None:
+        own = replace(alone, hidden=t.hidden, matmul=t.matmul)
+        teacher = cost.predict(sized(own, TOKEN_CHUNKED, tokens, vocab), rates)[2]
+
+    def plan(whole: Schedule, sliced: Schedule | None) -> Plan:
+        peak, seconds = peak_of(whole, t), cost.predict(whole, rates)[2] + teacher
+        if sliced is not None:
+            peak = max(peak, peak_of(sliced, t))
+            seconds = cost.predict(sliced, rates)[2] + 2 * teacher
+        return Plan(whole, sliced, peak, seconds)
+
+    statistics = largest(tokens, lambda rows: sized(alone, TOKEN_CHUNKED, rows, vocab))
+    if not any(p.grads):
+        return [plan(statistics, None)]
+    plans = []
+    if p.in_forward:
+        heights = [largest(tokens, lambda rows: sized(p, TOKEN_CHUNKED, rows, vocab))]
+        plans += [plan(whole, None) for whole in heights]
+    # With all tokens in a tile the gradient of the weight is written once, without a sum.
+    for rows in sorted({1, tokens} if budget is None else {-(-tokens // k) for k in (1, 2, 4, 8)}):
+        made = functools.partial(sized, p, VOCAB_SLICED, rows)
+        plans.append(plan(statistics, largest(vocab, made)))
+    return plans
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest size up to a limit that fits, or 1."""
+    if fits(limit):
+        return limit
+    low, high = 1, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

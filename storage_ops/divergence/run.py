@@ -1,0 +1,236 @@
+"""Carries out the steps of a divergence: products of both heads, rows, and sums of the gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from storage_ops import matmul
+from storage_ops.divergence import plan, rows
+from storage_ops.divergence.call import IGNORED, Call
+from storage_ops.divergence.coarse import Coarse
+from storage_ops.loss import formulas
+from storage_ops.loss.devices import rates_of
+from storage_ops.loss.problem import Problem, padded
+from storage_ops.loss.ranks import Ranks
+from storage_ops.loss.run import problem_of
+from storage_ops.loss.schedule import GRADIENT, MERGE, UPDATE, Schedule, Step, slices
+from storage_ops.loss.sums import Sums
+from storage_ops.loss.tokens import tokens_of
+from storage_ops.matmul.aten import takes
+
+
+class Run:
+    """A call, and how far it is; `tokens`, `weight`, `schedule` and `call` are what `Sums` reads.
+
+    Attributes:
+        call: the student's part as a call of linear cross-entropy.
+        tokens: those that are worked on, as rows.
+        weight, bias: the student's head, with strides that products take.
+        teacher: the teacher's input rows (N, D), weight and bias, or None.
+        coarse: the classes of a stored teacher, or None.
+        state: (state_rows, n) statistics of the rows.
+        loss: (n,) divergence of each row times its weight, not reduced.
+        upstream: gradient with respect to each token's divergence: 0-dimensional or (n,).
+    """
+
+    ranks = Ranks()
+
+    def __init__(self, given: Call, state: Tensor | None = None):
+        """`state`: what the forward of the call has returned as such, if this is its backward."""
+        self.given, self.call = given, given.as_loss()
+        classes = given.valid_classes or len(given.weight)
+        tokens = self.tokens = tokens_of(self.call, self.ranks, 0, classes)
+        self.teacher, self.coarse = self._teacher(classes), None
+        p = problem_of(self.call, tokens, classes)
+        p = replace(p, plain=False, fixed_bytes=p.fixed_bytes + self._copies())
+        x, weight = tokens.x, given.weight[:classes]
+        tokens.x = x if takes(x) else x.contiguous()
+        self.weight = weight if takes(weight) else weight.contiguous()
+        self.bias = None if given.bias is None else given.bias[:classes].to(given.wide)
+        self._ignored = None
+        if (given.token_weight is not None or given.shift) and (
+            tokens.kept is None or given.max_valid is not None
+        ):  # else all that are ignored were left out
+            self._ignored = tokens.target == IGNORED
+        if given.ids is not None:
+            self.coarse = Coarse.of(given, tokens.kept, tokens.target == IGNORED, classes)
+        self.plan = plan.choose(
+            p, self._planned(p), given.memory_budget, rates_of(given.input.device)
+        )
+        self.schedule = self.plan.sliced or self.plan.whole
+        self.loss = x.new_zeros(tokens.count, dtype=given.wide)
+        if state is None:
+            self.state = x.new_zeros(given.state_rows, tokens.count, dtype=given.wide)
+        else:
+            self.state = tokens.collect_state(state)
+        self.upstream = x.new_zeros((), dtype=given.wide)
+        self._tile: Tensor | None = None
+        self._teacher_tile: Tensor | None = None
+
+    def _teacher(self, classes: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        given = self.given
+        if given.teacher_input is None or given.teacher_weight is None:
+            return None
+        x = given.teacher_input.reshape(-1, given.teacher_input.shape[-1])
+        weight = given.teacher_weight[:classes]
+        bias = None if given.teacher_bias is None else given.teacher_bias[:classes].to(given.wide)
+        x = x if takes(x) else x.contiguous()
+        return x, weight if takes(weight) else weight.contiguous(), bias
+
+    def _copies(self) -> int:
+        """Bytes of copies of the teacher's tensors, and of what a stored teacher takes."""
+        given, size = self.given, 0
+        if self.teacher is not None:
+            before = (given.teacher_input, given.teacher_weight, given.teacher_bias)
+            for old, new in zip(before, self.teacher, strict=True):
+                if old is not None and new is not None:
+                    size += new.nbytes * (not _same_storage(old, new))
+        if given.ids is not None:  # ids and log-probabilities, the state, what is made of them
+            size += given.ids.numel() * 8 * (4 + given.wide.itemsize)
+        return size
+
+    def _planned(self, p: Problem) -> plan.Teacher:
+        if self.teacher is None:
+            return plan.Teacher()
+        x = self.teacher[0]
+        products = matmul.of(x.dtype, x.device.type, p.matmul.threads)
+        return plan.Teacher(x.shape[1], products)
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """Sums of the gradients; they take no memory before they are needed."""
+        return Sums(self)  # type: ignore[arg-type]
+
+    def statistics(self) -> None:
+        """The state and the divergence of every row."""
+        self._take(self.plan.whole, self.plan.whole.statistics())
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of input, weight and bias from the state; logits are formed again."""
+        self._take(self.schedule, self.schedule.gradients())
+        return self.sums.finish()
+
+    def statistics_and_gradients(self) -> list[Tensor]:
+        """Both in one go, if the plan has whole rows for them."""
+        if self.plan.sliced is not None:
+            self.statistics()
+            return self.gradients()
+        self._take(self.schedule, self.schedule.statistics_and_gradients())
+        return self.sums.finish()
+
+    def set_upstream(self, loss: Tensor) -> None:
+        """Take the gradient with respect to the loss, or to each token's, as `tokens.collect`."""
+        loss = loss.to(self.given.wide) * formulas.scale_of(self.tokens, self.call)
+        weight = self.tokens.token_weight
+        self.upstream = loss if weight is None else loss * weight
+
+    def _take(self, schedule: Schedule, steps: Iterable[Step]) -> None:
+        size = schedule.rows * padded(schedule.columns)
+        try:
+            for step in steps:
+                if step.phases != MERGE and step.rows.stop > step.rows.start:
+                    self._step(step, size)
+        finally:
+            self._tile = self._teacher_tile = None  # before sums are rounded
+
+    def _step(self, step: Step, size: int) -> None:
+        tokens, classes = self.tokens, step.classes
+        x = tokens.gather(step.rows)
+        if self._tile is None:
+            self._tile = tokens.x.new_empty(size)
+        tile, other = _shaped(self._tile, step), None
+        self.schedule.problem.matmul.logits(x, self.weight[classes], tile)
+        if self.teacher is not None:
+            hidden, weight, _ = self.teacher
+            kept = tokens.kept
+            hidden = hidden[step.rows] if kept is None else hidden.index_select(0, kept[step.rows])
+            if self._teacher_tile is None:
+                self._teacher_tile = hidden.new_empty(size)
+            other = _shaped(self._teacher_tile, step)
+            products = matmul.of(
+                hidden.dtype, hidden.device.type, self.schedule.problem.matmul.threads
+            )
+            products.logits(hidden, weight[classes], other)
+            del hidden
+        height = max(rows.piece_elements(tile.is_cuda) // max(tile.shape[1], 1), 1)
+        for part in slices(len(tile), height):
+            self._piece(step, part, tile[part], None if other is None else other[part])
+        if step.adds:
+            self.sums.add(step, x, tile)
+
+    def _piece(self, step: Step, part: slice, tile: Tensor, other: Tensor | None) -> None:
+        """Some rows of a tile: their statistics, and the gradient in place of the logits."""
+        whole = slice(step.rows.start + part.start, step.rows.start + part.stop)
+        z = self._scaled(tile, self.bias, step.classes)
+        gradient = bool(step.phases & GRADIENT)
+        if other is None:
+            dz = self._stored(step, whole, z)
+        else:
+            assert self.teacher is not None
+            t = self._scaled(other, self.teacher[2], step.classes)
+            dz = self._formed(step, whole, z, t)
+        if not gradient:
+            return
+        upstream = self.upstream[whole].unsqueeze(1) if self.upstream.dim() else self.upstream
+        dz.mul_(upstream / self.given.temperature)
+        if self._ignored is not None:
+            dz.masked_fill_(self._ignored[whole].unsqueeze(1), 0)
+        if dz.data_ptr() != tile.data_ptr():
+            tile.copy_(dz)
+
+    def _scaled(self, tile: Tensor, bias: Tensor | None, classes: slice) -> Tensor:
+        """Logits in the arithmetic dtype, with bias and temperature; the tile itself if it can."""
+        z = tile.to(self.given.wide)
+        if bias is not None:
+            z.add_(bias[classes])
+        return z if self.given.temperature == 1 else z.mul_(1 / self.given.temperature)
+
+    def _formed(self, step: Step, whole: slice, z: Tensor, t: Tensor) -> Tensor:
+        """Rows of both heads: statistics where asked for, and the gradient or anything."""
+        given, state = self.given, self.state[:, whole]
+        options = (given.divergence, given.beta)
+        if step.phases & UPDATE:
+            p, lse = rows.normalise(z)
+            q, teacher_lse = rows.normalise(t)
+            value, center, each = rows.values(*options, z, t, p, q)
+            self._finish(whole, value)
+            state[0], state[1], state[2] = lse.squeeze(1), teacher_lse.squeeze(1), center
+        else:
+            p = rows.normalised(z, state[0].unsqueeze(1))
+            q = rows.normalised(t, state[1].unsqueeze(1))
+            each = rows.contributions(*options, z, t, p, q)
+        if not step.phases & GRADIENT:
+            return z
+        return rows.gradients(*options, p, each, state[2])
+
+    def _stored(self, step: Step, whole: slice, z: Tensor) -> Tensor:
+        """Rows of the student for a stored teacher."""
+        coarse, state = self.coarse, self.state[:, whole]
+        assert coarse is not None
+        if step.phases & UPDATE:
+            state.copy_(coarse.logits(whole, z))
+            self._finish(whole, coarse.values(whole, state))
+        if step.phases & GRADIENT:
+            coarse.gradient(whole, state, z, step.classes.start)
+        return z
+
+    def _finish(self, whole: slice, value: Tensor) -> None:
+        if self.tokens.token_weight is not None:
+            value = value * self.tokens.token_weight[whole]
+        if self._ignored is not None:
+            value = value.masked_fill(self._ignored[whole], 0)
+        self.loss[whole] = value
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _shaped(memory: Tensor, step: Step) -> Tensor:
+    high, wide = step.rows.stop - step.rows.start, step.classes.stop - step.classes.start
+    return memory[: high * padded(wide)].view(high, padded(wide))[:, :wide]

@@ -1,0 +1,254 @@
+import functools
+import itertools
+
+import pytest
+import torch
+
+import storage_ops as so
+from storage_ops.divergence import reference
+
+DIVERGENCES = ["forward", "reverse", "jsd", "tvd"]
+# Relative error against float64. The sign in tvd's gradient flips where 16-bit logits are equal.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+FLIPS = 0.5
+
+
+def problem(dtype=torch.float32, tokens=(3, 9), hidden=24, teacher=16, vocab=131):
+    """Both heads, and token weights of which some are 0."""
+    sizes = {
+        "x": (*tokens, hidden), "w": (vocab, hidden), "b": (vocab,),
+        "t": (*tokens, teacher), "tw": (vocab, teacher), "tb": (vocab,),
+    }  # fmt: skip
+    made = {k: (torch.randn(n) * (0.3 if "w" in k else 1)).to(dtype) for k, n in sizes.items()}
+    weight = torch.rand(tokens) + 0.1
+    weight[torch.rand(tokens) < 0.3] = 0
+    weight[..., -1:] = 1
+    return made, weight
+
+
+def stored(made, count, temperature=1.0):
+    """The teacher's most probable classes."""
+    z = made["t"].double() @ made["tw"].double().T + made["tb"].double()
+    values, ids = torch.log_softmax(z / temperature, -1).topk(count)
+    wide = torch.float64 if made["t"].dtype == torch.float64 else torch.float32
+    return values.to(wide), ids
+
+
+def run(function, made, upstream=None, teacher_topk=None, **options):
+    """Loss and gradients of the student."""
+    leaves = [made[k].detach().clone().requires_grad_() for k in ("x", "w", "b")]
+    teacher = (made["t"], made["tw"])
+    if teacher_topk is None:
+        options["teacher_bias"] = made["tb"]
+    else:
+        teacher, options["teacher_topk"] = (None, None), teacher_topk
+    loss = function(leaves[0], leaves[1], *teacher, linear_bias=leaves[2], **options)
+    upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype)
+    loss.backward(upstream)
+    return loss.detach(), [t.grad for t in leaves]
+
+
+def exact(made, upstream=None, teacher_topk=None, token_weight=None, **options):
+    if teacher_topk is not None:
+        teacher_topk = (teacher_topk[0].double(), teacher_topk[1])
+    double = {k: t.double() for k, t in made.items()}
+    weight = None if token_weight is None else token_weight.double()
+    return run(reference.linear_kl_div, double, upstream, teacher_topk, token_weight=weight,
+               **options)  # fmt: skip
+
+
+def error(ours, expected):
+    return ((ours.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+
+
+def smallest_budget(made, **options):
+    with pytest.raises(ValueError, match="expected at least") as complaint:
+        run(so.linear_kl_div, made, memory_budget=0, **options)
+    return int(str(complaint.value).split("at least ")[1].split()[0])
+
+
+@pytest.mark.parametrize("budget", ["default", "smallest"])
+@pytest.mark.parametrize("teacher", ["hidden", "topk", "topk renormalize"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teacher, budget):
+    made, weight = problem(dtype)
+    for shift, temperature in ((False, 1.0), (True, 1.7)):
+        options = {
+            "divergence": divergence, "reduction": reduction, "shift": shift, "beta": 0.3,
+            "temperature": temperature, "token_weight": weight,
+        }  # fmt: skip
+        if teacher != "hidden":
+            options["teacher_topk"] = stored(made, 5, temperature)
+            options["teacher_tail"] = "renormalize" if "re" in teacher else "bucket"
+        least = smallest_budget(made, **options)
+        memory_budget = least if budget == "smallest" else None
+        shape = (3, 9 - shift) if reduction == "none" else ()
+        upstream = (torch.rand(shape) + 0.5).double()
+        loss, grads = run(so.linear_kl_div, made, upstream, memory_budget=memory_budget, **options)
+        expected, right = exact(made, upstream, **options)
+        assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert error(loss, expected) < TOLERANCE[dtype]
+        flips = divergence == "tvd" and dtype.itemsize == 2
+        for ours, wanted in zip(grads, right, strict=True):
+            assert ours.dtype == dtype
+            assert error(ours, wanted) < (FLIPS if flips else TOLERANCE[dtype])
+
+
+def test_the_definitions_from_their_formulas():
+    """The reference too: written from the formulas once more, with other functions."""
+    made, _ = problem(torch.float64)
+    p = ((made["t"] @ made["tw"].T + made["tb"]) / 2).softmax(-1).flatten(0, 1)
+    q = ((made["x"] @ made["w"].T + made["b"]) / 2).softmax(-1).flatten(0, 1)
+
+    def kl(one, other):
+        return torch.distributions.kl_divergence(
+            torch.distributions.Categorical(one), torch.distributions.Categorical(other)
+        )
+
+    m = 0.2 * p + 0.8 * q
+    right = {
+        "forward": kl(p, q), "reverse": kl(q, p), "jsd": 0.2 * kl(p, m) + 0.8 * kl(q, m),
+        "tvd": (p - q).abs().sum(-1) / 2,
+    }  # fmt: skip
+    for divergence, each in right.items():
+        for function in (so.linear_kl_div, reference.linear_kl_div):
+            for reduction in ("mean", "sum", "none"):
+                loss, _ = run(function, made, divergence=divergence, beta=0.2, temperature=2.0,
+                              reduction=reduction)  # fmt: skip
+                wanted = each.view(3, 9) if reduction == "none" else getattr(each, reduction)()
+                torch.testing.assert_close(loss, wanted)
+
+
+def test_the_ends_of_beta():
+    made, _ = problem(torch.float64)
+    value = functools.partial(run, so.linear_kl_div, made)
+    assert value(divergence="jsd", beta=0)[0] == value(divergence="forward")[0]
+    assert value(divergence="jsd", beta=1)[0] == value(divergence="reverse")[0]
+    small = 1e-7
+    for beta, name in ((small, "forward"), (1 - small, "reverse")):
+        (loss, grads), (wanted, right) = value(divergence="jsd", beta=beta), value(divergence=name)
+        assert error(loss / small, wanted) < 1e-2 and error(grads[0] / small, right[0]) < 1e-2
+
+
+def test_temperature_squared_is_an_option():
+    made, _ = problem(torch.float64)
+    plain, grads = run(so.linear_kl_div, made, temperature=3.0)
+    scaled, more = run(so.linear_kl_div, made, temperature=3.0, scale_by_temperature=True)
+    torch.testing.assert_close(scaled, plain * 9)
+    torch.testing.assert_close(more, [g * 9 for g in grads])
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_stored_teacher_of_all_classes_is_the_teacher(divergence):
+    made, _ = problem(vocab=50)
+    expected, right = run(so.linear_kl_div, made, divergence=divergence)
+    for tail in ("bucket", "renormalize"):
+        loss, grads = run(so.linear_kl_div, made, teacher_topk=stored(made, 50), teacher_tail=tail,
+                          divergence=divergence)  # fmt: skip
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grads, right, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_outside_of_a_stored_teacher():
+    made, _ = problem(torch.float64)
+    whole = run(so.linear_kl_div, made, reduction="none")[0]
+    before = torch.zeros_like(whole)
+    for count in (1, 5, 30, 131):  # coarser heads differ less
+        part = run(so.linear_kl_div, made, reduction="none", teacher_topk=stored(made, count))[0]
+        assert ((part >= before - 1e-12) & (part <= whole + 1e-12)).all()
+        before = part
+    torch.testing.assert_close(before, whole)
+    # A teacher that leaves nothing for the others: what it does not know is 0.
+    values, ids = stored(made, 5)
+    values = values.log_softmax(-1)
+    log_q = torch.log_softmax(made["x"] @ made["w"].T + made["b"], -1).gather(-1, ids)
+    part = run(so.linear_kl_div, made, reduction="none", teacher_topk=(values, ids))[0]
+    torch.testing.assert_close(part, (values.exp() * (values - log_q)).sum(-1))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_classes_without_probability(divergence):
+    made, _ = problem(torch.float64, tokens=(4,))
+    made["tb"][3] = made["b"][3] = -torch.inf  # 0 log 0 is 0
+    loss, grads = run(so.linear_kl_div, made, divergence=divergence, beta=0.4)
+    without = {k: torch.cat([t[:3], t[4:]]) if k in ("w", "b", "tw", "tb") else t
+               for k, t in made.items()}  # fmt: skip
+    expected, right = exact(without, divergence=divergence, beta=0.4)
+    torch.testing.assert_close(loss, expected)
+    grads[1:] = [torch.cat([g[:3], g[4:]]) for g in grads[1:]]
+    torch.testing.assert_close(grads, right)
+    made["tb"][5] = -torch.inf
+    loss = run(so.linear_kl_div, made, divergence=divergence, beta=0.4)[0]
+    assert loss.isinf() if divergence == "reverse" else loss.isfinite()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_ignored_tokens_are_not_read(reduction):
+    made, weight = problem(torch.float64)
+    expected, right = run(so.linear_kl_div, made, token_weight=weight, reduction=reduction)
+    for name in ("x", "t"):
+        made[name][weight == 0] = torch.nan
+    loss, grads = run(so.linear_kl_div, made, token_weight=weight, reduction=reduction)
+    torch.testing.assert_close((loss, grads), (expected, right))
+    mask = weight > 0
+    loss, grads = run(so.linear_kl_div, made, token_weight=mask, reduction=reduction)
+    expected, right = run(so.linear_kl_div, made, token_weight=mask.double(), reduction=reduction)
+    torch.testing.assert_close((loss, grads), (expected, right))
+
+
+def test_nothing_to_do():
+    made, weight = problem()
+    loss, grads = run(so.linear_kl_div, made, token_weight=torch.zeros_like(weight))
+    assert loss.isnan() and all(not g.any() for g in grads)
+    empty, _ = problem(tokens=(0,))
+    loss, grads = run(so.linear_kl_div, empty, reduction="sum")
+    assert loss == 0 and all(not g.any() for g in grads)
+
+
+def test_padding_of_the_vocabulary():
+    made, weight = problem(torch.float64)
+    made["tw"], made["tb"] = (torch.cat([made[k], made[k][:9]]) for k in ("tw", "tb"))
+    for budget, reduction in itertools.product((None, 60_000), ("mean", "none")):
+        options = {"valid_classes": 100, "token_weight": weight, "reduction": reduction}
+        loss, grads = run(so.linear_kl_div, made, memory_budget=budget, **options)
+        expected, right = exact(made, **options)
+        torch.testing.assert_close((loss, grads), (expected, right))
+        assert not grads[1][100:].any() and not grads[2][100:].any()
+
+
+def test_a_teacher_of_another_dtype():
+    made, _ = problem()
+    for name in ("t", "tw", "tb"):
+        made[name] = made[name].bfloat16()
+    loss, grads = run(so.linear_kl_div, made)
+    expected, right = exact(made)
+    assert error(loss, expected) < 1e-2
+    assert all(error(a, b) < 1e-2 for a, b in zip(grads, right, strict=True))
+
+
+def test_strides_that_no_product_takes():
+    made, _ = problem(torch.float64)
+    expected = run(so.linear_kl_div, made)
+    for name in ("x", "t", "w", "tw"):
+        wide = torch.zeros(*made[name].shape, 2, dtype=torch.float64)
+        wide[..., 0] = made[name]
+        made[name] = wide[..., 0]
+    torch.testing.assert_close(run(so.linear_kl_div, made), expected)
+
+
+@pytest.mark.parametrize("frozen", [{"x"}, {"w", "b"}, {"b"}, {"x", "w", "b"}])
+def test_frozen_arguments(frozen):
+    made, _ = problem(torch.float64)
+    _, right = run(so.linear_kl_div, made)
+    leaves = {k: made[k].clone().requires_grad_(k not in frozen) for k in ("x", "w", "b")}
+    teacher = [made[k].clone().requires_grad_() for k in ("t", "tw", "tb")]
+    loss = so.linear_kl_div(leaves["x"], leaves["w"], *teacher[:2], linear_bias=leaves["b"],
+                            teacher_bias=teacher[2])  # fmt: skip
+    assert loss.requires_grad == (len(frozen) < 3)
+    if loss.requires_grad:
+        loss.backward()
+    for (name, leaf), wanted in zip(leaves.items(), right, strict=True):
+        assert leaf.grad is None if name in frozen else torch.allclose(leaf.grad, wanted)
+    assert all(t.grad is None for t in teacher)

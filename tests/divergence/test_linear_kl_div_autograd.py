@@ -1,0 +1,239 @@
+"""linear_kl_div in autograd, torch.func, torch.compile, autocast; its errors; its memory."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import storage_ops as so
+from storage_ops.divergence import reference
+
+from .test_linear_kl_div import DIVERGENCES, problem, run, smallest_budget, stored
+
+FUNCTIONS = (so.linear_kl_div, reference.linear_kl_div)
+
+
+def arguments(dtype=torch.float64, **sizes):
+    made, weight = problem(dtype, **sizes)
+    leaves = [made[k].requires_grad_() for k in ("x", "w")]
+    return leaves, (made["t"], made["tw"]), weight
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("divergence", [d for d in DIVERGENCES if d != "tvd"])
+@pytest.mark.parametrize("topk", [False, True])
+def test_gradcheck(divergence, reduction, topk):
+    made, weight = problem(torch.float64, (2, 3), 5, 4, 11)
+    teacher = {"teacher_topk": stored(made, 3)} if topk else {
+        "teacher_input": made["t"], "teacher_weight": made["tw"]
+    }  # fmt: skip
+
+    def loss(x, w, b):
+        return so.linear_kl_div(x, w, linear_bias=b, divergence=divergence, beta=0.3, **teacher,
+                                token_weight=weight, reduction=reduction)  # fmt: skip
+
+    assert torch.autograd.gradcheck(loss, [made[k].requires_grad_() for k in ("x", "w", "b")])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_twice(reduction):
+    leaves, teacher, _ = arguments()
+    loss = so.linear_kl_div(*leaves, *teacher, reduction=reduction).sum()
+    first = torch.autograd.grad(loss * 3, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves, retain_graph=True)
+    torch.testing.assert_close(first, tuple(3 * g for g in second))
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), second)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_are_refused(reduction):
+    leaves, teacher, _ = arguments()
+    loss = so.linear_kl_div(*leaves, *teacher, reduction=reduction).sum()
+    grads = torch.autograd.grad(loss, leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        grads[0].sum().backward()
+    with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+        torch.func.jvp(lambda w: so.linear_kl_div(leaves[0], w, *teacher), (leaves[1],) * 1,
+                       (leaves[1],))  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_func_grad_and_vmap(reduction):
+    made, weight = problem(torch.float64)
+    results = []
+    for function in FUNCTIONS:
+
+        def loss(x, w, t, weight, function=function):
+            value = function(x, w, t, made["tw"], token_weight=weight, reduction=reduction)
+            return value.sum()
+
+        given = (made["x"], made["w"], made["t"], weight)
+        each = torch.vmap(torch.func.grad(loss), (0, None, 0, 0))(*given)
+        results.append((torch.func.grad(loss, (0, 1))(*given), each,
+                        torch.vmap(loss, (0, None, 0, 0))(*given)))  # fmt: skip
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("topk", [False, True])
+def test_compile(backend, dynamic, topk):
+    torch._dynamo.reset()
+    made, weight = problem(torch.float32)
+    known = stored(made, 4)
+
+    def step(function, x, w, t, weight, values, ids):
+        teacher = (None, None) if topk else (t, made["tw"])
+        return function(
+            x * 1.5, w, *teacher, token_weight=weight, shift=True, divergence="jsd",
+            teacher_topk=(values, ids) if topk else None, memory_budget=100_000,
+        ) + function(x, w, t, made["tw"], reduction="none").sum()  # fmt: skip
+
+    compiled = torch.compile(lambda *a: step(so.linear_kl_div, *a), fullgraph=True,
+                             backend=backend, dynamic=dynamic)  # fmt: skip
+    for length in (9, 7):
+        leaves = [made["x"][:, :length].detach().requires_grad_(), made["w"].requires_grad_()]
+        given = [t[:, :length] for t in (made["t"], weight, *known)]
+        ours, right = compiled(*leaves, *given), step(reference.linear_kl_div, *leaves, *given)
+        torch.testing.assert_close(ours, right)
+        got, expected = (torch.autograd.grad(v, leaves) for v in (ours, right))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tracing", ["real", "symbolic"])
+def test_make_fx(tracing):
+    made, _ = problem()
+
+    def step(x, w, t, tw):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        loss = so.linear_kl_div(x, w, t, tw)
+        return loss, *torch.autograd.grad(loss, (x, w))
+
+    given = [made[k] for k in ("x", "w", "t", "tw")]
+    graph = make_fx(step, tracing_mode=tracing)(*given)
+    assert not any("aten.mm" in str(node.target) for node in graph.graph.nodes)
+    torch.testing.assert_close(graph(*given), step(*given))
+
+
+def test_autocast():
+    leaves, teacher, _ = arguments(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = so.linear_kl_div(*leaves, *teacher)
+    loss.backward()
+    assert loss.dtype == torch.float32 and leaves[1].grad.dtype == torch.float32
+    low = [t.detach().bfloat16().requires_grad_() for t in leaves]
+    right = so.linear_kl_div(*low, *(t.bfloat16() for t in teacher))
+    right.backward()
+    assert loss == right
+    torch.testing.assert_close(leaves[1].grad, low[1].grad.float())
+
+
+def test_no_grad():
+    leaves, teacher, _ = arguments()
+    with torch.no_grad():
+        loss = so.linear_kl_div(*leaves, *teacher)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, so.linear_kl_div(*leaves, *teacher).detach())
+
+
+@pytest.mark.parametrize("topk", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("times", [1, 1.5, 4])
+def test_the_budget_is_kept(dtype, reduction, topk, times):
+    """By allocation events; nothing as large as the logits is ever allocated."""
+    tokens, vocab = 400, 20_003
+    made, weight = problem(dtype, (tokens,), 32, 48, vocab)
+    options = {"token_weight": weight, "reduction": reduction, "divergence": "jsd"}
+    teacher = {"teacher_input": made["t"], "teacher_weight": made["tw"]}
+    if topk:
+        options["teacher_topk"], teacher = stored(made, 8), {}
+    budget = int(smallest_budget(made, **options) * times)
+    leaves = [made[k].requires_grad_() for k in ("x", "w", "b")]
+
+    def step():
+        loss = so.linear_kl_div(leaves[0], leaves[1], linear_bias=leaves[2], **teacher, **options,
+                                memory_budget=budget)  # fmt: skip
+        return loss, torch.autograd.grad(loss.sum(), leaves)
+
+    step()
+    with so.memory.measure() as m:
+        loss, grads = step()
+    returned = loss.nbytes + sum(g.nbytes for g in grads)
+    assert m.peak_bytes - returned <= budget
+    jumps = [b.nbytes - a.nbytes for a, b in zip(m.timeline, m.timeline[1:], strict=False)]
+    assert max(jumps) < tokens * vocab * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_sums_are_in_fp32_at_any_number_of_chunks(dtype):
+    made, _ = problem(dtype, (512,), 64, 48, 1003)
+    made = {k: t * 0.5 for k, t in made.items()}
+    double = {k: t.double() for k, t in made.items()}
+    _, right = run(reference.linear_kl_div, double)
+    whole = run(reference.linear_kl_div, made)[1]
+    least = smallest_budget(made)
+    for budget in (None, least, 2 * least):
+        _, grads = run(so.linear_kl_div, made, memory_budget=budget)
+        for ours, plain, wanted in zip(grads, whole, right, strict=True):
+            ours, plain = ((g.double() - wanted).norm() / wanted.norm() for g in (ours, plain))
+            assert ours <= 1.1 * plain + 1e-3
+
+
+GOOD = {"divergence": "jsd", "temperature": 2.0}
+
+
+@pytest.mark.parametrize(
+    "change, kind, message",
+    [
+        ({"divergence": "kl"}, ValueError, "divergence is 'kl'"),
+        ({"beta": 1.5}, ValueError, "beta is 1.5"),
+        ({"beta": torch.ones(())}, TypeError, "beta is"),
+        ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
+        ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'"),
+        ({"shift": 1}, TypeError, "shift is 1"),
+        ({"teacher_tail": "drop"}, ValueError, "teacher_tail is 'drop'"),
+        ({"teacher_input": None}, TypeError, "teacher_input is None"),
+        ({"teacher_weight": None}, TypeError, "teacher_weight is None"),
+        ({"teacher_input": torch.randn(2, 16)}, ValueError, "teacher_input has shape (2, 16)"),
+        ({"teacher_weight": torch.randn(130, 16)}, ValueError, "teacher_weight has shape"),
+        ({"teacher_weight": torch.randn(131, 16).double()}, TypeError, "teacher_weight is"),
+        ({"teacher_bias": torch.randn(3)}, ValueError, "teacher_bias has shape"),
+        ({"linear_weight": torch.randn(131, 25)}, ValueError, "linear_weight has shape"),
+        ({"linear_bias": torch.randn(2)}, ValueError, "linear_bias has shape (2,)"),
+        ({"token_weight": torch.ones(2)}, ValueError, "token_weight has shape (2,)"),
+        ({"token_weight": torch.ones(3, 9, requires_grad=True)}, ValueError, "requires grad"),
+        ({"teacher_topk": torch.ones(3)}, TypeError, "teacher_topk is a Tensor"),
+        ({"teacher_topk": (torch.ones(3, 9, 2), torch.ones(3, 9, 2).long())}, ValueError,
+         "teacher_topk is given beside"),
+        ({"valid_classes": 200}, ValueError, "linear_weight has shape"),
+        ({"valid_classes": 0}, ValueError, "valid_classes is 0"),
+        ({"max_valid": -2}, ValueError, "max_valid is -2"),
+        ({"memory_budget": "much"}, ValueError, "memory_budget is 'much'"),
+        ({"memory_budget": 10}, ValueError, "memory_budget is 10 bytes"),
+        ({"input": torch.ones(3, 9, 24).long()}, TypeError, "input is torch.int64"),
+        ({"input": [1]}, TypeError, "input is a list"),
+    ],
+)  # fmt: skip
+def test_errors(change, kind, message):
+    made, weight = problem()
+    given = {
+        "input": made["x"], "linear_weight": made["w"], "teacher_input": made["t"],
+        "teacher_weight": made["tw"], "token_weight": weight, **GOOD,
+    }  # fmt: skip
+    so.linear_kl_div(**given)
+    with pytest.raises(kind) as raised:
+        so.linear_kl_div(**{**given, **change})
+    assert message in str(raised.value) and "expected" in str(raised.value)
+
+
+def test_errors_of_a_stored_teacher():
+    made, _ = problem()
+    values, ids = stored(made, 4)
+    for wrong, kind, message in (
+        (ids.float(), TypeError, "int64 or int32 class indices"),
+        (ids[..., :3], ValueError, "teacher_topk has shapes"),
+        (ids + 200, RuntimeError, "classes from 0 to 130"),
+        (ids * 0, RuntimeError, "the id 0 twice for a token"),
+    ):
+        with pytest.raises(kind, match=message):
+            so.linear_kl_div(made["x"], made["w"], teacher_topk=(values, wrong))
