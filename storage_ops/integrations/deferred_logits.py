@@ -9,6 +9,7 @@ another loss.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,20 +18,73 @@ from torch.nn import functional as F
 
 from storage_ops.loss.api import linear_cross_entropy
 
+_IGNORED = -100  # of transformers' losses
+
+
+@dataclass(frozen=True, eq=False)
+class LossOptions:
+    """What is asked of the loss of a patched model; see `patch_causal_lm`."""
+
+    returns: tuple[str, ...] = ("loss",)
+    token_weights: Tensor | str | None = None
+    label_smoothing: float = 0.0
+    logits: str = "eval"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What to compare: of a tensor, whether it is the same one."""
+        weights = self.token_weights
+        weights = id(weights) if isinstance(weights, Tensor) else weights
+        return self.returns, weights, self.label_smoothing, self.logits
+
 
 class Forward:
     """One forward of a model with labels.
 
     Attributes:
         model: name of the model's class, for errors.
+        options: of its loss.
+        labels: of the tokens.
+        token_weights: in the shape of the labels, or None. The model is given `places` as labels
+            then: it may shift them and cut them, and the loss sees which label and weight is meant.
         calls: how many times the output layer was called.
         losses: how many of those calls led to a loss.
+        results: per token, by name, of the first loss.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(
+        self, model: str, options: LossOptions, labels: Tensor, token_weights: Tensor | None
+    ) -> None:
         self.model = model
+        self.options = options
+        self.labels = labels
+        self.token_weights = token_weights
         self.calls = 0
         self.losses = 0
+        self.results: dict[str, Tensor] = {}
+
+    @property
+    def places(self) -> Tensor:
+        """Where each label is; ignored ones stay."""
+        places = torch.arange(self.labels.numel(), device=self.labels.device)
+        return torch.where(self.labels == _IGNORED, _IGNORED, places.view(self.labels.shape))
+
+    def targets_of(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Targets and their weights, of what the model has made of `labels` or `places`."""
+        if self.token_weights is None:
+            return given, None
+        valid = given != _IGNORED
+        place = torch.where(valid, given, 0).to(self.labels.device)
+        labels, weights = self.labels.reshape(-1)[place], self.token_weights.reshape(-1)[place]
+        return torch.where(valid, labels.to(given), _IGNORED), weights.to(given.device)
+
+    def keep(self, names: tuple[str, ...], values: tuple[Tensor, ...]) -> None:
+        """Results per token, in the shape of the labels where there is one for each."""
+        if self.results:
+            return
+        for name, value in zip(names, values, strict=True):
+            fits = value.numel() == self.labels.numel()
+            self.results[name] = value.view(self.labels.shape) if fits else value
 
 
 class Origin:
@@ -82,12 +136,29 @@ class DeferredLogits:
         dtype: torch.dtype,
         scale: float = 1.0,
         cap: float | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         self._origin = origin
         self._hidden = hidden
+        self._bias = origin.bias if bias is None else bias
         self._dtype = dtype
         self._scale = scale
         self._cap = cap
+
+    def _like(self, **changed: Any) -> DeferredLogits:
+        """These, but for what has changed."""
+        own = {
+            "origin": self._origin, "hidden": self._hidden, "dtype": self._dtype,
+            "scale": self._scale, "cap": self._cap, "bias": self._bias,
+        }  # fmt: skip
+        return DeferredLogits(**{**own, **changed})
+
+    def formed(self) -> Tensor:
+        """The logits after all, as the model would have made them."""
+        z = F.linear(self._hidden, self._origin.weight, self._bias)
+        z = z if self._scale == 1 else z * self._scale
+        z = z if self._cap is None else torch.tanh(z) * self._cap
+        return z.to(self._dtype)
 
     def _error(self, what: str) -> NotImplementedError:
         return NotImplementedError(
@@ -162,7 +233,7 @@ class DeferredLogits:
                 dtype = value
             elif not isinstance(value, bool) and value != self.device and value != str(self.device):
                 raise self._error(f"to({value!r})")
-        return DeferredLogits(self._origin, self._hidden, dtype, self._scale, self._cap)
+        return self._like(dtype=dtype)
 
     def contiguous(self) -> DeferredLogits:
         """Itself."""
@@ -174,7 +245,7 @@ class DeferredLogits:
         if sizes[-1] != self.shape[-1]:
             raise self._error(f"view{sizes}, which breaks up its {self.shape[-1]} classes,")
         hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
-        return DeferredLogits(self._origin, hidden, self._dtype, self._scale, self._cap)
+        return self._like(hidden=hidden)
 
     reshape = view
 
@@ -188,7 +259,7 @@ class DeferredLogits:
             if last is Ellipsis or (last.start, last.stop, last.step) != (None, None, None):
                 raise self._error(f"the index {index}")
         hidden = self._hidden[index]
-        return DeferredLogits(self._origin, hidden, self._dtype, self._scale, self._cap)
+        return self._like(hidden=hidden)
 
     def _times(self, factor: Any, inverse: bool) -> DeferredLogits:
         if not isinstance(factor, (int, float)):
@@ -199,7 +270,7 @@ class DeferredLogits:
             cap = cap / factor if inverse else cap * factor
         else:
             scale = scale / factor if inverse else scale * factor
-        return DeferredLogits(self._origin, self._hidden, self._dtype, scale, cap)
+        return self._like(scale=scale, cap=cap)
 
     def __mul__(self, factor: Any) -> DeferredLogits:
         return self._times(factor, inverse=False)
@@ -209,7 +280,16 @@ class DeferredLogits:
     def __truediv__(self, factor: Any) -> DeferredLogits:
         return self._times(factor, inverse=True)
 
-    __add__ = __radd__ = _refused("+")
+    def __add__(self, other: Any) -> DeferredLogits:
+        """With a number for each class that is a bias, such as `final_logits_bias`."""
+        bare = self._scale == 1 and self._cap is None
+        vector = isinstance(other, Tensor) and other.numel() == other.shape[-1] == self.shape[-1]
+        if not bare or not vector:
+            raise self._error("the operator +")
+        bias = other.reshape(-1).to(self._hidden.dtype)
+        return self._like(bias=bias if self._bias is None else self._bias + bias)
+
+    __radd__ = __add__
     __sub__ = __rsub__ = _refused("-")
     __neg__ = _refused("-")
     __matmul__ = __rmatmul__ = _refused("@")
@@ -225,7 +305,7 @@ class DeferredLogits:
         """Of what was recorded so far; what multiplies it from now on is the cap."""
         if self._cap is not None:
             raise self._error("a second tanh")
-        return DeferredLogits(self._origin, self._hidden, self._dtype, self._scale, 1.0)
+        return self._like(cap=1.0)
 
 
 def _cross_entropy(
@@ -249,18 +329,29 @@ def _cross_entropy(
     if cap is not None:
         scale *= cap  # c * tanh(s * x) is the cap c of (s * c) * x
     origin.reaches_loss()
-    loss: Tensor = linear_cross_entropy(
+    run = origin.forward
+    options, smoothing = run.options, run.options.label_smoothing or label_smoothing
+    if run.token_weights is not None and ignore_index != _IGNORED:
+        raise logits._error(f"an ignore_index of {ignore_index} with token_weights")
+    target, token_weight = run.targets_of(target)
+    names = tuple(dict.fromkeys(("loss", *options.returns)))
+    found = linear_cross_entropy(
         hidden,
         origin.weight,
         target,
-        linear_bias=origin.bias,
+        linear_bias=logits._bias,
         weight=weight,
         reduction=reduction,
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
+        label_smoothing=smoothing,
         softcap=cap,
         logit_scale=scale,
+        token_weight=token_weight,
+        returns=names,
     )
+    loss, *others = found if isinstance(found, tuple) else (found,)
+    run.keep(names[1:], tuple(others))
     # A model that casts float64 logits to float32 has a float32 loss; one in 16 bits keeps the
     # float32 that the loss was computed in.
-    return loss.to(torch.promote_types(logits.dtype, torch.float32))
+    result: Tensor = loss.to(torch.promote_types(logits.dtype, torch.float32))
+    return result

@@ -12,18 +12,26 @@ do. A forward set on the instance would keep the model in a reference cycle, and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
 from storage_ops._subclass import Replaced, like
-from storage_ops.integrations.deferred_logits import DeferredLogits, Forward, Origin, autocast_dtype
+from storage_ops.integrations.deferred_logits import (
+    DeferredLogits,
+    Forward,
+    LossOptions,
+    Origin,
+    autocast_dtype,
+)
 
 
 class _PatchedModel(Replaced):
-    """Marks a patched model."""
+    """Marks a patched model, and says how its loss is computed."""
+
+    _loss_options: LossOptions = LossOptions()
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,15 +65,28 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @like(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shifted = kwargs.get("shift_labels")
         labels = args[position] if len(args) > position else kwargs.get("labels")
+        labels = shifted if shifted is not None else labels
         # Not patched any more: another wrapper has held on to this function.
         if labels is None or not isinstance(self, _PatchedModel):
             return original(self, *args, **kwargs)
-        name = type(self).__name__
+        name, options = type(self).__name__, self._loss_options
         head = _patched_head(self, name)
         if head._deferred_in is not None:  # a patched model around this one waits for them
             return original(self, *args, **kwargs)
-        run = Forward(name)
+        weights = options.token_weights
+        if isinstance(weights, str):
+            weights = kwargs.pop(weights, None)
+        _check_weights(weights, labels)
+        run = Forward(name, options, labels, weights)
+        given = labels if weights is None else run.places
+        if len(args) > position:
+            args = (*args[:position], given, *args[position + 1 :])
+        else:
+            kwargs["labels"] = given
+        if shifted is not None:
+            kwargs["shift_labels"] = given
         head._deferred_in = run
         try:
             outputs = original(self, *args, **kwargs)
@@ -78,17 +99,38 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 "expected a causal language modeling loss of the logits of its output layer. "
                 "storage_ops.unpatch_causal_lm(model) gives the model its own loss back"
             )
-        return _without_logits(outputs)
+        formed = options.logits == "always" or (options.logits == "eval" and not self.training)
+        return _finished(outputs, formed, run.results)
 
     return forward
 
 
-def _without_logits(outputs: Any) -> Any:
+def _check_weights(weights: Any, labels: Tensor) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, Tensor) or weights.shape != labels.shape:
+        found = f"of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
+        raise ValueError(
+            f"patch_causal_lm: token_weights is {found}; expected a tensor of the labels' shape, "
+            f"{tuple(labels.shape)}"
+        )
+
+
+def _finished(outputs: Any, formed: bool, results: dict[str, Tensor]) -> Any:
+    """The outputs of a model: without the logits, or with these formed, and results per token."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, DeferredLogits):
+            return value
+        return value.formed() if formed else None
+
     if isinstance(outputs, tuple):
-        return tuple(None if isinstance(v, DeferredLogits) else v for v in outputs)
+        return (*(one(v) for v in outputs), *results.values())
     if isinstance(outputs, dict):
-        kept = {k: None if isinstance(v, DeferredLogits) else v for k, v in outputs.items()}
-        return type(outputs)(**kept)
+        made = type(outputs)(**{k: one(v) for k, v in outputs.items()})
+        for name, value in results.items():
+            made[name] = value
+        return made
     return outputs
 
 
@@ -150,35 +192,58 @@ class CausalLMPatch:
             unpatch_causal_lm(self._model)
 
 
-def patch_causal_lm(model: nn.Module) -> CausalLMPatch:
+def patch_causal_lm(
+    model: nn.Module,
+    *,
+    returns: Sequence[str] = ("loss",),
+    token_weights: Tensor | str | None = None,
+    label_smoothing: float = 0.0,
+    logits: str = "eval",
+) -> CausalLMPatch:
     """Let a Hugging Face causal language model compute its loss without its logits, in place.
 
     `model(input_ids, labels=labels).loss` keeps its value and its gradients, in training and in
-    evaluation, and is computed by `linear_cross_entropy`. **`outputs.logits` is then None**: code
-    that reads logits next to a loss, such as `compute_metrics` of Trainer, needs the model
-    unpatched. Calls without labels, and so `generate`, are what they were, logits included.
+    evaluation, and is computed by `linear_cross_entropy`: in float32 where a model in 16 bits would
+    compute it in these. **In training `outputs.logits` is None.** Calls without labels, and so
+    `generate`, are what they were, logits included; `shift_labels` without `labels`, as in sequence
+    parallelism, gives the loss too.
 
     The model's own forward and loss function run, so labels are shifted, ignored and averaged as
     they would be (`num_items_in_batch`, `shift_labels`), and auxiliary losses are added. A bias,
     a scale and a tanh cap of the logits are supported. Parameters, state dict, saved files and the
     signature of forward do not change; copies of the model, pickled ones too, are patched as well.
 
-    Patch a model before Trainer, PEFT, torch.compile or FSDP wrap it. One that is patched already
-    stays as it is. LoRA on the output layer itself is refused, and so is every library that hooks
-    into that layer (FSDP on it alone, tensor parallelism, ZeRO-3, device_map). Not for a model that
-    two threads call at the same time.
+    Patch a model before Trainer, PEFT, torch.compile or FSDP wrap it. One that is patched already,
+    with the same options, stays as it is. LoRA on the output layer itself is refused, and so is
+    every library that hooks into that layer (FSDP on it alone, tensor parallelism, ZeRO-3,
+    device_map). Not for a model that two threads call at the same time.
 
     Args:
         model: a transformers model whose `forward` takes `labels` and whose
             `get_output_embeddings()` is a `torch.nn.Linear`.
+        returns: besides "loss" of "nll", "lse", "entropy", "argmax" and "correct": they become
+            entries of the output, `outputs.nll` and so on (at its end where it is a tuple), with
+            the value of every token in the shape of the labels, 0 (-1 for argmax) where its label
+            is ignored. nll, lse and entropy are differentiable; with them the backward forms the
+            logits again. A model that moves labels by one has the nll of label i + 1 at i.
+        token_weights: a weight for every label, in their shape: a mean divides by the sum of them.
+            A tensor, or the name of a keyword of the model's call that has it, such as a column of
+            the batch (with `remove_unused_columns=False` in Trainer).
+        label_smoothing: that of the loss. With this instead of `label_smoothing_factor` of Trainer,
+            which takes the labels from the model, there are no logits.
+        logits: when `outputs.logits` is formed beside the loss, once, in the model's dtype: in
+            "eval" mode only, as `compute_metrics` of Trainer needs them, "always" or "never".
 
     Returns:
         A context manager that yields the model and calls `unpatch_causal_lm` at its end. It need
         not be used as one.
 
     Raises:
-        TypeError: not such a model.
-        RuntimeError: the output layer has hooks, or a forward was replaced on the instance.
+        TypeError: not such a model; token_weights for an encoder-decoder, whose labels are inputs
+            too.
+        ValueError: a wrong option.
+        RuntimeError: the output layer has hooks, a forward was replaced on the instance, or the
+            model is patched with other options.
         NotImplementedError: from the forward of the patched model, when the model does something
             to its logits that cannot be done without them.
 
@@ -189,14 +254,20 @@ def patch_causal_lm(model: nn.Module) -> CausalLMPatch:
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
         >>> ids = torch.randint(64, (2, 8))
         >>> expected = model(ids, labels=ids).loss
-        >>> with storage_ops.patch_causal_lm(model):
+        >>> with storage_ops.patch_causal_lm(model, returns=("loss", "nll")):
         ...     outputs = model(ids, labels=ids)
         >>> torch.testing.assert_close(outputs.loss, expected)
-        >>> outputs.logits is None
-        True
+        >>> outputs.logits is None, outputs.nll.shape
+        (True, torch.Size([2, 8]))
     """
     name = type(model).__name__
+    options = _options(returns, token_weights, label_smoothing, logits)
     if isinstance(model, _PatchedModel):
+        if model._loss_options.key != options.key:
+            raise RuntimeError(
+                f"patch_causal_lm: {name} is patched already, with {model._loss_options}; expected "
+                f"the same, {options}, or storage_ops.unpatch_causal_lm(model) first"
+            )
         return CausalLMPatch(model, applied=False)
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(
@@ -207,9 +278,39 @@ def patch_causal_lm(model: nn.Module) -> CausalLMPatch:
         raise _replaced(name)
     if "labels" not in inspect.signature(type(model).forward).parameters:
         raise TypeError(f"patch_causal_lm: forward of {name} takes no labels; expected it to")
+    config = getattr(model, "config", None)
+    if token_weights is not None and getattr(config, "is_encoder_decoder", False):
+        raise TypeError(
+            f"patch_causal_lm: {name} is an encoder-decoder, which makes inputs of its labels; "
+            "expected token_weights=None"
+        )
     _patched_head(model, name)
     model.__class__ = _PatchedModel.over(type(model))
+    vars(model)["_loss_options"] = options
     return CausalLMPatch(model, applied=True)
+
+
+def _options(returns: Any, token_weights: Any, label_smoothing: Any, logits: Any) -> LossOptions:
+    """The options, or an error that names the wrong one."""
+    known = ("loss", "nll", "lse", "entropy", "argmax", "correct")
+    names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
+    if not names or not set(names) <= set(known):
+        raise ValueError(f"patch_causal_lm: returns is {returns!r}; expected some of {known}")
+    if logits not in ("eval", "always", "never"):
+        raise ValueError(
+            f"patch_causal_lm: logits is {logits!r}; expected 'eval', 'always' or 'never'"
+        )
+    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"patch_causal_lm: label_smoothing is {label_smoothing!r}; expected a number from 0 "
+            "to 1"
+        )
+    if not isinstance(token_weights, (Tensor, str, type(None))):
+        raise TypeError(
+            f"patch_causal_lm: token_weights is {token_weights!r}; expected a tensor, the name of "
+            "a keyword of the model's call, or None"
+        )
+    return LossOptions(names, token_weights, float(label_smoothing), logits)
 
 
 def unpatch_causal_lm(model: nn.Module) -> None:
@@ -243,5 +344,6 @@ def unpatch_causal_lm(model: nn.Module) -> None:
             "changed after patch_causal_lm; expected the one it made. Undo the later change first"
         )
     for module in modules:
-        vars(module).pop("_deferred_in", None)  # set by every call with labels
+        for attribute in ("_deferred_in", "_loss_options"):
+            vars(module).pop(attribute, None)
         module.__class__ = module._original
