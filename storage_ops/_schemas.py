@@ -12,7 +12,8 @@ _LOSS_ARGUMENTS = (
     "float label_smoothing, float z_loss, float softcap, float logit_scale, int shift, "
     "int? max_valid, ScalarType? accumulate_dtype, int? memory_budget, str plan, str group, "
     "bool early, bool[3] grad_mask, bool[4] wants, int? valid_classes=None, "
-    "str input_grad='replicate', bool check_ranks=False, Tensor? divisor=None"
+    "str input_grad='replicate', bool check_ranks=False, Tensor? divisor=None, "
+    "ScalarType? logits_dtype=None"
 )
 
 _LOSS_UPSTREAM = (

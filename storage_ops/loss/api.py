@@ -44,6 +44,7 @@ def linear_cross_entropy(
     input_grad: str = "replicate",
     check_ranks: bool = False,
     divisor: float | Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
     returns: Sequence[str] = ("loss",),
 ) -> Any:
     """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
@@ -63,7 +64,7 @@ def linear_cross_entropy(
         linear_weight: (V, D), the dtype of input.
         target: (...), int32 or int64 class indices from 0 to V - 1, or ignore_index; or (..., V),
             floating point, a distribution over the classes for every token (differentiable).
-        linear_bias: (V,), the dtype of input.
+        linear_bias: (V,), the dtype of input, or float32 with 16-bit input.
         weight: (V,), floating point; weights of the classes.
         reduction: "mean" (the sum divided by that of a * C_t, or of a for distributions, over the
             tokens that are not ignored), "sum" or "none". The mean divides the z-loss too, so that
@@ -115,6 +116,11 @@ def linear_cross_entropy(
             such as the number of valid tokens in all micro-batches of all ranks. Dividing the
             result costs gradients of 16-bit arguments a second rounding. A tensor is not waited
             for. Divided by 0, gradients are zero.
+        logits_dtype: logits have the dtype of input (None), or torch.float32 with 16-bit input:
+            then products are not rounded before the softmax, as importance ratios in reinforcement
+            learning need it. Only tiles of logits are in float32, within memory_budget, of which
+            each logit takes twice as much, and none waits in the gradient of the weight; gradients
+            of logits are rounded to 16 bits before they are multiplied, as without.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
             "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
             or the most probable class; not for distributions in a process_group) and "z_loss"
@@ -181,6 +187,7 @@ def linear_cross_entropy(
         ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
         returns=returns, plan=plan, process_group=process_group, valid_classes=valid_classes,
         input_grad=input_grad, check_ranks=check_ranks, divisor=divisor,
+        logits_dtype=logits_dtype,
     )  # fmt: skip
     if divisor is not None:
         wide = {"dtype": arithmetic(input.dtype), "device": input.device}
@@ -205,7 +212,7 @@ def linear_cross_entropy(
         reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, int(shift),
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
         "" if plan is None else plan.key, ranks.name_of(process_group), in_forward, needs,
-        tuple(wants), valid_classes, input_grad, check_ranks, divisor,
+        tuple(wants), valid_classes, input_grad, check_ranks, divisor, logits_dtype,
     ))  # fmt: skip
     loss, nll, lse, entropy, argmax, *_ = op.apply(call)
     results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}

@@ -53,6 +53,7 @@ class Call(NamedTuple):
     input_grad: str = "replicate"
     check_ranks: bool = False
     divisor: Tensor | None = None
+    logits_dtype: torch.dtype | None = None
 
     @property
     def divides(self) -> bool:

@@ -91,9 +91,13 @@ def check_arguments(
     ):
         if t is not None and tuple(t.shape) != shape:
             raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape))
-    for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if t is not None and t.dtype != input.dtype:
-            raise _wrong(TypeError, f"{name} is", t.dtype, f"{input.dtype}, as input is")
+    if linear_weight.dtype != input.dtype:
+        rule = f"{input.dtype}, as input is"
+        raise _wrong(TypeError, "linear_weight is", linear_weight.dtype, rule)
+    wide = arithmetic(input.dtype)
+    if linear_bias is not None and linear_bias.dtype not in (input.dtype, wide):
+        rule = f"{input.dtype}, as input is" + f", or {wide}" * (wide != input.dtype)
+        raise _wrong(TypeError, "linear_bias is", linear_bias.dtype, rule)
     for name, t in (("weight", weight), ("token_weight", token_weight)):
         if t is not None and not t.is_floating_point():
             raise _wrong(TypeError, f"{name} is", t.dtype, "a floating dtype")
@@ -120,6 +124,7 @@ def _check_options(
     shift: bool | int,
     max_valid: int | str | None,
     accumulate_dtype: torch.dtype | None,
+    logits_dtype: torch.dtype | None,
     plan: Any,
     valid_classes: int | None,
     input_grad: str,
@@ -145,8 +150,9 @@ def _check_options(
         raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
     wide = arithmetic(input.dtype)
     sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
-    if accumulate_dtype not in sums:
-        raise _wrong(ValueError, "accumulate_dtype is", accumulate_dtype, f"one of {sums}")
+    for name, dtype in (("accumulate_dtype", accumulate_dtype), ("logits_dtype", logits_dtype)):
+        if dtype not in sums:
+            raise _wrong(ValueError, f"{name} is", dtype, f"one of {sums}")
     whole = isinstance(valid_classes, int) and not isinstance(valid_classes, bool)
     if valid_classes is not None and not (whole and valid_classes > 0):
         raise _wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")

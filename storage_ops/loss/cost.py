@@ -37,6 +37,11 @@ def plain_elements(rows: int, columns: int) -> int:
     return max(columns, min(rows * columns, PLAIN))
 
 
+def narrowed_rows(rows: int) -> int:
+    """Rows of a tile whose gradient is rounded to 16 bits at a time."""
+    return parts(rows, 8)
+
+
 def token_bytes(p: Problem) -> int:
     """Statistics, targets, losses and upstream gradients: a few numbers for each token."""
     numbers = 10 if p.in_forward else 16
@@ -49,7 +54,7 @@ def peak(s: Schedule) -> int:
     """Peak scratch memory beyond inputs, outputs and returned gradients."""
     p, d, item = s.problem, s.problem.hidden, s.problem.itemsize
     wide_input, wide_weight = s.wide_input, s.wide_weight
-    tile = s.rows * padded(s.columns) * item
+    tile = s.rows * padded(s.columns) * p.logit_bytes
     if p.gathers or p.masks:
         tile += s.rows * d * item
     extra = _extra(p, wide_input, wide_weight)
@@ -80,7 +85,11 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
 
     def extra(work: Work) -> int:
         rows, classes, origin, phases, adds = work
-        most = m.scratch_bytes(Kind.LOGITS, rows, classes, d, False) if origin == MULTIPLIED else 0
+        most = 0
+        if origin == MULTIPLIED:
+            most = m.scratch_bytes(Kind.LOGITS, rows, classes, d, p.wide_logits)
+        if adds and p.wide_logits:
+            most = max(most, narrowed_rows(rows) * classes * item)
         if phases and (p.plain or p.cast_bytes):
             copies = PLAIN_COPIES * arithmetic * plain_elements(rows, classes) * p.plain
             most = max(most, copies + rows * classes * p.cast_bytes)
@@ -116,10 +125,12 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
     wide_input, wide_weight = s.wide_input, s.wide_weight
     flops, moved, seconds = 0, 0.0, 0.0
     for (rows, classes, origin, phases, adds), times in s.work.items():
-        tile, weight = rows * classes * item, classes * d * item * share
+        logits, tile = rows * classes * p.logit_bytes, rows * classes * item
+        weight = classes * d * item * share
         products = []  # kind, whether it is wide, bytes of operands and result, bytes of sums
         if origin == MULTIPLIED:
-            products.append((Kind.LOGITS, False, weight + rows * d * item + tile, 0.0))
+            read = weight + rows * d * item + logits
+            products.append((Kind.LOGITS, p.wide_logits, read, 0.0))
         if adds & INPUT and p.grads[0]:
             products.append((Kind.INPUT, wide_input, weight + tile, rows * input_sum))
         if adds & WEIGHT and p.grads[1]:
@@ -128,9 +139,12 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
             )
         # The row kernel writes the gradient over the logits.
         passes = 2 if origin == COPIED or phases & (GRADIENT | EXPONENTIALS) else int(phases > 0)
-        time = passes * tile / rates.bandwidth
+        touched = float(passes * logits)
+        if adds and p.wide_logits:  # rounded to other memory, and copied back
+            touched += logits + 3 * tile
+        time = touched / rates.bandwidth
         time += (len(products) + (passes > 0)) * rates.launch_seconds
-        bytes_moved = float(passes * tile)
+        bytes_moved = touched
         for kind, wide, read, sums in products:
             time += m.seconds(kind, rows, classes, d, wide, read, sums, rates)
             bytes_moved += read + sums

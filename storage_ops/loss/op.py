@@ -354,10 +354,11 @@ for _name in _FACTS:
 
 
 def _fake_grads(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (call.input.shape, call.weight.shape, call.weight.shape[:1])
+    x, bias = call.input, call.grad_mask[2] and call.bias is not None
+    shapes = (x.shape, call.weight.shape, call.weight.shape[:1])
     masks = zip(shapes, call.grad_mask, strict=True)
-    made = [call.input.new_empty(shape if have else (0,)) for shape, have in masks]
-    return made[0], made[1], made[2]
+    made = [x.new_empty(shape if have else (0,)) for shape, have in masks]
+    return made[0], made[1], made[2].to(call.bias.dtype) if bias else made[2]  # type: ignore[union-attr]
 
 
 @register_fake(_NAME, lib=_schemas.library)

@@ -37,7 +37,10 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
     """What the plan of a call depends on; `classes`: the most that a rank has."""
     x, weight = tokens.x, call.weight
     copies = sum(t.nbytes for t in (x, weight) if not takes(t))
-    copies += copy_elements(call.bias, x.dtype) * x.element_size()
+    wide_logits = call.logits_dtype is not None and call.logits_dtype != x.dtype
+    if call.bias is not None:
+        dtype = _bias_dtype(call)
+        copies += copy_elements(call.bias, dtype) * dtype.itemsize
     # So that ranks plan alike.
     threads = 1 if call.group else torch.get_num_threads()
     smooth_cap = bool(call.label_smoothing and call.softcap)
@@ -55,9 +58,16 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
         gathers=tokens.kept is not None,
         masks=tokens.masked,
         plain=not has_row_kernel(x.device.type),
+        wide_logits=wide_logits,
         cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
         fixed_bytes=tokens.copied_bytes + copies,
     )
+
+
+def _bias_dtype(call: Call) -> torch.dtype:
+    """What the row kernel takes a bias in: its own, unless that is narrower than the logits."""
+    assert call.bias is not None
+    return torch.promote_types(call.bias.dtype, call.logits_dtype or call.input.dtype)
 
 
 class Run:
@@ -92,7 +102,9 @@ class Run:
         x = tokens.x = tokens.x if takes(tokens.x) else tokens.x.contiguous()
         weight = call.weight[:classes]
         self.weight = weight if takes(weight) else weight.contiguous()
-        self.bias = None if call.bias is None else call.bias[:classes].contiguous()
+        self.bias = call.bias
+        if call.bias is not None:
+            self.bias = call.bias[:classes].to(_bias_dtype(call)).contiguous()
         if state is None:
             self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
         else:
@@ -189,7 +201,8 @@ class Run:
             memory = self.sums.unwritten(place.lender)
         else:
             if self._tile is None:
-                self._tile = x.new_empty(schedule.rows * padded(schedule.columns))
+                size = schedule.rows * padded(schedule.columns)
+                self._tile = x.new_empty(size, dtype=self.call.logits_dtype)
             memory = self._tile
         high, wide = _length(place.rows), padded(_length(place.classes))
         whole = memory[: high * wide].view(high, wide)

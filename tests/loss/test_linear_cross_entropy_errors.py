@@ -54,9 +54,17 @@ def arguments(**changes):
         ({"shift": "yes"}, TypeError, "shift is 'yes'; expected True, False or a number"),
         ({"shift": 2.5}, TypeError, "shift is 2.5; expected True, False or a number"),
         ({"shift": -1}, ValueError, "shift is -1; expected a number of tokens >= 0"),
-        ({"divisor": 3}, ValueError, "reduction is 'mean'; expected reduction 'sum' with a divisor"),
+        (
+            {"divisor": 3},
+            ValueError,
+            "reduction is 'mean'; expected reduction 'sum' with a divisor",
+        ),
         ({"divisor": "3", "reduction": "sum"}, TypeError, "divisor is '3'; expected a number"),
-        ({"divisor": torch.ones(1), "reduction": "sum"}, ValueError, r"shape \(1,\); expected a real"),
+        (
+            {"divisor": torch.ones(1), "reduction": "sum"},
+            ValueError,
+            r"shape \(1,\); expected a real",
+        ),
         (
             {"divisor": torch.ones((), requires_grad=True), "reduction": "sum"},
             ValueError,

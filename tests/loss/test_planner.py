@@ -197,8 +197,9 @@ def test_any_number_of_threads_keeps_to_the_budget(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "kind",
-    ["ignored", "mostly ignored", "bias", "strided bias", "probabilities", "strided probabilities",
-     "weightless", "class weights", "strided", "outputs", "accumulate_into"],
+    ["ignored", "mostly ignored", "bias", "wide bias", "strided bias", "probabilities",
+     "strided probabilities", "weightless", "class weights", "strided", "outputs",
+     "accumulate_into", "wide logits", "wide logits with a bias"],
 )  # fmt: skip
 @pytest.mark.parametrize("tokens, hidden", [(700, 96), (300, 700)])
 def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
@@ -212,8 +213,14 @@ def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
         target[torch.rand(tokens) < 0.95], budget = -100, 3_500_000
     elif kind == "bias":
         options["linear_bias"] = torch.randn(vocab).to(dtype).requires_grad_()
+    elif kind == "wide bias":
+        options["linear_bias"] = torch.randn(vocab, requires_grad=True)
     elif kind == "strided bias":
         options["linear_bias"] = torch.randn(vocab, 2).to(dtype)[:, 0]
+    elif kind.startswith("wide logits"):
+        options["logits_dtype"] = torch.float32
+        if kind.endswith("bias"):
+            options["linear_bias"] = torch.randn(vocab).to(dtype).requires_grad_()
     elif kind in ("probabilities", "weightless"):
         target = torch.softmax(torch.randn(tokens, vocab), 1)
         if kind == "weightless":
