@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ from torch.autograd import forward_ad
 
 from storage_ops.loss import op, ranks
 from storage_ops.loss.call import Call, arithmetic
-from storage_ops.loss.checks import check_arguments, check_types, names_of
+from storage_ops.loss.checks import check_arguments, check_torch_options, check_types, names_of
 from storage_ops.loss.planner import Plan
+from storage_ops.loss.positions import loss_of_positions
 from storage_ops.quantities import parse_bytes
 
 RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss")
@@ -46,6 +48,7 @@ def linear_cross_entropy(
     divisor: float | Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     returns: Sequence[str] = ("loss",),
+    options: Any = None,
 ) -> Any:
     """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
 
@@ -61,7 +64,10 @@ def linear_cross_entropy(
 
     Args:
         input: (..., D), float64, float32, bfloat16 or float16.
-        linear_weight: (V, D), the dtype of input.
+        linear_weight: (V, D), the dtype of input. For torch's K-dimensional loss (V, d_1, ..., d_K,
+            D), with input (N, D), target (N, d_1, ..., d_K) or (N, V, d_1, ..., d_K), linear_bias
+            (V, d_1, ..., d_K), and d_1, ..., d_K after N in what has a value per token: a product
+            for each of the d_1 * ... * d_K positions.
         target: (...), int32 or int64 class indices from 0 to V - 1, or ignore_index; or (..., V),
             floating point, a distribution over the classes for every token (differentiable).
         linear_bias: (V,), the dtype of input, or float32 with 16-bit input.
@@ -126,6 +132,8 @@ def linear_cross_entropy(
             or the most probable class; not for distributions in a process_group) and "z_loss"
             (z_loss * lse^2). All but the loss have one value per token, which is 0 (-1 for argmax)
             where the token is ignored. loss, nll, lse and entropy are differentiable.
+        options: the chunking options of `torch.nn.functional.linear_cross_entropy`, so that its
+            calls need no edit. Without effect: memory_budget says what chunks may take.
 
     Returns:
         The result, or a tuple if `returns` names several. The loss has shape () for "mean" and
@@ -174,6 +182,18 @@ def linear_cross_entropy(
     if isinstance(memory_budget, int):
         memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
     returns = names_of(returns, RETURNS)
+    check_torch_options(options)
+    if linear_weight.dim() > 2:
+        return loss_of_positions(
+            linear_cross_entropy, input, linear_weight, target, linear_bias=linear_bias,
+            weight=weight, token_weight=token_weight, accumulate_into=accumulate_into,
+            reduction=reduction, ignore_index=ignore_index, returns=returns,
+            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            logit_scale=logit_scale, shift=shift, max_valid=max_valid,
+            accumulate_dtype=accumulate_dtype, memory_budget=memory_budget, plan=plan,
+            process_group=process_group, valid_classes=valid_classes, input_grad=input_grad,
+            check_ranks=check_ranks, divisor=divisor, logits_dtype=logits_dtype,
+        )  # fmt: skip
     device = input.device.type
     castable = input.is_floating_point() and input.dtype != torch.float64
     if castable and device != "meta" and torch.is_autocast_enabled(device):
@@ -255,6 +275,7 @@ class LinearCrossEntropyLoss(nn.Module):
     Args:
         in_features: D.
         num_classes: V.
+        out_features: d_1, ..., d_K of the K-dimensional loss.
         bias: whether the layer learns a bias.
         device, dtype: of the parameters.
         weight: (V,) weights of the classes, a buffer.
@@ -277,6 +298,7 @@ class LinearCrossEntropyLoss(nn.Module):
         num_classes: int,
         bias: bool = False,
         *,
+        out_features: Sequence[int] = (),
         device: Any = None,
         dtype: torch.dtype | None = None,
         weight: Tensor | None = None,
@@ -290,7 +312,9 @@ class LinearCrossEntropyLoss(nn.Module):
                 f"LinearCrossEntropyLoss: unknown options {sorted(set(options) - known)}; expected "
                 f"some of {sorted(known)}"
             )
-        self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.num_classes, self.out_features = num_classes, tuple(out_features)
+        rows = math.prod(self.out_features, start=num_classes)
+        self.linear = nn.Linear(in_features, rows, bias, device=device, dtype=dtype)
         self.weight: Tensor | None
         self.register_buffer("weight", weight)
         group = options.get("process_group")
@@ -303,11 +327,6 @@ class LinearCrossEntropyLoss(nn.Module):
         """D."""
         return self.linear.in_features
 
-    @property
-    def num_classes(self) -> int:
-        """V."""
-        return self.linear.out_features
-
     def forward(
         self,
         input: Tensor,
@@ -317,11 +336,16 @@ class LinearCrossEntropyLoss(nn.Module):
         accumulate_into: Tensor | None = None,
     ) -> Any:
         """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`."""
+        linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        if self.out_features:
+            shape = (self.num_classes, *self.out_features)
+            linear_weight = linear_weight.unflatten(0, shape)
+            linear_bias = None if linear_bias is None else linear_bias.unflatten(0, shape)
         return linear_cross_entropy(
             input,
-            self.linear.weight,
+            linear_weight,
             target,
-            linear_bias=self.linear.bias,
+            linear_bias=linear_bias,
             weight=self.weight,
             token_weight=token_weight,
             accumulate_into=accumulate_into,
@@ -330,4 +354,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """The options that were given."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        options = {**self.options}
+        if self.out_features:
+            options["out_features"] = self.out_features
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
