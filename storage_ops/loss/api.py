@@ -18,7 +18,8 @@ from storage_ops.loss.planner import Plan
 from storage_ops.loss.positions import loss_of_positions
 from storage_ops.quantities import parse_bytes
 
-RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss")
+RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "topk")
+_PER_TOKEN = ("nll", "lse", "entropy", "selected", "topk")  # and differentiable
 
 
 def linear_cross_entropy(
@@ -47,6 +48,8 @@ def linear_cross_entropy(
     check_ranks: bool = False,
     divisor: float | Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
+    selected_ids: Tensor | None = None,
+    top_k: int | None = None,
     returns: Sequence[str] = ("loss",),
     options: Any = None,
 ) -> Any:
@@ -127,11 +130,17 @@ def linear_cross_entropy(
             learning need it. Only tiles of logits are in float32, within memory_budget, of which
             each logit takes twice as much, and none waits in the gradient of the weight; gradients
             of logits are rounded to 16 bits before they are multiplied, as without.
+        selected_ids: for "selected": (..., K), int32 or int64, K classes for every token. shift
+            moves them as it moves target; ignore_index stands for no class.
+        top_k: for "topk": how many classes.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
             "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
-            or the most probable class; not for distributions in a process_group) and "z_loss"
-            (z_loss * lse^2). All but the loss have one value per token, which is 0 (-1 for argmax)
-            where the token is ignored. loss, nll, lse and entropy are differentiable.
+            or the most probable class; not for distributions in a process_group), "z_loss"
+            (z_loss * lse^2), "selected" (log-probabilities of selected_ids) and "topk" (a pair: the
+            top_k largest log-probabilities, largest first, and their classes; of equal ones the
+            lowest classes). All but the loss have one value per token, or K, which is 0 (-1 for
+            classes) where the token is ignored. loss, nll, lse, entropy, selected and the
+            log-probabilities of topk are differentiable.
         options: the chunking options of `torch.nn.functional.linear_cross_entropy`, so that its
             calls need no edit. Without effect: memory_budget says what chunks may take.
 
@@ -145,9 +154,9 @@ def linear_cross_entropy(
         A mean or a sum makes its gradients in the forward, and needs three matrix products (more
         where a small budget forms some logits again, up to five). The backward multiplies them by
         the upstream gradient, which costs those of 16-bit arguments a second rounding unless it is
-        1 or another power of two. Reduction "none", float16, accumulate_into, and "nll", "lse" or
-        "entropy" in `returns` keep a few numbers per token and form the logits again in the
-        backward: four, or up to five. Nothing needing gradients: one. Two runs give the same bits.
+        1 or another power of two. Reduction "none", float16, accumulate_into, and "nll", "lse",
+        "entropy", "selected" or "topk" in `returns` keep a few numbers per token and form the
+        logits again in the backward: four, or up to five. Nothing needing gradients: one. Two runs give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
@@ -172,7 +181,7 @@ def linear_cross_entropy(
     check_types(
         {"input": input, "linear_weight": linear_weight, "target": target},
         {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
-         "accumulate_into": accumulate_into},
+         "accumulate_into": accumulate_into, "selected_ids": selected_ids},
         {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
          "logit_scale": logit_scale},
     )  # fmt: skip
@@ -193,6 +202,7 @@ def linear_cross_entropy(
             accumulate_dtype=accumulate_dtype, memory_budget=memory_budget, plan=plan,
             process_group=process_group, valid_classes=valid_classes, input_grad=input_grad,
             check_ranks=check_ranks, divisor=divisor, logits_dtype=logits_dtype,
+            selected_ids=selected_ids, top_k=top_k,
         )  # fmt: skip
     device = input.device.type
     castable = input.is_floating_point() and input.dtype != torch.float64
@@ -207,7 +217,7 @@ def linear_cross_entropy(
         ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
         returns=returns, plan=plan, process_group=process_group, valid_classes=valid_classes,
         input_grad=input_grad, check_ranks=check_ranks, divisor=divisor,
-        logits_dtype=logits_dtype,
+        logits_dtype=logits_dtype, selected_ids=selected_ids, top_k=top_k,
     )  # fmt: skip
     if divisor is not None:
         wide = {"dtype": arithmetic(input.dtype), "device": input.device}
@@ -224,7 +234,7 @@ def linear_cross_entropy(
         and accumulate_into is None
         and input.dtype != torch.float16  # its range is too small before upstream is known
         and not target.requires_grad
-        and not any(name in returns for name in ("nll", "lse", "entropy"))
+        and not any(name in returns for name in _PER_TOKEN)
         and not op.transforming()
     )
     call = Call._make((
@@ -233,9 +243,15 @@ def linear_cross_entropy(
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
         "" if plan is None else plan.key, ranks.name_of(process_group), in_forward, needs,
         tuple(wants), valid_classes, input_grad, check_ranks, divisor, logits_dtype,
+        selected_ids if selected_ids is None else selected_ids[..., int(shift) :, :], top_k or 0,
     ))  # fmt: skip
-    loss, nll, lse, entropy, argmax, *_ = op.apply(call)
-    results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
+    loss, nll, lse, entropy, picked, argmax, top_ids, *_ = op.apply(call)
+    results: dict[str, Any] = {
+        "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,
+    }  # fmt: skip
+    if "selected" in returns or "topk" in returns:
+        first = picked.shape[-1] - (top_k or 0)
+        results["selected"], results["topk"] = picked[..., :first], (picked[..., first:], top_ids)
     if "z_loss" in returns:
         results["z_loss"] = z_loss * lse.detach().square()
     if "correct" in returns:

@@ -68,6 +68,8 @@ def check_arguments(
     ignore_index: int,
     returns: Sequence[str],
     process_group: Any,
+    selected_ids: Tensor | None,
+    top_k: int | None,
     **options: Any,
 ) -> None:
     """Raise a TypeError or ValueError for arguments that do not fit together."""
@@ -92,6 +94,7 @@ def check_arguments(
         raise wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
     _check_target(input, target, vocab, ignore_index)
     tokens = tuple(input.shape[:-1])
+    _check_picks(selected_ids, top_k, returns, tokens, vocab if process_group is None else None)
     for name, t, shape in (
         ("linear_bias", linear_bias, (vocab,)),
         ("weight", weight, (vocab,)),
@@ -119,6 +122,7 @@ def check_arguments(
     for name, t in (
         ("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias),
         ("weight", weight), ("token_weight", token_weight), ("accumulate_into", accumulate_into),
+        ("selected_ids", selected_ids),
     ):  # fmt: skip
         if t is not None and t.device != input.device:
             raise wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
@@ -207,6 +211,34 @@ def _check_target(input: Tensor, target: Tensor, vocab: int, ignore_index: int) 
     if tuple(target.shape) != tokens:
         rule = f"that of input without its last dimension, {tokens}"
         raise wrong(ValueError, "target has shape", tuple(target.shape), rule)
+
+
+def _check_picks(
+    selected_ids: Tensor | None,
+    top_k: int | None,
+    returns: Sequence[str],
+    tokens: tuple[int, ...],
+    vocab: int | None,
+) -> None:
+    for name, argument, value in (
+        ("selected", "selected_ids", selected_ids),
+        ("topk", "top_k", top_k),
+    ):
+        if (name in returns) != (value is not None):
+            found = "None" if value is None else "given"
+            rule = f"it together with {name!r} in returns"
+            raise wrong(ValueError, argument, f"is {found} and returns is {returns}", rule)
+    if selected_ids is not None:
+        if selected_ids.dtype not in _INDICES:
+            raise wrong(TypeError, "selected_ids is", selected_ids.dtype, "int64 or int32")
+        if selected_ids.dim() != len(tokens) + 1 or tuple(selected_ids.shape[:-1]) != tokens:
+            rule = f"(*{tokens}, K), K classes for every token"
+            raise wrong(ValueError, "selected_ids has shape", tuple(selected_ids.shape), rule)
+    if top_k is not None:
+        if isinstance(top_k, bool) or not isinstance(top_k, _INTEGERS):
+            raise wrong(TypeError, "top_k is", repr(top_k), "an int, or None")
+        if top_k < 1 or (vocab is not None and top_k > vocab):
+            raise wrong(ValueError, "top_k is", top_k, f"1 to {vocab or 'the number of classes'}")
 
 
 def _check_sum(into: Tensor, linear_weight: Tensor) -> None:

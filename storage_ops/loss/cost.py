@@ -14,6 +14,7 @@ from storage_ops.loss.schedule import (
     MULTIPLIED,
     RUNNING_RESCALE,
     THERE,
+    UPDATE,
     WEIGHT,
     Schedule,
     Work,
@@ -24,6 +25,8 @@ from storage_ops.matmul import Kind
 STATE_ROWS = 6
 PIECE = 256  # tokens whose rescaled sums are finished at a time
 PLAIN = 1 << 17  # elements that the row kernel in plain torch works on at a time, or one row
+PICK_BYTES = 64  # of a class whose log-probability is asked for, for each token
+TOP_BYTES = 24  # of a logit where the largest ones are looked for
 PLAIN_COPIES = 9  # of those, most of them, that it makes
 
 
@@ -37,6 +40,11 @@ def plain_elements(rows: int, columns: int) -> int:
     return max(columns, min(rows * columns, PLAIN))
 
 
+def top_rows(rows: int, columns: int, cuda: bool) -> int:
+    """Rows of a tile whose largest logits are looked for at a time."""
+    return max(1, min(rows, (PLAIN << 5 * cuda) // max(columns, 1)))
+
+
 def narrowed_rows(rows: int) -> int:
     """Rows of a tile whose gradient is rounded to 16 bits at a time."""
     return parts(rows, 8)
@@ -46,6 +54,8 @@ def token_bytes(p: Problem) -> int:
     """Statistics, targets, losses and upstream gradients: a few numbers for each token."""
     numbers = 10 if p.in_forward else 16
     kept = numbers * p.arithmetic + (32 if p.gathers else 8)
+    # Their classes, what upstream gives, and both sorted; those of two slices are merged.
+    kept += p.picks * PICK_BYTES
     # The state of the rows is returned with zeros for those that are left out.
     return p.tokens * kept + p.left_out * STATE_ROWS * p.arithmetic + 512
 
@@ -93,6 +103,11 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
         if phases and (p.plain or p.cast_bytes):
             copies = PLAIN_COPIES * arithmetic * plain_elements(rows, classes) * p.plain
             most = max(most, copies + rows * classes * p.cast_bytes)
+        if phases and p.picks:
+            copies = PLAIN_COPIES * arithmetic + 24
+            most = max(most, copies * plain_elements(rows, p.picks))
+        if phases & UPDATE and p.top:
+            most = max(most, (TOP_BYTES + item) * top_rows(rows, classes, m.cuda) * classes)
         if adds & INPUT and with_input:
             size = m.scratch_bytes(Kind.INPUT, rows, classes, d, wide_input)
             if p.gathers:  # the rows' part, and with EXPONENTIALS the sum that is rescaled

@@ -26,8 +26,8 @@ from storage_ops.matmul import reference as matmul_reference
 from storage_ops.matmul.full_sums import full_sums
 
 _OPS = torch.ops.storage_ops
-_DIFFERENTIABLE = 4  # of the forward's outputs: loss, nll, lse, entropy
-_UPSTREAM = 5  # arguments of the backward before those of the forward: gradients, and the state
+_DIFFERENTIABLE = 5  # of the forward's outputs: loss, nll, lse, entropy, picked
+_UPSTREAM = 6  # arguments of the backward before those of the forward: gradients, and the state
 _INTO = Call._fields.index("accumulate_into")  # which only one backward op has
 _NOT_TWICE = (
     "linear_cross_entropy: its gradient was differentiated; double backward is not supported, use "
@@ -58,12 +58,17 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         grads = [input.new_empty(0) for _ in call.grad_mask]
     state, argmax, wants = run.state, run.argmax, call.wants
     out = formulas.Outputs.of(tokens, call, state)
+    picked, top_ids = state.new_empty(0), input.new_empty(0, dtype=torch.int64)
+    if run.picked is not None:
+        picked, top_ids = map(tokens.spread, run.picked.log_probabilities())
     return (
         formulas.reduce(out.loss, tokens, call),
         tokens.spread(out.nll) if wants[0] else state.new_empty(0),
         tokens.spread(out.lse) if wants[1] else state.new_empty(0),
         tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),
+        picked,
         input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
+        top_ids,
         tokens.spread_state(state),
         *grads,
     )
@@ -76,7 +81,11 @@ def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
     run = Run(call, state)
     tokens = run.tokens
     each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
+    *each, picked = each
     each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
+    if picked is not None and run.picked is not None:
+        of_lse = run.picked.differentiate(tokens.collect(picked, 1))
+        each[2] = of_lse if each[2] is None else each[2] + of_lse
     if each[0] is not None:
         total = each[0] if call.reduction != "none" else tokens.collect(each[0])
         each[0] = total * formulas.scale_of(tokens, call)
@@ -155,7 +164,7 @@ def _roots(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = Call(*inputs)
-    state, *grads = output[_DIFFERENTIABLE + 1 :]
+    _, top_ids, state, *grads = output[_DIFFERENTIABLE:]
     # Made in the forward, gradients are those of the loss alone.
     ctx.mark_non_differentiable(*output[1 if call.in_forward else _DIFFERENTIABLE :])
     ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
@@ -164,6 +173,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.ready = call.in_forward and all(
         have or not need for have, need in zip(call.grad_mask, needs, strict=True)
     )
+    ctx.picks = call.selected_ids is not None or call.top_k > 0
+    if call.top_k:  # for the backward both are given
+        given = () if call.selected_ids is None else (call.selected_ids,)
+        ids = torch.cat((*given, top_ids), -1) if given else top_ids
+        call = call._replace(selected_ids=ids, top_k=0)
     ctx.call = call.with_tensors()
     # Not saved: others add to it in between, and may.
     ctx.into = call.accumulate_into
@@ -193,7 +207,7 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_target = None
     retained = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
     # Outputs that were not asked for are empty, whatever someone differentiates them by.
-    asked = [True, *ctx.call.wants[:3]]
+    asked = [True, *ctx.call.wants[:3], ctx.picks]
     given = [g if want else None for g, want in zip(upstream, asked, strict=False)]
     with torch.no_grad():
         if ctx.ready:
@@ -369,11 +383,16 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     if call.shift:
         shape[-1] = max(shape[-1] - call.shift, 0)
     per_token = [input.new_empty(shape if want else (0,), dtype=wide) for want in wants[:3]]
+    selected = 0 if call.selected_ids is None else call.selected_ids.shape[-1]
+    picks = bool(call.top_k) or call.selected_ids is not None
+    picked = input.new_empty((*shape, selected + call.top_k) if picks else (0,), dtype=wide)
+    top_ids = input.new_empty((*shape, call.top_k) if picks else (0,), dtype=torch.int64)
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
     loss = input.new_empty(shape if call.reduction == "none" else (), dtype=wide)
     state = input.new_empty((STATE_ROWS, input.shape[:-1].numel()), dtype=wide)
     made = tuple(call.in_forward and have for have in call.grad_mask)
-    return loss, *per_token, argmax, state, *_fake_grads(call._replace(grad_mask=made))
+    grads = _fake_grads(call._replace(grad_mask=made))
+    return loss, *per_token, picked, argmax, top_ids, state, *grads
 
 
 @register_fake(_BACKWARD_NAME, lib=_schemas.library)

@@ -24,6 +24,8 @@ class Problem:
         masks: rows of the input are copied, for those of weight 0 to be 0.
         plain: the row kernel is plain torch, which makes copies of some rows of a tile.
         wide_logits: tiles of logits are in fp32, of 16-bit arguments.
+        picks: classes of each token whose log-probabilities are asked for.
+        top: so many of them are those of the largest logits.
         cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
         fixed_bytes: copies of arguments whose strides or dtype no kernel takes.
     """
@@ -42,6 +44,8 @@ class Problem:
     masks: bool = False
     plain: bool = False
     wide_logits: bool = False
+    picks: int = 0
+    top: int = 0
     cast_bytes: int = 0
     fixed_bytes: int = 0
 

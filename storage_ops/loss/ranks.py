@@ -27,7 +27,7 @@ _agreed: WeakKeyDictionary[Any, set[tuple[int, ...]]] = WeakKeyDictionary()
 
 _COMPARED = (
     "the number of tokens", "the hidden size", "dtypes and options, or what needs gradients",
-    "the targets", "the token weights",
+    "the targets", "the token weights", "the selected classes",
 )  # fmt: skip
 
 
@@ -48,6 +48,10 @@ class Ranks:
     def add_up(self, t: Tensor) -> Tensor:
         """The sum of a tensor over the ranks, in place."""
         return t
+
+    def gather(self, t: Tensor) -> list[Tensor]:
+        """That of every rank."""
+        return [t]
 
     def merge(self, state: Tensor, argmax: Tensor | None, ignored: Tensor, vocabulary: int) -> None:
         """Merge the state of rows over the ranks, in place: the sum formulas of row_math.h."""
@@ -80,7 +84,8 @@ class Several(Ranks):
         mine = torch.tensor(like, device=x.device)
         # Of targets that are distributions each rank has its own classes.
         indices = None if call.target.is_floating_point() else call.target
-        sums = [_checksum(t, x.device) for t in (indices, call.token_weight)]
+        values = (indices, call.token_weight, call.selected_ids)
+        sums = [_checksum(t, x.device) for t in values]
         mine = torch.cat((mine, torch.stack(sums)))
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(every, mine, self._group)
@@ -102,6 +107,12 @@ class Several(Ranks):
         """See `Ranks`."""
         dist.all_reduce(t, dist.ReduceOp.SUM, self._group)
         return t
+
+    def gather(self, t: Tensor) -> list[Tensor]:
+        """See `Ranks`."""
+        every = [torch.empty_like(t) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(every, t, self._group)
+        return every
 
     def merge(self, state: Tensor, argmax: Tensor | None, ignored: Tensor, vocabulary: int) -> None:
         """See `Ranks`."""

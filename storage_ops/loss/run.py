@@ -14,6 +14,7 @@ from storage_ops.loss import planner
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.devices import has_row_kernel, rates_of
+from storage_ops.loss.picked import Picked
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.loss.ranks import ranks_of
 from storage_ops.loss.schedule import (
@@ -59,6 +60,8 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
         masks=tokens.masked,
         plain=not has_row_kernel(x.device.type),
         wide_logits=wide_logits,
+        picks=call.top_k + (0 if call.selected_ids is None else call.selected_ids.shape[-1]),
+        top=call.top_k,
         cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
         fixed_bytes=tokens.copied_bytes + copies,
     )
@@ -82,6 +85,7 @@ class Run:
         schedule: the way through the logits.
         state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
         argmax: (n,) classes of the largest logits, or None.
+        picked: the classes whose log-probabilities are asked for, or None.
         upstream: rows of upstream gradient for the row kernel, or None.
     """
 
@@ -110,6 +114,10 @@ class Run:
         else:
             self.state = tokens.collect_state(state)
         self.argmax = x.new_zeros(tokens.count, dtype=torch.int64) if call.wants[3] else None
+        picks = call.selected_ids is not None or call.top_k
+        self.picked = Picked(self) if picks else None
+        if self.picked is not None and state is None:
+            self.picked.check()
         self.upstream: Tensor | None = None
         self._tile: Tensor | None = None
         self._rows, self._x = slice(0, 0), x
@@ -171,7 +179,12 @@ class Run:
         if step.phases == MERGE:
             self._merge(step.rows)
             return
-        tile, several = self._logits(step), self.ranks.several
+        tile, several, picked = self._logits(step), self.ranks.several, self.picked
+        products = None
+        if picked is not None and step.phases & UPDATE:
+            picked.read(step, tile)
+        elif picked is not None and step.phases & GRADIENT:
+            products = picked.products(step, tile)
         before = self.state[0, step.rows].clone() if step.phases & EXPONENTIALS else None
         if several and step.phases & UPDATE and step.phases & GRADIENT:
             self._row_kernel(step, tile, UPDATE)
@@ -179,6 +192,8 @@ class Run:
             self._row_kernel(step, tile, GRADIENT)
         elif step.phases:
             self._row_kernel(step, tile, step.phases)
+        if picked is not None and products is not None and self.upstream is not None:
+            picked.write(step, tile, products, self.upstream)
         if step.adds:
             if before is not None:
                 self.sums.rescale(step, before - self.state[0, step.rows])
@@ -257,6 +272,8 @@ class Run:
             ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
         part = None if self.argmax is None else self.argmax[rows]
         self.ranks.merge(self.state[:, rows], part, ignored, self.vocabulary)
+        if self.picked is not None:
+            self.picked.merge(rows)
 
 
 def _valid_of(sizes: list[int], valid: int | None) -> int:
