@@ -73,8 +73,8 @@ class Picked:
         return wrong if (valid := self._valid()) is None else wrong & valid
 
     def _valid(self) -> Tensor | None:
-        """Tokens that are not ignored, as a column; None for all."""
-        if self._tokens.probabilities or self._tokens.kept is not None:
+        """Tokens that are not ignored, as a column; None for all. Others may fill up max_valid."""
+        if self._tokens.probabilities:
             return None
         return (self._tokens.target != self._call.ignore_index).unsqueeze(1)
 
@@ -176,7 +176,9 @@ class Picked:
             # What is elsewhere repeats a write of its row, or writes what is there.
             some = here.to(torch.uint8).argmax(1, keepdim=True)
             column = torch.where(here, column, column.gather(1, some))
-            piece.scatter_(1, column, torch.where(here, value, value.gather(1, some)))
+            every = torch.arange(len(z), device=z.device).unsqueeze(1)
+            # A 16-bit scatter_ would copy the whole tile to float32.
+            piece[every, column] = torch.where(here, value, value.gather(1, some))
 
     def _columns(self, step: Step, rows: slice) -> tuple[Tensor, Tensor]:
         """Where in a tile the classes of some rows are, and whether they are there."""

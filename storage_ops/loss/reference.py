@@ -18,9 +18,7 @@ def _weighted(weight: Tensor, z: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, weight * z)
 
 
-def logits_of(
-    products: Tensor, bias: Tensor | None, softcap: float, logit_scale: float
-) -> Tensor:
+def logits_of(products: Tensor, bias: Tensor | None, softcap: float, logit_scale: float) -> Tensor:
     """Logits from matrix products."""
     z = (products if bias is None else products + bias) * logit_scale
     return softcap * torch.tanh(z / softcap) if softcap else z
