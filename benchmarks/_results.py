@@ -243,7 +243,9 @@ def by_shape(stem: str) -> str:
 
 def planned() -> str:
     """What the example of the planner prints."""
-    p = plan.problem_of(8192, 4096, 128256, "bf16", ("input", "weight"), "mean", None, None, "h200")
+    p = plan.problem_of(
+        8192, 4096, 128256, "bf16", ("input", "weight"), "mean", None, None, None, "h200"
+    )
     rates = GPUS["h200"]
     least = planner.smallest_budget(p)
     most = planner.peak_bytes(p, planner.allowed(p)[0], p.tokens, p.vocab)

@@ -57,9 +57,13 @@ struct BlockRow {
   // From n matrix products to logits.
   template <int n>
   __device__ __forceinline__ void transform_products(int64_t column, A (&z)[n]) const {
-    if (kGeneral && a.bias != nullptr) {
+    if (kGeneral && (a.bias != nullptr || a.wide_bias != nullptr)) {
       A bias[n];
-      load(a.bias + column, bias);
+      if (a.bias != nullptr) {
+        load(a.bias + column, bias);
+      } else {
+        load(a.wide_bias + column, bias);
+      }
 #pragma unroll
       for (int k = 0; k < n; ++k) z[k] += bias[k];
     }
@@ -310,7 +314,7 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
   for_dtypes("_cross_entropy_rows: logits", logits, [&](auto logit, auto arithmetic) {
     const auto a = row_arguments<decltype(logit), decltype(arithmetic)>(tensors, options);
     // With the first three rows of upstream, the entropy has no gradient.
-    const bool general = a.bias != nullptr || a.spread() || a.slope || a.transform.softcap != 0 ||
+    const bool general = tensors.bias || a.spread() || a.slope || a.transform.softcap != 0 ||
                          (a.grad && a.upstream_count > 3);
     const auto run = general ? launch_rows<true, decltype(logit), decltype(arithmetic)>
                              : launch_rows<false, decltype(logit), decltype(arithmetic)>;

@@ -12,11 +12,13 @@ _LOSS_ARGUMENTS = (
     "float label_smoothing, float z_loss, float softcap, float logit_scale, int shift, "
     "int? max_valid, ScalarType? accumulate_dtype, int? memory_budget, str plan, str group, "
     "bool early, bool[3] grad_mask, bool[4] wants, int? valid_classes=None, "
-    "str input_grad='replicate', bool check_ranks=False, Tensor? divisor=None"
+    "str input_grad='replicate', bool check_ranks=False, Tensor? divisor=None, "
+    "ScalarType? logits_dtype=None, Tensor? selected_ids=None, int top_k=0"
 )
 
 _LOSS_UPSTREAM = (
-    "Tensor? grad_loss, Tensor? grad_nll, Tensor? grad_lse, Tensor? grad_entropy, Tensor state"
+    "Tensor? grad_loss, Tensor? grad_nll, Tensor? grad_lse, Tensor? grad_entropy, "
+    "Tensor? grad_picked, Tensor state"
 )
 
 _KL_ARGUMENTS = (
@@ -52,7 +54,7 @@ SCHEMAS: dict[str, str] = {
     "_scale": "(Tensor(a!) self, Tensor factor) -> ()",
     "linear_cross_entropy": (
         f"({_LOSS_ARGUMENTS}) -> (Tensor loss, Tensor nll, Tensor lse, Tensor entropy, "
-        "Tensor argmax, Tensor state, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+        "Tensor picked, Tensor argmax, Tensor top_ids, Tensor state, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
     ),
     "linear_cross_entropy_backward": (
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) "

@@ -29,7 +29,7 @@ def rows(dtype=torch.float32, bias=True, count=5, dense=False, phases=3, smoothi
 
 def loss(
     reduction, needs=(True, True, True), bias=True, dtype=torch.float32, early=True, dense=False,
-    wants=(False, False, False, False), token_weight=False, shift=False, into=None,
+    wants=(False, False, False, False), token_weight=False, shift=False, into=None, rest=(),
 ):  # fmt: skip
     x, w = torch.randn(3, 4, 6).to(dtype), torch.randn(7, 6).to(dtype)
     b = torch.randn(7).to(dtype) if bias else None
@@ -41,7 +41,13 @@ def loss(
     target = torch.softmax(torch.randn(3, 4, 7), -1) if dense else target
     weights = (torch.rand(7), torch.rand(3, 4)) if token_weight else (None, None)
     return (x, w, target, b, *weights, into, reduction, -100, 0.1, 0.01, 3.0, 0.5, shift, None,
-            None, None, "", "", early, list(needs), list(wants))  # fmt: skip
+            None, None, "", "", early, list(needs), list(wants), *rest)  # fmt: skip
+
+
+def picks(shift, ids=True, top_k=2, divisor=None, logits_dtype=None):
+    """The arguments from valid_classes on."""
+    ids = torch.randint(7, (3, 4 - shift, 5)) if ids else None
+    return None, "replicate", False, divisor, logits_dtype, ids, top_k
 
 
 def divergence(
@@ -72,17 +78,19 @@ def product(add, dtype=torch.float32, transposed=False):
     return torch.randn(20, 50), left, right, torch.zeros(1 << 13), add
 
 
-def backward(reduction, into=None, dense=False):
-    x, w, target, b, *rest = loss(reduction, (False, False, False), shift=True, dense=dense)
+def backward(reduction, into=None, dense=False, picked=False):
+    x, w, target, b, *rest = loss(reduction, (False, False, False), shift=1, dense=dense)
     rest[-2], rest[2] = [True, True, b is not None], into
     rest[-3] = False
+    rest += picks(1, top_k=0) if picked else ()
     state = torch.rand(6, 12) + 1
     per_token = torch.randn(3, 3)
     grad = torch.randn(()) if reduction == "mean" else per_token
     given = (
         (x, w, target, b, *rest) if into is not None else (x, w, target, b, *rest[:2], *rest[3:])
     )
-    return (grad, None, per_token, per_token * 2, state, *given)
+    of_picks = torch.randn(3, 3, 5) if picked else None
+    return (grad, None, per_token, per_token * 2, of_picks, state, *given)
 
 
 def span(dtype=torch.float32):
@@ -145,8 +153,17 @@ CASES = {
         loss("mean", early=False, wants=(True, True, True, True), shift=True),
         loss("mean", dtype=torch.bfloat16),
         loss("sum", dtype=torch.float16, early=False),
+        loss("sum", rest=picks(0, False, 0, torch.tensor(3.0))),
+        loss("mean", dtype=torch.bfloat16, rest=picks(0, False, 0, None, torch.float32)),
+        loss("mean", early=False, rest=picks(0)),
+        loss("none", early=False, shift=2, rest=picks(2, top_k=0)),
+        loss("sum", (False, False, False), rest=picks(0, False)),
     ],
-    "linear_cross_entropy_backward": [backward("mean"), backward("none")],
+    "linear_cross_entropy_backward": [
+        backward("mean"),
+        backward("none"),
+        backward("mean", picked=True),
+    ],
     "linear_cross_entropy_backward_target": [backward("mean", dense=True)],
     "linear_cross_entropy_backward_into": [backward("mean", torch.zeros(7, 6))],
     "linear_kl_div": [

@@ -34,8 +34,9 @@ struct RowArguments {
   T* logits;
   const int64_t* index;    // one class per row, or nullptr
   const A* probabilities;  // or one distribution per row
-  const T* bias;
-  const A* weight;    // of the classes
+  const T* bias;       // of the classes; or in the type of the arithmetic,
+  const A* wide_bias;  // one of them or none
+  const A* weight;     // of the classes
   const A* upstream;  // element (k, i) at k * upstream_outer + i * upstream_inner
   A* state;           // element (k, i) at k * state_stride + i
   int64_t* argmax;
@@ -62,7 +63,7 @@ struct RowArguments {
   }
 
   STORAGE_OPS_INLINE A logit(T value, int64_t column) const {
-    const A b = bias ? static_cast<A>(bias[column]) : A(0);
+    const A b = bias ? static_cast<A>(bias[column]) : wide_bias ? wide_bias[column] : A(0);
     return transform.logit(static_cast<A>(value) + b);
   }
 
@@ -109,8 +110,9 @@ inline void check_rows(const RowTensors& t, bool grad) {
   }
   STD_TORCH_CHECK(
       !t.bias || (t.bias->dim() == 1 && t.bias->size(0) == columns && t.bias->is_contiguous() &&
-                  t.bias->scalar_type() == t.logits.scalar_type()),
-      kOp, "bias must be contiguous, of logits' dtype, with one value per column");
+                  (t.bias->scalar_type() == t.logits.scalar_type() ||
+                   t.bias->scalar_type() == arithmetic)),
+      kOp, "bias must be contiguous, of logits' or the arithmetic's dtype, one value per column");
   STD_TORCH_CHECK(!t.weight || (t.weight->dim() == 1 && t.weight->size(0) == columns &&
                                 t.weight->is_contiguous() && t.weight->scalar_type() == arithmetic),
                   kOp, "weight must be contiguous, of the arithmetic's dtype, one per column");
@@ -141,7 +143,9 @@ RowArguments<T, A> row_arguments(const RowTensors& t, const RowOptions& o) {
   a.logits = static_cast<T*>(t.logits.mutable_data_ptr());
   a.index = index ? static_cast<const int64_t*>(t.target.const_data_ptr()) : nullptr;
   a.probabilities = index ? nullptr : static_cast<const A*>(t.target.const_data_ptr());
-  a.bias = pointer<T>(t.bias);
+  const bool wide = t.bias && t.bias->scalar_type() != t.logits.scalar_type();
+  a.bias = wide ? nullptr : pointer<T>(t.bias);
+  a.wide_bias = wide ? pointer<A>(t.bias) : nullptr;
   a.weight = pointer<A>(t.weight);
   a.upstream = pointer<A>(t.upstream);
   a.state = static_cast<A*>(t.state.mutable_data_ptr());

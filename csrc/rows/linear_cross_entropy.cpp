@@ -94,6 +94,9 @@ STORAGE_OPS_INLINE void load(const RowArguments<T, A>& a, int64_t row, int64_t b
     Block<A> bias;
     widen(a.bias + begin, bias.values, n);
     for (int64_t j = 0; j < n; ++j) z[j] += bias.values[j];
+  } else if (a.wide_bias != nullptr) {
+    const A* bias = a.wide_bias + begin;
+    for (int64_t j = 0; j < n; ++j) z[j] += bias[j];
   }
   const Transform<A> transform = a.transform;
   if (transform.softcap != 0) {
@@ -219,7 +222,8 @@ STORAGE_OPS_ROW_LOOPS(Half, float)
 // Whether logits are products as they are, and their share in a target is one class or nothing.
 template <typename T, typename A>
 bool is_bare(const RowArguments<T, A>& a) {
-  return a.bias == nullptr && a.transform.softcap == 0 && a.transform.scale == 1 && !a.spread();
+  return a.bias == nullptr && a.wide_bias == nullptr && a.transform.softcap == 0 &&
+         a.transform.scale == 1 && !a.spread();
 }
 
 // The loops for AVX-512 with BF16, where they apply and the processor has it.

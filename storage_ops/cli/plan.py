@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--reduction", default="mean", help="mean, sum or none")
     parser.add_argument("--accumulate-dtype", help="of the sums of 16-bit gradients")
+    parser.add_argument("--logits-dtype", help="of the tiles: that of --dtype, or fp32")
     parser.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
     parser.add_argument(
         "--device", help=f"{', '.join(DEVICES)} (default: the GPU that torch finds, else h200)"
@@ -65,7 +66,7 @@ class Curve:
 
 def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
     """Budgets from the smallest possible, by steps of two, to the whole logits; and `extra`."""
-    logits = p.tokens * padded(p.vocab) * p.itemsize
+    logits = p.tokens * padded(p.vocab) * p.logit_bytes
     least = planner.smallest_budget(p)
     # The logits in one tile, with all that goes with them.
     most = max(planner.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             )
         p = plans.problem_of(
             args.tokens, args.hidden, args.vocab, args.dtype, args.grads, args.reduction,
-            args.accumulate_dtype, args.max_valid, device,
+            args.accumulate_dtype, args.logits_dtype, args.max_valid, device,
         )  # fmt: skip
         given = None if args.budget is None else parse_bytes(args.budget, "--budget")
         rates = named(device)

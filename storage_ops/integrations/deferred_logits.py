@@ -34,8 +34,8 @@ class LossOptions:
     def key(self) -> tuple[Any, ...]:
         """What to compare: of a tensor, whether it is the same one."""
         weights = self.token_weights
-        weights = id(weights) if isinstance(weights, Tensor) else weights
-        return self.returns, weights, self.label_smoothing, self.logits
+        same = id(weights) if isinstance(weights, Tensor) else weights
+        return self.returns, same, self.label_smoothing, self.logits
 
 
 class Forward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from storage_ops._autograd import refuse_forward_mode, transforming
 from storage_ops.loss import op, ranks
 from storage_ops.loss.call import Call, arithmetic
-from storage_ops.loss.checks import check_arguments, check_types, names_of
+from storage_ops.loss.checks import check_arguments, check_torch_options, check_types, names_of
 from storage_ops.loss.planner import Plan
+from storage_ops.loss.positions import loss_of_positions
 from storage_ops.quantities import parse_bytes
 
-RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss")
+RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "topk")
+_PER_TOKEN = ("nll", "lse", "entropy", "selected", "topk")  # and differentiable
 
 
 def linear_cross_entropy(
@@ -44,7 +47,11 @@ def linear_cross_entropy(
     input_grad: str = "replicate",
     check_ranks: bool = False,
     divisor: float | Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    selected_ids: Tensor | None = None,
+    top_k: int | None = None,
     returns: Sequence[str] = ("loss",),
+    options: Any = None,
 ) -> Any:
     """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
 
@@ -60,10 +67,13 @@ def linear_cross_entropy(
 
     Args:
         input: (..., D), float64, float32, bfloat16 or float16.
-        linear_weight: (V, D), the dtype of input.
+        linear_weight: (V, D), the dtype of input. For torch's K-dimensional loss (V, d_1, ..., d_K,
+            D), with input (N, D), target (N, d_1, ..., d_K) or (N, V, d_1, ..., d_K), linear_bias
+            (V, d_1, ..., d_K), and d_1, ..., d_K after N in what has a value per token: a product
+            for each of the d_1 * ... * d_K positions.
         target: (...), int32 or int64 class indices from 0 to V - 1, or ignore_index; or (..., V),
             floating point, a distribution over the classes for every token (differentiable).
-        linear_bias: (V,), the dtype of input.
+        linear_bias: (V,), the dtype of input, or float32 with 16-bit input.
         weight: (V,), floating point; weights of the classes.
         reduction: "mean" (the sum divided by that of a * C_t, or of a for distributions, over the
             tokens that are not ignored), "sum" or "none". The mean divides the z-loss too, so that
@@ -120,11 +130,24 @@ def linear_cross_entropy(
             such as the number of valid tokens in all micro-batches of all ranks. Dividing the
             result costs gradients of 16-bit arguments a second rounding. A tensor is not waited
             for. Divided by 0, gradients are zero.
+        logits_dtype: logits have the dtype of input (None), or torch.float32 with 16-bit input:
+            then products are not rounded before the softmax, as importance ratios in reinforcement
+            learning need it. Only tiles of logits are in float32, within memory_budget, of which
+            each logit takes twice as much, and none waits in the gradient of the weight; gradients
+            of logits are rounded to 16 bits before they are multiplied, as without.
+        selected_ids: for "selected": (..., K), int32 or int64, K classes for every token. shift
+            moves them as it moves target; ignore_index stands for no class.
+        top_k: for "topk": how many classes.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
             "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
-            or the most probable class; not for distributions in a process_group) and "z_loss"
-            (z_loss * lse^2). All but the loss have one value per token, which is 0 (-1 for argmax)
-            where the token is ignored. loss, nll, lse and entropy are differentiable.
+            or the most probable class; not for distributions in a process_group), "z_loss"
+            (z_loss * lse^2), "selected" (log-probabilities of selected_ids) and "topk" (a pair: the
+            top_k largest log-probabilities, largest first, and their classes; of equal ones the
+            lowest classes). All but the loss have one value per token, or K, which is 0 (-1 for
+            classes) where the token is ignored. loss, nll, lse, entropy, selected and the
+            log-probabilities of topk are differentiable.
+        options: the chunking options of `torch.nn.functional.linear_cross_entropy`, so that its
+            calls need no edit. Without effect: memory_budget says what chunks may take.
 
     Returns:
         The result, or a tuple if `returns` names several. The loss has shape () for "mean" and
@@ -136,9 +159,9 @@ def linear_cross_entropy(
         A mean or a sum makes its gradients in the forward, and needs three matrix products (more
         where a small budget forms some logits again, up to five). The backward multiplies them by
         the upstream gradient, which costs those of 16-bit arguments a second rounding unless it is
-        1 or another power of two. Reduction "none", float16, accumulate_into, and "nll", "lse" or
-        "entropy" in `returns` keep a few numbers per token and form the logits again in the
-        backward: four, or up to five. Nothing needing gradients: one. Two runs give the same bits.
+        1 or another power of two. Reduction "none", float16, accumulate_into, and "nll", "lse",
+        "entropy", "selected" or "topk" in `returns` keep a few numbers per token and form the
+        logits again in the backward: four, or up to five. Nothing needing gradients: one. Two runs give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
@@ -163,7 +186,7 @@ def linear_cross_entropy(
     check_types(
         {"input": input, "linear_weight": linear_weight, "target": target},
         {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
-         "accumulate_into": accumulate_into},
+         "accumulate_into": accumulate_into, "selected_ids": selected_ids},
         {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
          "logit_scale": logit_scale},
     )  # fmt: skip
@@ -173,6 +196,19 @@ def linear_cross_entropy(
     if isinstance(memory_budget, int):
         memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
     returns = names_of(returns, RETURNS)
+    check_torch_options(options)
+    keywords: dict[str, Any] = {
+        "linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
+        "accumulate_into": accumulate_into, "reduction": reduction, "ignore_index": ignore_index,
+        "returns": returns, "label_smoothing": label_smoothing, "z_loss": z_loss,
+        "softcap": softcap, "logit_scale": logit_scale, "shift": shift, "max_valid": max_valid,
+        "accumulate_dtype": accumulate_dtype, "memory_budget": memory_budget, "plan": plan,
+        "process_group": process_group, "valid_classes": valid_classes, "input_grad": input_grad,
+        "check_ranks": check_ranks, "divisor": divisor, "logits_dtype": logits_dtype,
+        "selected_ids": selected_ids, "top_k": top_k,
+    }  # fmt: skip
+    if linear_weight.dim() > 2:
+        return loss_of_positions(linear_cross_entropy, input, linear_weight, target, **keywords)
     device = input.device.type
     castable = input.is_floating_point() and input.dtype != torch.float64
     if castable and device != "meta" and torch.is_autocast_enabled(device):
@@ -188,19 +224,15 @@ def linear_cross_entropy(
         ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
         returns=returns, plan=plan, process_group=process_group, valid_classes=valid_classes,
         input_grad=input_grad, check_ranks=check_ranks, divisor=divisor,
+        logits_dtype=logits_dtype, selected_ids=selected_ids, top_k=top_k,
     )  # fmt: skip
-    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into)
+    tensors = (input, linear_weight, target, linear_bias, weight, token_weight, selected_ids)
     if any(hasattr(t, "device_mesh") for t in tensors):
         from storage_ops.loss import dtensor
 
         return dtensor.linear_cross_entropy(
-            linear_cross_entropy, *tensors, returns=returns, reduction=reduction,
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, logit_scale=logit_scale, shift=shift, max_valid=max_valid,
-            accumulate_dtype=accumulate_dtype, memory_budget=memory_budget, plan=plan,
-            process_group=process_group, valid_classes=valid_classes, input_grad=input_grad,
-            check_ranks=check_ranks, divisor=divisor,
-        )  # fmt: skip
+            linear_cross_entropy, input, linear_weight, target, **keywords
+        )
     if divisor is not None:
         wide = {"dtype": arithmetic(input.dtype), "device": input.device}
         given = isinstance(divisor, Tensor)
@@ -216,7 +248,7 @@ def linear_cross_entropy(
         and accumulate_into is None
         and input.dtype != torch.float16  # its range is too small before upstream is known
         and not target.requires_grad
-        and not any(name in returns for name in ("nll", "lse", "entropy"))
+        and not any(name in returns for name in _PER_TOKEN)
         and not transforming()
     )
     call = Call._make((
@@ -224,10 +256,16 @@ def linear_cross_entropy(
         reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, int(shift),
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
         "" if plan is None else plan.key, ranks.name_of(process_group), in_forward, needs,
-        tuple(wants), valid_classes, input_grad, check_ranks, divisor,
+        tuple(wants), valid_classes, input_grad, check_ranks, divisor, logits_dtype,
+        selected_ids if selected_ids is None else selected_ids[..., int(shift) :, :], top_k or 0,
     ))  # fmt: skip
-    loss, nll, lse, entropy, argmax, *_ = op.apply(call)
-    results = {"loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax}
+    loss, nll, lse, entropy, picked, argmax, top_ids, *_ = op.apply(call)
+    results: dict[str, Any] = {
+        "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,
+    }  # fmt: skip
+    if "selected" in returns or "topk" in returns:
+        first = picked.shape[-1] - (top_k or 0)
+        results["selected"], results["topk"] = picked[..., :first], (picked[..., first:], top_ids)
     if "z_loss" in returns:
         results["z_loss"] = z_loss * lse.detach().square()
     if "correct" in returns:
@@ -271,6 +309,7 @@ class LinearCrossEntropyLoss(nn.Module):
     Args:
         in_features: D.
         num_classes: V.
+        out_features: d_1, ..., d_K of the K-dimensional loss.
         bias: whether the layer learns a bias.
         device, dtype: of the parameters.
         weight: (V,) weights of the classes, a buffer.
@@ -293,6 +332,7 @@ class LinearCrossEntropyLoss(nn.Module):
         num_classes: int,
         bias: bool = False,
         *,
+        out_features: Sequence[int] = (),
         device: Any = None,
         dtype: torch.dtype | None = None,
         weight: Tensor | None = None,
@@ -306,7 +346,9 @@ class LinearCrossEntropyLoss(nn.Module):
                 f"LinearCrossEntropyLoss: unknown options {sorted(set(options) - known)}; expected "
                 f"some of {sorted(known)}"
             )
-        self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.num_classes, self.out_features = num_classes, tuple(out_features)
+        rows = math.prod(self.out_features, start=num_classes)
+        self.linear = nn.Linear(in_features, rows, bias, device=device, dtype=dtype)
         self.weight: Tensor | None
         self.register_buffer("weight", weight)
         group = options.get("process_group")
@@ -319,11 +361,6 @@ class LinearCrossEntropyLoss(nn.Module):
         """D."""
         return self.linear.in_features
 
-    @property
-    def num_classes(self) -> int:
-        """V."""
-        return self.linear.out_features
-
     def forward(
         self,
         input: Tensor,
@@ -333,11 +370,16 @@ class LinearCrossEntropyLoss(nn.Module):
         accumulate_into: Tensor | None = None,
     ) -> Any:
         """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`."""
+        linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        if self.out_features:
+            shape = (self.num_classes, *self.out_features)
+            linear_weight = linear_weight.unflatten(0, shape)
+            linear_bias = None if linear_bias is None else linear_bias.unflatten(0, shape)
         return linear_cross_entropy(
             input,
-            self.linear.weight,
+            linear_weight,
             target,
-            linear_bias=self.linear.bias,
+            linear_bias=linear_bias,
             weight=self.weight,
             token_weight=token_weight,
             accumulate_into=accumulate_into,
@@ -346,4 +388,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """The options that were given."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        options = {**self.options}
+        if self.out_features:
+            options["out_features"] = self.out_features
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -10,7 +10,7 @@ from torch import Tensor
 # The tensors among them.
 TENSORS = (
     "input", "weight", "target", "bias", "class_weight", "token_weight", "accumulate_into",
-    "divisor",
+    "divisor", "selected_ids",
 )  # fmt: skip
 
 
@@ -25,6 +25,7 @@ class Call(NamedTuple):
         in_forward: the gradients are made in the forward, for a loss that is a mean or a sum.
         grad_mask: whether input, weight and bias need gradients.
         wants: whether nll, lse, entropy and argmax are asked for.
+        selected_ids: those of the tokens that are scored, after the shift.
     """
 
     input: Tensor
@@ -53,6 +54,9 @@ class Call(NamedTuple):
     input_grad: str = "replicate"
     check_ranks: bool = False
     divisor: Tensor | None = None
+    logits_dtype: torch.dtype | None = None
+    selected_ids: Tensor | None = None
+    top_k: int = 0
 
     @property
     def divides(self) -> bool:

@@ -19,7 +19,8 @@ _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 
 
-def _wrong(kind: type[Exception], argument: str, found: object, expected: str) -> Exception:
+def wrong(kind: type[Exception], argument: str, found: object, expected: str) -> Exception:
+    """An error that names the argument, what it is, and what was expected."""
     return kind(f"linear_cross_entropy: {argument} {found}; expected {expected}")
 
 
@@ -30,20 +31,28 @@ def check_types(
     for name, value in (*tensors.items(), *optional.items()):
         if not (isinstance(value, Tensor) or (value is None and name in optional)):
             kind = "None" if value is None else f"a {type(value).__name__}"
-            raise _wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
+            raise wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
     for name, value in options.items():
         if isinstance(value, Tensor):
             rule = "a number, for it gets no gradient: multiply input by a scale that is learned"
-            raise _wrong(TypeError, f"{name} is", "a tensor", rule)
+            raise wrong(TypeError, f"{name} is", "a tensor", rule)
         if not isinstance(value, _NUMBERS) and not (value is None and name == "softcap"):
-            raise _wrong(TypeError, f"{name} is", repr(value), "a number")
+            raise wrong(TypeError, f"{name} is", repr(value), "a number")
+
+
+def check_torch_options(options: object) -> None:
+    """Raise a TypeError unless this is what torch's function takes, where torch has it."""
+    kind = getattr(torch.nn, "LinearCrossEntropyOptions", type(None))
+    if not (options is None or isinstance(options, kind)):
+        rule = "torch.nn.LinearCrossEntropyOptions (torch >= 2.13), or None"
+        raise wrong(TypeError, "options is", repr(options), rule)
 
 
 def names_of(returns: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
     """`returns` as a tuple; raise a ValueError unless it has some of the allowed names alone."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()  # a set has no order
     if not names or not set(names) <= set(allowed):
-        raise _wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
+        raise wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
     return names
 
 
@@ -59,6 +68,8 @@ def check_arguments(
     ignore_index: int,
     returns: Sequence[str],
     process_group: Any,
+    selected_ids: Tensor | None,
+    top_k: int | None,
     **options: Any,
 ) -> None:
     """Raise a TypeError or ValueError for arguments that do not fit together."""
@@ -66,27 +77,28 @@ def check_arguments(
     scatters = options["input_grad"] == "reduce_scatter"
     if scatters and target.is_floating_point():
         rule = "class indices with input_grad='reduce_scatter'"
-        raise _wrong(TypeError, "target is", target.dtype, rule)
+        raise wrong(TypeError, "target is", target.dtype, rule)
     if process_group is not None and not hasattr(process_group, "group_name"):
         rule = "a process group of torch.distributed, or None"
-        raise _wrong(TypeError, "process_group is", repr(process_group), rule)
+        raise wrong(TypeError, "process_group is", repr(process_group), rule)
     if process_group is not None and target.is_floating_point() and "correct" in returns:
         rule = "class indices as target for 'correct' with a process_group"
-        raise _wrong(ValueError, "returns is", repr(returns), rule)
+        raise wrong(ValueError, "returns is", repr(returns), rule)
     if input.dtype not in FLOATS:
-        raise _wrong(TypeError, "input is", input.dtype, f"a floating dtype of {FLOATS}")
+        raise wrong(TypeError, "input is", input.dtype, f"a floating dtype of {FLOATS}")
     if input.dim() < 1 or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
-        raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
+        raise wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, _INTEGERS):
-        raise _wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
+        raise wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
     if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
-        raise _wrong(ValueError, "ignore_index is", ignore_index, "one that int64 holds")
+        raise wrong(ValueError, "ignore_index is", ignore_index, "one that int64 holds")
     vocab = linear_weight.shape[0]
     if vocab == 0:
-        raise _wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
+        raise wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
     tokens = _tokens_of(input, target) if scatters else tuple(input.shape[:-1])
     _check_target(tokens, target, vocab, ignore_index)
+    _check_picks(selected_ids, top_k, returns, tokens, vocab if process_group is None else None)
     for name, t, shape in (
         ("linear_bias", linear_bias, (vocab,)),
         ("weight", weight, (vocab,)),
@@ -94,25 +106,30 @@ def check_arguments(
         ("accumulate_into", accumulate_into, tuple(linear_weight.shape)),
     ):
         if t is not None and tuple(t.shape) != shape:
-            raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape))
-    for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if t is not None and t.dtype != input.dtype:
-            raise _wrong(TypeError, f"{name} is", t.dtype, f"{input.dtype}, as input is")
+            raise wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape))
+    if linear_weight.dtype != input.dtype:
+        rule = f"{input.dtype}, as input is"
+        raise wrong(TypeError, "linear_weight is", linear_weight.dtype, rule)
+    wide = arithmetic(input.dtype)
+    if linear_bias is not None and linear_bias.dtype not in (input.dtype, wide):
+        rule = f"{input.dtype}, as input is" + f", or {wide}" * (wide != input.dtype)
+        raise wrong(TypeError, "linear_bias is", linear_bias.dtype, rule)
     for name, t in (("weight", weight), ("token_weight", token_weight)):
         if t is not None and not t.is_floating_point():
-            raise _wrong(TypeError, f"{name} is", t.dtype, "a floating dtype")
+            raise wrong(TypeError, f"{name} is", t.dtype, "a floating dtype")
     for name, t in (("weight", weight), ("token_weight", token_weight)):
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             rule = "a tensor that needs none: its gradient is not computed; detach it"
-            raise _wrong(ValueError, name, "requires grad", rule)
+            raise wrong(ValueError, name, "requires grad", rule)
     if accumulate_into is not None:
         _check_sum(accumulate_into, linear_weight)
     for name, t in (
         ("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias),
         ("weight", weight), ("token_weight", token_weight), ("accumulate_into", accumulate_into),
+        ("selected_ids", selected_ids),
     ):  # fmt: skip
         if t is not None and t.device != input.device:
-            raise _wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
+            raise wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
 
 
 def _check_options(
@@ -124,6 +141,7 @@ def _check_options(
     shift: bool | int,
     max_valid: int | str | None,
     accumulate_dtype: torch.dtype | None,
+    logits_dtype: torch.dtype | None,
     plan: Any,
     valid_classes: int | None,
     input_grad: str,
@@ -131,53 +149,54 @@ def _check_options(
     divisor: float | Tensor | None,
 ) -> None:
     if reduction not in REDUCTIONS:
-        raise _wrong(ValueError, "reduction is", repr(reduction), f"one of {REDUCTIONS}")
+        raise wrong(ValueError, "reduction is", repr(reduction), f"one of {REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
-        raise _wrong(ValueError, "label_smoothing is", label_smoothing, "a number from 0 to 1")
+        raise wrong(ValueError, "label_smoothing is", label_smoothing, "a number from 0 to 1")
     least = torch.finfo(arithmetic(input.dtype)).tiny
     if softcap is not None and not least <= softcap <= 1 / least:
         rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
-        raise _wrong(ValueError, "softcap is", softcap, rule)
+        raise wrong(ValueError, "softcap is", softcap, rule)
     if not isinstance(shift, _INTEGERS):
-        raise _wrong(TypeError, "shift is", repr(shift), "True, False or a number of tokens")
+        raise wrong(TypeError, "shift is", repr(shift), "True, False or a number of tokens")
     if shift < 0:
-        raise _wrong(ValueError, "shift is", shift, "a number of tokens >= 0")
+        raise wrong(ValueError, "shift is", shift, "a number of tokens >= 0")
     if shift and input.dim() < 2:
-        raise _wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
+        raise wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
     counts = isinstance(max_valid, _INTEGERS) and max_valid >= 0
     if not counts and max_valid is not None and max_valid != "sync":
-        raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
+        raise wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
     wide = arithmetic(input.dtype)
     sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
-    if accumulate_dtype not in sums:
-        raise _wrong(ValueError, "accumulate_dtype is", accumulate_dtype, f"one of {sums}")
+    for name, dtype in (("accumulate_dtype", accumulate_dtype), ("logits_dtype", logits_dtype)):
+        if dtype not in sums:
+            raise wrong(ValueError, f"{name} is", dtype, f"one of {sums}")
     whole = isinstance(valid_classes, int) and not isinstance(valid_classes, bool)
     if valid_classes is not None and not (whole and valid_classes > 0):
-        raise _wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")
+        raise wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")
     if input_grad not in _INPUT_GRADS:
-        raise _wrong(ValueError, "input_grad is", repr(input_grad), f"one of {_INPUT_GRADS}")
+        raise wrong(ValueError, "input_grad is", repr(input_grad), f"one of {_INPUT_GRADS}")
     if not isinstance(check_ranks, bool):
-        raise _wrong(TypeError, "check_ranks is", repr(check_ranks), "True or False")
+        raise wrong(TypeError, "check_ranks is", repr(check_ranks), "True or False")
     if divisor is not None:
         _check_divisor(divisor, reduction)
     if plan is not None and not hasattr(plan, "key"):
-        raise _wrong(TypeError, "plan is", repr(plan), "what storage_ops.plan returns, or None")
+        raise wrong(TypeError, "plan is", repr(plan), "what storage_ops.plan returns, or None")
 
 
 def _check_divisor(divisor: float | Tensor, reduction: str) -> None:
     if reduction != "sum":
         rule = "reduction 'sum' with a divisor"
-        raise _wrong(ValueError, "reduction is", repr(reduction), rule)
+        raise wrong(ValueError, "reduction is", repr(reduction), rule)
     if not isinstance(divisor, Tensor):
         if isinstance(divisor, bool) or not isinstance(divisor, _NUMBERS):
-            raise _wrong(TypeError, "divisor is", repr(divisor), "a number, or a tensor")
+            raise wrong(TypeError, "divisor is", repr(divisor), "a number, or a tensor")
         return
     if divisor.dim() or divisor.is_complex():
         found = f"of {divisor.dtype} has shape {tuple(divisor.shape)}"
-        raise _wrong(ValueError, "divisor", found, "a real number: shape ()")
+        raise wrong(ValueError, "divisor", found, "a real number: shape ()")
     if divisor.requires_grad and torch.is_grad_enabled():
         rule = "a tensor that needs none: its gradient is not computed; detach it"
-        raise _wrong(ValueError, "divisor", "requires grad", rule)
+        raise wrong(ValueError, "divisor", "requires grad", rule)
 
 
 def _tokens_of(input: Tensor, target: Tensor) -> tuple[int, ...]:
@@ -190,7 +209,7 @@ def _tokens_of(input: Tensor, target: Tensor) -> tuple[int, ...]:
             f"that of all tokens with input_grad='reduce_scatter': {part}, one size of it times "
             "the number of ranks"
         )
-        raise _wrong(ValueError, "target has shape", whole, rule)
+        raise wrong(ValueError, "target has shape", whole, rule)
     return whole
 
 
@@ -198,29 +217,57 @@ def _check_target(tokens: tuple[int, ...], target: Tensor, vocab: int, ignore_in
     if target.is_floating_point():
         if tuple(target.shape) != (*tokens, vocab):
             rule = f"{(*tokens, vocab)}, one probability per class, for a floating dtype"
-            raise _wrong(ValueError, "target has shape", tuple(target.shape), rule)
+            raise wrong(ValueError, "target has shape", tuple(target.shape), rule)
         if ignore_index >= 0:
             rule = "None with probabilities as targets; give a token_weight of 0 to ignore a token"
-            raise _wrong(ValueError, "ignore_index is", ignore_index, rule)
+            raise wrong(ValueError, "ignore_index is", ignore_index, rule)
         return
     if target.dtype not in INDICES:
         rule = "int64 or int32 class indices, or floating point probabilities"
-        raise _wrong(TypeError, "target is", target.dtype, rule)
+        raise wrong(TypeError, "target is", target.dtype, rule)
     if tuple(target.shape) != tokens:
         rule = f"that of input without its last dimension, {tokens}"
-        raise _wrong(ValueError, "target has shape", tuple(target.shape), rule)
+        raise wrong(ValueError, "target has shape", tuple(target.shape), rule)
+
+
+def _check_picks(
+    selected_ids: Tensor | None,
+    top_k: int | None,
+    returns: Sequence[str],
+    tokens: tuple[int, ...],
+    vocab: int | None,
+) -> None:
+    for name, argument, value in (
+        ("selected", "selected_ids", selected_ids),
+        ("topk", "top_k", top_k),
+    ):
+        if (name in returns) != (value is not None):
+            found = "None" if value is None else "given"
+            rule = f"it together with {name!r} in returns"
+            raise wrong(ValueError, argument, f"is {found} and returns is {returns}", rule)
+    if selected_ids is not None:
+        if selected_ids.dtype not in INDICES:
+            raise wrong(TypeError, "selected_ids is", selected_ids.dtype, "int64 or int32")
+        if selected_ids.dim() != len(tokens) + 1 or tuple(selected_ids.shape[:-1]) != tokens:
+            rule = f"(*{tokens}, K), K classes for every token"
+            raise wrong(ValueError, "selected_ids has shape", tuple(selected_ids.shape), rule)
+    if top_k is not None:
+        if isinstance(top_k, bool) or not isinstance(top_k, _INTEGERS):
+            raise wrong(TypeError, "top_k is", repr(top_k), "an int, or None")
+        if top_k < 1 or (vocab is not None and top_k > vocab):
+            raise wrong(ValueError, "top_k is", top_k, f"1 to {vocab or 'the number of classes'}")
 
 
 def _check_sum(into: Tensor, linear_weight: Tensor) -> None:
     wide = arithmetic(linear_weight.dtype)
     if into.dtype != wide:
-        raise _wrong(TypeError, "accumulate_into is", into.dtype, str(wide))
+        raise wrong(TypeError, "accumulate_into is", into.dtype, str(wide))
     rows, size = into.shape
     if (size > 1 and into.stride(1) != 1) or (rows > 1 and into.stride(0) < size):
         rule = "rows that are contiguous and do not overlap"
-        raise _wrong(ValueError, "accumulate_into has strides", tuple(into.stride()), rule)
+        raise wrong(ValueError, "accumulate_into has strides", tuple(into.stride()), rule)
     if into.requires_grad:
-        raise _wrong(ValueError, "accumulate_into", "requires grad", "a buffer that does not")
+        raise wrong(ValueError, "accumulate_into", "requires grad", "a buffer that does not")
     if torch.is_grad_enabled() and not linear_weight.requires_grad:
         rule = "a weight that does, since its gradient goes to accumulate_into"
-        raise _wrong(ValueError, "linear_weight", "does not require grad", rule)
+        raise wrong(ValueError, "linear_weight", "does not require grad", rule)

@@ -14,6 +14,7 @@ from storage_ops.loss.schedule import (
     MULTIPLIED,
     RUNNING_RESCALE,
     THERE,
+    UPDATE,
     WEIGHT,
     Schedule,
     Work,
@@ -24,6 +25,8 @@ from storage_ops.matmul import Kind
 STATE_ROWS = 6
 PIECE = 256  # tokens whose rescaled sums are finished at a time
 PLAIN = 1 << 17  # elements that the row kernel in plain torch works on at a time, or one row
+PICK_BYTES = 64  # of a class whose log-probability is asked for, for each token
+TOP_BYTES = 24  # of a logit where the largest ones are looked for
 PLAIN_COPIES = 9  # of those, most of them, that it makes
 
 
@@ -37,10 +40,22 @@ def plain_elements(rows: int, columns: int) -> int:
     return max(columns, min(rows * columns, PLAIN))
 
 
+def top_rows(rows: int, columns: int, cuda: bool) -> int:
+    """Rows of a tile whose largest logits are looked for at a time."""
+    return max(1, min(rows, (PLAIN << 5 * cuda) // max(columns, 1)))
+
+
+def narrowed_rows(rows: int) -> int:
+    """Rows of a tile whose gradient is rounded to 16 bits at a time."""
+    return parts(rows, 8)
+
+
 def token_bytes(p: Problem) -> int:
     """Statistics, targets, losses and upstream gradients: a few numbers for each token."""
     numbers = 10 if p.in_forward else 16
     kept = numbers * p.arithmetic + (32 if p.gathers else 8)
+    # Their classes, what upstream gives, and both sorted; those of two slices are merged.
+    kept += p.picks * PICK_BYTES
     # The state of the rows is returned with zeros for those that are left out.
     return p.tokens * kept + p.left_out * STATE_ROWS * p.arithmetic + 512
 
@@ -52,7 +67,7 @@ def peak(s: Schedule, beside: int = 0) -> int:
     """
     p, d, item = s.problem, s.problem.hidden, s.problem.itemsize
     wide_input, wide_weight = s.wide_input, s.wide_weight
-    tile = s.rows * padded(s.columns) * item + beside
+    tile = s.rows * padded(s.columns) * p.logit_bytes + beside
     if p.gathers or p.masks:
         tile += s.rows * d * item
     extra = _extra(p, wide_input, wide_weight)
@@ -83,10 +98,19 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
 
     def extra(work: Work) -> int:
         rows, classes, origin, phases, adds = work
-        most = m.scratch_bytes(Kind.LOGITS, rows, classes, d, False) if origin == MULTIPLIED else 0
+        most = 0
+        if origin == MULTIPLIED:
+            most = m.scratch_bytes(Kind.LOGITS, rows, classes, d, p.wide_logits)
+        if adds and p.wide_logits:
+            most = max(most, narrowed_rows(rows) * classes * item)
         if phases and (p.plain or p.cast_bytes):
             copies = PLAIN_COPIES * arithmetic * plain_elements(rows, classes) * p.plain
             most = max(most, copies + rows * classes * p.cast_bytes)
+        if phases and p.picks:
+            copies = PLAIN_COPIES * arithmetic + 24
+            most = max(most, copies * plain_elements(rows, p.picks))
+        if phases & UPDATE and p.top:
+            most = max(most, (TOP_BYTES + item) * top_rows(rows, classes, m.cuda) * classes)
         if adds & INPUT and with_input:
             size = m.scratch_bytes(Kind.INPUT, rows, classes, d, wide_input)
             if p.gathers:  # the rows' part, and with EXPONENTIALS the sum that is rescaled
@@ -119,10 +143,12 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
     wide_input, wide_weight = s.wide_input, s.wide_weight
     flops, moved, seconds = 0, 0.0, 0.0
     for (rows, classes, origin, phases, adds), times in s.work.items():
-        tile, weight = rows * classes * item, classes * d * item * share
+        logits, tile = rows * classes * p.logit_bytes, rows * classes * item
+        weight = classes * d * item * share
         products = []  # kind, whether it is wide, bytes of operands and result, bytes of sums
         if origin == MULTIPLIED:
-            products.append((Kind.LOGITS, False, weight + rows * d * item + tile, 0.0))
+            read = weight + rows * d * item + logits
+            products.append((Kind.LOGITS, p.wide_logits, read, 0.0))
         if adds & INPUT and p.grads[0]:
             products.append((Kind.INPUT, wide_input, weight + tile, rows * input_sum))
         if adds & WEIGHT and p.grads[1]:
@@ -131,9 +157,12 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
             )
         # The row kernel writes the gradient over the logits.
         passes = 2 if origin == COPIED or phases & (GRADIENT | EXPONENTIALS) else int(phases > 0)
-        time = passes * tile / rates.bandwidth
+        touched = float(passes * logits)
+        if adds and p.wide_logits:  # rounded to other memory, and copied back
+            touched += logits + 3 * tile
+        time = touched / rates.bandwidth
         time += (len(products) + (passes > 0)) * rates.launch_seconds
-        bytes_moved = float(passes * tile)
+        bytes_moved = touched
         for kind, wide, read, sums in products:
             time += m.seconds(kind, rows, classes, d, wide, read, sums, rates)
             bytes_moved += read + sums

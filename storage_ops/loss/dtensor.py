@@ -127,11 +127,13 @@ def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
+    *,
     linear_bias: Tensor | None,
     weight: Tensor | None,
     token_weight: Tensor | None,
     accumulate_into: Tensor | None,
-    *,
+    selected_ids: Tensor | None,
+    ignore_index: int | None,
     reduction: str,
     shift: int,
     divisor: Any,
@@ -141,10 +143,17 @@ def linear_cross_entropy(
 ) -> Any:
     """`call`, the loss of plain tensors, on this rank's part of DTensors."""
     _refuse(process_group, input_grad, accumulate_into)
+    if shift and selected_ids is not None:
+        raise ValueError(
+            f"linear_cross_entropy: shift is {shift}; expected False with selected_ids and "
+            "DTensors: move the targets before"
+        )
     meshed = _Meshed({
         "input": input, "linear_weight": linear_weight, "target": target,
         "linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
+        "selected_ids": selected_ids,
     })  # fmt: skip
+    ignored = -100 if ignore_index is None else ignore_index
     if shift:
         last = input.dim() - 2
         if target.is_floating_point():
@@ -154,7 +163,7 @@ def linear_cross_entropy(
                 _shifted(weights, last, shift, 0),
             )
         else:
-            target = _shifted(target, last, shift, options["ignore_index"])
+            target = _shifted(target, last, shift, ignored)
             token_weight = None if token_weight is None else _shifted(token_weight, last, shift, 0)
     tokens, whole, classes = meshed.tokens(), meshed.tokens(whole=True), meshed.classes()
     of_target = whole
@@ -164,7 +173,7 @@ def linear_cross_entropy(
     local_target = meshed.local(target, of_target, of_target)
     local_weights = meshed.local(token_weight, whole, whole)
     if reduction == "mean" and meshed.summed:
-        divisor = _divisor(meshed, local_target, local_weights, weight, options["ignore_index"])
+        divisor = _divisor(meshed, local_target, local_weights, weight, ignored)
         reduction = "sum"
     group = None if meshed.vocabulary is None else meshed.mesh.get_group(meshed.vocabulary)
     adds = [meshed.vocabulary] if meshed.input_grad == "partial" else []
@@ -175,19 +184,23 @@ def linear_cross_entropy(
         linear_bias=meshed.local(linear_bias, classes, meshed.added(classes, meshed.summed)),
         weight=meshed.local(weight, classes, classes),
         token_weight=local_weights,
+        selected_ids=meshed.local(selected_ids, whole, whole),
+        ignore_index=ignored,
         process_group=group,
         input_grad=meshed.input_grad,
         reduction=reduction,
         divisor=divisor,
         **options,
     )
-    several = isinstance(results, tuple)
-    each = results if several else (results,)
-    found = tuple(_result(meshed, r, whole, shift) for r in each)
-    plain: tuple[Tensor, ...] = found
-    if not isinstance(input, DTensor):
-        plain = tuple(r.to_local() for r in found)
-    return plain if several else plain[0]
+    dim = input.dim() - 2 if shift else None
+
+    def whole_of(result: Any) -> Any:
+        if isinstance(result, tuple):
+            return tuple(map(whole_of, result))
+        joined = _result(meshed, result, whole, dim, int(shift))
+        return joined if isinstance(input, DTensor) else joined.to_local()
+
+    return whole_of(results)
 
 
 def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None) -> None:
@@ -236,11 +249,18 @@ def _divisor(
     return total.redistribute(meshed.mesh, [Replicate()] * meshed.mesh.ndim).to_local()
 
 
-def _result(meshed: _Meshed, t: Tensor, tokens: Placements, shift: int) -> DTensor:
-    """A result of all ranks: a reduced loss, or values per token."""
+def _result(
+    meshed: _Meshed, t: Tensor, tokens: Placements, moved: int | None, shift: int
+) -> DTensor:
+    """A result of all ranks: a reduced loss, or values per token, without those that are left out.
+
+    `moved`: the dimension that targets were moved along by `shift`.
+    """
     if t.dim() == 0:
         everywhere: Placements = [Replicate()] * meshed.mesh.ndim
         summed = meshed.joined(t, meshed.added(everywhere, meshed.summed))
         return summed.redistribute(meshed.mesh, everywhere)
     whole = meshed.joined(t, tokens)
-    return whole[..., : max(whole.shape[-1] - shift, 0)] if shift else whole  # type: ignore[return-value]
+    if moved is None:
+        return whole
+    return whole.narrow(moved, 0, max(whole.shape[moved] - shift, 0))  # type: ignore[return-value]

@@ -35,8 +35,8 @@ from storage_ops.loss.run import Run
 from storage_ops.matmul import reference as matmul_reference
 
 _OPS = torch.ops.storage_ops
-_DIFFERENTIABLE = 4  # of the forward's outputs: loss, nll, lse, entropy
-_UPSTREAM = 5  # arguments of the backward before those of the forward: gradients, and the state
+_DIFFERENTIABLE = 5  # of the forward's outputs: loss, nll, lse, entropy, picked
+_UPSTREAM = 6  # arguments of the backward before those of the forward: gradients, and the state
 _INTO = Call._fields.index("accumulate_into")  # which only one backward op has
 
 
@@ -59,12 +59,17 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         grads = [input.new_empty(0) for _ in call.grad_mask]
     state, argmax, wants = run.state, run.argmax, call.wants
     out = formulas.Outputs.of(tokens, call, state)
+    picked, top_ids = state.new_empty(0), input.new_empty(0, dtype=torch.int64)
+    if run.picked is not None:
+        picked, top_ids = map(tokens.spread, run.picked.log_probabilities())
     return (
         formulas.reduce(out.loss, tokens, call),
         tokens.spread(out.nll) if wants[0] else state.new_empty(0),
         tokens.spread(out.lse) if wants[1] else state.new_empty(0),
         tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),
+        picked,
         input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
+        top_ids,
         tokens.spread_state(state),
         *grads,
     )
@@ -77,7 +82,11 @@ def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
     run = Run(call, state)
     tokens = run.tokens
     each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
+    *each, picked = each
     each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
+    if picked is not None and run.picked is not None:
+        of_lse = run.picked.differentiate(tokens.collect(picked, 1))
+        each[2] = of_lse if each[2] is None else each[2] + of_lse
     if each[0] is not None:
         total = each[0] if call.reduction != "none" else tokens.collect(each[0])
         each[0] = total * formulas.scale_of(tokens, call)
@@ -113,7 +122,7 @@ def _backward_into(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = Call(*inputs)
-    state, *grads = output[_DIFFERENTIABLE + 1 :]
+    _, top_ids, state, *grads = output[_DIFFERENTIABLE:]
     # Made in the forward, gradients are those of the loss alone.
     ctx.mark_non_differentiable(*output[1 if call.in_forward else _DIFFERENTIABLE :])
     ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
@@ -122,6 +131,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.ready = call.in_forward and all(
         have or not need for have, need in zip(call.grad_mask, needs, strict=True)
     )
+    ctx.picks = call.selected_ids is not None or call.top_k > 0
+    if call.top_k:  # for the backward both are given
+        given = () if call.selected_ids is None else (call.selected_ids,)
+        ids = torch.cat((*given, top_ids), -1) if given else top_ids
+        call = call._replace(selected_ids=ids, top_k=0)
     ctx.call = call.with_tensors()
     # Not saved: others add to it in between, and may.
     ctx.into = call.accumulate_into
@@ -138,7 +152,7 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     grad_target, keep = None, retained()
     # Outputs that were not asked for are empty, whatever someone differentiates them by.
-    asked = [True, *ctx.call.wants[:3]]
+    asked = [True, *ctx.call.wants[:3], ctx.picks]
     given = [g if want else None for g, want in zip(upstream, asked, strict=False)]
     with torch.no_grad():
         if ctx.ready:
@@ -241,10 +255,11 @@ for _name in _FACTS:
 
 
 def _fake_grads(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (call.input.shape, call.weight.shape, call.weight.shape[:1])
+    x, bias = call.input, call.grad_mask[2] and call.bias is not None
+    shapes = (x.shape, call.weight.shape, call.weight.shape[:1])
     masks = zip(shapes, call.grad_mask, strict=True)
-    made = [call.input.new_empty(shape if have else (0,)) for shape, have in masks]
-    return made[0], made[1], made[2]
+    made = [x.new_empty(shape if have else (0,)) for shape, have in masks]
+    return made[0], made[1], made[2].to(call.bias.dtype) if bias else made[2]  # type: ignore[union-attr]
 
 
 @register_fake(_NAME, lib=_schemas.library)
@@ -256,11 +271,16 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     if call.shift:
         shape[-1] = max(shape[-1] - call.shift, 0)
     per_token = [input.new_empty(shape if want else (0,), dtype=wide) for want in wants[:3]]
+    selected = 0 if call.selected_ids is None else call.selected_ids.shape[-1]
+    picks = bool(call.top_k) or call.selected_ids is not None
+    picked = input.new_empty((*shape, selected + call.top_k) if picks else (0,), dtype=wide)
+    top_ids = input.new_empty((*shape, call.top_k) if picks else (0,), dtype=torch.int64)
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
     loss = input.new_empty(shape if call.reduction == "none" else (), dtype=wide)
     state = input.new_empty((STATE_ROWS, whole.numel()), dtype=wide)
     made = tuple(call.in_forward and have for have in call.grad_mask)
-    return loss, *per_token, argmax, state, *_fake_grads(call._replace(grad_mask=made))
+    grads = _fake_grads(call._replace(grad_mask=made))
+    return loss, *per_token, picked, argmax, top_ids, state, *grads
 
 
 @register_fake(_BACKWARD_NAME, lib=_schemas.library)

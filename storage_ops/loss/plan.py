@@ -42,6 +42,16 @@ def _check_count(argument: str, value: int, least: int, most: int | None = None)
         raise ValueError(f"{argument} is {value}; expected {rule}")
 
 
+def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
+    """The name of a dtype that is None, that of the arguments, or float32 where those are narrow."""
+    if dtype is None:
+        return None
+    name = dtype_name(dtype, argument)
+    if name not in (own, "float64" if own == "float64" else "float32"):
+        raise ValueError(f"{argument} is {dtype!r}; expected None, {own} or float32")
+    return name
+
+
 def default_device() -> str:
     """The GPU at hand by the name of its rates, or "cpu"."""
     import torch
@@ -60,6 +70,7 @@ def problem_of(
     grads: Sequence[str],
     reduction: str,
     accumulate_dtype: Any,
+    logits_dtype: Any,
     max_valid: int | None,
     device: str,
 ) -> Problem:
@@ -75,14 +86,8 @@ def problem_of(
         raise ValueError(f"grads is {grads!r}; expected a sequence of some of {GRADS}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; expected one of {REDUCTIONS}")
-    own = False
-    if accumulate_dtype is not None:
-        sums, wide = dtype_name(accumulate_dtype, "accumulate_dtype"), "float32"
-        if sums not in (name, "float64" if name == "float64" else wide):
-            raise ValueError(
-                f"accumulate_dtype is {accumulate_dtype!r}; expected None, {name} or float32"
-            )
-        own = sums == name
+    sums = _own_or_wide("accumulate_dtype", accumulate_dtype, name)
+    logits = _own_or_wide("logits_dtype", logits_dtype, name)
     if max_valid is not None:
         _check_count("max_valid", max_valid, 0)
     if device not in DEVICES:
@@ -100,10 +105,11 @@ def problem_of(
         products,
         0 if max_valid is None else max(tokens - max_valid, 0),
         (GRADS[0] in grads, GRADS[1] in grads, GRADS[2] in grads),
-        sums_fp32=not own,
+        sums_fp32=sums != name,
         in_forward=reduction != "none" and name != "float16",
         gathers=max_valid is not None,
         plain=device == "cpu" and not has_row_kernel("cpu"),
+        wide_logits=logits not in (None, name),
     )
 
 
@@ -155,6 +161,7 @@ def plan(
     grads: Sequence[str] = ("input", "weight"),
     reduction: str = "mean",
     accumulate_dtype: Any = None,
+    logits_dtype: Any = None,
     max_valid: int | None = None,
     device: str | None = None,
     strategy: str | None = None,
@@ -169,7 +176,7 @@ def plan(
             such as "400MiB", "0.5GiB" or "2e8". None: the default of `linear_cross_entropy`.
         grads: which of "input", "weight" and "bias" need gradients. Empty: none does.
         reduction: "mean", "sum" or "none".
-        accumulate_dtype: as in `linear_cross_entropy`, as a dtype or text.
+        accumulate_dtype, logits_dtype: as in `linear_cross_entropy`, as a dtype or text.
         max_valid: the most tokens that are not ignored; no others are worked on.
         device: whose rates predict the time: "h200", "h100", "b200", "a100", "l40s", "rtx4090" or
             "cpu". None: the GPU that is present (by the rates of an A100 if it is none of these),
@@ -208,8 +215,9 @@ def plan(
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     device = default_device() if device is None else device
     p = problem_of(
-        tokens, hidden, vocab, dtype, grads, reduction, accumulate_dtype, max_valid, device
-    )
+        tokens, hidden, vocab, dtype, grads, reduction, accumulate_dtype, logits_dtype, max_valid,
+        device,
+    )  # fmt: skip
     rates = named(device)
     chosen = pick(p, rates, budget, strategy, num_chunks)
     print(describe(chosen, p, rates, budget))

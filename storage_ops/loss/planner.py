@@ -290,7 +290,7 @@ def _sliced(
     """Slices of the vocabulary: as wide as fits, and some that stay in the cache."""
     for rows in heights:
         columns = _widest(p, name, rows, budget, lent)
-        for size in (columns, cached, padded(TILE_BYTES // (rows * p.itemsize) + 1)):
+        for size in (columns, cached, padded(TILE_BYTES // (rows * p.logit_bytes) + 1)):
             if columns:
                 yield name, rows, min(columns, size), 0, lent
 
@@ -339,7 +339,7 @@ def default_budget(p: Problem) -> int:
     The sum is what chunks of tokens take, which need a product less than other plans; unless there
     are no more tokens than the hidden size: then all logits wait in the gradient of the weight.
     """
-    part = p.tokens * padded(p.vocab) * p.itemsize // (1 if p.matmul.cuda else 4)
+    part = p.tokens * padded(p.vocab) * p.logit_bytes // (1 if p.matmul.cuda else 4)
     chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
     sums = p.vocab * p.hidden * 4 if p.mixed and chunked and p.tokens > p.hidden else 0
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))

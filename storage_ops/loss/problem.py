@@ -23,6 +23,9 @@ class Problem:
         gathers: rows of ignored tokens are left out; `tokens` counts the others.
         masks: rows of the input are copied, for those of weight 0 to be 0.
         plain: the row kernel is plain torch, which makes copies of some rows of a tile.
+        wide_logits: tiles of logits are in fp32, of 16-bit arguments.
+        picks: classes of each token whose log-probabilities are asked for.
+        top: so many of them are those of the largest logits.
         cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
         fixed_bytes: copies of arguments whose strides or dtype no kernel takes.
     """
@@ -40,6 +43,9 @@ class Problem:
     gathers: bool = False
     masks: bool = False
     plain: bool = False
+    wide_logits: bool = False
+    picks: int = 0
+    top: int = 0
     cast_bytes: int = 0
     fixed_bytes: int = 0
 
@@ -47,6 +53,11 @@ class Problem:
     def itemsize(self) -> int:
         """Bytes per element of input and weight."""
         return self.matmul.itemsize
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes per logit of a tile."""
+        return 4 if self.wide_logits else self.itemsize
 
     @property
     def arithmetic(self) -> int:

@@ -28,7 +28,7 @@ _agreed: WeakKeyDictionary[Any, set[tuple[int, ...]]] = WeakKeyDictionary()
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _COMPARED = (
     "the number of tokens", "the hidden size", "dtypes and options, or what needs gradients",
-    "the targets", "the token weights",
+    "the targets", "the token weights", "the selected classes",
 )  # fmt: skip
 
 
@@ -98,7 +98,8 @@ class Several(Ranks):
         mine = torch.tensor(like, device=x.device)
         # Of targets that are distributions each rank has its own classes.
         indices = None if call.target.is_floating_point() else call.target
-        sums = [_checksum(t, x.device) for t in (indices, call.token_weight)]
+        values = (indices, call.token_weight, call.selected_ids)
+        sums = [_checksum(t, x.device) for t in values]
         mine = torch.cat((mine, torch.stack(sums)))
         every = [torch.empty_like(mine) for _ in range(self.count)]
         dist.all_gather(every, mine, self._group)

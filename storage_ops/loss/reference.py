@@ -18,6 +18,29 @@ def _weighted(weight: Tensor, z: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, weight * z)
 
 
+def logits_of(products: Tensor, bias: Tensor | None, softcap: float, logit_scale: float) -> Tensor:
+    """Logits from matrix products."""
+    z = (products if bias is None else products + bias) * logit_scale
+    return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+def slope_of(z: Tensor, softcap: float, logit_scale: float) -> Tensor | float:
+    """The derivatives of logits with respect to products."""
+    return (1 - (z / softcap).square()) * logit_scale if softcap else logit_scale
+
+
+def row_gradient(z: Tensor, share: Tensor | None, state: Tensor, upstream: Tensor) -> Tensor:
+    """The gradient of rows with respect to some of their logits, without the target's part."""
+    shift, total, slope, _, mass, _ = (row.unsqueeze(1) for row in state)
+    filled = F.pad(upstream, (0, 0, 0, 5 - len(upstream))).expand(5, len(z))
+    to_target, spread, to_lse, entropy, square = filled.unsqueeze(2)
+    p = (z - shift).exp() / total
+    factor = to_target + _weighted(spread, mass) + to_lse
+    factor = factor + _weighted(square, shift + total.log())
+    result = p * factor - _weighted(entropy, _weighted(p, z - shift - slope / total))
+    return result if share is None else result - _weighted(spread, share)
+
+
 def cross_entropy_rows(
     logits: Tensor,
     target: Tensor,
@@ -63,12 +86,7 @@ def cross_entropy_rows(
                 softcap, logit_scale, label_smoothing, phases,
             )  # fmt: skip
         return
-    z = logits.to(wide) if bias is None else logits.to(wide) + bias.to(wide)
-    z = z * logit_scale
-    cap = torch.ones_like(z)
-    if softcap:
-        z = softcap * torch.tanh(z / softcap)
-        cap = 1 - (z / softcap).square()
+    z = logits_of(logits.to(wide), None if bias is None else bias.to(wide), softcap, logit_scale)
     local = target - first_column if index else target[:, 0]
     here = kept & ~outside & (local >= 0) & (local < columns) if index else outside
     column = torch.where(here, local, 0).long().unsqueeze(1)
@@ -81,23 +99,16 @@ def cross_entropy_rows(
         hit = z.gather(1, column).squeeze(1)
         state[5] = torch.where(here, hit, state[5])
         _mark(state, argmax, kept, outside)
-    shift, total, slope, _, mass, _ = (row.unsqueeze(1) for row in state)
     if phases & EXPONENTIALS:
-        result = (z - shift).exp() * cap * logit_scale
+        result = (z - state[0].unsqueeze(1)).exp()
     elif phases & GRADIENT:
         assert upstream is not None
-        filled = F.pad(upstream, (0, 0, 0, 5 - len(upstream))).expand(5, rows)
-        to_target, spread, to_lse, entropy, square = filled.unsqueeze(2)
-        p = (z - shift).exp() / total
-        factor = to_target + _weighted(spread, mass) + to_lse
-        factor = factor + _weighted(square, shift + total.log())
-        result = p * factor - _weighted(entropy, _weighted(p, z - shift - slope / total))
-        if share is not None:
-            result = result - _weighted(spread, share)
-        result.scatter_add_(1, column, torch.where(here.unsqueeze(1), -to_target, 0))
-        result = result * cap * logit_scale
+        result = row_gradient(z, share, state, upstream)
+        to_target = upstream[0].expand(rows)
+        result.scatter_add_(1, column, torch.where(here, -to_target, 0).unsqueeze(1))
     else:
         return
+    result = result * slope_of(z, softcap, logit_scale)
     result.masked_fill_(~kept.unsqueeze(1), 0).masked_fill_(outside.unsqueeze(1), float("nan"))
     logits.copy_(result)
 
@@ -152,6 +163,8 @@ def linear_cross_entropy(
     shift: bool | int = False,
     valid_classes: int | None = None,
     divisor: float | Tensor | None = None,
+    selected_ids: Tensor | None = None,
+    top_k: int | None = None,
     returns: Sequence[str] = ("loss",),
     **memory: Any,
 ) -> Any:
@@ -169,6 +182,7 @@ def linear_cross_entropy(
         input = input[..., : max(input.shape[-2] - k, 0), :]
         target = target[..., k:, :] if dense else target[..., k:]
         token_weight = None if token_weight is None else token_weight[..., k:]
+        selected_ids = None if selected_ids is None else selected_ids[..., k:, :]
     z = F.linear(input, linear_weight, linear_bias) * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     vocab = len(linear_weight)
@@ -206,6 +220,16 @@ def linear_cross_entropy(
         "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,
         "correct": kept & (argmax == classes), "z_loss": z_loss * lse.detach().square(),
     }  # fmt: skip
+    each = kept.unsqueeze(-1)
+    if selected_ids is not None:
+        there = each & (selected_ids >= 0)
+        picked = log_p.gather(-1, torch.where(there, selected_ids, 0).long())
+        results["selected"] = torch.where(there, picked, zero)
+    if top_k:
+        # A stable sort leaves the first of equal logits in front.
+        order = z.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+        values = torch.where(each, log_p.gather(-1, order), zero)
+        results["topk"] = (values, torch.where(each, order, -1))
     chosen = tuple(results[name] for name in returns)
     return chosen[0] if len(chosen) == 1 else chosen
 

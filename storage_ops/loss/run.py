@@ -14,6 +14,7 @@ from storage_ops.loss import planner
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.devices import has_row_kernel, rates_of
+from storage_ops.loss.picked import Picked
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.loss.ranks import ranks_of
 from storage_ops.loss.schedule import (
@@ -37,7 +38,10 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
     """What the plan of a call depends on; `classes`: the most that a rank has."""
     x, weight = tokens.x, call.weight
     copies = sum(t.nbytes for t in (x, weight) if not takes(t))
-    copies += copy_elements(call.bias, x.dtype) * x.element_size()
+    wide_logits = call.logits_dtype is not None and call.logits_dtype != x.dtype
+    if call.bias is not None:
+        dtype = _bias_dtype(call)
+        copies += copy_elements(call.bias, dtype) * dtype.itemsize
     # So that ranks plan alike.
     threads = 1 if call.group else torch.get_num_threads()
     smooth_cap = bool(call.label_smoothing and call.softcap)
@@ -55,9 +59,18 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
         gathers=tokens.kept is not None,
         masks=tokens.masked,
         plain=not has_row_kernel(x.device.type),
+        wide_logits=wide_logits,
+        picks=call.top_k + (0 if call.selected_ids is None else call.selected_ids.shape[-1]),
+        top=call.top_k,
         cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
         fixed_bytes=tokens.copied_bytes + copies,
     )
+
+
+def _bias_dtype(call: Call) -> torch.dtype:
+    """What the row kernel takes a bias in: its own, unless that is narrower than the logits."""
+    assert call.bias is not None
+    return torch.promote_types(call.bias.dtype, call.logits_dtype or call.input.dtype)
 
 
 class Run:
@@ -72,6 +85,7 @@ class Run:
         schedule: the way through the logits.
         state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
         argmax: (n,) classes of the largest logits, or None.
+        picked: the classes whose log-probabilities are asked for, or None.
         upstream: rows of upstream gradient for the row kernel, or None.
     """
 
@@ -92,12 +106,18 @@ class Run:
         x = tokens.x = tokens.x if takes(tokens.x) else tokens.x.contiguous()
         weight = call.weight[:classes]
         self.weight = weight if takes(weight) else weight.contiguous()
-        self.bias = None if call.bias is None else call.bias[:classes].contiguous()
+        self.bias = call.bias
+        if call.bias is not None:
+            self.bias = call.bias[:classes].to(_bias_dtype(call)).contiguous()
         if state is None:
             self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
         else:
             self.state = tokens.collect_state(state)
         self.argmax = x.new_zeros(tokens.count, dtype=torch.int64) if call.wants[3] else None
+        picks = call.selected_ids is not None or call.top_k
+        self.picked = Picked(self) if picks else None
+        if self.picked is not None and state is None:
+            self.picked.check()
         self.upstream: Tensor | None = None
         self._tile: Tensor | None = None
         self._rows, self._x = slice(0, 0), x
@@ -159,7 +179,12 @@ class Run:
         if step.phases == MERGE:
             self._merge(step.rows)
             return
-        tile, several = self._logits(step), self.ranks.several
+        tile, several, picked = self._logits(step), self.ranks.several, self.picked
+        products = None
+        if picked is not None and step.phases & UPDATE:
+            picked.read(step, tile)
+        elif picked is not None and step.phases & GRADIENT:
+            products = picked.products(step, tile)
         before = self.state[0, step.rows].clone() if step.phases & EXPONENTIALS else None
         if several and step.phases & UPDATE and step.phases & GRADIENT:
             self._row_kernel(step, tile, UPDATE)
@@ -167,6 +192,8 @@ class Run:
             self._row_kernel(step, tile, GRADIENT)
         elif step.phases:
             self._row_kernel(step, tile, step.phases)
+        if picked is not None and products is not None and self.upstream is not None:
+            picked.write(step, tile, products, self.upstream)
         if step.adds:
             if before is not None:
                 self.sums.rescale(step, before - self.state[0, step.rows])
@@ -189,7 +216,8 @@ class Run:
             memory = self.sums.unwritten(place.lender)
         else:
             if self._tile is None:
-                self._tile = x.new_empty(schedule.rows * padded(schedule.columns))
+                size = schedule.rows * padded(schedule.columns)
+                self._tile = x.new_empty(size, dtype=self.call.logits_dtype)
             memory = self._tile
         high, wide = _length(place.rows), padded(_length(place.classes))
         whole = memory[: high * wide].view(high, wide)
@@ -244,6 +272,8 @@ class Run:
             ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
         part = None if self.argmax is None else self.argmax[rows]
         self.ranks.merge(self.state[:, rows], part, ignored, self.call, self.vocabulary)
+        if self.picked is not None:
+            self.picked.merge(rows)
 
 
 def _valid_of(sizes: list[int], valid: int | None) -> int:

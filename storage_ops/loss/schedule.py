@@ -316,6 +316,8 @@ def lent_classes(p: Problem, strategy: str, rows: int) -> int:
 
 def parks(p: Problem, rows: int) -> bool:
     """Whether logits may lie in the memory of the weight's gradient: nothing was written there."""
+    if p.wide_logits:  # it has room for half as many, which may not be aligned
+        return False
     return p.in_forward and p.grads[1] and not p.into and rows >= p.tokens
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.cost import PIECE, plain_rows
+from storage_ops.loss.cost import PIECE, narrowed_rows, plain_rows
 from storage_ops.loss.schedule import INPUT, WEIGHT, Step, slices
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Sums:
         # Not the run itself, which has these sums: there shall be no cycle to collect.
         self._tokens, self._weight, self._schedule = run.tokens, run.weight, run.schedule
         self._ranks, self._into = run.ranks, run.call.accumulate_into
+        self._bias_dtype = None if run.call.bias is None else run.call.bias.dtype
         self._partial = run.call.input_grad == "partial"
         # Rows are reduced as soon as they are complete, unless they are scattered to where they go.
         self._scatters = run.call.input_grad == "reduce_scatter"
@@ -74,6 +75,9 @@ class Sums:
 
     def add(self, step: Step, x: Tensor, dz: Tensor) -> None:
         """Add what the gradient of a tile of logits gives; the tile may be overwritten."""
+        if step.adds & WEIGHT and self.bias is not None:
+            bias_gradient(dz, self.bias[step.classes])
+        dz = _narrowed(dz, x.dtype)
         if step.adds & INPUT:
             self._add_to_input(step, x, dz)
         if step.adds & WEIGHT:
@@ -101,8 +105,6 @@ class Sums:
 
     def _add_to_weight(self, step: Step, x: Tensor, dz: Tensor) -> None:
         classes = step.classes
-        if self.bias is not None:
-            bias_gradient(dz, self.bias[classes])
         if not self._schedule.problem.grads[1]:
             return
         total, first = self.weight, 0
@@ -185,13 +187,23 @@ class Sums:
 
     def finish(self) -> list[Tensor]:
         """The gradients of input (N, D), weight and bias; empty where none was asked for."""
-        w = self._weight
+        w, given = self._weight, self._bias_dtype
         self.finish_input()
         weight = self._wide if self.weight is None else self.weight
         if weight is None or weight is self._into:
             weight = w.new_empty(0)
-        bias = w.new_empty(0) if self.bias is None else self.bias.to(w.dtype)
+        bias = w.new_empty(0) if self.bias is None else self.bias.to(given)
         return [self._input, weight.to(w.dtype), bias]
+
+
+def _narrowed(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tile's gradient in the dtype of the operands it is multiplied with, in its own memory."""
+    if tile.dtype == dtype:
+        return tile
+    narrow = tile.view(dtype)[:, : tile.shape[1]]
+    for rows in slices(len(tile), narrowed_rows(len(tile))):
+        narrow[rows] = tile[rows].to(dtype)
+    return narrow
 
 
 def bias_gradient(dz: Tensor, out: Tensor) -> None:

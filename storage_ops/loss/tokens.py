@@ -75,21 +75,22 @@ class Tokens:
         return self.x[rows] if self.kept is None else self.x.index_select(0, self.kept[rows])
 
     def spread(self, values: Tensor) -> Tensor:
-        """Per-token values (n,) in the shape that users see; 0 (-1 for indices) where ignored."""
+        """Per-token values (n, ...) as users see them; 0 (-1 for indices) where ignored."""
         total, fill = self.shape.numel(), 0 if values.is_floating_point() else -1
+        rest = values.shape[1:]
         values = self._without_weightless(values, fill)
         if self.kept is not None:
-            values = values.new_full((total,), fill).index_copy_(0, self.kept, values)
+            values = values.new_full((total, *rest), fill).index_copy_(0, self.kept, values)
         elif len(values) < total:
-            values = torch.nn.functional.pad(values, (0, total - len(values)))
-        if self.sharded is None:
-            values = values.view(self.shape)
-        else:
+            values = _padded(values, total - len(values), len(rest))
+        if self.sharded is not None:
             dim, ranks = self.sharded
             sizes = [n // ranks if d == dim else n for d, n in enumerate(self.shape)]
-            values = values.view(ranks, *sizes).movedim(0, dim).flatten(dim, dim + 1)
+            values = values.view(ranks, *sizes, *rest).movedim(0, dim).flatten(dim, dim + 1)
+        values = values.view(*self.shape, *rest)
         if self.shift:
-            values = values[..., : max(self.shape[-1] - self.shift, 0)].contiguous()
+            left = max(self.shape[-1] - self.shift, 0)
+            values = values.narrow(len(self.shape) - 1, 0, left).contiguous()
         return values
 
     def spread_state(self, state: Tensor) -> Tensor:
@@ -103,11 +104,11 @@ class Tokens:
         """The inverse of `spread_state`."""
         return state[:, : self.count] if self.kept is None else state.index_select(1, self.kept)
 
-    def collect(self, values: Tensor) -> Tensor:
-        """The inverse of `spread`, for upstream gradients."""
+    def collect(self, values: Tensor, rest: int = 0) -> Tensor:
+        """The inverse of `spread`, for upstream gradients; `rest`: dimensions after the tokens'."""
         if self.shift:
-            values = torch.nn.functional.pad(values, (0, self.shape[-1] - values.shape[-1]))
-        values = _rows_of(values, self.sharded)
+            values = _padded(values, self.shape[-1] - values.shape[-1 - rest], rest)
+        values = _rows_of(values, self.sharded, rest)
         values = values[: self.count] if self.kept is None else values.index_select(0, self.kept)
         return self._without_weightless(values, 0)
 
@@ -115,15 +116,25 @@ class Tokens:
         """`fill` where a token has weight 0, which class indices show as an ignored target."""
         if not self.probabilities or self.token_weight is None:
             return values
-        return torch.where(self.token_weight == 0, fill, values)
+        weightless = self.token_weight == 0
+        return values.masked_fill(weightless.view(-1, *[1] * (values.dim() - 1)), fill)
 
 
-def _rows_of(values: Tensor, sharded: tuple[int, int] | None) -> Tensor:
-    """Values per token as rows, those of one rank after another where a dimension is sharded."""
+def _padded(values: Tensor, more: int, rest: int) -> Tensor:
+    """With so many zeros at the end of a dimension, that has so many after it."""
+    return torch.nn.functional.pad(values, (0, 0) * rest + (0, more))
+
+
+def _rows_of(values: Tensor, sharded: tuple[int, int] | None, rest: int = 0) -> Tensor:
+    """Values per token as rows, those of one rank after another where a dimension is sharded.
+
+    `rest`: dimensions after the tokens'.
+    """
     if sharded is not None:
         dim, ranks = sharded
         values = values.unflatten(dim, (ranks, values.shape[dim] // ranks)).movedim(dim, 0)
-    return values.reshape(-1).contiguous()
+    sizes = values.shape[values.dim() - rest :]
+    return values.reshape(values.numel() // max(sizes.numel(), 1), *sizes).contiguous()
 
 
 def _sharded_dim(input: Sequence[Any], whole: Sequence[Any]) -> int:
@@ -214,7 +225,7 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
     )  # fmt: skip
 
 
-def _may_count(target: Tensor) -> bool:
+def may_count(target: Tensor) -> bool:
     """Whether values can be counted for free: a GPU would have to be waited for.
 
     Fake tensors have none: they do as on a GPU.
@@ -224,11 +235,11 @@ def _may_count(target: Tensor) -> bool:
 
 def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     """Which tokens to work on (None: all of them), and whether `max_valid` was too small."""
-    may_count = _may_count(target)
-    if call.max_valid is None and not may_count:
+    counts = may_count(target)
+    if call.max_valid is None and not counts:
         return None, None
     valid = target != call.ignore_index
-    if may_count or call.max_valid == -1:
+    if counts or call.max_valid == -1:
         count = int(valid.count_nonzero())  # sum() would make an integer of each first
         if call.max_valid is not None and 0 <= call.max_valid < count:
             raise RuntimeError(

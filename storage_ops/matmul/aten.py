@@ -34,7 +34,7 @@ class Aten(Matmul):
 
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:
         """See `Matmul`."""
-        if not self.upcasts:
+        if not self._widens(out):
             multiply(x, w.t(), out, False)
             return
         wide = x.float()
@@ -82,7 +82,7 @@ class Aten(Matmul):
         if self.itemsize >= 4:
             return 0
         if self.cuda:  # where the product does not add to sums in fp32 by itself
-            return 4 * SLICE * hidden * wide
+            return 4 * SLICE * hidden * (wide and kind is not Kind.LOGITS)
         piece = min(SLICE, classes)
         # In fp32: the rows of one operand, a slice of the other and of the tile.
         copies = 4 * (rows * hidden + piece * (hidden + rows))

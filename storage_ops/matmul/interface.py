@@ -45,7 +45,7 @@ class Matmul(ABC):
 
     @abstractmethod
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:
-        """out (rows, classes) = x (rows, D) @ w (classes, D).T."""
+        """out (rows, classes) = x (rows, D) @ w (classes, D).T; `out` may be wide."""
 
     @abstractmethod
     def input_gradient(self, dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:

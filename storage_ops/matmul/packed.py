@@ -50,7 +50,7 @@ class Packed(Matmul):
 
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:
         """See `Matmul`."""
-        if not self.upcasts:
+        if not self.upcasts or out.dtype == torch.float32:
             self.multiply(x, w.t(), out, False, True)
             return
         for begin in range(0, len(w), SLICE):

@@ -20,6 +20,7 @@ OPTIONS = [
     {"reduction": "sum", "divisor": 7.0, "label_smoothing": 0.1, "weight": True},
     {"reduction": "none", "shift": 2},
     {"returns": ("nll", "lse", "entropy"), "shift": True},
+    {"returns": ("loss", "selected"), "selected_ids": True},
 ]
 
 
@@ -51,6 +52,8 @@ def compare(mesh, of_input, of_weight, of_target, options, bias=True, dtype=torc
         if name in options:
             whole[name] = torch.rand(sizes, dtype=dtype) + 0.5
             ours[name] = whole[name] if places is None else placed(whole[name], mesh, places, False)
+    if "selected_ids" in options:
+        whole["selected_ids"] = ours["selected_ids"] = torch.randint(VOCAB, (*SHAPE, 3))
     if bias:
         ours["linear_bias"] = placed(b, mesh, by_class)
         whole["linear_bias"] = b.requires_grad_()

@@ -67,6 +67,15 @@ def unequal_slices(rank):
                     compare(rank, sizes, valid, options, plan, tokens)
 
 
+def cut_as_dtensor_does(rank):
+    """507 classes on four ranks: 127, 127, 127 and 126."""
+    globals()["VOCAB"] = 507
+    sizes = [len(part) for part in torch.arange(VOCAB).chunk(4)]
+    for options in ({}, {"reduction": "none", "label_smoothing": 0.1}):
+        for plan in ("", "token-chunked 16 70"):
+            compare(rank, sizes, None, options, plan, 40)
+
+
 def rounded(rank):
     """16-bit sums that lie in the gradient of classes that are lent."""
     sizes, (x, w, target) = [30, 20, 16], arguments(torch.bfloat16, 4)
@@ -150,3 +159,7 @@ def asked_in_the_backward(rank):
 )
 def test_ranks(work):
     run_on_ranks(work, WORLD)
+
+
+def test_slices_that_do_not_divide_the_vocabulary():
+    run_on_ranks(cut_as_dtensor_does, 4)

@@ -30,15 +30,17 @@ OPTIONS = {
     "shift": [True, 3],
     "target": [lambda: torch.softmax(torch.randn(2, TOKENS, VOCAB).double(), -1)],
     "valid_classes": [lambda: VOCAB - 5],
-    "returns": [("nll", "lse", "entropy"), ("loss", "z_loss", "argmax", "correct")],
+    "returns": [("nll", "lse", "entropy"), ("loss", "z_loss", "argmax", "correct"),
+                ("loss", "selected"), ("selected", "topk", "entropy")],
     "frozen": ["input", "linear_weight"],
     "plan": ["token-chunked 5 70", "token-chunked 5 30", "vocab-sliced 12 64", "vocab-sliced 5 64",
              "running-rescale 5 64", "token-chunked 12 64", "token-chunked 12 64 0 1 1",
              "vocab-sliced 5 64 0 1 1"],
 }  # fmt: skip
 CHOICES = [(name, i) for name, values in OPTIONS.items() for i in range(len(values))]
-# Without plans, and without argmax: a tie in 16 bits is none in float64.
-OTHERS = [choice for choice in CHOICES if choice[0] != "plan" and choice != ("returns", 1)]
+# Without plans, and without argmax and topk: a tie in 16 bits is none in float64.
+OTHERS = [choice for choice in CHOICES
+          if choice[0] != "plan" and choice not in (("returns", 1), ("returns", 3))]  # fmt: skip
 PAIRS = [pair for pair in itertools.combinations(CHOICES, 2) if pair[0][0] != pair[1][0]]
 
 
@@ -58,6 +60,15 @@ def arguments(choices, dtype=torch.float64):
         made["target"][torch.rand(2, TOKENS) < 0.2] = -100
     if "plan" in made:
         made["plan"] = Forced(made["plan"])
+    names, classes = made.get("returns", ()), made.get("valid_classes", VOCAB)
+    if "selected" in names:  # some of them twice, no class, or the target
+        ids = torch.randint(classes, (2, TOKENS, 5))
+        ids[..., 1], ids[0, 0, 3] = ids[..., 0], -100
+        if not made["target"].is_floating_point():
+            ids[..., 4] = made["target"]
+        made["selected_ids"] = ids
+    if "topk" in names:
+        made["top_k"] = 3
     frozen = made.pop("frozen", None)
     made |= {"input": torch.randn(2, TOKENS, HIDDEN).double(),
              "linear_weight": torch.randn(VOCAB, HIDDEN).double()}  # fmt: skip
@@ -70,7 +81,8 @@ def arguments(choices, dtype=torch.float64):
 
 
 def outputs(result):
-    return result if isinstance(result, tuple) else (result,)
+    parts = result if isinstance(result, tuple) else (result,)
+    return sum((outputs(part) if isinstance(part, tuple) else (part,) for part in parts), ())
 
 
 def compare(choices, dtype=torch.float64, tolerance=1e-10):

@@ -1,4 +1,6 @@
-"""PyTorch's own inputs for nn.functional.linear_cross_entropy, those with a matrix as weight."""
+"""PyTorch's own inputs for nn.functional.linear_cross_entropy, with every option of it."""
+
+import warnings
 
 import pytest
 import torch
@@ -14,23 +16,22 @@ pytestmark = pytest.mark.skipif(not INFOS, reason="this torch has no linear_cros
 
 
 def ours(sample):
-    options = {k: v for k, v in sample.kwargs.items() if k != "options"}
-    return so.linear_cross_entropy(sample.input, *sample.args, **options)
+    return so.linear_cross_entropy(sample.input, *sample.args, **sample.kwargs)
 
 
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.variant_test_name or "plain")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_samples(info, dtype):
-    count = 0
+    count = {2: 0, 3: 0}
     for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
         weight, target = sample.args
-        if weight.dim() != 2:
-            continue
-        options = {k: v for k, v in sample.kwargs.items() if k not in ("options", "linear_bias")}
-        options["ignore_index"] = options.get("ignore_index") or -100
         bias = sample.kwargs.get("linear_bias")
-        right = F.cross_entropy(F.linear(sample.input, weight, bias), target, **options)
-        result, count = ours(sample), count + 1
+        result = ours(sample)
+        count[min(weight.dim(), 3)] += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it goes back to whole logits
+            options = {**sample.kwargs, "options": None}
+            right = F.linear_cross_entropy(sample.input, weight, target, **options)
         torch.testing.assert_close(result, right)
         leaves = [
             t for t in (sample.input, weight, bias, target) if t is not None and t.requires_grad
@@ -38,17 +39,54 @@ def test_samples(info, dtype):
         got, expected = (torch.autograd.grad(v.sum(), leaves) for v in (result, right))
         if not right.isnan().any():
             torch.testing.assert_close(got, expected)
-    assert count > 20
+    assert min(count.values()) > 20
 
 
 @pytest.mark.parametrize("info", INFOS[:1], ids=lambda info: info.variant_test_name or "plain")
 def test_error_inputs(info):
     count = 0
     for error in info.error_inputs("cpu"):
-        if error.sample_input.args[0].dim() <= 2:
-            count += 1
-            with pytest.raises(
-                (ValueError, TypeError), match=r"linear_cross_entropy: .*; expected"
-            ):
-                ours(error.sample_input)
+        count += 1
+        with pytest.raises((ValueError, TypeError), match=r"linear_cross_entropy: .*; expected"):
+            ours(error.sample_input)
     assert count >= 4
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("options", [
+    {}, {"reduction": "sum", "weight": torch.rand(9)}, {"reduction": "none", "label_smoothing": 0.1},
+    {"weight": torch.rand(9), "token_weight": torch.rand(4, 2, 3)}, {"returns": ("nll", "argmax")},
+])  # fmt: skip
+def test_options_at_every_position(options, dense):
+    """Each position is a loss of its own; a mean divides by what it sums over all of them."""
+    module = so.LinearCrossEntropyLoss(5, 9, True, out_features=(2, 3))
+    x, w = torch.randn(4, 5), module.linear.weight.view(9, 2, 3, 5)
+    b = module.linear.bias.view(9, 2, 3)
+    target = torch.randn(4, 9, 2, 3).softmax(1) if dense else torch.randint(9, (4, 2, 3))
+    got = so.linear_cross_entropy(x, w, target, linear_bias=b, **options)
+    flat = target.movedim(1, -1).reshape(24, 9) if dense else target.reshape(24)
+    rest = {**options}
+    if "token_weight" in rest:
+        rest["token_weight"] = rest["token_weight"].reshape(24)
+    # Tokens (x, position), whose logits are those of the position: their own inputs and weights.
+    logits = (torch.einsum("nd,cijd->nijc", x, w) + b.movedim(0, -1)).reshape(24, 9)
+    right = so.linear_cross_entropy(logits, torch.eye(9), flat, **rest)
+    for ours, whole in zip(*(v if isinstance(v, tuple) else (v,) for v in (got, right))):
+        torch.testing.assert_close(ours.flatten(), whole.flatten())
+    assert "out_features=(2, 3)" in repr(module)
+    own = module(x, target, token_weight=options.get("token_weight"))
+    own.sum().backward()
+    assert module.linear.weight.grad.shape == (18 * 3, 5)
+
+
+def test_wrong_arguments_of_positions():
+    x, w, t = torch.randn(4, 5), torch.randn(9, 2, 5), torch.randint(9, (4, 2))
+    for message, changed in [
+        (r"input has shape \(2, 2, 5\); expected \(N, D\)", {"input": x.view(2, 2, 5)}),
+        (r"target has shape \(4, 3\); expected \(4, 2\)", {"target": torch.zeros(4, 3).long()}),
+        (r"linear_bias has shape \(9,\); expected \(9, 2\)", {"linear_bias": torch.zeros(9)}),
+        ("shift is given; expected none with a 3-D weight", {"shift": 1}),
+        ("options is 'auto'; expected torch.nn.LinearCross", {"options": "auto"}),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            so.linear_cross_entropy(**{"input": x, "linear_weight": w, "target": t, **changed})

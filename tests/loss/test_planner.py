@@ -197,8 +197,10 @@ def test_any_number_of_threads_keeps_to_the_budget(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "kind",
-    ["ignored", "mostly ignored", "bias", "strided bias", "probabilities", "strided probabilities",
-     "weightless", "class weights", "strided", "outputs", "accumulate_into"],
+    ["ignored", "mostly ignored", "bias", "wide bias", "strided bias", "probabilities",
+     "strided probabilities", "weightless", "class weights", "strided", "outputs",
+     "accumulate_into", "wide logits", "wide logits with a bias", "selected",
+     "topk"],
 )  # fmt: skip
 @pytest.mark.parametrize("tokens, hidden", [(700, 96), (300, 700)])
 def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
@@ -212,8 +214,14 @@ def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
         target[torch.rand(tokens) < 0.95], budget = -100, 3_500_000
     elif kind == "bias":
         options["linear_bias"] = torch.randn(vocab).to(dtype).requires_grad_()
+    elif kind == "wide bias":
+        options["linear_bias"] = torch.randn(vocab, requires_grad=True)
     elif kind == "strided bias":
         options["linear_bias"] = torch.randn(vocab, 2).to(dtype)[:, 0]
+    elif kind.startswith("wide logits"):
+        options["logits_dtype"] = torch.float32
+        if kind.endswith("bias"):
+            options["linear_bias"] = torch.randn(vocab).to(dtype).requires_grad_()
     elif kind in ("probabilities", "weightless"):
         target = torch.softmax(torch.randn(tokens, vocab), 1)
         if kind == "weightless":
@@ -226,6 +234,10 @@ def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
         x = torch.randn(tokens, 2 * hidden).to(dtype)[:, ::2]
         w = torch.randn(vocab, 2 * hidden).to(dtype)[:, ::2]
         budget += x.nbytes + w.nbytes
+    elif kind == "selected":
+        options |= {"returns": ("selected",), "selected_ids": torch.randint(vocab, (tokens, 9))}
+    elif kind == "topk":
+        options |= {"returns": ("topk",), "top_k": 9, "linear_bias": torch.randn(vocab).to(dtype)}
     elif kind == "outputs":
         options["returns"] = ("nll", "entropy", "argmax")
     else:
@@ -235,6 +247,7 @@ def test_no_option_goes_beyond_the_budget(tokens, hidden, dtype, kind):
     with so.memory.measure() as m:
         result = so.linear_cross_entropy(x, w, target, memory_budget=budget, **options)
         outputs = result if isinstance(result, tuple) else (result,)
+        outputs = (outputs[0],) if kind == "topk" else outputs
         (outputs[0].sum() + (outputs[1].sum() if len(outputs) > 1 else 0)).backward()
     leaves = [x, w, *(t for t in options.values() if isinstance(t, torch.Tensor))]
     returned = sum(t.grad.nbytes for t in leaves if t.grad is not None)

@@ -1,0 +1,231 @@
+"""Log-probabilities of a few classes of every token: given ones, and the most probable.
+
+The logits of these classes are read as tiles pass by. log p_k = z_k - lse has the gradient
+[j == k] - p_j with respect to logit j: what upstream gives to it counts, with the opposite sign,
+as upstream of the row's lse, and is added to the gradient of the logit itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from storage_ops.loss.cost import plain_rows, top_rows
+from storage_ops.loss.reference import logits_of, row_gradient, slope_of
+from storage_ops.loss.schedule import Step, slices
+from storage_ops.loss.tokens import may_count
+
+if TYPE_CHECKING:
+    from storage_ops.loss.run import Run
+
+
+class Picked:
+    """Some classes of each of n tokens, in a call that is under way.
+
+    Attributes:
+        ids, logits: (n, K) given classes; anything that is no class has a logit of 0.
+        top_ids, top: (n, k) the classes of the largest logits so far, and these in order.
+        upstream: (n, K) of the gradients of ids, each of which is there once; None before.
+    """
+
+    def __init__(self, run: Run):
+        # Not the run itself, which has this: there shall be no cycle to collect.
+        self._tokens, self._call, self._state = run.tokens, run.call, run.state
+        self._bias, self._ranks, self._weights = run.bias, run.ranks, run.tokens.class_weight
+        self._first, self._vocabulary = run.first_class, run.vocabulary
+        state, count, k = run.state, run.tokens.count, run.call.top_k
+        ids = run.call.selected_ids
+        wide = {"dtype": state.dtype, "device": state.device}
+        if ids is None:
+            self.ids = torch.empty(count, 0, dtype=torch.int64, device=state.device)
+        else:
+            self.ids = run.tokens.collect(ids.long(), 1)
+        self.logits = torch.zeros(self.ids.shape, **wide)
+        self.top = torch.full((count, k), -torch.inf, **wide)
+        self.top_ids = torch.full((count, k), run.vocabulary, device=state.device)
+        self.upstream: Tensor | None = None
+
+    def check(self) -> None:
+        """Raise for a class out of range, where that can be known without a wait."""
+        k, size = self._call.top_k, self._vocabulary
+        if k > size:
+            raise ValueError(
+                f"linear_cross_entropy: top_k is {k}; expected at most {size}, the classes"
+            )
+        if not may_count(self._tokens.target):
+            return
+        wrong = self.ids[self._wrong()]
+        if len(wrong):
+            raise RuntimeError(
+                f"linear_cross_entropy: selected_ids has {int(wrong[0])}, which is out of range; "
+                f"expected ignore_index ({self._call.ignore_index}) or a class index from 0 to "
+                f"{size - 1}"
+            )
+
+    def _outside(self) -> Tensor:
+        return (self.ids < 0) | (self.ids >= self._vocabulary)
+
+    def _wrong(self) -> Tensor:
+        """Given classes that are none, though the token counts."""
+        wrong = self._outside() & (self.ids != self._call.ignore_index)
+        return wrong if (valid := self._valid()) is None else wrong & valid
+
+    def _valid(self) -> Tensor | None:
+        """Tokens that are not ignored, as a column; None for all. Others may fill up max_valid."""
+        if self._tokens.probabilities:
+            return None
+        return (self._tokens.target != self._call.ignore_index).unsqueeze(1)
+
+    def read(self, step: Step, tile: Tensor) -> None:
+        """Take in a tile of products, before the row kernel has it."""
+        if self.ids.shape[1]:
+            for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
+                rows = _within(part, step.rows)
+                column, here = self._columns(step, part)
+                products = tile[rows].gather(1, column).to(self.logits.dtype)
+                found = self._logits(step, products, column)
+                self.logits[part] = torch.where(here, found, self.logits[part])
+        if k := min(self.top.shape[1], tile.shape[1]):
+            bias = None if self._bias is None else self._bias[step.classes].to(self.top.dtype)
+            for part in _pieces(step, top_rows(*tile.shape, tile.is_cuda)):
+                z = tile[_within(part, step.rows)].to(self.top.dtype)
+                z = logits_of(z, bias, self._call.softcap, self._call.logit_scale)
+                value, column = _top(z, k)
+                del z
+                column += self._first + step.classes.start
+                self._take(part, [self.top[part], value], [self.top_ids[part], column])
+
+    def merge(self, rows: slice) -> None:
+        """Put together what the ranks have of some rows."""
+        if self.ids.shape[1]:
+            self.logits[rows] = self._ranks.add_up(self.logits[rows].contiguous())
+        if self.top.shape[1]:
+            parts = self.top[rows].contiguous(), self.top_ids[rows].contiguous()
+            self._take(rows, *(self._ranks.gather(part).unbind(0) for part in parts))
+
+    def _take(self, rows: slice, values: Sequence[Tensor], ids: Sequence[Tensor]) -> None:
+        """The largest of some logits, and of equal ones those of the lowest classes."""
+        found, classes = torch.cat(values, 1), torch.cat(ids, 1)
+        order = classes.argsort(1)
+        found, classes = found.gather(1, order), classes.gather(1, order)
+        order = found.sort(dim=1, descending=True, stable=True).indices[:, : self.top.shape[1]]
+        self.top[rows], self.top_ids[rows] = found.gather(1, order), classes.gather(1, order)
+
+    def log_probabilities(self) -> tuple[Tensor, Tensor]:
+        """Those of the given classes and then of the largest, (n, K + k); and the latter's ids.
+
+        0 and -1 where a token is ignored, and 0 for an ignore_index among the given classes.
+        """
+        shift, total, *_ = self._state.unbind(0)
+        given = self.logits
+        if given.shape[1]:
+            given = given - shift.unsqueeze(1) - total.log().unsqueeze(1)
+            given = given.masked_fill(self._outside(), 0).masked_fill(self._wrong(), torch.nan)
+        top, ids = self.top - shift.unsqueeze(1) - total.log().unsqueeze(1), self.top_ids
+        both = torch.cat((given, top), 1) if top.shape[1] else given
+        if (valid := self._valid()) is not None:
+            both, ids = torch.where(valid, both, 0), torch.where(valid, ids, -1)
+        return both, ids
+
+    def differentiate(self, upstream: Tensor) -> Tensor:
+        """Set `upstream` from the gradients of `ids`; what the rows' lse has of it, (n,).
+
+        A class that is there several times is left once, so that its gradient is rounded once.
+        """
+        order = self.ids.argsort(1)
+        ids, each = self.ids.gather(1, order), upstream.gather(1, order)
+        each = each.masked_fill((ids < 0) | (ids >= self._vocabulary), 0)
+        del order
+        place = torch.ones_like(ids)
+        place[:, 0] = 0
+        place[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        place = place.cumsum_(1)
+        self.upstream = torch.zeros_like(each).scatter_add_(1, place, each)
+        self.ids = torch.full_like(ids, -1).scatter_(1, place, ids)
+        return -each.sum(1)
+
+    def products(self, step: Step, tile: Tensor) -> Tensor | None:
+        """The products at these classes, before the row kernel overwrites them."""
+        if self.upstream is None:
+            return None
+        return torch.cat([
+            tile[_within(part, step.rows)].gather(1, self._columns(step, part)[0])
+            for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1]))
+        ])  # fmt: skip
+
+    def write(self, step: Step, tile: Tensor, products: Tensor, upstream: Tensor) -> None:
+        """Replace a tile's gradient at these classes, formed in full before it is rounded."""
+        assert self.upstream is not None
+        for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
+            rows, call = _within(part, step.rows), self._call
+            column, here = self._columns(step, part)
+            z = self._logits(step, products[rows].to(self._state.dtype), column)
+            own = upstream if upstream.shape[1] == 1 else upstream[:, part]
+            value = row_gradient(z, self._share(step, part, column), self._state[:, part], own)
+            value += self.upstream[part]
+            if not self._tokens.probabilities:
+                target = self._tokens.target[part].unsqueeze(1)
+                to_target = own[0].expand(len(z)).unsqueeze(1)
+                value -= torch.where(self.ids[part] == target, to_target, 0)
+                here = here & (target != call.ignore_index)
+            value *= slope_of(z, call.softcap, call.logit_scale)
+            piece = tile[rows]
+            value = torch.where(here, value.to(tile.dtype), piece.gather(1, column))
+            # What is elsewhere repeats a write of its row, or writes what is there.
+            some = here.to(torch.uint8).argmax(1, keepdim=True)
+            column = torch.where(here, column, column.gather(1, some))
+            every = torch.arange(len(z), device=z.device).unsqueeze(1)
+            # A 16-bit scatter_ would copy the whole tile to float32.
+            piece[every, column] = torch.where(here, value, value.gather(1, some))
+
+    def _columns(self, step: Step, rows: slice) -> tuple[Tensor, Tensor]:
+        """Where in a tile the classes of some rows are, and whether they are there."""
+        column = self.ids[rows] - (self._first + step.classes.start)
+        width = step.classes.stop - step.classes.start
+        here = (column >= 0) & (column < width)
+        # Where classes are padding, ids that are none may seem to be here.
+        return column.clamp_(0, width - 1), here
+
+    def _logits(self, step: Step, products: Tensor, column: Tensor) -> Tensor:
+        bias = None if self._bias is None else self._bias[step.classes][column].to(products.dtype)
+        return logits_of(products, bias, self._call.softcap, self._call.logit_scale)
+
+    def _share(self, step: Step, rows: slice, column: Tensor) -> Tensor | None:
+        """The share of each class in a target that is spread out."""
+        tokens, smoothing = self._tokens, self._call.label_smoothing
+        if not (tokens.probabilities or smoothing):
+            return None
+        share: Tensor | float = smoothing / self._vocabulary
+        if tokens.probabilities:
+            q = tokens.target[rows].gather(1, column + step.classes.start)
+            share = q.to(self._state.dtype) * (1 - smoothing) + share
+        each = self._state.new_ones(()) if self._weights is None else (
+            self._weights[step.classes][column]
+        )  # fmt: skip
+        return (each * share).expand(column.shape)
+
+
+def _top(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, nan as inf, and their columns; of equal ones the first.
+
+    torch.topk says nothing about which of equal numbers it takes. But the least of those that it
+    takes is certain, and then each column has a rank of its own.
+    """
+    z = z.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    least = z.topk(k).values[:, -1:]
+    columns = z.shape[1]
+    rank = torch.arange(columns, 0, -1, dtype=torch.int32, device=z.device)
+    rank = torch.where(z > least, rank + columns, torch.where(z == least, rank, 0))
+    column = rank.topk(k).indices
+    return z.gather(1, column), column
+
+
+def _pieces(step: Step, size: int) -> list[slice]:
+    return slices(step.rows.stop, size, step.rows.start)
+
+
+def _within(part: slice, whole: slice) -> slice:
+    return slice(part.start - whole.start, part.stop - whole.start)

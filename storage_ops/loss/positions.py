@@ -1,0 +1,110 @@
+"""The K-dimensional loss of `F.linear_cross_entropy`: a head for every position of an output.
+
+A weight (C, d_1, ..., d_K, D) gives C logits at each of the d_1 * ... * d_K positions of a token.
+Each position is a linear cross-entropy of its own: their products have nothing in common but the
+input. A mean divides by what it sums over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops.loss.call import arithmetic
+from storage_ops.loss.checks import wrong
+
+# What has no meaning for positions, or would be another for each of them.
+_SINGLE = ("process_group", "plan", "shift", "accumulate_into", "selected_ids")
+
+
+def loss_of_positions(
+    loss: Callable[..., Any],
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int | None,
+    returns: tuple[str, ...],
+    **options: Any,
+) -> Any:
+    """`loss`, linear cross-entropy with a (V, D) weight, at every position, and put together.
+
+    Args: those of the loss; input (N, D), linear_weight (C, d_1, ..., d_K, D), linear_bias
+        (C, d_1, ..., d_K), target and token_weight (N, d_1, ..., d_K), or target
+        (N, C, d_1, ..., d_K) with probabilities.
+    """
+    for name in _SINGLE:
+        value = options.get(name)
+        if value is not None and (isinstance(value, Tensor) or value):
+            raise wrong(ValueError, name, "is given", f"none with a {linear_weight.dim()}-D weight")
+    classes, *places, _ = linear_weight.shape
+    if input.dim() != 2:
+        rule = f"(N, D) with a linear_weight of shape {tuple(linear_weight.shape)}"
+        raise wrong(ValueError, "input has shape", tuple(input.shape), rule)
+    dense, tokens = target.is_floating_point(), (len(input), *places)
+    shape = (len(input), classes, *places) if dense else tokens
+    for name, t, right in (
+        ("target", target, shape),
+        ("token_weight", token_weight, tokens),
+        ("linear_bias", linear_bias, (classes, *places)),
+    ):
+        if t is not None and tuple(t.shape) != right:
+            raise wrong(ValueError, f"{name} has shape", tuple(t.shape), str(right))
+    ignored = -100 if ignore_index is None else ignore_index
+    if reduction == "mean":
+        total = _total(input, target, weight, token_weight, ignored)
+        options["divisor"], reduction = total, "sum"
+    weights, biases = _unbound(linear_weight, 1, -1), _unbound(linear_bias, 1)
+    targets = _unbound(target, 2 if dense else 1)
+    made = [
+        loss(
+            input, w, t, linear_bias=b, weight=weight, token_weight=a, reduction=reduction,
+            ignore_index=ignore_index, returns=returns, **options,
+        )
+        for w, t, b, a in zip(weights, targets, biases, _unbound(token_weight, 1), strict=False)
+    ]  # fmt: skip
+    results = [(each,) if len(returns) == 1 else each for each in made]
+    together = tuple(
+        _together(name, [each[i] for each in results], reduction, places)
+        for i, name in enumerate(returns)
+    )
+    return together[0] if len(together) == 1 else together
+
+
+def _unbound(t: Tensor | None, start: int, stop: int | None = None) -> Any:
+    """The tensor at each position, whose dimensions are those from start to stop."""
+    if t is None:
+        return iter(lambda: None, 0)
+    stop = t.dim() if stop is None else t.dim() + stop
+    return t.flatten(start, stop - 1).unbind(start)
+
+
+def _total(
+    input: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None, ignored: int
+) -> Tensor:
+    """What a mean over all positions divides by."""
+    dtype = arithmetic(input.dtype)
+    if target.is_floating_point():
+        each = torch.ones_like(target[:, 0], dtype=dtype)
+    else:
+        valid = target != ignored
+        each = valid.to(dtype)
+        if weight is not None:
+            classes = torch.where(valid, target, 0).long().clamp(0, len(weight) - 1)
+            each = each * weight.to(dtype)[classes]
+    return (each if token_weight is None else each * token_weight.to(dtype)).sum()
+
+
+def _together(name: str, parts: list[Any], reduction: str, places: list[int]) -> Any:
+    if name == "loss" and reduction != "none":
+        return torch.stack(parts).sum()
+    if name == "topk":
+        return tuple(_together("", list(each), "none", places) for each in zip(*parts, strict=True))
+    return torch.stack(parts, 1).unflatten(1, places)

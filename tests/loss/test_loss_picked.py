@@ -1,0 +1,236 @@
+"""Log-probabilities of given classes, and of the most probable ones."""
+
+import functools
+
+import pytest
+import torch
+
+import storage_ops as so
+from storage_ops.loss import reference
+from storage_ops.loss import tokens as loss_tokens
+
+from .test_loss_options import Forced, outputs
+from .test_planner import plans, smallest  # noqa: F401
+
+KEYS = [
+    None,
+    "vocab-sliced 12 64",
+    "vocab-sliced 5 64",
+    "token-chunked 5 30",
+    "token-chunked 4 200",
+]
+
+
+def problem(dtype=torch.float32, tokens=12, hidden=6, vocab=200, scale=1.0):
+    x, w = torch.randn(tokens, hidden) * scale, torch.randn(vocab, hidden)
+    target = torch.randint(vocab, (tokens,))
+    target[::5] = -100
+    return [x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()], target
+
+
+def in_double(leaves):
+    return [t.detach().double().requires_grad_() for t in leaves]
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.01}, {"logit_scale": -1.5}])
+def test_of_equal_logits_the_lowest_class_comes_first(options, key):
+    """Products of small integers are exact; a soft-cap makes logits equal that were not."""
+    _, target = problem()
+    x, w = torch.randint(-2, 3, (12, 6)).float(), torch.randint(-2, 3, (200, 6)).float()
+    plan = key and Forced(key)
+    values, ids = so.linear_cross_entropy(
+        x, w, target, plan=plan, returns=("topk",), top_k=17, **options
+    )
+    right = reference.linear_cross_entropy(x, w, target, returns=("topk",), top_k=17, **options)
+    torch.testing.assert_close(values, right[0])
+    assert torch.equal(ids, right[1])
+    assert (values[:, :-1] == values[:, 1:]).sum() > 80
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("key", KEYS)
+def test_the_gradient_of_the_targets_log_probability_is_that_of_nll(dtype, key):
+    """Rounded once: of a token that is certain, p - 1 is all that is left."""
+    leaves, target = problem(dtype, scale=4.0)
+    with torch.no_grad():
+        target[1:5] = (leaves[0].float() @ leaves[1].float().t()).argmax(1)[1:5]
+    upstream, plan = torch.randn(12, 3), key and Forced(key)
+    ids = target[:, None].expand(12, 3)  # what upstream gives to each of them is added up
+    (picked,) = (
+        so.linear_cross_entropy(
+            *leaves, target, plan=plan, returns=("selected",), selected_ids=ids
+        ),
+    )
+    nll = so.linear_cross_entropy(*leaves, target, plan=plan, returns=("nll",))
+    torch.testing.assert_close(picked, -nll[:, None].expand(12, 3), rtol=1e-5, atol=1e-6)
+    got = torch.autograd.grad(picked, leaves, upstream)
+    right = torch.autograd.grad(-nll, leaves, upstream.sum(1))
+    double = in_double(leaves)
+    exact = reference.linear_cross_entropy(*double, target, returns=("nll",))
+    exact = torch.autograd.grad(-exact, double, upstream.sum(1).double())
+    for g, e, true in zip(got, right, exact, strict=True):
+        assert (g.double() - true).norm() <= 1.05 * (e.double() - true).norm() + 1e-6 * true.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_16_bits(dtype, wide):
+    leaves, target = problem(dtype, 60, 16, 300)
+    ids = torch.randint(300, (60, 7))
+    names = {"returns": ("selected", "topk"), "selected_ids": ids, "top_k": 5}
+    logits = torch.float32 if wide else None
+    selected, (top, found) = so.linear_cross_entropy(*leaves, target, logits_dtype=logits, **names)
+    double = in_double(leaves)
+    names["selected_ids"] = torch.cat((ids, found.clamp(0)), 1)
+    names["returns"] = ("selected",)
+    names.pop("top_k")
+    right = reference.linear_cross_entropy(*double, target, **names)
+    both, upstream = torch.cat((selected, top), 1), torch.randn(60, 12)
+    kept = (target != -100)[:, None]
+    torch.testing.assert_close(
+        both.double() * kept, right * kept, rtol=1e-4, atol=2e-6 if wide else 0.12
+    )
+    got = torch.autograd.grad(both, leaves, upstream)
+    expected = torch.autograd.grad(right, double, upstream.double())
+    for g, e in zip(got, expected, strict=True):
+        assert g.dtype == dtype and (g.double() - e).norm() <= 0.01 * e.norm()
+
+
+@pytest.mark.parametrize("kind", ["selected", "topk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [0.5, 1 / 16])
+def test_no_storage_has_the_size_of_the_logits(kind, dtype, share, plans):  # noqa: F811
+    tokens, hidden, vocab = 500, 64, 16001
+    leaves, target = problem(dtype, tokens, hidden, vocab)
+    k = 8
+    options = {"returns": (kind,), "top_k": k}
+    if kind == "selected":
+        ids = torch.randint(vocab, (tokens, k))
+        options = {"returns": (kind,), "selected_ids": ids}
+    least = smallest(*leaves, target, **options)
+    budget = max(least, int(tokens * vocab * dtype.itemsize * share))
+    with so.memory.measure() as m:
+        result = so.linear_cross_entropy(*leaves, target, memory_budget=budget, **options)
+        result = result[0] if kind == "topk" else result
+        result.sum().backward()
+    returned = sum(t.grad.nbytes for t in leaves) + tokens * k * (4 + 8 * (kind == "topk"))
+    assert m.peak_bytes - returned <= max(plan.peak_bytes for plan in plans) <= budget
+    assert budget < 0.6 * tokens * vocab * dtype.itemsize
+
+
+@pytest.mark.parametrize("most", [8, 12])
+def test_without_a_look_at_the_targets(most, monkeypatch):
+    """As on a GPU: ignored tokens are worked on, or fill the rest up to max_valid."""
+    monkeypatch.setattr(loss_tokens, "FakeTensor", torch.Tensor)
+    leaves, target = problem(torch.float64)
+    target[::2] = -100
+    ids, both = torch.randint(200, (12, 4)), []
+    ids[1, 1] = -100
+    options = {"returns": ("selected", "topk"), "selected_ids": ids, "top_k": 3}
+    upstream = torch.randn(12, 7).double()
+    for function in (
+        functools.partial(so.linear_cross_entropy, max_valid=most if most < 12 else None),
+        reference.linear_cross_entropy,
+    ):
+        selected, (values, found) = function(*leaves, target, **options)
+        picked = torch.cat((selected, values), 1)
+        both.append((picked, found, *torch.autograd.grad(picked, leaves, upstream)))
+    for got, want in zip(*both, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_classes_out_of_range_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(loss_tokens, "FakeTensor", torch.Tensor)
+    leaves, target = problem()
+    ids = torch.randint(200, (12, 4))
+    ids[1, 2], ids[2, 0], ids[0, 0] = 200, -3, 999  # the first token is ignored
+    picked = so.linear_cross_entropy(*leaves, target, returns=("selected",), selected_ids=ids)
+    wrong = torch.zeros(12, 4, dtype=torch.bool)
+    wrong[1, 2] = wrong[2, 0] = True
+    assert torch.equal(picked.isnan(), wrong)
+
+
+def mixed(function, x, w, b, target, ids):
+    loss, selected, (top, found) = function(
+        x * 1.5, w, target, linear_bias=b, label_smoothing=0.1, shift=True, softcap=4.0,
+        returns=("loss", "selected", "topk"), selected_ids=ids, top_k=3,
+    )  # fmt: skip
+    return loss + (selected * 0.5).sum() + (top.exp() * (found + 1)).sum()
+
+
+@pytest.fixture
+def sequences():
+    leaves = [torch.randn(3, 5, 6), torch.randn(70, 6), torch.randn(70)]
+    target, ids = torch.randint(70, (3, 5)), torch.randint(70, (3, 5, 2))
+    target[0, 2] = -100
+    return [t.requires_grad_() for t in leaves], target, ids
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(sequences, backend, dynamic):
+    torch._dynamo.reset()
+    leaves, target, ids = sequences
+    compiled = torch.compile(
+        lambda *a: mixed(so.linear_cross_entropy, *a), fullgraph=True, backend=backend,
+        dynamic=dynamic,
+    )  # fmt: skip
+    for tokens in (5, 4):
+        cut = [leaves[0][:, :tokens].detach().requires_grad_(), *leaves[1:]]
+        rest = target[:, :tokens], ids[:, :tokens]
+        ours, right = compiled(*cut, *rest), mixed(reference.linear_cross_entropy, *cut, *rest)
+        torch.testing.assert_close(ours, right)
+        got, expected = (torch.autograd.grad(v, cut) for v in (ours, right))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_transforms(sequences):
+    leaves, target, ids = sequences
+    leaves = [t.detach().double() for t in leaves]
+
+    def made(function):
+        def loss(x, w, b, target, ids):
+            return mixed(function, x, w, b, target, ids)
+
+        whole = torch.func.grad(loss, (0, 1, 2))(*leaves, target, ids)
+        each = torch.vmap(torch.func.grad(loss, 1), (0, None, None, 0, 0))(*leaves, target, ids)
+        return whole, each
+
+    ours, right = made(so.linear_cross_entropy), made(reference.linear_cross_entropy)
+    torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-9)
+
+
+def test_no_grad_and_autocast(sequences):
+    leaves, target, ids = sequences
+    options = {"returns": ("selected", "topk"), "selected_ids": ids, "top_k": 2}
+    with torch.no_grad():
+        found = outputs(so.linear_cross_entropy(*leaves[:2], target, **options))
+    assert not any(t.requires_grad for t in found)
+    assert [tuple(t.shape) for t in found] == [(3, 5, 2), (3, 5, 2), (3, 5, 2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        selected = so.linear_cross_entropy(*leaves[:2], target, **options)[0]
+    assert selected.dtype == torch.float32
+    torch.testing.assert_close(selected, found[0], rtol=0.1, atol=0.1)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        selected.sum().backward(create_graph=True)
+        leaves[1].grad.sum().backward()
+
+
+@pytest.mark.parametrize("given, kind, message", [
+    ({"returns": ("selected",)}, ValueError, "selected_ids is None and returns is .* expected it"),
+    ({"top_k": 3}, ValueError, "top_k is given and returns is .* expected it together with 'topk'"),
+    ({"returns": ("topk",), "top_k": 0}, ValueError, "top_k is 0; expected 1 to 11"),
+    ({"returns": ("topk",), "top_k": 12}, ValueError, "top_k is 12; expected 1 to 11"),
+    ({"returns": ("topk",), "top_k": 11, "valid_classes": 10}, ValueError, "expected at most 10"),
+    ({"returns": ("topk",), "top_k": 2.0}, TypeError, "top_k is 2.0; expected an int"),
+    ({"returns": ("selected",), "selected_ids": torch.zeros(5).long()}, ValueError, "has shape"),
+    ({"returns": ("selected",), "selected_ids": torch.zeros(5, 2)}, TypeError, "expected int64"),
+    ({"returns": ("selected",), "selected_ids": [1]}, TypeError, "selected_ids is a list"),
+    ({"returns": ("selected",), "selected_ids": torch.full((5, 2), 11)}, RuntimeError,
+     r"selected_ids has 11, which is out of range; expected ignore_index \(-100\) or a class index"),
+])  # fmt: skip
+def test_wrong_arguments(given, kind, message):
+    x, w, target = torch.randn(5, 8), torch.randn(11, 8), torch.randint(11, (5,))
+    with pytest.raises(kind, match=message):
+        so.linear_cross_entropy(x, w, target, **given)
