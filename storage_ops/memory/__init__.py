@@ -16,9 +16,11 @@ from storage_ops.memory.estimate import Estimate, estimate
 from storage_ops.memory.measure import Measurement, Sample, measure
 from storage_ops.memory.plot import plot_timelines
 from storage_ops.memory.step import StepEstimate, simulate_step
+from storage_ops.memory.will_it_fit import FitReport, will_it_fit
 
 __all__ = [
     "Estimate",
+    "FitReport",
     "Measurement",
     "Sample",
     "StepEstimate",
@@ -26,4 +28,5 @@ __all__ = [
     "measure",
     "plot_timelines",
     "simulate_step",
+    "will_it_fit",
 ]
