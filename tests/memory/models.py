@@ -159,11 +159,11 @@ def square(output):
 
 
 def ids():
-    return torch.randint(0, 256, (4, 64))
+    return torch.randint(0, 256, (16, 96))
 
 
 def images():
-    return torch.randn(4, 3, 32, 32)
+    return torch.randn(16, 3, 48, 48)
 
 
 # What makes the model, what makes a batch, and the loss.
