@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.memory import estimate_cpu
 from storage_ops.memory.estimate_assume import Assumption, Source, unanswered
-from storage_ops.memory.estimate_ledger import Ledger
+from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
 from storage_ops.memory.estimate_values import Values
@@ -36,15 +38,18 @@ class Simulation(TorchDispatchMode):
     them, are what they were after `restore_gradients`.
     """
 
-    def __init__(self, ledger: Ledger, copies: bool, assumption: Assumption) -> None:
+    def __init__(
+        self, ledger: Ledger, copies: bool, assumption: Assumption, on_gpu: bool = True
+    ) -> None:
         """`copies`: whether share_storage copies, as it does where no other way is available."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = ledger
+        self.ledger = ledger
         self._copies = copies
+        self._on_gpu = on_gpu
         self._assumption = assumption
         self.values = Values(assumption)
         self._sizes = Sizes(self.values, assumption)
-        self._sparse = Sparse(self._unseen, self._sizes.distinct, ledger.temporary)
+        self._sparse = Sparse(self.unseen, self._sizes.distinct, self._temporary)
         self._fake = FakeTensorMode()
         self._paused = False
         # Whether values do not matter, as those of the step counts of an optimizer.
@@ -64,6 +69,17 @@ class Simulation(TorchDispatchMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._fake.__exit__(*exception)
 
+    def follow_resize(self, storage: torch.UntypedStorage) -> None:
+        """Book that a storage was resized, which is not an op."""
+        self.ledger.follow_resize(storage)
+
+    def blocks_of(self, t: Tensor) -> list[Block]:
+        """The blocks of a tensor, or of the twin of one from outside."""
+        twin = self.twin(t)
+        parts = self._sparse.parts(twin) if twin.layout == torch.sparse_coo else [twin]
+        found = [self.ledger.block_of(part) for part in parts]
+        return [block for block in found if block is not None]
+
     def restore_gradients(self) -> None:
         """Give tensors from outside the gradients that they had."""
         for t, gradient in self._gradients:
@@ -78,7 +94,7 @@ class Simulation(TorchDispatchMode):
                 twin = self._new_sparse(t, self.twin)
             else:
                 twin = self._new_twin(t)
-                self._ledger.see(twin, "input", is_input=True)
+                self.ledger.see(twin, "input", is_input=True)
                 self.values.offer(twin, t)
             self._twins[id(t)] = (t, twin)
             if t.is_leaf and t.requires_grad:
@@ -89,14 +105,14 @@ class Simulation(TorchDispatchMode):
         """Return a fake tensor of the simulation that is like `t` but on another device."""
         if t.layout == torch.sparse_coo:
             return self._new_sparse(t, lambda part: self.moved(part, device))
-        new: Tensor = self._unseen(
+        new: Tensor = self.unseen(
             torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=device
         )
         self.values.offer(new, t)
-        self._ledger.see(new, "input", is_input=True)
+        self.ledger.see(new, "input", is_input=True)
         return new.requires_grad_(t.requires_grad)
 
-    def _unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an op on fake tensors without booking what it makes."""
         self._paused = True
         try:
@@ -111,19 +127,38 @@ class Simulation(TorchDispatchMode):
                 "plain strided tensors"
             )
         storage = t.untyped_storage()
-        self._paused = True
-        try:
+        if storage._cdata not in self._bytes:
+            self._bytes[storage._cdata] = self.unseen(
+                torch.empty, storage.nbytes(), dtype=torch.uint8, device=t.device
+            )
+        where = (t.shape, t.stride(), t.storage_offset(), t.dtype)
+        return self.viewed(self._bytes[storage._cdata], *where)
+
+    def viewed(self, base: Tensor, shape: Any, stride: Any, offset: int, dtype: Any) -> Tensor:
+        """A tensor, without a history, that lies somewhere in the storage of another."""
+
+        def view() -> Tensor:
             with torch.no_grad():
-                if storage._cdata not in self._bytes:
-                    nbytes = storage.nbytes()
-                    self._bytes[storage._cdata] = torch.empty(
-                        nbytes, dtype=torch.uint8, device=t.device
-                    )
-                whole = self._bytes[storage._cdata]
-                elements = whole[: len(whole) // t.itemsize * t.itemsize].view(t.dtype)
-                return elements.as_strided(t.shape, t.stride(), t.storage_offset())
-        finally:
-            self._paused = False
+                nbytes = base.untyped_storage().nbytes()
+                whole = base
+                if base.dtype != torch.uint8 or base.dim() != 1:
+                    whole = base.detach().as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0).view(torch.uint8)
+                elements = whole[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+                return elements.as_strided(shape, stride, offset)
+
+        made: Tensor = self.unseen(view)
+        return made
+
+    def _see(self, func: Any, t: Tensor) -> None:
+        self.ledger.see(t, str(func))
+
+    def imitate(self, new: Tensor, t: Tensor) -> None:
+        """Let a tensor have the known values of another, of which it is a copy."""
+        with no_dispatch():
+            self.values.imitate(new, self.twin(t))
+
+    def _temporary(self, t: Tensor, made_by: str) -> None:
+        self.ledger.temporary(t, made_by)
 
     def _new_sparse(self, t: Tensor, new: Callable[[Tensor], Tensor]) -> Tensor:
         if isinstance(t, FakeTensor) or t.is_meta:
@@ -151,7 +186,6 @@ class Simulation(TorchDispatchMode):
             return self._value(func, args[0])
         _check_device(func, kwargs.get("device"))
         args, kwargs = tree_map_only(Tensor, self.twin, (args, kwargs))
-        self._ledger.follow_resizes()
         if func.namespace == "storage_ops":
             if func in _KERNELS_OF_OPS:
                 with self:  # what happens inside is simulated as well
@@ -168,14 +202,20 @@ class Simulation(TorchDispatchMode):
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = self._by_values(func, args, kwargs)
+        if func._schema.is_mutable:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, FakeTensor) and leaf.layout == torch.strided:
+                    self.ledger.follow_resize(leaf.untyped_storage())
+        if not self._on_gpu:
+            estimate_cpu.book(self.ledger, func, args, out, partial(self._see, func))
         for leaf in tree_leaves(out):
             if isinstance(leaf, FakeTensor):
                 _check_layout(func, leaf)
-                self._ledger.see(leaf, str(func))
+                self._see(func, leaf)
         self.values.follow(func, args, kwargs, out)
-        if func is _aten._softmax_backward_data.default:
+        if self._on_gpu and func is _aten._softmax_backward_data.default:
             # The CUDA kernel multiplies gradient and output first.
-            self._ledger.temporary(args[0], str(func))
+            self.ledger.temporary(args[0], str(func))
         return out
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -213,11 +253,11 @@ class Simulation(TorchDispatchMode):
 
     def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:
         if func is _OPS.discard_storage.default:
-            self._ledger.discard(t)
+            self.ledger.discard(t)
         elif func is _OPS.share_storage.default:
-            self._ledger.share(t, rest[0], self._copies)
+            self.ledger.share(t, rest[0], self._copies)
         elif func is _OPS._is_discarded.default:
-            return self._ledger.is_discarded(t)
+            return self.ledger.is_discarded(t)
         return None
 
 
