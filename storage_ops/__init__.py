@@ -33,6 +33,7 @@ else:
         output_discard,
     )
     from storage_ops.checkpoint.report import checkpoint_report
+    from storage_ops.checkpoint.tile import tile
     from storage_ops.checkpoint.transform import (
         apply_activation_checkpoint,
         remove_activation_checkpoint,
@@ -86,5 +87,6 @@ __all__ = [
     "register_rng_tracker",
     "remove_activation_checkpoint",
     "share_storage",
+    "tile",
     "unpatch_causal_lm",
 ]
