@@ -57,20 +57,17 @@ class Tiling:
                     type(module).__name__,
                     "is compiled with a budget, which needs a run on fake tensors; expected tiles",
                 )
-            pieces = torch.tensor_split(x, min(self.tiles, tokens), dim)
             call = partial(forward, module)
             if torch.is_grad_enabled():
-                parts = [compiled_region(call, (t,), {}, True, None, False) for t in pieces]
-            else:
-                parts = [call(t) for t in pieces]
-            return torch.cat(parts, dim)
+                call = partial(_compiled, call)
+            cut = torch.tensor_split(x, min(self.tiles, tokens), dim)
+            return torch.cat([call(t) for t in cut], dim)
         pieces = Pieces(module, forward, dim, 1)
         pieces.tiles = self._number_for(pieces, x)
         if regions.tracing():
             call = partial(forward, module)
-            return torch.cat(
-                [traced_region(call, (t,), {}, None, False) for t in pieces.of(x)], dim
-            )
+            parts = [traced_region(call, (t,), {}, None, False) for t in pieces.of(x)]
+            return torch.cat(parts, dim)
         if torch.is_grad_enabled() and not is_repeatable():
             return torch.cat([forward(module, t) for t in pieces.of(x)], dim)
         # Not where a checkpoint records ops, nor for fakes, which have no values.
@@ -100,6 +97,10 @@ class Tiling:
         if key not in self.found:
             self.found[key] = _fewest(pieces, x, tokens, self.budget)
         return self.found[key]
+
+
+def _compiled(call: Any, piece: Tensor) -> Any:
+    return compiled_region(call, (piece,), {}, True, None, False)
 
 
 def _fewest(pieces: Pieces, x: Tensor, tokens: int, budget: int) -> int:

@@ -8,7 +8,7 @@ of backward, in the same order, start where the first one did and thus draw the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -100,8 +100,8 @@ class Pieces:
 class _Call:
     """A call that can be repeated in backward."""
 
-    def __init__(self, pieces: Pieces, x: Tensor, parameters: dict[str, Tensor]) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Pieces, x: Tensor, parameters: Mapping[str, Tensor]) -> None:
+        self.pieces = pieces
         self._names = list(parameters)
         self.parameters = list(parameters.values())
         # Held before anything runs: a checkpoint around the module needs to run again up to here.
@@ -115,16 +115,16 @@ class _Call:
         assert self._state is not None
         # Autocast remembers what it casts of a parameter; what it casts here has no gradient.
         with self._with([p.detach().requires_grad_() for p in self.parameters]):
-            out = self._pieces.run(x)
+            out = self.pieces.run(x)
         self._state.effects.finish()
         return out
 
     def _with(self, parameters: list[Tensor]) -> Any:
-        return replaced(self._pieces.host, dict(zip(self._names, parameters, strict=True)))
+        return replaced(self.pieces.host, dict(zip(self._names, parameters, strict=True)))
 
     def backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the input and of the parameters, of those that are needed."""
-        pieces = self._pieces
+        pieces = self.pieces
         if self._inputs is None or self._state is None:
             fail(
                 pieces.name,
@@ -214,19 +214,19 @@ class _Tiled(torch.autograd.Function):
     """The node of a call."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, call: _Call, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.name, ctx.call = name, call
+    def forward(ctx: Any, call: _Call, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.call = call  # `name` is the node's own
         return call.forward(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():
             fail(
-                ctx.name,
+                ctx.call.pieces.name,
                 "was differentiated with create_graph=True; tiles have first derivatives only. "
                 "Expected the module without tiles",
             )
-        return (None, None, *ctx.call.backward(gradient, ctx.needs_input_grad[2:]))
+        return (None, *ctx.call.backward(gradient, ctx.needs_input_grad[1:]))
 
 
 def run(pieces: Pieces, x: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ def run(pieces: Pieces, x: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return pieces.run(x)
     call = _Call(pieces, x, parameters)
-    return _Tiled.apply(pieces.name, call, x, *call.parameters)  # type: ignore[no-untyped-call, no-any-return]
+    return _Tiled.apply(call, x, *call.parameters)  # type: ignore[no-any-return]
 
 
 def _as_it_is(t: Tensor) -> Tensor:
