@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._mode_utils import no_dispatch
 
 from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
-from storage_ops.memory.estimate_gpu import gpu_kernels
-from storage_ops.memory.estimate_inputs import Held, as_on_gpu, on_one_device, unchanged
+from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
+from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_steps, unchanged
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import OnMeta, Simulation
 from storage_ops.memory.measure import Measurement, Sample
@@ -122,32 +122,43 @@ def estimate(
         >>> (e.kept_bytes - e.input_bytes) >> 20
         32
     """
-    assumption = Assumption(assume)
-    held = Held(fn, args, kwargs)
     ledger = Ledger()
-    simulation = Simulation(ledger, _share_copies(), assumption)
+    held = Held(fn, args, kwargs)
+    with simulating(ledger, held, args, kwargs, Assumption(assume)) as (_, args, kwargs):
+        result = call_simulated(fn, args, kwargs)
+        estimated = Estimate(**settle(ledger))
+        del result
+    return estimated
+
+
+@contextlib.contextmanager
+def simulating(
+    ledger: Ledger, held: Held, args: Any, kwargs: Any, assumption: Assumption,
+    on_gpu: bool = True,
+) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
+    """Run ops on fake tensors inside a with block; yields the mode, and arguments to call with."""
+    simulation = Simulation(ledger, _share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_collection())
         # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
         # mode unless told so.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for optimizer in held.optimizers:
-            stack.enter_context(as_on_gpu(optimizer, simulation))
+            stack.enter_context(simulated_steps(optimizer, simulation, on_gpu))
         for stepper in held.steppers:
             stack.enter_context(unchanged(stepper))
         stack.callback(simulation.restore_gradients)
-        stack.enter_context(gpu_kernels())
+        stack.enter_context(following_resizes())
+        on_meta = any(t.is_meta for t in held.tensors)
+        if on_gpu or on_meta:  # torch takes fused kernels apart for the meta device
+            stack.enter_context(gpu_kernels())
         stack.enter_context(simulation)
-        if any(t.is_meta for t in held.tensors):
+        if on_meta:
             stack.enter_context(OnMeta())
         args, kwargs = on_one_device(simulation, held, args, kwargs)
         for t in held.tensors:
             simulation.twin(t)
-        result = _call(fn, args, kwargs)
-        ledger.follow_resizes()
-        estimated = _settle(ledger)
-        del result
-    return estimated
+        yield simulation, args, kwargs
 
 
 # What torch says where a simulation cannot go on, and what that means here.
@@ -160,7 +171,7 @@ _RAW_ERRORS = {
 }
 
 
-def _call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_simulated(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call fn, and say in the terms of this module what it cannot do."""
     try:
         with warnings.catch_warnings():
@@ -212,22 +223,24 @@ def _share_copies() -> bool:
         return dst.data_ptr() != src.data_ptr()
 
 
-def _settle(ledger: Ledger) -> Estimate:
-    """Add up what was booked."""
-    level = sum(block.nbytes for block in ledger.inputs)
-    result = Estimate(level, level, [Sample(0.0, level)], level)
-    peak_at = 0
+def settle(ledger: Ledger) -> dict[str, Any]:
+    """Add up what was booked, as the fields of an `Estimate`."""
+    level = inputs = sum(block.nbytes for block in ledger.inputs)
+    timeline = [Sample(0.0, level)]
+    peak, peak_at = level, 0
     for count, (seconds, block, taken) in enumerate(ledger.events, 1):
         level += block.nbytes if taken else -block.nbytes
-        result.timeline.append(Sample(seconds, level))
-        if level > result.peak_bytes:
-            result.peak_bytes, peak_at = level, count
-    result.kept_bytes = level
+        timeline.append(Sample(seconds, level))
+        if level > peak:
+            peak, peak_at = level, count
     live = dict.fromkeys(ledger.inputs)
     for _, block, taken in ledger.events[:peak_at]:
         if taken:
             live[block] = None
         else:
             del live[block]
-    result.at_peak = sorted(live, key=lambda block: -block.nbytes)
-    return result
+    at_peak = sorted(live, key=lambda block: -block.nbytes)
+    return {
+        "peak_bytes": peak, "kept_bytes": level, "timeline": timeline, "input_bytes": inputs,
+        "at_peak": at_peak,
+    }  # fmt: skip

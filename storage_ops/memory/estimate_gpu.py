@@ -23,6 +23,25 @@ from storage_ops.memory.estimate_modes import Simulation
 
 
 @contextlib.contextmanager
+def following_resizes() -> Iterator[None]:
+    """Let a simulation notice `untyped_storage().resize_`, inside a with block."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = plain(storage, size)
+        simulation = _simulation()
+        if simulation is not None:
+            simulation.follow_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def gpu_kernels() -> Iterator[None]:
     """Use them inside a with block."""
     with contextlib.ExitStack() as stack:
@@ -66,9 +85,14 @@ def _replaced_ops() -> Iterator[None]:
         library._destroy()
 
 
+def _simulation() -> Simulation | None:
+    """That of this thread: a replacement holds for the whole process."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, Simulation)), None)
+
+
 def _is_simulated() -> bool:
-    """Whether this thread is simulating: the replacement holds for the whole process."""
-    return any(isinstance(mode, Simulation) for mode in _get_current_dispatch_mode_stack())
+    return _simulation() is not None
 
 
 def _original(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +214,8 @@ def _flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, *rest: Any,
     **options: Any,
 ) -> Any:  # fmt: skip
-    simulation = next(m for m in _get_current_dispatch_mode_stack() if isinstance(m, Simulation))
+    simulation = _simulation()
+    assert simulation is not None
     for t in tree_leaves(block_mask):
         if isinstance(t, Tensor):
             simulation.twin(t)  # it is in memory, though no op reads it

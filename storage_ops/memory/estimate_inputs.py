@@ -88,10 +88,12 @@ def on_one_device(simulation: Simulation, held: Held, args: Any, kwargs: Any) ->
 
 
 @contextlib.contextmanager
-def as_on_gpu(optimizer: Optimizer, simulation: Simulation) -> Iterator[None]:
-    """Let an optimizer step as it does for parameters on a GPU, and forget what it did.
+def simulated_steps(
+    optimizer: Optimizer, simulation: Simulation, on_gpu: bool = True
+) -> Iterator[None]:
+    """Let an optimizer step as it does for parameters on that device, and forget what it did.
 
-    There torch's optimizers handle all parameters at once unless told otherwise. They read their
+    On a GPU torch's optimizers handle all parameters at once unless told otherwise. They read their
     step counts, on which no shape depends. That they are capturable needs the GPU itself.
     """
 
@@ -105,7 +107,7 @@ def as_on_gpu(optimizer: Optimizer, simulation: Simulation) -> Iterator[None]:
     state = {key: dict(value) for key, value in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        if group.get("foreach", False) is None:
+        if on_gpu and group.get("foreach", False) is None:
             group["foreach"] = not group.get("fused") and not group.get("differentiable")
         if group.get("capturable"):
             group["capturable"] = False

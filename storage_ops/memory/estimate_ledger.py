@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,25 +31,35 @@ def rounded(nbytes: int) -> int:
 
 
 @dataclass(eq=False)
+class Call:
+    """A call of a module, or another part of a step, during which blocks are made.
+
+    Attributes:
+        name: of the module, as `named_modules` has it, or of the part.
+        end: how many events there were as it ended; None before.
+    """
+
+    name: str
+    end: int | None = None
+
+
+@dataclass(eq=False)
 class Block:
     """Memory that one allocation takes.
 
     Attributes:
-        nbytes: its size as the CUDA caching allocator rounds it.
+        nbytes: its size as the allocator of the device rounds it.
         shape, dtype: of the tensor that it was made for.
         made_by: the op that made it, or "input".
+        call: the innermost call during which it was made.
     """
 
     nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     made_by: str
+    call: Call | None = None
     _storages: int = 0  # that are bound to it
-
-    @staticmethod
-    def of(t: Tensor, nbytes: int, made_by: str) -> Block:
-        """A block for the storage of a tensor."""
-        return Block(rounded(nbytes), tuple(t.shape), t.dtype, made_by)
 
 
 @dataclass(eq=False)
@@ -66,10 +78,14 @@ class Ledger:
     Attributes:
         inputs: blocks that were there before the run.
         events: (seconds since the start, block, whether it was taken or given back).
+        calls: those in progress, innermost last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, round_up: Callable[[int], int] = rounded) -> None:
+        """`round_up`: what the allocator takes for a number of bytes."""
         self.inputs: list[Block] = []
+        self.calls: list[Call] = []
+        self._round_up = round_up
         self.events: list[tuple[float, Block, bool]] = []
         self._start = time.perf_counter()
         self._bound: dict[int, _Bound] = {}
@@ -80,7 +96,7 @@ class Ledger:
         key = storage._cdata
         if key in self._bound:
             return
-        block = Block.of(t, storage.nbytes(), made_by)
+        block = self._block(t, storage.nbytes(), made_by)
         reference = weakref.ref(storage, partial(self._gone, key))
         self._bound[key] = bound = _Bound(reference, storage.nbytes(), block)
         if is_input:
@@ -91,20 +107,39 @@ class Ledger:
 
     def temporary(self, t: Tensor, made_by: str) -> None:
         """Book a block as large as a tensor that lives only inside a kernel."""
-        block = Block.of(t, t.nbytes, made_by)
+        block = self._block(t, t.nbytes, made_by)
         self._event(block, True)
         self._event(block, False)
 
-    def follow_resizes(self) -> None:
-        """Notice the storages that were resized in place, which is not an op."""
-        for bound in list(self._bound.values()):
-            storage = bound.storage()
-            if storage is not None and storage.nbytes() != bound.nbytes:
-                bound.nbytes = storage.nbytes()
-                self._unbind(bound)
-                if bound.nbytes:
-                    f = bound.first
-                    self._bind(bound, Block(rounded(bound.nbytes), f.shape, f.dtype, f.made_by))
+    def follow_resize(self, storage: Storage) -> None:
+        """Notice that a storage was resized in place, if it was."""
+        bound = self._bound.get(storage._cdata)
+        if bound is not None and storage.nbytes() != bound.nbytes:
+            bound.nbytes = storage.nbytes()
+            self._unbind(bound)
+            if bound.nbytes:
+                nbytes = self._round_up(bound.nbytes)
+                self._bind(bound, replace(bound.first, nbytes=nbytes, _storages=0))
+
+    def _block(self, t: Tensor, nbytes: int, made_by: str) -> Block:
+        call = self.calls[-1] if self.calls else None
+        return Block(self._round_up(nbytes), tuple(t.shape), t.dtype, made_by, call)
+
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Blocks that are made inside a with block belong to this call."""
+        call = Call(name)
+        self.calls.append(call)
+        try:
+            yield
+        finally:
+            self.calls.pop()
+            call.end = len(self.events)
+
+    def block_of(self, t: Tensor) -> Block | None:
+        """The block that a tensor's storage has now; None if it has none or is not known."""
+        bound = self._bound.get(t.untyped_storage()._cdata)
+        return None if bound is None else bound.block
 
     def discard(self, t: Tensor) -> None:
         """Give back the block of a storage."""
@@ -120,7 +155,7 @@ class Ledger:
         if source is None or to.block is source or (copies and to.block is not None):
             return
         if copies:
-            source = Block(source.nbytes, source.shape, source.dtype, "share_storage by a copy")
+            source = replace(source, made_by="share_storage by a copy", _storages=0)
         self._unbind(to)
         self._bind(to, source)
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from storage_ops.memory.estimate_assume import Assumption, Source, unanswered
-from storage_ops.memory.estimate_ledger import Ledger
+from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
 from storage_ops.memory.estimate_values import Values
@@ -36,11 +36,14 @@ class Simulation(TorchDispatchMode):
     them, are what they were after `restore_gradients`.
     """
 
-    def __init__(self, ledger: Ledger, copies: bool, assumption: Assumption) -> None:
+    def __init__(
+        self, ledger: Ledger, copies: bool, assumption: Assumption, on_gpu: bool = True
+    ) -> None:
         """`copies`: whether share_storage copies, as it does where no other way is available."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._copies = copies
+        self._on_gpu = on_gpu
         self._assumption = assumption
         self.values = Values(assumption)
         self._sizes = Sizes(self.values, assumption)
@@ -63,6 +66,14 @@ class Simulation(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._fake.__exit__(*exception)
+
+    def follow_resize(self, storage: torch.UntypedStorage) -> None:
+        """Book that a storage was resized, which is not an op."""
+        self._ledger.follow_resize(storage)
+
+    def block_of(self, t: Tensor) -> Block | None:
+        """The block of a tensor, or of the twin of one from outside."""
+        return self._ledger.block_of(self.twin(t))
 
     def restore_gradients(self) -> None:
         """Give tensors from outside the gradients that they had."""
@@ -151,7 +162,6 @@ class Simulation(TorchDispatchMode):
             return self._value(func, args[0])
         _check_device(func, kwargs.get("device"))
         args, kwargs = tree_map_only(Tensor, self.twin, (args, kwargs))
-        self._ledger.follow_resizes()
         if func.namespace == "storage_ops":
             if func in _KERNELS_OF_OPS:
                 with self:  # what happens inside is simulated as well
@@ -168,12 +178,16 @@ class Simulation(TorchDispatchMode):
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = self._by_values(func, args, kwargs)
+        if func._schema.is_mutable:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, FakeTensor) and leaf.layout == torch.strided:
+                    self._ledger.follow_resize(leaf.untyped_storage())
         for leaf in tree_leaves(out):
             if isinstance(leaf, FakeTensor):
                 _check_layout(func, leaf)
                 self._ledger.see(leaf, str(func))
         self.values.follow(func, args, kwargs, out)
-        if func is _aten._softmax_backward_data.default:
+        if self._on_gpu and func is _aten._softmax_backward_data.default:
             # The CUDA kernel multiplies gradient and output first.
             self._ledger.temporary(args[0], str(func))
         return out
