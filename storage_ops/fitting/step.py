@@ -1,0 +1,174 @@
+"""One training step of a model, run on fake tensors: books of its memory, and the time of its ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.checkpoint.op_names import is_allocation, is_mutating, is_view
+from storage_ops.checkpoint.policies import call_name
+from storage_ops.checkpoint.selective import by_storage
+from storage_ops.loss.devices import Rates
+from storage_ops.memory.estimate import call_simulated, simulating
+from storage_ops.memory.estimate_assume import Assumption
+from storage_ops.memory.estimate_inputs import Held
+from storage_ops.memory.estimate_ledger import Ledger, rounded
+from storage_ops.memory.estimate_modes import Simulation
+
+
+class Books:
+    """What a simulation has booked."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.ledger = Ledger(rounded if on_gpu else int)
+        self.on_gpu = on_gpu
+
+    def mark(self) -> int:
+        """The moment, as a number of events."""
+        return len(self.ledger.events)
+
+    def levels(self) -> list[int]:
+        """Bytes in memory at each moment, from the start."""
+        start = sum(block.nbytes for block in self.ledger.inputs)
+        steps = (block.nbytes if taken else -block.nbytes for _, block, taken in self.ledger.events)
+        return list(accumulate(steps, initial=start))
+
+    @contextlib.contextmanager
+    def open(self, holders: Any, args: Any, kwargs: Any) -> Iterator[tuple[Simulation, Any, Any]]:
+        """Simulate inside a with block; as `simulating`."""
+        held = Held(None, (holders, args), kwargs)
+        with simulating(
+            self.ledger, held, args, kwargs, Assumption(None), self.on_gpu
+        ) as simulated:
+            yield simulated
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in a simulation, with errors in its terms."""
+        return call_simulated(fn, args, {})
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The output of a model for a batch: a tensor, a tuple of arguments or a dict of them."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    """The scalar that a step differentiates.
+
+    Raises:
+        TypeError, ValueError: it is no tensor of one element.
+    """
+    if loss is not None:
+        value = loss(output)
+    elif isinstance(output, Tensor):
+        value = output if output.numel() == 1 else output.sum()
+    else:
+        value = output.get("loss") if isinstance(output, Mapping) else None
+        value = getattr(output, "loss", None) if value is None else value
+        if value is None:
+            found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+            if not found:
+                raise ValueError("fit: no output of the model needs a gradient; expected one")
+            value = sum((t.sum() for t in found[1:]), found[0].sum())
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise TypeError(f"fit: loss returned {type(value).__name__}; expected a scalar tensor")
+    return value
+
+
+class OpTimes(TorchDispatchMode):
+    """Adds up how long ops take on a device, by its rates: a roofline.
+
+    An op takes as long as its floating-point operations or its traffic, whichever is longer where
+    the device overlaps them, and the sum where it does not.
+
+    Attributes:
+        seconds: of all ops so far.
+        ops: every op that is no view, while `logs` is set.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry
+
+        aten = torch.ops.aten
+        like_cuda = flop_registry[aten._scaled_dot_product_flash_attention]
+        self._formulas = {
+            **flop_registry,
+            aten._scaled_dot_product_flash_attention_for_cpu: like_cuda,
+        }
+        self._rates = rates
+        self.seconds = 0.0
+        self.logs = False
+        self.ops: list[Op] = []
+        self._numbers: dict[str, int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Code that is compiled already runs as it is."""
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = by_storage((args, kwargs))
+        out = op(*args, **kwargs)
+        outputs = by_storage(out)
+        made = {key: t for key, t in outputs.items() if key not in inputs}
+        seconds = 0.0
+        if not (is_view(op) or is_allocation(op)):
+            traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
+            formula = self._formulas.get(getattr(op, "overloadpacket", op))
+            flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+            seconds = self._seconds(flops, traffic, list(outputs.values()) or [torch.empty(0)])
+            self.seconds += seconds
+        if self.logs:
+            name = call_name(op)
+            number = self._numbers.get(name, 0)
+            self._numbers[name] = number + 1
+            if is_mutating(op):
+                written = inputs.keys() & outputs.keys()
+                for earlier in self.ops:
+                    earlier.saveable = earlier.saveable and not (earlier.keys & written)
+            saveable = bool(made) and not (is_mutating(op) or is_view(op) or is_allocation(op))
+            nbytes = sum(_nbytes(t) for t in made.values())
+            self.ops.append(Op((name, number), nbytes, seconds, saveable, set(made)))
+        return out
+
+    def _seconds(self, flops: int, traffic: int, outputs: list[Tensor]) -> float:
+        rates = self._rates
+        arithmetic = flops / rates.flops(max(min(outputs[0].itemsize, 8), 2))
+        moving = traffic / rates.bandwidth
+        together = max(arithmetic, moving) if rates.overlaps else arithmetic + moving
+        return together + rates.launch_seconds
+
+
+class Op:
+    """A call of an op in the forward of a layer.
+
+    Attributes:
+        call: its name and its number among the calls of that name, as `policies.save_calls` counts.
+        nbytes: of what it made.
+        seconds: it takes.
+        saveable: whether a selective checkpoint can save the result.
+        keys: of the storages that it made.
+    """
+
+    def __init__(
+        self, call: tuple[str, int], nbytes: int, seconds: float, saveable: bool, keys: set[int]
+    ) -> None:
+        self.call, self.nbytes, self.seconds = call, nbytes, seconds
+        self.saveable, self.keys = saveable, keys
+
+
+def _nbytes(t: Tensor) -> int:
+    return t.numel() * t.itemsize
