@@ -15,5 +15,15 @@ into sizes.
 from storage_ops.memory.estimate import Estimate, estimate
 from storage_ops.memory.measure import Measurement, Sample, measure
 from storage_ops.memory.plot import plot_timelines
+from storage_ops.memory.step import StepEstimate, simulate_step
 
-__all__ = ["Estimate", "Measurement", "Sample", "estimate", "measure", "plot_timelines"]
+__all__ = [
+    "Estimate",
+    "Measurement",
+    "Sample",
+    "StepEstimate",
+    "estimate",
+    "measure",
+    "plot_timelines",
+    "simulate_step",
+]

@@ -71,9 +71,12 @@ class Simulation(TorchDispatchMode):
         """Book that a storage was resized, which is not an op."""
         self._ledger.follow_resize(storage)
 
-    def block_of(self, t: Tensor) -> Block | None:
-        """The block of a tensor, or of the twin of one from outside."""
-        return self._ledger.block_of(self.twin(t))
+    def blocks_of(self, t: Tensor) -> list[Block]:
+        """The blocks of a tensor, or of the twin of one from outside."""
+        twin = self.twin(t)
+        parts = self._sparse.parts(twin) if twin.layout == torch.sparse_coo else [twin]
+        found = [self._ledger.block_of(part) for part in parts]
+        return [block for block in found if block is not None]
 
     def restore_gradients(self) -> None:
         """Give tensors from outside the gradients that they had."""

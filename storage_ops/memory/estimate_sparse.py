@@ -68,6 +68,10 @@ class Sparse:
         parts: Parts = self._parts[t]
         return parts
 
+    def parts(self, t: Tensor) -> list[Tensor]:
+        """The tensors that hold a sparse tensor's bytes."""
+        return [self._of(t).indices, self._of(t).values]
+
     def takes(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an op takes or makes a sparse tensor and depends on its elements."""
         if func.namespace == "prim" or func in _METADATA:

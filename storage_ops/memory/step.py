@@ -1,0 +1,283 @@
+"""One whole training step of a model, simulated: its peak, and whose bytes those are."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.loss.devices import DEVICES
+from storage_ops.memory.estimate import call_simulated, settle, simulating
+from storage_ops.memory.estimate_assume import Assumption
+from storage_ops.memory.estimate_calls import around_calls
+from storage_ops.memory.estimate_inputs import Held
+from storage_ops.memory.estimate_ledger import Block, Ledger, rounded
+from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.measure import Measurement
+
+PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
+GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
+LOSS = "loss"  # what the loss makes, as a module would
+
+
+@dataclass
+class StepEstimate(Measurement):
+    """What one training step takes, everything on the device included.
+
+    Attributes:
+        peak_bytes: highest level.
+        kept_bytes: level after the optimizer's step: parameters, gradients and state.
+        timeline: the level after every allocation and release; the seconds are those of the
+            simulation.
+        by_owner: bytes at the peak by their owner, most first; their sum is `peak_bytes`. Owners
+            are "parameters", "buffers", "gradients", "optimizer state", "batch", "temporaries",
+            and for activations "activations of " and the name of the innermost module whose call
+            made them and returned before they were freed.
+        at_peak: the blocks at the peak, largest first.
+        batch: the index of this batch in the list that was given; 0 if it was none.
+    """
+
+    by_owner: dict[str, int] = field(default_factory=dict)
+    at_peak: list[Block] = field(default_factory=list)
+    batch: int = 0
+
+    def by_kind(self) -> dict[str, int]:
+        """`by_owner` with alike names together: "layers.0.mlp" and its like are "layers.*.mlp"."""
+        kinds: Counter[str] = Counter()
+        for owner, nbytes in self.by_owner.items():
+            kinds[re.sub(r"(?<![^.])\d+(?![^.])", "*", owner)] += nbytes
+        return dict(kinds.most_common())
+
+
+def simulate_step(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: type[Optimizer] | Optimizer | None = None,
+    device: str | torch.device | None = None,
+    assume: float | Mapping[str, float] | None = None,
+) -> StepEstimate:
+    """Simulate forward, loss, backward and optimizer step of a model, and tell what they take.
+
+    The step is one from the second on: gradients were dropped before it, as by `zero_grad()`, and
+    the state that the optimizer makes in its first step is there. The model's output is dropped
+    when the loss is there. Simulated is the model as it is: in training mode or not, with its
+    checkpoints and hooks. Model, batch and optimizer are afterwards what they were.
+
+    Args:
+        model: on the meta device or a real one; its bytes are neither needed nor changed.
+        batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of such, of
+            which the one with the highest peak decides.
+        loss: a function of the model's output that returns a scalar. None: the output itself if it
+            is one, or its `loss`, or the sum of its numbers.
+        optimizer: one of the model's parameters, or a class, called with those that are trained.
+            None: the step ends with the backward.
+        device: "cpu" or a GPU, such as "cuda" or "h100": sizes are rounded and kernels are chosen
+            as there. None: where the parameters are; the meta device stands for a GPU.
+        assume: as of `estimate`, for sizes that depend on values.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the error names it.
+        RuntimeError: as of `estimate`.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(
+        ...     torch.nn.Linear(1024, 4096, device="meta"),
+        ...     torch.nn.GELU(),
+        ...     torch.nn.Linear(4096, 1024, device="meta"),
+        ... )
+        >>> x = torch.empty(512, 1024, device="meta")
+        >>> step = storage_ops.memory.simulate_step(mlp, x, optimizer=torch.optim.AdamW)
+        >>> step.peak_bytes >> 20, step.by_owner["optimizer state"] >> 20
+        (192, 64)
+    """
+    check_model(model)
+    on_gpu = is_gpu(model, device)
+    batches = batch if isinstance(batch, list) else [batch]
+    if not batches:
+        raise ValueError("batch is an empty list; expected at least one batch")
+    assumption = Assumption(assume)
+    steps = []
+    for index, one in enumerate(batches):
+        args, kwargs = arguments(one)
+        made = optimizer_of(model, optimizer)
+        step = _simulate(model, args, kwargs, loss or loss_of, made, on_gpu, assumption)
+        step.batch = index
+        steps.append(step)
+    return max(steps, key=lambda step: step.peak_bytes)
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+
+
+def is_gpu(model: nn.Module, device: str | torch.device | None) -> bool:
+    """Whether sizes are those of a GPU.
+
+    Raises:
+        ValueError: a device that is not known.
+    """
+    if device is None:
+        return all(p.device.type != "cpu" for p in model.parameters())
+    name = str(device).lower()
+    if name in DEVICES:
+        return name != "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(
+            f"device is {device!r}; expected one of {', '.join(DEVICES)}, 'cuda', or None"
+        )
+    return kind == "cuda"
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call a model with.
+
+    Raises:
+        TypeError: the batch is of another kind.
+    """
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple):
+        return batch, {}
+    raise TypeError(
+        f"batch is a {type(batch).__name__}; expected a tensor, a tuple, a dict, or a list of such"
+    )
+
+
+def optimizer_of(
+    model: nn.Module, optimizer: type[Optimizer] | Optimizer | None
+) -> Optimizer | None:
+    """An optimizer of the model's parameters that are trained.
+
+    Raises:
+        TypeError: the argument is neither an optimizer nor a class that makes one.
+    """
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    made = optimizer(trained) if callable(optimizer) and trained else None
+    if trained and not isinstance(made, Optimizer):
+        raise TypeError(
+            f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, its class, or None"
+        )
+    return made
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar to go backward from where the caller named none."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    numbers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not numbers:
+        raise ValueError(
+            "loss is None and the model's output has no tensor that requires grad; expected a "
+            "function of the output that returns a scalar"
+        )
+    first = numbers[0]
+    if len(numbers) == 1 and first.numel() == 1:
+        return first
+    return sum((t.sum() for t in numbers[1:]), first.sum())
+
+
+def _simulate(
+    model: nn.Module, args: Any, kwargs: Any, loss: Any, optimizer: Optimizer | None,
+    on_gpu: bool, assumption: Assumption,
+) -> StepEstimate:  # fmt: skip
+    ledger = Ledger() if on_gpu else Ledger(round_up=int)
+    held = Held((model, loss, optimizer), args, kwargs)
+    batch = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    batch_storages = {t.untyped_storage()._cdata for t in batch if t.layout == torch.strided}
+    roles: dict[Block, str] = {}
+
+    def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        with ledger.call(name):
+            return call()
+
+    def note(role: str, tensors: Iterable[Any], simulation: Simulation) -> None:
+        for t in tensors:
+            if isinstance(t, Tensor):
+                for block in simulation.blocks_of(t):
+                    roles.setdefault(block, role)
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        _backward(loss, model, args, kwargs, ledger)
+        note(GRADIENTS, (p.grad for p in model.parameters()), simulation)
+        if optimizer is not None:
+            optimizer.step()
+            note(STATE, tree_leaves(list(optimizer.state.values())), simulation)
+
+    with _without_gradients(model.parameters()), around_calls(model, around):
+        with simulating(ledger, held, args, kwargs, assumption, on_gpu) as (simulation, *moved):
+            note(PARAMETERS, model.parameters(), simulation)
+            note(BUFFERS, model.buffers(), simulation)
+            note(BATCH, tree_leaves(moved), simulation)
+            args, kwargs = moved
+            del moved
+            call_simulated(step, args, kwargs)
+            made = {block for block, role in roles.items() if role == STATE}
+            _was_there(ledger, made.difference(ledger.inputs))
+            settled = settle(ledger)
+    del settled["input_bytes"]
+    by_owner: Counter[str] = Counter()
+    freed = {block: i for i, (_, block, taken) in enumerate(ledger.events) if not taken}
+    for block in settled["at_peak"]:
+        by_owner[roles.get(block) or _activation_of(block, freed)] += block.nbytes
+    return StepEstimate(by_owner=dict(by_owner.most_common()), **settled)
+
+
+def _backward(loss: Any, model: nn.Module, args: Any, kwargs: Any, ledger: Ledger) -> None:
+    output = model(*args, **kwargs)
+    with ledger.call(LOSS):
+        value = loss(output)
+        del output
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise ValueError(f"loss returned {shown}; expected a scalar tensor")
+    value.backward()  # type: ignore[no-untyped-call]
+
+
+def _activation_of(block: Block, freed: dict[Block, int]) -> str:
+    call = block.call
+    if call is None or call.end is None or freed.get(block, call.end) < call.end:
+        return TEMPORARIES
+    return f"activations of {call.name}" if call.name else "activations"
+
+
+def _was_there(ledger: Ledger, blocks: set[Block]) -> None:
+    """Let what the first step of an optimizer made be there from the beginning."""
+    ledger.inputs += blocks
+    ledger.events = [event for event in ledger.events if event[1] not in blocks]
+
+
+@contextlib.contextmanager
+def _without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    before = [(p, p.grad) for p in parameters]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in before:
+            p.grad = gradient
