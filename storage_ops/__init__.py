@@ -39,6 +39,8 @@ else:
         remove_activation_checkpoint,
     )
     from storage_ops.checkpoint.wrapper import CheckpointWrapper
+    from storage_ops.fitting.fit import fit
+    from storage_ops.fitting.plan import load_fit
     from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
     from storage_ops.loss.api import LinearCrossEntropyLoss, linear_cross_entropy
     from storage_ops.loss.plan import plan
@@ -75,10 +77,12 @@ __all__ = [
     "disable_checkpointing",
     "discard_storage",
     "explain_policy",
+    "fit",
     "graph",
     "info",
     "is_discarded",
     "linear_cross_entropy",
+    "load_fit",
     "memory",
     "output_discard",
     "patch_causal_lm",

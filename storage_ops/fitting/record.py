@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from storage_ops.fitting.step import Books, OpTimes, call_model, loss_of
+from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit
 from storage_ops.loss.devices import Rates
 from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.step import arguments
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
         recorder, call = ctx.recorder, ctx.call
         before = recorder.books.mark()
-        blocks = {recorder.simulation.block_of(g) for g in gradients if g is not None}
-        call.gradient_bytes = sum(block.nbytes for block in blocks if block is not None)
+        given = [g for g in gradients if g is not None]
+        blocks = {block for g in given for block in recorder.simulation.blocks_of(g)}
+        call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
         made = [
             torch.empty(like.shape, dtype=like.dtype, device=like.device) if needs else None
@@ -123,7 +125,7 @@ class Recorder:
         self,
         model: nn.Module,
         batch: Any,
-        loss: Callable[[Any], Tensor] | None,
+        loss: Callable[[Any], Tensor],
         optimizer: Optimizer | None,
     ) -> Recording:
         """Simulate a step of a model; its modules are afterwards as they were."""
@@ -133,9 +135,10 @@ class Recorder:
                 plain = unit.module.forward
                 vars(unit.module)["forward"] = self._stand_in(unit, plain)
                 replaced.append(unit.module)
-            with books.open((model, optimizer), (batch,), {}) as (simulation, (batch,), _):
+            args, kwargs = arguments(batch)
+            with books.open((model, loss, optimizer), args, kwargs) as (simulation, *given):
                 self.simulation = simulation
-                books.run(self._step, model, batch, loss, optimizer)
+                books.run(self._step, model, given, loss, optimizer)
                 self._outputs.clear()
                 self.recording.levels = books.levels()
         finally:
@@ -143,12 +146,13 @@ class Recorder:
                 vars(module).pop("forward", None)
         return self.recording
 
-    def _step(self, model: nn.Module, batch: Any, loss: Any, optimizer: Any) -> None:
+    def _step(self, model: nn.Module, given: list[Any], loss: Any, optimizer: Any) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         prepare(parameters, optimizer)
         self.recording.start = self.books.mark()
+        args, kwargs = given
         with self._times:
-            loss_of(call_model(model, batch), loss).backward()
+            loss(model(*args, **kwargs)).backward()
         self.recording.seconds = self._times.seconds
         if optimizer is not None:
             optimizer.step()

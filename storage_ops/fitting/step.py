@@ -1,20 +1,19 @@
-"""One training step of a model, run on fake tensors: books of its memory, and the time of its ops."""
+"""What runs on fake tensors: books of its memory, and the time of its ops."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.op_names import is_allocation, is_mutating, is_view
 from storage_ops.checkpoint.policies import call_name
-from storage_ops.checkpoint.selective import by_storage
+from storage_ops.checkpoint.selective import by_storage, is_ignored
 from storage_ops.loss.devices import Rates
 from storage_ops.memory.estimate import call_simulated, simulating
 from storage_ops.memory.estimate_assume import Assumption
@@ -52,36 +51,6 @@ class Books:
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Call a function in a simulation, with errors in its terms."""
         return call_simulated(fn, args, {})
-
-
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """The output of a model for a batch: a tensor, a tuple of arguments or a dict of them."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
-
-
-def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """The scalar that a step differentiates.
-
-    Raises:
-        TypeError, ValueError: it is no tensor of one element.
-    """
-    if loss is not None:
-        value = loss(output)
-    elif isinstance(output, Tensor):
-        value = output if output.numel() == 1 else output.sum()
-    else:
-        value = output.get("loss") if isinstance(output, Mapping) else None
-        value = getattr(output, "loss", None) if value is None else value
-        if value is None:
-            found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-            if not found:
-                raise ValueError("fit: no output of the model needs a gradient; expected one")
-            value = sum((t.sum() for t in found[1:]), found[0].sum())
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise TypeError(f"fit: loss returned {type(value).__name__}; expected a scalar tensor")
-    return value
 
 
 class OpTimes(TorchDispatchMode):
@@ -122,14 +91,16 @@ class OpTimes(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = by_storage((args, kwargs))
         out = op(*args, **kwargs)
+        if is_ignored(op, args):
+            return out
         outputs = by_storage(out)
         made = {key: t for key, t in outputs.items() if key not in inputs}
         seconds = 0.0
-        if not (is_view(op) or is_allocation(op)):
+        if outputs and (made or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
             traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
             formula = self._formulas.get(getattr(op, "overloadpacket", op))
             flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-            seconds = self._seconds(flops, traffic, list(outputs.values()) or [torch.empty(0)])
+            seconds = self._seconds(flops, traffic, next(iter(outputs.values())))
             self.seconds += seconds
         if self.logs:
             name = call_name(op)
@@ -144,9 +115,9 @@ class OpTimes(TorchDispatchMode):
             self.ops.append(Op((name, number), nbytes, seconds, saveable, set(made)))
         return out
 
-    def _seconds(self, flops: int, traffic: int, outputs: list[Tensor]) -> float:
+    def _seconds(self, flops: int, traffic: int, output: Tensor) -> float:
         rates = self._rates
-        arithmetic = flops / rates.flops(max(min(outputs[0].itemsize, 8), 2))
+        arithmetic = flops / rates.flops(max(min(output.itemsize, 8), 2))
         moving = traffic / rates.bandwidth
         together = max(arithmetic, moving) if rates.overlaps else arithmetic + moving
         return together + rates.launch_seconds

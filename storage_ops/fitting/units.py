@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from storage_ops.checkpoint.rules import class_of, qualified_name
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PLACE = re.compile(r"(idx|index)$|^(layer|block)_?(id|num|number|no)$")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -45,7 +47,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     for _, module in model.named_modules(remove_duplicate=False):
         places[id(module)] = places.get(id(module), 0) + 1
     return [
-        Unit(name, module, fingerprint(module, name))
+        Unit(name, module, fingerprint(module))
         for name, module in _units(model, "")
         if places[id(module)] == 1 and "forward" not in vars(module)
     ]
@@ -64,19 +66,17 @@ def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _units(child, below)
 
 
-def fingerprint(module: nn.Module, name: str = "") -> str:
+def fingerprint(module: nn.Module) -> str:
     """What two modules have in common that do the same work on the same inputs.
 
-    A number that is the module's own place in its list, as in `layers.3`, does not count.
+    Numbers by which layers know their place, such as `layer_idx`, do not count.
     """
-    last = name.rpartition(".")[2]
-    place = int(last) if last.isdigit() else None
     text = []
     for inner_name, inner in module.named_modules():
         settings = {
             key: value
             for key, value in vars(inner).items()
-            if type(value) in _PLAIN and not (type(value) is int and value == place)
+            if type(value) in _PLAIN and not _PLACE.search(key)
         }
         tensors = [
             (key, tuple(t.shape), str(t.dtype), t.requires_grad)

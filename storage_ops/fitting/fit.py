@@ -1,0 +1,278 @@
+"""Choose what a model recomputes, so that a step fits into a budget at the least cost."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.checkpoint import discard_scope, tile, wrapper
+from storage_ops.fitting.actions import EXACT, NAMES, Action
+from storage_ops.fitting.choices import costs_of, default_rates
+from storage_ops.fitting.plan import FitPlan, Row
+from storage_ops.fitting.probe import Cost
+from storage_ops.fitting.record import Recorder, Recording
+from storage_ops.fitting.solve import Option, Problem
+from storage_ops.fitting.units import Unit, units_of
+from storage_ops.memory.step import arguments, check_model, is_gpu, loss_of, optimizer_of, simulate_step
+from storage_ops.quantities import parse_bytes, readable
+
+_LOOKS = 12  # whole simulations at most, while plans turn out to take more than was computed
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    budget: int | float | str,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: type[Optimizer] | Optimizer | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] | None = None,
+) -> FitPlan:
+    """Choose for each layer what it recomputes, so that a training step fits at the least cost.
+
+    Nothing is computed and nothing of that size is allocated: each distinct layer is simulated once
+    per action, the best plan is found from these numbers, and the whole step is simulated with it.
+    The plan changes the model when it is applied.
+
+    Layers are modules with modules in them that stand in a `ModuleList` or `Sequential`, and such
+    beside them. An action keeps what autograd keeps ("keep"), frees the outputs of norms and
+    activations ("output_discard"), saves the results of some ops, chosen for the layer by their
+    bytes and the time they take, and recomputes the others ("selective"), or recomputes the whole
+    layer ("full"). With these gradients are those of eager, bit for bit. "tile" runs MLPs over
+    slices of the sequence, which lowers the peak further and sums in another order
+    (`storage_ops.tile`); it is used only if it is asked for.
+
+    Args:
+        model: a model without checkpoints, in the mode and dtype in which it is trained; on the
+            meta device or a real one.
+        batch, loss, optimizer: as of `storage_ops.memory.simulate_step`.
+        budget: bytes, or text such as "70GiB", for everything on the device during one whole step:
+            parameters, gradients, optimizer state, batch, activations and temporaries.
+        device: "cpu", "cuda" or the name of a GPU, such as "h100". None: where the parameters are;
+            the meta device stands for an H200.
+        actions: names of those that may be used, besides "keep". None: "output_discard",
+            "selective" and "full".
+
+    Returns:
+        A plan, which prints as a table.
+
+    Raises:
+        ValueError: nothing fits; the error names the smallest budget that does. Or a wrong
+            argument.
+        TypeError: a wrong argument.
+        RuntimeError: the model has checkpointed or tiled layers, or as of `memory.estimate`.
+
+    Example:
+        >>> model = torch.nn.Sequential(
+        ...     *(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True) for _ in range(4))
+        ... )
+        >>> plan = storage_ops.fit(model, torch.randn(8, 64, 64), budget="9MiB")
+        >>> plan.peak_bytes <= 9 << 20
+        True
+        >>> plan.apply()
+    """
+    check_model(model)
+    limit = parse_bytes(budget, "budget")
+    allowed = _allowed(actions)
+    _check_plain(model)
+    batches = batch if isinstance(batch, list) else [batch]
+    if not batches:
+        raise ValueError("batch is an empty list; expected at least one batch")
+    with _few_objects():
+        search = _Search(model, batches, loss, optimizer, device, allowed)
+        return search.plan(limit)
+
+
+def _allowed(actions: Sequence[str] | None) -> tuple[str, ...]:
+    if actions is None:
+        return EXACT
+    if isinstance(actions, str) or not isinstance(actions, Sequence):
+        raise TypeError(f"actions is {actions!r}; expected a list of {', '.join(NAMES)}")
+    for name in actions:
+        if name not in NAMES:
+            raise ValueError(f"actions has {name!r}; expected names among {', '.join(NAMES)}")
+    return tuple(actions)
+
+
+def _check_plain(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        how: Any = wrapper.checkpointing_of(module) or tile.tiling_of(module)
+        how = how or discard_scope.options_of(module)
+        if how is None and getattr(module, "gradient_checkpointing", False) is True:
+            how = "gradient_checkpointing is on"
+        if how is not None:
+            raise RuntimeError(
+                f"fit: {name or type(module).__name__} is checkpointed or tiled already ({how}); "
+                "expected a model without, such as after remove_activation_checkpoint(model), "
+                "undo() of an earlier plan or gradient_checkpointing_disable()"
+            )
+
+
+@contextlib.contextmanager
+def _few_objects() -> Iterator[None]:
+    """Spare simulations from collecting garbage among all objects of the process, each time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _Search:
+    def __init__(
+        self, model: nn.Module, batches: list[Any], loss: Any, optimizer: Any, device: Any,
+        allowed: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        self._model, self._batches = model, batches
+        self._loss, self._optimizer, self._device = loss, optimizer, device
+        self.on_gpu, self.rates = is_gpu(model, device), default_rates(device, model)
+        largest = max(batches, key=_numbers_in)
+        arguments(largest)
+        units = units_of(model)
+        recorder = Recorder(units, self.on_gpu, self.rates)
+        made = optimizer_of(model, optimizer)
+        self.recording: Recording = recorder.run(model, largest, loss or loss_of, made)
+        calls = self.recording.calls
+        runs = Counter(call.unit.name for call in calls)
+        known: dict[Any, dict[Action, Cost]] = {}
+        self.costs: list[list[tuple[Action, Cost]]] = []
+        for call in calls:
+            alone = runs[call.unit.name] == 1 and call.backward is not None
+            key = call.kind, alone
+            if key not in known:
+                names = allowed if alone else ()
+                known[key] = costs_of(call, names, self.on_gpu, self.rates)
+            self.costs.append(list(known[key].items()))
+        self.problem = self._problem()
+
+    def _problem(self) -> Problem:
+        levels, calls = self.recording.levels, self.recording.calls
+        options = []
+        for call, costs in zip(calls, self.costs, strict=True):
+            at_forward = levels[call.forward[0]]
+            at_backward = 0
+            if call.backward is not None:
+                at_backward = levels[call.backward[0]] - call.gradient_bytes
+            least = costs[0][1].seconds
+            options.append(
+                [
+                    Option(
+                        c.kept if call.backward else 0,
+                        max(at_forward + c.forward, at_backward + c.backward),
+                        c.seconds - least,
+                    )
+                    for _, c in costs
+                ]
+            )
+        return Problem(options, self._between())
+
+    def _between(self) -> list[int]:
+        """The highest level outside of calls, by how many calls are in memory."""
+        calls, levels = self.recording.calls, self.recording.levels
+        between = [0] * (len(calls) + 1)
+        spans = [(*c.forward, i, True) for i, c in enumerate(calls)]
+        spans += [(*c.backward, i, False) for i, c in enumerate(calls) if c.backward is not None]
+        alive: set[int] = set()
+        at = self.recording.start
+        for first, last, index, is_forward in sorted(spans):
+            there = max(alive, default=-1) + 1
+            between[there] = max(between[there], *levels[at : first + 1])
+            at = last
+            (alive.add if is_forward else alive.discard)(index)
+            if calls[index].backward is None:
+                alive.discard(index)
+        there = max(alive, default=-1) + 1
+        between[there] = max(between[there], *levels[at:])
+        return between
+
+    def plan(self, budget: int) -> FitPlan:
+        """The fastest plan whose simulated peak is within the budget."""
+        problem, inside = self.problem, budget
+        least: list[int] | None = problem.smallest()
+        smallest = math.inf
+        for look in range(_LOOKS):
+            choice = problem.fastest(inside)
+            if choice is None or look == _LOOKS - 1:
+                choice, least = least, None
+            if choice is None:
+                break
+            peak = self._simulated(choice)
+            if peak <= budget:
+                return self._made(choice, peak, budget)
+            smallest = min(smallest, peak)
+            # The next plan that is smaller by what was computed; later ones skip the excess.
+            excess = peak - budget if look > 2 else 1
+            inside = problem.peak(choice) - excess
+        hint = ""
+        raise ValueError(
+            f"budget is {readable(budget)} ({budget} bytes); the smallest that a step of this "
+            f"model and batch fits into is {readable(int(smallest), up=True)} ({smallest} bytes)"
+            f"{hint}"
+        )
+
+    def _simulated(self, choice: list[int]) -> int:
+        """The peak of a whole step with these actions."""
+        actions = self._actions(choice)
+        changed: list[tuple[Unit, Action]] = []
+        try:
+            for unit, action in actions:
+                action.apply(unit.module)
+                changed.append((unit, action))
+            step = simulate_step(
+                self._model, self._batches, loss=self._loss, optimizer=self._optimizer,
+                device=self._device,
+            )  # fmt: skip
+        finally:
+            for unit, action in changed:
+                action.undo(unit.module)
+        return step.peak_bytes
+
+    def _actions(self, choice: list[int]) -> list[tuple[Unit, Action]]:
+        calls = self.recording.calls
+        found = [
+            (call.unit, costs[index][0])
+            for call, costs, index in zip(calls, self.costs, choice, strict=True)
+        ]
+        return [(unit, action) for unit, action in found if action != Action("keep")]
+
+    def _made(self, choice: list[int], peak: int, budget: int) -> FitPlan:
+        problem, calls = self.problem, self.recording.calls
+        at_peak = problem.at_peak(choice)
+        rows: dict[tuple[str, Action], Row] = {}
+        for place, (call, costs, index) in enumerate(zip(calls, self.costs, choice, strict=True)):
+            action, cost = costs[index]
+            row = rows.setdefault((call.unit.class_name, action), Row([], str(action)))
+            row.names.append(call.unit.name)
+            row.kept_bytes += problem.options[place][index].kept
+            row.seconds += problem.options[place][index].seconds
+            if place < at_peak.alive:
+                row.peak_bytes += cost.kept
+            elif place == at_peak.running:
+                row.peak_bytes += max(cost.forward, cost.backward)
+        full = [
+            next((i for i, (a, _) in enumerate(costs) if a == Action("full")), 0)
+            for costs in self.costs
+        ]
+        totals = {
+            "none": (problem.peak([0] * len(calls)), 0.0),
+            "full checkpoint": (problem.peak(full), problem.seconds(full)),
+        }
+        base = self.recording.seconds + sum(costs[0][1].seconds for costs in self.costs)
+        return FitPlan(
+            self._model, self._actions(choice), peak, problem.seconds(choice), budget,
+            self.rates.name, list(rows.values()), totals, base,
+        )  # fmt: skip
+
+
+def _numbers_in(batch: Any) -> int:
+    return sum(t.numel() for t in tree_leaves(batch) if isinstance(t, Tensor))
