@@ -9,22 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops.checkpoint.wrapper import CheckpointWrapper
 from storage_ops.fitting.actions import Action, applied_to
 from storage_ops.fitting.record import Call, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
+from storage_ops.memory.step import without_gradients
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call of a layer takes, besides its inputs, its outputs and their gradients.
+    """What a call of a layer takes, besides its inputs.
 
     Attributes:
-        kept: bytes between forward and backward.
+        kept: bytes between forward and backward, without the outputs; less than nothing where an
+            input is not kept.
         forward, backward: bytes at the highest level of each; the outputs, and the gradients that
             backward starts from, are part of them.
         seconds: of all its ops, forward and backward.
@@ -36,7 +37,20 @@ class Cost:
     seconds: float
 
 
-class _Source(torch.autograd.Function):
+class _Entry(torch.autograd.Function):
+    """Makes the inputs of a layer, and drops their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *likes: Like) -> Any:
+        ctx.number = len(likes)
+        return tuple(like.make() for like in likes)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:  # type: ignore[override]
+        return (None,) * (ctx.number + 1)
+
+
+class _Exit(torch.autograd.Function):
     """Makes the gradients from which the backward of a layer starts."""
 
     @staticmethod
@@ -89,40 +103,46 @@ class Probe:
 
     def _run(self, times: OpTimes) -> Cost:
         books, module = Books(self._on_gpu), self._call.unit.module
-        on_meta = any(p.is_meta for p in module.parameters())
-        with contextlib.nullcontext() if on_meta else FakeTensorMode():
-            args, kwargs = tree_map_only(Like, _made, self._call.args)
-        with books.open(module, args, kwargs) as (_, args, kwargs):
-            for p in module.parameters():
-                p.grad = None
-            inputs = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        with without_gradients(module.parameters()), books.open(module, (), {}):
             marks: list[int] = []
-
-            def run() -> None:
-                marks.append(books.mark())
-                with torch.enable_grad(), times:
-                    outputs = module(*args, **kwargs)
-                    marks.append(books.mark())
-                    made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
-                    made = [t for t in made if id(t) not in inputs and t.requires_grad]
-                    root = _Source.apply(*made) if made else None  # type: ignore[no-untyped-call]
-                    del outputs, made
-                    marks.append(books.mark())
-                    if root is not None:
-                        root.backward()
-
-            books.run(run)
+            books.run(self._once, books, times, marks)
             levels = books.levels()
-        start, after, before = marks
-        base = levels[start]
+        start, ready, after, before = marks
+        base = levels[ready]
         return Cost(
             levels[before] - base,
-            max(levels[start : after + 1]) - base,
+            max(levels[ready : after + 1]) - base,
             max(levels[before:]) - base,
             times.seconds,
         )
 
-
-def _made(like: Like) -> Tensor:
-    t = like.make()
-    return t.requires_grad_() if like.needs_grad else t
+    def _once(self, books: Books, times: OpTimes, marks: list[int]) -> None:
+        """Run forward and backward of the layer, with the moments between the parts."""
+        call = self._call
+        marks.append(books.mark())
+        leaves, tree = tree_flatten(call.args)
+        places = [i for i, like in enumerate(leaves) if isinstance(like, Like)]
+        trained = [i for i in places if leaves[i].needs_grad]
+        entered: Any = ()
+        if trained:
+            anchor = torch.empty((), device=leaves[trained[0]].device, requires_grad=True)
+            entered = _Entry.apply(anchor, *(leaves[i] for i in trained))  # type: ignore[no-untyped-call]
+        new = dict(zip(trained, entered, strict=True))
+        leaves = [new[i] if i in new else leaves[i].make() if i in places else leaves[i]
+                  for i in range(len(leaves))]  # fmt: skip
+        others = [leaves[i] for number, i in enumerate(places) if number in call.shared]
+        inputs = {id(leaves[i]) for i in places}
+        args, kwargs = tree_unflatten(leaves, tree)
+        del leaves, new, entered
+        marks.append(books.mark())
+        with torch.enable_grad(), times:
+            outputs = call.unit.module(*args, **kwargs)
+            marks.append(books.mark())
+            made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+            made = [t for t in made if id(t) not in inputs and t.requires_grad]
+            root = _Exit.apply(*made) if made else None  # type: ignore[no-untyped-call]
+            del outputs, made, args, kwargs
+            marks.append(books.mark())
+            if root is not None:
+                root.backward()
+        del others

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit
 from storage_ops.loss.devices import Rates
+from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
-from storage_ops.memory.step import arguments
+from storage_ops.memory.step import arguments, without_gradients
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Call:
         args: its arguments, with a `Like` in the place of each tensor, and keywords.
         forward, backward: first and last moment.
         gradient_bytes: of the gradients that the backward gets.
+        inputs: the blocks of the tensors among the arguments.
+        shared: which of them somebody else holds in its place.
     """
 
     unit: Unit
@@ -61,6 +64,8 @@ class Call:
     forward: tuple[int, int] = (0, 0)
     backward: tuple[int, int] | None = None
     gradient_bytes: int = 0
+    inputs: list[Block | None] = field(default_factory=list)
+    shared: tuple[int, ...] = ()
 
 
 @dataclass
@@ -130,17 +135,22 @@ class Recorder:
     ) -> Recording:
         """Simulate a step of a model; its modules are afterwards as they were."""
         books, replaced = self.books, []
+        args, kwargs = arguments(batch)
         try:
             for unit in self._units:
                 plain = unit.module.forward
                 vars(unit.module)["forward"] = self._stand_in(unit, plain)
                 replaced.append(unit.module)
-            args, kwargs = arguments(batch)
-            with books.open((model, loss, optimizer), args, kwargs) as (simulation, *given):
+            holders = model, loss, optimizer
+            with (
+                without_gradients(model.parameters()),
+                books.open(holders, args, kwargs) as (simulation, *given),
+            ):
                 self.simulation = simulation
                 books.run(self._step, model, given, loss, optimizer)
                 self._outputs.clear()
                 self.recording.levels = books.levels()
+                self._find_shared()
         finally:
             for module in replaced:
                 vars(module).pop("forward", None)
@@ -148,7 +158,12 @@ class Recorder:
 
     def _step(self, model: nn.Module, given: list[Any], loss: Any, optimizer: Any) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        prepare(parameters, optimizer)
+        if optimizer is not None and not optimizer.state:
+            for p in parameters:
+                p.grad = torch.empty_like(p)
+            optimizer.step()
+            for p in parameters:
+                p.grad = None
         self.recording.start = self.books.mark()
         args, kwargs = given
         with self._times:
@@ -156,6 +171,19 @@ class Recorder:
         self.recording.seconds = self._times.seconds
         if optimizer is not None:
             optimizer.step()
+
+    def _find_shared(self) -> None:
+        """Note which inputs were not freed by the backward of their stand-in."""
+        taken = [taken for _, _, taken in self.books.ledger.events]
+        freed = {b: i for i, (_, b, taken) in enumerate(self.books.ledger.events) if not taken}
+        for call in self.recording.calls:
+            after = call.backward[1] if call.backward is not None else 0
+            call.shared = tuple(
+                i for i, block in enumerate(call.inputs)
+                if block is None or (at := freed.get(block, 0)) < after or any(taken[after:at])
+            )  # fmt: skip
+            call.inputs = []
+            call.kind = (*call.kind, call.shared)
 
     def _stand_in(self, unit: Unit, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -166,6 +194,8 @@ class Recorder:
             like = tree_map_only(Tensor, Like.of, (args, kwargs))
             kind = (unit.print, *(x if isinstance(x, Like) else repr(x) for x in leaves_of(like)))
             call = Call(unit, kind, like)
+            blocks = self.simulation.blocks_of
+            call.inputs = [next(iter(blocks(t)), None) for t in given]
             start = self.books.mark()
             if kind not in self._outputs:
                 before = self._times.seconds
@@ -211,13 +241,3 @@ def _outputs_of(outputs: Any, given: list[Tensor]) -> tuple[list[Any], Any]:
 def leaves_of(value: Any) -> list[Any]:
     """The leaves of a tree."""
     return tree_flatten(value)[0]
-
-
-def prepare(parameters: list[Tensor], optimizer: Any) -> None:
-    """Bring a simulated model to where a step begins: no gradients, and the optimizer's state."""
-    if optimizer is not None and not optimizer.state:
-        for p in parameters:
-            p.grad = torch.empty_like(p)
-        optimizer.step()
-    for p in parameters:
-        p.grad = None
