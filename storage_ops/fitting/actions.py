@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,15 +38,11 @@ class Action:
     tiles: int = 0
 
     def apply(self, layer: nn.Module) -> None:
-        """Change a layer; an error leaves it as it was."""
-        try:
-            for name in self.tiled:
-                tile(layer.get_submodule(name), self.tiles)
-            if self.mode != "keep":
-                apply_activation_checkpoint(layer, self._config())
-        except BaseException:
-            remove_activation_checkpoint(layer)
-            raise
+        """Change a layer; whatever comes, `undo` makes it what it was."""
+        for name in self.tiled:
+            tile(layer.get_submodule(name), self.tiles)
+        if self.mode != "keep":
+            apply_activation_checkpoint(layer, self._config())
 
     def undo(self, layer: nn.Module) -> None:
         """Change a layer back."""
@@ -88,12 +83,3 @@ class Action:
             tuple(values.get("tiled", ())),
             int(values.get("tiles", 0)),
         )
-
-
-def applied_to(layer: nn.Module, action: Action, run: Callable[[], Any]) -> Any:
-    """What `run()` returns while a layer is changed."""
-    action.apply(layer)
-    try:
-        return run()
-    finally:
-        action.undo(layer)

@@ -12,7 +12,7 @@ from storage_ops.fitting.actions import Action
 from storage_ops.fitting.probe import Cost, Probe
 from storage_ops.fitting.record import Call
 from storage_ops.fitting.step import Op
-from storage_ops.loss.devices import Rates
+from storage_ops.loss.devices import DEVICES, Rates, named, rates_of
 
 _SELECTIONS = 8  # at most so many sets of saved ops
 _TILES = (2, 4, 8, 16)
@@ -131,10 +131,8 @@ def _token_wise(layer: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def default_rates(device: str | torch.device | None, model: nn.Module) -> Rates:
+def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
     """The rates of a device by its name; None: of where the parameters are, an H200 for meta."""
-    from storage_ops.loss.devices import DEVICES, named, rates_of
-
     if device is None:
         kinds = {p.device for p in model.parameters() if p.device.type != "cpu"}
         device = next(iter(kinds), torch.device("cpu"))

@@ -16,15 +16,23 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.fitting.actions import EXACT, NAMES, Action
-from storage_ops.fitting.choices import costs_of, default_rates
-from storage_ops.fitting.plan import FitPlan, Row
+from storage_ops.fitting.choices import costs_of, rates_for
+from storage_ops.fitting.plan import FitPlan, Row, applied
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, Recording
 from storage_ops.fitting.solve import Option, Problem
 from storage_ops.fitting.units import Unit, units_of
-from storage_ops.memory.step import arguments, check_model, is_gpu, loss_of, optimizer_of, simulate_step
+from storage_ops.memory.step import (
+    arguments,
+    check_model,
+    is_gpu,
+    loss_of,
+    optimizer_of,
+    simulate_step,
+)
 from storage_ops.quantities import parse_bytes, readable
 
+_DOUBT = 0.02  # how far a whole step may be below what was computed of its layers
 _LOOKS = 12  # whole simulations at most, while plans turn out to take more than was computed
 
 
@@ -80,16 +88,8 @@ def fit(
         True
         >>> plan.apply()
     """
-    check_model(model)
     limit = parse_bytes(budget, "budget")
-    allowed = _allowed(actions)
-    _check_plain(model)
-    batches = batch if isinstance(batch, list) else [batch]
-    if not batches:
-        raise ValueError("batch is an empty list; expected at least one batch")
-    with _few_objects():
-        search = _Search(model, batches, loss, optimizer, device, allowed)
-        return search.plan(limit)
+    return Search(model, batch, loss, optimizer, device, actions).plan(limit)
 
 
 def _allowed(actions: Sequence[str] | None) -> tuple[str, ...]:
@@ -128,37 +128,60 @@ def _few_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Search:
+class Search:
+    """What is known of a model and a batch, and plans for any budget; arguments as of `fit`.
+
+    Attributes:
+        problem: what actions do to each call of a layer.
+    """
+
     def __init__(
-        self, model: nn.Module, batches: list[Any], loss: Any, optimizer: Any, device: Any,
-        allowed: tuple[str, ...],
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Callable[[Any], Tensor] | None = None,
+        optimizer: type[Optimizer] | Optimizer | None = None,
+        device: str | torch.device | None = None,
+        actions: Sequence[str] | None = None,
+    ) -> None:
+        check_model(model)
+        allowed = _allowed(actions)
+        _check_plain(model)
+        batches = batch if isinstance(batch, list) else [batch]
+        if not batches:
+            raise ValueError("batch is an empty list; expected at least one batch")
+        for each in batches:
+            arguments(each)
         self._model, self._batches = model, batches
         self._loss, self._optimizer, self._device = loss, optimizer, device
-        self.on_gpu, self.rates = is_gpu(model, device), default_rates(device, model)
-        largest = max(batches, key=_numbers_in)
-        arguments(largest)
-        units = units_of(model)
-        recorder = Recorder(units, self.on_gpu, self.rates)
+        self._on_gpu, self._rates = is_gpu(model, device), rates_for(device, model)
+        self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of choices
+        recorder = Recorder(units_of(model), self._on_gpu, self._rates)
         made = optimizer_of(model, optimizer)
-        self.recording: Recording = recorder.run(model, largest, loss or loss_of, made)
-        calls = self.recording.calls
+        largest = max(batches, key=_numbers_in)
+        with _few_objects():
+            self._recording: Recording = recorder.run(model, largest, loss or loss_of, made)
+            self._costs = self._costs_of_calls(allowed)
+        self.problem = self._problem()
+
+    def _costs_of_calls(self, allowed: tuple[str, ...]) -> list[list[tuple[Action, Cost]]]:
+        calls = self._recording.calls
         runs = Counter(call.unit.name for call in calls)
-        known: dict[Any, dict[Action, Cost]] = {}
-        self.costs: list[list[tuple[Action, Cost]]] = []
+        known: dict[Any, list[tuple[Action, Cost]]] = {}
+        found = []
         for call in calls:
             alone = runs[call.unit.name] == 1 and call.backward is not None
             key = call.kind, alone
             if key not in known:
-                names = allowed if alone else ()
-                known[key] = costs_of(call, names, self.on_gpu, self.rates)
-            self.costs.append(list(known[key].items()))
-        self.problem = self._problem()
+                costs = costs_of(call, allowed if alone else (), self._on_gpu, self._rates)
+                known[key] = list(costs.items())
+            found.append(known[key])
+        return found
 
     def _problem(self) -> Problem:
-        levels, calls = self.recording.levels, self.recording.calls
+        levels, calls = self._recording.levels, self._recording.calls
         options = []
-        for call, costs in zip(calls, self.costs, strict=True):
+        for call, costs in zip(calls, self._costs, strict=True):
             at_forward = levels[call.forward[0]]
             at_backward = 0
             if call.backward is not None:
@@ -178,12 +201,12 @@ class _Search:
 
     def _between(self) -> list[int]:
         """The highest level outside of calls, by how many calls are in memory."""
-        calls, levels = self.recording.calls, self.recording.levels
+        calls, levels = self._recording.calls, self._recording.levels
         between = [0] * (len(calls) + 1)
         spans = [(*c.forward, i, True) for i, c in enumerate(calls)]
         spans += [(*c.backward, i, False) for i, c in enumerate(calls) if c.backward is not None]
         alive: set[int] = set()
-        at = self.recording.start
+        at = self._recording.start
         for first, last, index, is_forward in sorted(spans):
             there = max(alive, default=-1) + 1
             between[there] = max(between[there], *levels[at : first + 1])
@@ -198,6 +221,11 @@ class _Search:
     def plan(self, budget: int) -> FitPlan:
         """The fastest plan whose simulated peak is within the budget."""
         problem, inside = self.problem, budget
+        nothing = [0] * len(problem.options)
+        if problem.peak(nothing) <= budget * (1 + _DOUBT):
+            peak = self._simulated(nothing)
+            if peak <= budget:
+                return self._made(nothing, peak, budget)
         least: list[int] | None = problem.smallest()
         smallest = math.inf
         for look in range(_LOOKS):
@@ -213,43 +241,36 @@ class _Search:
             # The next plan that is smaller by what was computed; later ones skip the excess.
             excess = peak - budget if look > 2 else 1
             inside = problem.peak(choice) - excess
-        hint = ""
         raise ValueError(
             f"budget is {readable(budget)} ({budget} bytes); the smallest that a step of this "
             f"model and batch fits into is {readable(int(smallest), up=True)} ({smallest} bytes)"
-            f"{hint}"
         )
 
     def _simulated(self, choice: list[int]) -> int:
         """The peak of a whole step with these actions."""
-        actions = self._actions(choice)
-        changed: list[tuple[Unit, Action]] = []
-        try:
-            for unit, action in actions:
-                action.apply(unit.module)
-                changed.append((unit, action))
-            step = simulate_step(
-                self._model, self._batches, loss=self._loss, optimizer=self._optimizer,
-                device=self._device,
-            )  # fmt: skip
-        finally:
-            for unit, action in changed:
-                action.undo(unit.module)
-        return step.peak_bytes
+        key = tuple(choice)
+        if key not in self._peaks:
+            with _few_objects(), applied(self._actions(choice)):
+                step = simulate_step(
+                    self._model, self._batches, loss=self._loss, optimizer=self._optimizer,
+                    device=self._device,
+                )  # fmt: skip
+            self._peaks[key] = step.peak_bytes
+        return self._peaks[key]
 
     def _actions(self, choice: list[int]) -> list[tuple[Unit, Action]]:
-        calls = self.recording.calls
+        calls = self._recording.calls
         found = [
             (call.unit, costs[index][0])
-            for call, costs, index in zip(calls, self.costs, choice, strict=True)
+            for call, costs, index in zip(calls, self._costs, choice, strict=True)
         ]
         return [(unit, action) for unit, action in found if action != Action("keep")]
 
     def _made(self, choice: list[int], peak: int, budget: int) -> FitPlan:
-        problem, calls = self.problem, self.recording.calls
+        problem, calls = self.problem, self._recording.calls
         at_peak = problem.at_peak(choice)
         rows: dict[tuple[str, Action], Row] = {}
-        for place, (call, costs, index) in enumerate(zip(calls, self.costs, choice, strict=True)):
+        for place, (call, costs, index) in enumerate(zip(calls, self._costs, choice, strict=True)):
             action, cost = costs[index]
             row = rows.setdefault((call.unit.class_name, action), Row([], str(action)))
             row.names.append(call.unit.name)
@@ -261,16 +282,16 @@ class _Search:
                 row.peak_bytes += max(cost.forward, cost.backward)
         full = [
             next((i for i, (a, _) in enumerate(costs) if a == Action("full")), 0)
-            for costs in self.costs
+            for costs in self._costs
         ]
         totals = {
             "none": (problem.peak([0] * len(calls)), 0.0),
             "full checkpoint": (problem.peak(full), problem.seconds(full)),
         }
-        base = self.recording.seconds + sum(costs[0][1].seconds for costs in self.costs)
+        base = self._recording.seconds + sum(costs[0][1].seconds for costs in self._costs)
         return FitPlan(
             self._model, self._actions(choice), peak, problem.seconds(choice), budget,
-            self.rates.name, list(rows.values()), totals, base,
+            self._rates.name, list(rows.values()), totals, base,
         )  # fmt: skip
 
 

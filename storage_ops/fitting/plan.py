@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,15 +90,7 @@ class FitPlan:
                 "settings, the mode (train or eval), or what needs gradients; expected the same "
                 "model, or a new plan"
             )
-        changed: list[tuple[Unit, Action]] = []
-        try:
-            for unit, action in self._actions:
-                action.apply(unit.module)
-                changed.append((unit, action))
-        except BaseException:
-            for unit, action in changed:
-                action.undo(unit.module)
-            raise
+        _apply(self._actions)
         self._is_applied = True
         return self._model
 
@@ -111,8 +105,7 @@ class FitPlan:
         """
         if not self._is_applied:
             raise RuntimeError("fit: the plan is not applied; expected apply() before undo()")
-        for unit, action in self._actions:
-            action.undo(unit.module)
+        _undo(self._actions)
         self._is_applied = False
         return self._model
 
@@ -163,6 +156,30 @@ class FitPlan:
 
     def __str__(self) -> str:
         return as_text(self)
+
+
+@contextlib.contextmanager
+def applied(actions: list[tuple[Unit, Action]]) -> Iterator[None]:
+    """Change layers inside a with block."""
+    _apply(actions)
+    try:
+        yield
+    finally:
+        _undo(actions)
+
+
+def _apply(actions: list[tuple[Unit, Action]]) -> None:
+    try:
+        for unit, action in actions:
+            action.apply(unit.module)
+    except BaseException:
+        _undo(actions)
+        raise
+
+
+def _undo(actions: list[tuple[Unit, Action]]) -> None:
+    for unit, action in actions:
+        action.undo(unit.module)
 
 
 def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:

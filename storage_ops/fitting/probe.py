@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops.checkpoint.wrapper import CheckpointWrapper
-from storage_ops.fitting.actions import Action, applied_to
+from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import Call, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
@@ -56,7 +56,7 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
         ctx.likes = [(t.shape, t.dtype, t.device) for t in outputs]
-        return torch.empty((), device=outputs[0].device)
+        return torch.empty(0, device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
@@ -72,7 +72,11 @@ class Probe:
     def cost(self, action: Action) -> Cost:
         """What the layer takes with an action."""
         module = self._call.unit.module
-        return applied_to(module, action, lambda: self._run(OpTimes(self._rates)))  # type: ignore[no-any-return]
+        try:
+            action.apply(module)
+            return self._run(OpTimes(self._rates))
+        finally:
+            action.undo(module)
 
     def ops(self) -> tuple[list[Op], int]:
         """The ops of its forward, and how many of them a full checkpoint runs again."""
@@ -125,7 +129,7 @@ class Probe:
         trained = [i for i in places if leaves[i].needs_grad]
         entered: Any = ()
         if trained:
-            anchor = torch.empty((), device=leaves[trained[0]].device, requires_grad=True)
+            anchor = torch.empty(0, device=leaves[trained[0]].device, requires_grad=True)
             entered = _Entry.apply(anchor, *(leaves[i] for i in trained))  # type: ignore[no-untyped-call]
         new = dict(zip(trained, entered, strict=True))
         leaves = [new[i] if i in new else leaves[i].make() if i in places else leaves[i]
@@ -144,5 +148,5 @@ class Probe:
             del outputs, made, args, kwargs
             marks.append(books.mark())
             if root is not None:
-                root.backward()
+                root.backward(torch.empty_like(root))
         del others
