@@ -1,10 +1,12 @@
-"""Bytes and other quantities, as people write and read them."""
+"""Bytes and other quantities, and tables of them, as people write and read them."""
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from fractions import Fraction
+from typing import Any
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _NUMBER = r"(\d+\.?\d*|\.\d+)(E[+-]?\d+)?"
@@ -51,3 +53,12 @@ def metric(value: float, unit: str) -> str:
     power = math.floor(math.log10(value) / 3 + 1e-9) if value > 0 else 0
     power = max(-2, min(power, most))
     return f"{value / 1000.0**power:.4g} {'µm kMGTP'[power + 2].strip()}{unit}"
+
+
+def as_text(renderable: Any) -> str:
+    """What a rich object prints, without colours."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=120, no_color=True)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

@@ -14,10 +14,9 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
 from storage_ops.checkpoint.op_names import name_of, readable
 from storage_ops.checkpoint.policies import Policy, begin
-from storage_ops.checkpoint.report import as_text
 from storage_ops.checkpoint.rules import policy_of
 from storage_ops.checkpoint.selective import by_storage, saves_result
-from storage_ops.quantities import metric
+from storage_ops.quantities import as_text, metric
 from storage_ops.quantities import readable as readable_bytes
 
 if TYPE_CHECKING:

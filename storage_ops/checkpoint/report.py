@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from storage_ops.checkpoint import discard_scope, wrapper
 from storage_ops.checkpoint.execution import disable_checkpointing
 from storage_ops.checkpoint.rules import class_of
 from storage_ops.checkpoint.selective import by_storage
-from storage_ops.quantities import readable
+from storage_ops.quantities import as_text, readable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,15 +79,6 @@ class CheckpointReport:
 
     def __str__(self) -> str:
         return as_text(self)
-
-
-def as_text(renderable: Any) -> str:
-    """What a rich object prints, without colours."""
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=120, no_color=True)
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def checkpoint_report(model: nn.Module, *args: Any, **kwargs: Any) -> CheckpointReport:

@@ -13,17 +13,25 @@ into sizes.
 """
 
 from storage_ops.memory.estimate import Estimate, estimate
+from storage_ops.memory.explain_oom import OomReport, explain_oom
+from storage_ops.memory.limit import limit
 from storage_ops.memory.measure import Measurement, Sample, measure
 from storage_ops.memory.plot import plot_timelines
 from storage_ops.memory.step import StepEstimate, simulate_step
+from storage_ops.memory.will_it_fit import FitReport, will_it_fit
 
 __all__ = [
     "Estimate",
+    "FitReport",
     "Measurement",
+    "OomReport",
     "Sample",
     "StepEstimate",
     "estimate",
+    "explain_oom",
+    "limit",
     "measure",
     "plot_timelines",
     "simulate_step",
+    "will_it_fit",
 ]

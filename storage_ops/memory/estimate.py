@@ -137,7 +137,7 @@ def simulating(
     on_gpu: bool = True,
 ) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
     """Run ops on fake tensors inside a with block; yields the mode, and arguments to call with."""
-    simulation = Simulation(ledger, _share_copies(), assumption, on_gpu)
+    simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_collection())
         # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
@@ -215,7 +215,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _share_copies() -> bool:
+def share_copies() -> bool:
     """Whether share_storage copies here, for want of a native library."""
     with no_dispatch():  # the caller may be in a fake mode
         dst, src = torch.empty(1), torch.empty(1)

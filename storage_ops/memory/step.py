@@ -50,11 +50,16 @@ class StepEstimate(Measurement):
     batch: int = 0
 
     def by_kind(self) -> dict[str, int]:
-        """`by_owner` with alike names together: "layers.0.mlp" and its like are "layers.*.mlp"."""
-        kinds: Counter[str] = Counter()
-        for owner, nbytes in self.by_owner.items():
-            kinds[re.sub(r"(?<![^.])\d+(?![^.])", "*", owner)] += nbytes
-        return dict(kinds.most_common())
+        """`by_owner` with those of alike layers together, as "activations of layers.*.mlp"."""
+        return by_kind(self.by_owner)
+
+
+def by_kind(by_owner: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by owner with alike names together: "layers.0.mlp" and its like are "layers.*.mlp"."""
+    kinds: Counter[str] = Counter()
+    for owner, nbytes in by_owner.items():
+        kinds[re.sub(r"(?<![^. ])\d+(?![^.])", "*", owner)] += nbytes
+    return dict(kinds.most_common())
 
 
 def simulate_step(

@@ -1,0 +1,94 @@
+"""A model of transformers by its config file, without bytes, and a batch for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from storage_ops.loss.devices import DEVICES
+from storage_ops.loss.plan import dtype_name
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that say which step of which model."""
+    parser.add_argument(
+        "--hf-config", type=Path, required=True, help="config.json of a model of transformers"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
+    parser.add_argument("--seq", type=int, required=True, help="tokens in a sequence")
+    parser.add_argument("--dtype", default="bf16", help="of the parameters (default: bf16)")
+    parser.add_argument(
+        "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
+    )
+    parser.add_argument("--budget", default="80GiB", help="such as 70GiB (default: 80GiB)")
+    parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: h100)")
+
+
+def complain(error: Exception) -> None:
+    """Print what is wrong with the arguments."""
+    console = Console(stderr=True)
+    console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def optimizer_named(name: str) -> type[Optimizer] | None:
+    """A class of torch.optim by its name in any case; None for "none".
+
+    Raises:
+        ValueError: there is none.
+    """
+    import torch
+
+    if name.lower() == "none":
+        return None
+    found = {
+        key.lower(): cls
+        for key, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    }
+    if name.lower() not in found:
+        raise ValueError(f"--optimizer is {name}; expected none or one of {', '.join(found)}")
+    return found[name.lower()]
+
+
+def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+    """The model on the meta device, in training mode, and token ids that are also the labels.
+
+    Raises:
+        ImportError: transformers is not there. ValueError: an option, or the config, is wrong.
+    """
+    if args.batch < 1 or args.seq < 1:
+        raise ValueError(f"--batch is {args.batch} and --seq {args.seq}; expected 1 or more")
+    import torch
+
+    dtype = getattr(torch, dtype_name(args.dtype))
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"--hf-config needs transformers: {error}. Run: pip install transformers"
+        ) from error
+    try:
+        read = json.loads(args.hf_config.read_text())
+        config: Any = transformers.AutoConfig.for_model(**read)
+        # A step of training fills no cache of keys and values.
+        config.use_cache = False
+        names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+        cls: Any = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+        with torch.device("meta"):
+            made = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"--hf-config is {args.hf_config}, of which no model can be made: {error}; expected "
+            "the config.json of a model of transformers"
+        ) from error
+    model: nn.Module = made.to(dtype).train()
+    ids = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")
+    return model, {"input_ids": ids, "labels": ids}

@@ -1,0 +1,208 @@
+"""Who held the memory when it ran out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.memory.estimate_gpu import following_resizes
+from storage_ops.memory.estimate_ledger import Block, Call
+from storage_ops.memory.step import BUFFERS, GRADIENTS, PARAMETERS, STATE, by_kind
+from storage_ops.memory.tracking import Tracking
+from storage_ops.quantities import as_text, readable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_ROWS = 16  # of the table; the rest is one row
+UNKNOWN = "not known"
+
+
+@dataclass
+class OomReport:
+    """Who held the memory when it ran out; prints as a table. Empty until it did.
+
+    Attributes:
+        by_owner: bytes by their owner, most first. Owners are "parameters", "gradients", "optimizer
+            state" and "buffers", each with the name of its module, "activations of" a module by
+            name, "temporaries of" an op outside of modules, as in backward, "input" with its
+            shape, and "not known" for what the allocator had given to others.
+        in_use_bytes: the sum of these.
+        attributed_share: the part of it that has a known owner, from 0 to 1.
+        failed: the op that asked for more, and the module that called it.
+    """
+
+    by_owner: dict[str, int] = field(default_factory=dict)
+    in_use_bytes: int = 0
+    attributed_share: float = 1.0
+    failed: str = ""
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(
+            title=f"out of memory in {self.failed}: {readable(self.in_use_bytes)} were in use"
+        )
+        table.add_column("owner")
+        table.add_column("bytes", justify="right")
+        table.add_column("of all", justify="right")
+        rows = list(by_kind(self.by_owner).items())
+        rest = sum(nbytes for _, nbytes in rows[_ROWS:])
+        for owner, nbytes in rows[:_ROWS] + ([("all others", rest)] if rest else []):
+            share = nbytes / max(self.in_use_bytes, 1)
+            table.add_row(owner, readable(nbytes), f"{share:.1%}")
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+@contextlib.contextmanager
+def explain_oom(device: str | torch.device | None = None) -> Iterator[OomReport]:
+    """Say who held the memory if a with block runs out of it.
+
+    A torch.OutOfMemoryError that leaves the block stays what it is and gets a note, which is
+    printed below its message: bytes by owner, where the op failed. Storages are followed as in
+    `limit`, op by op, so each op takes some ten microseconds longer, and functions under
+    `torch.compile` run uncompiled.
+
+    Args:
+        device: whose memory; None is the current CUDA device, or the CPU where there is none.
+
+    Yields:
+        A report, empty until memory runs out.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(512, 512), torch.randn(64, 512)
+        >>> try:
+        ...     with storage_ops.memory.limit("1.2 MiB"), storage_ops.memory.explain_oom() as told:
+        ...         layer(layer(x))
+        ... except torch.OutOfMemoryError:
+        ...     print(max(told.by_owner, key=told.by_owner.get))
+        parameters of Linear
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    mode = Explaining(where)
+    try:
+        with torch.compiler.set_stance("force_eager"), following_resizes(), mode.named(), mode:
+            yield mode.report
+    except torch.OutOfMemoryError as error:
+        mode.note(error, "code outside of ops")
+        text = str(mode.report)
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:  # Python 3.10
+            print(text)
+        raise
+
+
+class Explaining(Tracking):
+    """Follows who makes what, and notes who has it once memory runs out."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.report = OomReport()
+        self._noted: BaseException | None = None
+        self._names: dict[int, str] = {}
+        for root in self.roots:
+            for name, module in root.named_modules():
+                self._names.setdefault(id(module), name or type(root).__name__)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            self.note(error, str(func))
+            raise
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Follow the calls of all modules, with no hook on any of them."""
+        calls = self.ledger.calls
+
+        def begin(module: nn.Module, args: Any) -> None:
+            calls.append(Call(self._names.get(id(module), type(module).__name__)))
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if calls:
+                calls.pop()
+
+        handles = (
+            modules.register_module_forward_pre_hook(begin),
+            modules.register_module_forward_hook(end, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def note(self, error: BaseException, failed: str) -> None:
+        """Write down who has what, at the first sight of an error."""
+        if error is self._noted:
+            return
+        self._noted = error
+        roles = self._roles()
+        owners: Counter[str] = Counter()
+        for block in self.ledger.live:
+            owners[roles.get(block) or _maker_of(block)] += block.nbytes
+        calls = self.ledger.calls
+        self.report.failed = f"{failed} of {calls[-1].name}" if calls else failed
+        known = self.ledger.level
+        total = known
+        if self._device.type == "cuda":
+            total = max(known, torch.cuda.memory_allocated(self._device))
+            owners[UNKNOWN] += total - known
+        self.report.by_owner = dict((+owners).most_common())
+        self.report.in_use_bytes = total
+        self.report.attributed_share = known / total if total else 1.0
+
+    def _roles(self) -> dict[Block, str]:
+        """The blocks of parameters, gradients, buffers and optimizer state."""
+        roles: dict[Block, str] = {}
+
+        def give(role: str, t: Any) -> None:
+            block = self.ledger.block_of(t) if self.counts(t) else None
+            if block is not None:
+                roles.setdefault(block, role)
+
+        for root in self.roots:
+            for name, module in root.named_modules():
+                of = f" of {name or type(root).__name__}"
+                for p in module.parameters(recurse=False):
+                    give(PARAMETERS + of, p)
+                    give(GRADIENTS + of, p.grad)
+                for b in module.buffers(recurse=False):
+                    give(BUFFERS + of, b)
+        for optimizer in self.optimizers:
+            self._give_state(optimizer, give)
+        return roles
+
+    @staticmethod
+    def _give_state(optimizer: Optimizer, give: Any) -> None:
+        for p in tree_leaves([group["params"] for group in optimizer.param_groups]):
+            give(PARAMETERS, p)
+            give(GRADIENTS, p.grad)
+        for t in tree_leaves(list(optimizer.state.values())):
+            give(f"{STATE} of {type(optimizer).__name__}", t)
+
+
+def _maker_of(block: Block) -> str:
+    if block.call is not None:
+        return f"activations of {block.call.name}"
+    if block.made_by == "input":
+        return f"input {tuple(block.shape)} {str(block.dtype).removeprefix('torch.')}"
+    return f"temporaries of {block.made_by}"

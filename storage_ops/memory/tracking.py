@@ -1,0 +1,121 @@
+"""The books of real ops: what is in memory now, and what belonged to a model from before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.memory.estimate import share_copies
+from storage_ops.memory.estimate_ledger import Block, Ledger
+
+_OPS = torch.ops.storage_ops
+
+
+class LiveLedger(Ledger):
+    """A ledger of the present: it forgets what was given back.
+
+    Attributes:
+        level: bytes in memory now.
+        live: the blocks that they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(round_up=int)
+        self.level = 0
+        self.live: dict[Block, None] = {}
+
+    def _event(self, block: Block, taken: bool) -> None:
+        self.level += block.nbytes if taken else -block.nbytes
+        if taken:
+            self.live[block] = None
+        else:
+            self.live.pop(block)
+
+
+class Tracking(TorchDispatchMode):
+    """Books the storages that ops make on one device, in forward and backward.
+
+    Storages from before count from the moment on when an op uses one of them, or another tensor of
+    the same model or optimizer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = LiveLedger()
+        self._before = 0  # the level as the last op began
+        self._device = device
+        self._copies = share_copies()
+        gc.collect()  # garbage of earlier code is not in memory
+        objects = gc.get_objects()
+        self.roots = _roots([o for o in objects if issubclass(type(o), nn.Module)])
+        self.optimizers = [o for o in objects if issubclass(type(o), Optimizer)]
+        self._groups: dict[int, list[nn.Module | Optimizer]] = {}
+        for holder in (*self.roots, *self.optimizers):
+            for t in tensors_of(holder):
+                if self.counts(t):
+                    self._groups.setdefault(t.untyped_storage()._cdata, []).append(holder)
+
+    def counts(self, t: Any) -> bool:
+        """Whether a value is a tensor whose bytes are on the device."""
+        return (
+            isinstance(t, Tensor)
+            and t.layout == torch.strided
+            and t.device.type == self._device.type
+            and self._device.index in (None, t.device.index)
+            and not isinstance(t, FakeTensor)
+            and not is_traceable_wrapper_subclass(t)
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if self.counts(t)]
+        for t in given:
+            self._meet(t)
+        self._before = self.ledger.level
+        out = func(*args, **(kwargs or {}))
+        if func is _OPS.discard_storage.default and given:
+            self.ledger.discard(given[0])
+        elif func is _OPS.share_storage.default and len(given) == 2:
+            self.ledger.share(given[0], given[1], self._copies)
+        elif func._schema.is_mutable:
+            for t in given:
+                self.ledger.follow_resize(t.untyped_storage())
+        for t in tree_leaves(out):
+            if self.counts(t):
+                self.ledger.see(t, str(func))
+        return out
+
+    def _meet(self, t: Tensor) -> None:
+        """Book a tensor that an op was given, and all that was there before with it."""
+        self.ledger.see(t, "input")
+        holders = self._groups.pop(t.untyped_storage()._cdata, ())
+        for holder in holders:
+            for other in tensors_of(holder):
+                if self.counts(other):
+                    self._meet(other)
+
+
+def tensors_of(holder: nn.Module | Optimizer) -> Iterator[Tensor]:
+    """Parameters, gradients, and buffers or state."""
+    if isinstance(holder, Optimizer):
+        parameters: Iterable[Any] = tree_leaves([group["params"] for group in holder.param_groups])
+        others: Iterable[Any] = tree_leaves(list(holder.state.values()))
+    else:
+        parameters, others = holder.parameters(), holder.buffers()
+    for p in parameters:
+        yield p
+        if isinstance(p, Tensor) and p.is_leaf and p.grad is not None:
+            yield p.grad
+    yield from (t for t in others if isinstance(t, Tensor))
+
+
+def _roots(modules: list[nn.Module]) -> list[nn.Module]:
+    inside = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inside]
