@@ -92,6 +92,10 @@ def fit(
     return Search(model, batch, loss, optimizer, device, actions).plan(limit)
 
 
+class NothingFits(ValueError):
+    """No plan is within the budget."""
+
+
 def _allowed(actions: Sequence[str] | None) -> tuple[str, ...]:
     if actions is None:
         return EXACT
@@ -241,10 +245,21 @@ class Search:
             # The next plan that is smaller by what was computed; later ones skip the excess.
             excess = peak - budget if look > 2 else 1
             inside = problem.peak(choice) - excess
-        raise ValueError(
+        raise NothingFits(
             f"budget is {readable(budget)} ({budget} bytes); the smallest that a step of this "
             f"model and batch fits into is {readable(int(smallest), up=True)} ({smallest} bytes)"
         )
+
+    def curve(self, points: int = 60) -> list[tuple[int, float]]:
+        """Peaks in bytes and seconds added, as computed, from the smallest budget to none."""
+        low = self.problem.peak(self.problem.smallest())
+        high = self.problem.peak([0] * len(self.problem.options))
+        found = {}
+        for i in range(points):
+            choice = self.problem.fastest(low + (high - low) * i // (points - 1))
+            if choice is not None:
+                found[self.problem.peak(choice)] = self.problem.seconds(choice)
+        return sorted(found.items())
 
     def _simulated(self, choice: list[int]) -> int:
         """The peak of a whole step with these actions."""

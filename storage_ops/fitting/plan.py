@@ -111,7 +111,11 @@ class FitPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, for `load_fit`."""
-        values = {
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is saved."""
+        return {
             "format": _FORMAT,
             "model": type(self._model).__name__,
             "fingerprint": self._print,
@@ -126,7 +130,6 @@ class FitPlan:
                 {"layer": unit.name, **action.as_dict()} for unit, action in self._actions
             ],
         }
-        Path(path).write_text(json.dumps(values, indent=1) + "\n")
 
     def __rich__(self) -> Table:
         from rich import box

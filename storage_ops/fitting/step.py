@@ -70,12 +70,7 @@ class OpTimes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry
 
-        aten = torch.ops.aten
-        like_cuda = flop_registry[aten._scaled_dot_product_flash_attention]
-        self._formulas = {
-            **flop_registry,
-            aten._scaled_dot_product_flash_attention_for_cpu: like_cuda,
-        }
+        self._formulas = flop_registry
         self._rates = rates
         self.seconds = 0.0
         self.logs = False
@@ -98,8 +93,7 @@ class OpTimes(TorchDispatchMode):
         seconds = 0.0
         if outputs and (made or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
             traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
-            formula = self._formulas.get(getattr(op, "overloadpacket", op))
-            flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+            flops = self._flops(op, args, kwargs, out)
             seconds = self._seconds(flops, traffic, next(iter(outputs.values())))
             self.seconds += seconds
         if self.logs:
@@ -114,6 +108,13 @@ class OpTimes(TorchDispatchMode):
             nbytes = sum(_nbytes(t) for t in made.values())
             self.ops.append(Op((name, number), nbytes, seconds, saveable, set(made)))
         return out
+
+    def _flops(self, op: Any, args: Any, kwargs: Any, out: Any) -> int:
+        if call_name(op) == "attention" and len(args) > 2:  # also with fewer heads of keys
+            q, k, v = args[:3]
+            return 2 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        formula = self._formulas.get(getattr(op, "overloadpacket", op))
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
     def _seconds(self, flops: int, traffic: int, output: Tensor) -> float:
         rates = self._rates

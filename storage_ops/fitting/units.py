@@ -76,7 +76,7 @@ def fingerprint(module: nn.Module) -> str:
         settings = {
             key: value
             for key, value in vars(inner).items()
-            if type(value) in _PLAIN and not _PLACE.search(key)
+            if type(value) in _PLAIN and not key.startswith("_") and not _PLACE.search(key)
         }
         tensors = [
             (key, tuple(t.shape), str(t.dtype), t.requires_grad)
