@@ -54,13 +54,23 @@ class _Exit(torch.autograd.Function):
     """Makes the gradients from which the backward of a layer starts."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.likes = [(t.shape, t.dtype, t.device) for t in outputs]
+    def forward(ctx: Any, likes: tuple[Like, ...], *outputs: Tensor) -> Tensor:
+        # Where not all outputs have gradients, they are told apart by their shapes.
+        left = list(likes)
+        ctx.likes = [_taken(left, t) for t in outputs]
         return torch.empty(0, device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
-        return tuple(torch.empty(s, dtype=dtype, device=device) for s, dtype, device in ctx.likes)
+        return None, *(None if like is None else like.make() for like in ctx.likes)
+
+
+def _taken(likes: list[Like], t: Tensor) -> Like | None:
+    for like in likes:
+        if like.shape == tuple(t.shape):
+            likes.remove(like)
+            return like
+    return None
 
 
 class Probe:
@@ -144,7 +154,7 @@ class Probe:
             marks.append(books.mark())
             made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
             made = [t for t in made if id(t) not in inputs and t.requires_grad]
-            root = _Exit.apply(*made) if made else None  # type: ignore[no-untyped-call]
+            root = _Exit.apply(call.gradients, *made) if made else None  # type: ignore[no-untyped-call]
             del outputs, made, args, kwargs
             marks.append(books.mark())
             if root is not None:

@@ -54,6 +54,7 @@ class Call:
         args: its arguments, with a `Like` in the place of each tensor, and keywords.
         forward, backward: first and last moment.
         gradient_bytes: of the gradients that the backward gets.
+        gradients: what they are, one for each output that has one.
         inputs: the blocks of the tensors among the arguments.
         shared: which of them somebody else holds in its place.
     """
@@ -64,6 +65,7 @@ class Call:
     forward: tuple[int, int] = (0, 0)
     backward: tuple[int, int] | None = None
     gradient_bytes: int = 0
+    gradients: tuple[Like, ...] = ()
     inputs: list[Block | None] = field(default_factory=list)
     shared: tuple[int, ...] = ()
 
@@ -105,6 +107,7 @@ class _StandIn(torch.autograd.Function):
         before = recorder.books.mark()
         given = [g for g in gradients if g is not None]
         blocks = {block for g in given for block in recorder.simulation.blocks_of(g)}
+        call.gradients = tuple(map(Like.of, given))
         call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
         made = [
@@ -183,7 +186,7 @@ class Recorder:
                 if block is None or (at := freed.get(block, 0)) < after or any(taken[after:at])
             )  # fmt: skip
             call.inputs = []
-            call.kind = (*call.kind, call.shared)
+            call.kind = (*call.kind, call.shared, call.gradients)
 
     def _stand_in(self, unit: Unit, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -139,8 +139,8 @@ class _FusedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         # By an op of a GPU, so that policies of checkpoints see it; its output has heads after
         # tokens in memory, as the layer that follows wants them.
-        k, v = (t.expand(len(q), *t.shape[1:]) for t in (k, v))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
+        keys, values = (t.detach().expand(len(q), *t.shape[1:]) for t in (k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return out
 
