@@ -100,6 +100,11 @@ def run(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) ->
         return scope.run(fn, args, kwargs, name)
 
 
+def is_open() -> bool:
+    """Whether a module that frees outputs of layers in it is being called."""
+    return bool(_scopes.open)
+
+
 def hold(module: Any, **options: Any) -> None:
     """Let a module free the outputs of the layers it holds; options of `OutputDiscardChain`."""
     if not isinstance(module, DiscardHolder):

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-Around = Callable[[nn.Module, str, Callable[[], Any], Any, Any], Any]
+Around = Callable[[nn.Module, str, Callable[..., Any], Any, Any], Any]
 
 
 @contextlib.contextmanager
 def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
     """Let `around(module, name, call, args, kwargs)` stand for each call of a module, in a block.
 
-    `call()` is the call itself, with its hooks and whatever else the class does around it: that of
+    `call(*args, **kwargs)` is the call itself, with its hooks and whatever else the class does around it: that of
     the outermost `__call__` which a class of the model defines. Only in this thread.
     """
     names = {id(module): name for name, module in model.named_modules()}
@@ -30,7 +30,7 @@ def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
             if is_part or threading.get_ident() != thread or id(self) not in names:
                 return plain(self, *args, **kwargs)
 
-            def call() -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 inside.append(self)
                 try:
                     return plain(self, *args, **kwargs)

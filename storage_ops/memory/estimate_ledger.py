@@ -52,6 +52,7 @@ class Block:
         shape, dtype: of the tensor that it was made for.
         made_by: the op that made it, or "input".
         call: the innermost call during which it was made.
+        asked: bytes that were asked for, before rounding.
     """
 
     nbytes: int
@@ -59,6 +60,7 @@ class Block:
     dtype: torch.dtype
     made_by: str
     call: Call | None = None
+    asked: int = 0
     _storages: int = 0  # that are bound to it
 
 
@@ -79,22 +81,27 @@ class Ledger:
         inputs: blocks that were there before the run.
         events: (seconds since the start, block, whether it was taken or given back).
         calls: those in progress, innermost last.
+        discards: whether a storage was discarded.
     """
 
-    def __init__(self, round_up: Callable[[int], int] = rounded) -> None:
-        """`round_up`: what the allocator takes for a number of bytes."""
+    def __init__(
+        self, round_up: Callable[[int], int] = rounded, outer: Ledger | None = None
+    ) -> None:
+        """`round_up`: what the allocator takes for a number of bytes. `outer`: knows others."""
         self.inputs: list[Block] = []
         self.calls: list[Call] = []
-        self._round_up = round_up
+        self.discards = False
+        self.round_up = round_up
         self.events: list[tuple[float, Block, bool]] = []
         self._start = time.perf_counter()
+        self._outer = outer
         self._bound: dict[int, _Bound] = {}
 
     def see(self, t: Tensor, made_by: str, *, is_input: bool = False) -> None:
         """Book the storage of a tensor, unless it is known."""
         storage = t.untyped_storage()
         key = storage._cdata
-        if key in self._bound:
+        if key in self._bound or (self._outer is not None and key in self._outer._bound):
             return
         block = self._block(t, storage.nbytes(), made_by)
         reference = weakref.ref(storage, partial(self._gone, key))
@@ -118,12 +125,12 @@ class Ledger:
             bound.nbytes = storage.nbytes()
             self._unbind(bound)
             if bound.nbytes:
-                nbytes = self._round_up(bound.nbytes)
+                nbytes = self.round_up(bound.nbytes)
                 self._bind(bound, replace(bound.first, nbytes=nbytes, _storages=0))
 
     def _block(self, t: Tensor, nbytes: int, made_by: str) -> Block:
         call = self.calls[-1] if self.calls else None
-        return Block(self._round_up(nbytes), tuple(t.shape), t.dtype, made_by, call)
+        return Block(self.round_up(nbytes), tuple(t.shape), t.dtype, made_by, call, nbytes)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -143,7 +150,30 @@ class Ledger:
 
     def discard(self, t: Tensor) -> None:
         """Give back the block of a storage."""
+        self.discards = True
         self._unbind(self._of(t))
+
+    def see_as(self, t: Tensor, block: Block) -> None:
+        """Book the new storage of a tensor as a block."""
+        storage = t.untyped_storage()
+        reference = weakref.ref(storage, partial(self._gone, storage._cdata))
+        self._bound[storage._cdata] = bound = _Bound(reference, storage.nbytes(), block)
+        self._bind(bound, block)
+
+    def release(self, t: Tensor) -> None:
+        """Give back the block of a storage that only those hold who do not need it."""
+        bound = self._bound.get(t.untyped_storage()._cdata)
+        if bound is not None:
+            self._unbind(bound)
+
+    def take(self, block: Block) -> Block:
+        """Book a block that has no storage; `give_back` ends it."""
+        self._event(block, True)
+        return block
+
+    def give_back(self, block: Block) -> None:
+        """Book the end of a block that has no storage."""
+        self._event(block, False)
 
     def is_discarded(self, t: Tensor) -> bool:
         """Whether a storage that should have a block has none."""

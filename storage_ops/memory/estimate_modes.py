@@ -41,13 +41,13 @@ class Simulation(TorchDispatchMode):
     ) -> None:
         """`copies`: whether share_storage copies, as it does where no other way is available."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = ledger
+        self.ledger = ledger
         self._copies = copies
         self._on_gpu = on_gpu
         self._assumption = assumption
         self.values = Values(assumption)
         self._sizes = Sizes(self.values, assumption)
-        self._sparse = Sparse(self._unseen, self._sizes.distinct, ledger.temporary)
+        self._sparse = Sparse(self.unseen, self._sizes.distinct, self._temporary)
         self._fake = FakeTensorMode()
         self._paused = False
         # Whether values do not matter, as those of the step counts of an optimizer.
@@ -69,13 +69,13 @@ class Simulation(TorchDispatchMode):
 
     def follow_resize(self, storage: torch.UntypedStorage) -> None:
         """Book that a storage was resized, which is not an op."""
-        self._ledger.follow_resize(storage)
+        self.ledger.follow_resize(storage)
 
     def blocks_of(self, t: Tensor) -> list[Block]:
         """The blocks of a tensor, or of the twin of one from outside."""
         twin = self.twin(t)
         parts = self._sparse.parts(twin) if twin.layout == torch.sparse_coo else [twin]
-        found = [self._ledger.block_of(part) for part in parts]
+        found = [self.ledger.block_of(part) for part in parts]
         return [block for block in found if block is not None]
 
     def note_random_state(self, t: Tensor) -> None:
@@ -97,7 +97,7 @@ class Simulation(TorchDispatchMode):
                 twin = self._new_sparse(t, self.twin)
             else:
                 twin = self._new_twin(t)
-                self._ledger.see(twin, "input", is_input=True)
+                self.ledger.see(twin, "input", is_input=True)
                 self.values.offer(twin, t)
             self._twins[id(t)] = (t, twin)
             if t.is_leaf and t.requires_grad:
@@ -108,14 +108,14 @@ class Simulation(TorchDispatchMode):
         """Return a fake tensor of the simulation that is like `t` but on another device."""
         if t.layout == torch.sparse_coo:
             return self._new_sparse(t, lambda part: self.moved(part, device))
-        new: Tensor = self._unseen(
+        new: Tensor = self.unseen(
             torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=device
         )
         self.values.offer(new, t)
-        self._ledger.see(new, "input", is_input=True)
+        self.ledger.see(new, "input", is_input=True)
         return new.requires_grad_(t.requires_grad)
 
-    def _unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an op on fake tensors without booking what it makes."""
         self._paused = True
         try:
@@ -130,19 +130,35 @@ class Simulation(TorchDispatchMode):
                 "plain strided tensors"
             )
         storage = t.untyped_storage()
-        self._paused = True
-        try:
+        if storage._cdata not in self._bytes:
+            self._bytes[storage._cdata] = self.unseen(
+                torch.empty, storage.nbytes(), dtype=torch.uint8, device=t.device
+            )
+        where = (t.shape, t.stride(), t.storage_offset(), t.dtype)
+        return self.viewed(self._bytes[storage._cdata], *where)
+
+    def viewed(self, base: Tensor, shape: Any, stride: Any, offset: int, dtype: Any) -> Tensor:
+        """A tensor, without a history, that lies somewhere in the storage of another."""
+
+        def view() -> Tensor:
             with torch.no_grad():
-                if storage._cdata not in self._bytes:
-                    nbytes = storage.nbytes()
-                    self._bytes[storage._cdata] = torch.empty(
-                        nbytes, dtype=torch.uint8, device=t.device
-                    )
-                whole = self._bytes[storage._cdata]
-                elements = whole[: len(whole) // t.itemsize * t.itemsize].view(t.dtype)
-                return elements.as_strided(t.shape, t.stride(), t.storage_offset())
-        finally:
-            self._paused = False
+                nbytes = base.untyped_storage().nbytes()
+                whole = base
+                if base.dtype != torch.uint8 or base.dim() != 1:
+                    whole = base.detach().as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0).view(torch.uint8)
+                elements = whole[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+                return elements.as_strided(shape, stride, offset)
+
+        made: Tensor = self.unseen(view)
+        return made
+
+    def imitate(self, new: Tensor, t: Tensor) -> None:
+        """Let a tensor have the known values of another, of which it is a copy."""
+        with no_dispatch():
+            self.values.imitate(new, self.twin(t))
+
+    def _temporary(self, t: Tensor, made_by: str) -> None:
+        self.ledger.temporary(t, made_by)
 
     def _new_sparse(self, t: Tensor, new: Callable[[Tensor], Tensor]) -> Tensor:
         if isinstance(t, FakeTensor) or t.is_meta:
@@ -189,15 +205,15 @@ class Simulation(TorchDispatchMode):
         if func._schema.is_mutable:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, FakeTensor) and leaf.layout == torch.strided:
-                    self._ledger.follow_resize(leaf.untyped_storage())
+                    self.ledger.follow_resize(leaf.untyped_storage())
         for leaf in tree_leaves(out):
             if isinstance(leaf, FakeTensor):
                 _check_layout(func, leaf)
-                self._ledger.see(leaf, str(func))
+                self.ledger.see(leaf, str(func))
         self.values.follow(func, args, kwargs, out)
         if self._on_gpu and func is _aten._softmax_backward_data.default:
             # The CUDA kernel multiplies gradient and output first.
-            self._ledger.temporary(args[0], str(func))
+            self.ledger.temporary(args[0], str(func))
         return out
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -235,11 +251,11 @@ class Simulation(TorchDispatchMode):
 
     def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:
         if func is _OPS.discard_storage.default:
-            self._ledger.discard(t)
+            self.ledger.discard(t)
         elif func is _OPS.share_storage.default:
-            self._ledger.share(t, rest[0], self._copies)
+            self.ledger.share(t, rest[0], self._copies)
         elif func is _OPS._is_discarded.default:
-            return self._ledger.is_discarded(t)
+            return self.ledger.is_discarded(t)
         return None
 
 

@@ -68,6 +68,14 @@ class Values:
         if key not in self._bytes:
             self._later[key] = copied
 
+    def imitate(self, new: Tensor, t: Tensor) -> None:
+        """Let a fake tensor whose storage is new have the values of another."""
+        real = self.read(t)
+        if real is not None:
+            self._know(new, partial(_same, real.clone()))
+        elif t.untyped_storage()._cdata in self._sources:
+            self._sources[self._key(new)] = self._sources[t.untyped_storage()._cdata]
+
     def read(self, t: Tensor) -> Tensor | None:
         """Return the values of a fake tensor, or None. What is written to them is kept."""
         if not self._is_known(t):

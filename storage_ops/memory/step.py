@@ -22,6 +22,7 @@ from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger, rounded
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.measure import Measurement
+from storage_ops.memory.quick import Quick
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
@@ -115,7 +116,8 @@ def simulate_step(
     for index, one in enumerate(batches):
         args, kwargs = arguments(one)
         made = optimizer_of(model, optimizer)
-        step = _simulate(model, args, kwargs, loss or loss_of, made, on_gpu, assumption)
+        how = (args, kwargs, loss or loss_of, made, on_gpu, assumption)
+        step = _quickly(model, *how) or _simulate(model, *how)
         step.batch = index
         steps.append(step)
     return max(steps, key=lambda step: step.peak_bytes)
@@ -206,9 +208,21 @@ def loss_of(output: Any) -> Tensor:
     return sum((t.sum() for t in numbers[1:]), first.sum())
 
 
+def _quickly(model: nn.Module, *how: Any) -> StepEstimate | None:
+    """The same with alike layers simulated once; None where that may not be the same."""
+    quick = Quick(model)
+    try:
+        step = _simulate(model, *how, quick)
+    except Exception:
+        if quick.count == 0:
+            raise
+        return None
+    return step
+
+
 def _simulate(
     model: nn.Module, args: Any, kwargs: Any, loss: Any, optimizer: Optimizer | None,
-    on_gpu: bool, assumption: Assumption,
+    on_gpu: bool, assumption: Assumption, quick: Quick | None = None,
 ) -> StepEstimate:  # fmt: skip
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
     held = Held((model, loss, optimizer), args, kwargs)
@@ -217,8 +231,12 @@ def _simulate(
     roles: dict[Block, str] = {}
 
     def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        with ledger.call(name):
-            return call()
+        if quick is not None:
+            done, result = quick.call(simulation, module, name, call, args, kwargs)
+            if done:
+                return result
+        with simulation.ledger.call(name):
+            return call(*args, **kwargs)
 
     def note(role: str, tensors: Iterable[Any], simulation: Simulation) -> None:
         for t in tensors:
@@ -227,7 +245,7 @@ def _simulate(
                     roles.setdefault(block, role)
 
     def step(*args: Any, **kwargs: Any) -> None:
-        _backward(loss, model, args, kwargs, ledger)
+        _backward(loss, model, args, kwargs, ledger, quick)
         note(GRADIENTS, (p.grad for p in model.parameters()), simulation)
         if optimizer is not None:
             optimizer.step()
@@ -244,6 +262,9 @@ def _simulate(
             made = {block for block, role in roles.items() if role == STATE}
             _was_there(ledger, made.difference(ledger.inputs))
             settled = settle(ledger)
+    if quick is not None and quick.count and ledger.discards:
+        # Who frees outputs looks for those who saved them, and does not find recordings.
+        raise RuntimeError("outputs are discarded across layers")
     del settled["input_bytes"]
     by_owner: Counter[str] = Counter()
     freed = {block: i for i, (_, block, taken) in enumerate(ledger.events) if not taken}
@@ -252,7 +273,9 @@ def _simulate(
     return StepEstimate(by_owner=dict(by_owner.most_common()), **settled)
 
 
-def _backward(loss: Any, model: nn.Module, args: Any, kwargs: Any, ledger: Ledger) -> None:
+def _backward(
+    loss: Any, model: nn.Module, args: Any, kwargs: Any, ledger: Ledger, quick: Quick | None
+) -> None:
     output = model(*args, **kwargs)
     with ledger.call(LOSS):
         value = loss(output)
@@ -260,6 +283,8 @@ def _backward(loss: Any, model: nn.Module, args: Any, kwargs: Any, ledger: Ledge
     if not isinstance(value, Tensor) or value.numel() != 1:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(f"loss returned {shown}; expected a scalar tensor")
+    if quick is not None:
+        quick.check(value)
     value.backward()  # type: ignore[no-untyped-call]
 
 

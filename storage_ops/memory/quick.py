@@ -1,0 +1,80 @@
+"""Simulates the first call of each kind of modules, and carries out the others from recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from storage_ops.checkpoint import discard_scope
+from storage_ops.memory.alike import Kinds, Unlike, arguments_key
+from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.replay import Recording, check_edges, record, replayed
+
+
+class Quick:
+    """Stands around the calls of modules of a model in a simulation.
+
+    Attributes:
+        count: how many calls were carried out from a recording.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.count = 0
+        self._kinds = Kinds(model)
+        self._recordings: dict[Hashable, Recording | None] = {}
+        self._records = False
+
+    def call(
+        self, simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any],
+        args: Any, kwargs: Any,
+    ) -> tuple[bool, Any]:  # fmt: skip
+        """Carry out a call from a recording: whether it has one, and what it returns."""
+        number = self._kinds.of.get(id(module))
+        if self._records or number is None or self._kinds.counts[number] < 2:
+            return False, None
+        if not module._modules or not _is_plain():
+            return False, None
+        try:
+            key, tensors = arguments_key(args, kwargs)
+        except Unlike:
+            return False, None
+        key = (number, torch.is_grad_enabled(), key)
+        if key not in self._recordings:
+            self._recordings[key] = self._record(simulation, module, name, call, args, kwargs)
+        recording = self._recordings[key]
+        if recording is None:
+            return False, None
+        self.count += 1
+        return True, replayed(simulation, recording, module, name, tensors)
+
+    def check(self, loss: Tensor) -> None:
+        """Fail before the backward if it would differ from that of the calls' own nodes."""
+        if self.count:
+            check_edges(loss)
+
+    def _record(
+        self, simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any],
+        args: Any, kwargs: Any,
+    ) -> Recording | None:  # fmt: skip
+        places = [(m, at) for m in module.modules() for at in self._kinds.places.get(id(m), ())]
+        self._records = True
+        try:
+            return record(simulation, module, name, call, args, kwargs, places)
+        except Exception:
+            # It keeps something, or looks at its number. An error of its own will come again.
+            return None
+        finally:
+            self._records = False
+
+
+def _is_plain() -> bool:
+    """Whether nothing but the simulation follows ops, saved tensors and outputs."""
+    modes = _get_current_dispatch_mode_stack()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    is_top = bool(modes) and isinstance(modes[-1], Simulation)
+    return is_top and hooks is None and not autocast and not discard_scope.is_open()

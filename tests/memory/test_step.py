@@ -1,0 +1,239 @@
+"""simulate_step and will_it_fit: as measured, as without recordings, and leaving no trace."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import storage_ops as so
+from storage_ops.memory import simulate_step, step, will_it_fit
+from tests.memory.models import MODELS, Decoder, GatedMLP, Residual, ids, made, run
+
+WAYS = {
+    "none": {},
+    "full": {"mode": "full"},
+    "reentrant": {"use_reentrant": True},
+    "matmuls": {"policy": "matmuls"},
+}
+LAYERS = ["Block", "Cross", "Residual"]
+
+
+def checkpointed(model, way):
+    if way == "none":
+        return model
+    cfg = so.ActivationCheckpointConfig(LAYERS, allow_no_match=True, **WAYS[way])
+    return so.apply_activation_checkpoint(model, cfg)
+
+
+def measured(model, batch, loss, optimizer):
+    """Peak of a second step, everything that is there before included."""
+    run(model, batch, loss, optimizer)
+    optimizer.zero_grad()
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+             for t in (*model.parameters(), *model.buffers(), *state, batch)}  # fmt: skip
+    with so.memory.measure() as m:
+        run(model, batch, loss, optimizer)
+    optimizer.zero_grad()
+    return sum(there.values()) + m.peak_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["none", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_agrees_with_what_is_measured(name, way, dtype):
+    model, batch, loss = made(name, dtype)
+    checkpointed(model, way)
+    e = simulate_step(model, batch, loss=loss, optimizer=torch.optim.AdamW)
+    peak = measured(model, batch, loss, torch.optim.AdamW(model.parameters()))
+    assert e.peak_bytes == pytest.approx(peak, rel=0.01)
+    assert sum(e.by_owner.values()) == e.peak_bytes == max(s.nbytes for s in e.timeline)
+
+
+def levels(*args, **kwargs):
+    """Timelines and owners with recordings, how many calls they stood for, and without them."""
+    count = []
+
+    class Counted(step.Quick):
+        def check(self, loss):
+            count.append(self.count)
+            super().check(loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "Quick", Counted)
+        quick = simulate_step(*args, **kwargs)
+        patch.setattr(step, "_quickly", lambda *_: None)
+        full = simulate_step(*args, **kwargs)
+    assert quick.by_owner == full.by_owner
+    assert [s.nbytes for s in quick.timeline] == [s.nbytes for s in full.timeline]
+    return count[0] if count else 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_recordings_do_the_same_as_ops(name, way, device):
+    model, batch, loss = made(name, torch.bfloat16 if device == "h100" else torch.float32)
+    checkpointed(model, way)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert levels(model, batch, loss=loss, optimizer=sgd, device=device) >= 2
+
+
+def test_recordings_on_the_meta_device_and_of_a_sum():
+    model = Decoder(GatedMLP, nn.LayerNorm).to("meta")
+    assert levels(model, ids().to("meta")) == 3
+    blocks = nn.Sequential(*[Residual(8) for _ in range(3)])
+    assert levels(blocks, torch.randn(2, 8, 16, 16)) == 6  # also the Sequential in each
+
+
+class Numbered(nn.Module):
+    """Layers that know their number; `looks`: they do something else by it."""
+
+    def __init__(self, number, looks):
+        super().__init__()
+        self.linear, self.number, self.looks = nn.Linear(64, 64), number, looks
+
+    def forward(self, x):
+        if self.looks and self.number % 2:
+            x = x.exp()
+        return self.linear(x).tanh()
+
+
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(64, 64), None
+
+    def forward(self, x):
+        self.last = self.linear(x)
+        return self.last.tanh()
+
+
+class Skip(nn.Module):
+    """The input of a layer that uses it twice goes elsewhere too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Residual(8) for _ in range(3)])
+
+    def forward(self, x):
+        skips = []
+        for layer in self.layers:
+            skips.append(x)
+            x = layer(x).relu_()
+        return x + sum(skips)
+
+
+class Inside(nn.Module):
+    """Layers that are called in a checkpoint of their parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Residual(8) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "calls"),
+    [
+        (nn.Sequential(*[Numbered(i, False) for i in range(4)]), (8, 64), 4),
+        (nn.Sequential(*[Numbered(i, True) for i in range(4)]), (8, 64), 0),
+        (nn.Sequential(*[Kept() for _ in range(3)]), (8, 64), 0),
+        (Skip(), (2, 8, 16, 16), None),
+        (Inside(), (2, 8, 16, 16), 0),
+        (nn.Sequential(*[Residual(8)] * 3), (2, 8, 16, 16), None),  # one layer, three times
+    ],
+    ids=["numbered", "looks", "keeps", "skip", "inside", "shared"],
+)
+def test_layers_that_only_look_alike(model, shape, calls):
+    x = torch.randn(shape, requires_grad=True)
+    found = levels(model, x, optimizer=torch.optim.AdamW)
+    assert calls is None or found == calls
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_output_discarding_across_layers():
+    model, batch, _ = made("llama")
+    cfg = so.ActivationCheckpointConfig(["RMSNorm"], mode="output_discard")
+    so.apply_activation_checkpoint(model, cfg)
+    plain = simulate_step(made("llama")[0], batch)
+    assert levels(model, batch) >= 0
+    assert simulate_step(model, batch).peak_bytes < plain.peak_bytes
+
+
+def test_nothing_is_left_behind():
+    model, batch, _ = made("gpt")
+    optimizer = torch.optim.AdamW(model.parameters())
+    run(model, batch, None, optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = [p.grad for p in model.parameters()]
+    attributes = [dict(vars(m)) for m in model.modules()]
+    state, call = torch.get_rng_state(), nn.Module.__call__
+    e = simulate_step(model, batch, optimizer=optimizer)
+    assert e.by_owner["optimizer state"] > 2 * sum(p.nbytes for p in model.parameters())
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before)
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(torch.get_rng_state(), state) and nn.Module.__call__ is call
+    assert [dict(vars(m)) for m in model.modules()] == attributes
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        simulate_step(nn.Sequential(*[Kept() for _ in range(2)]), torch.randn(2, 3))
+    assert nn.Module.__call__ is call
+
+
+def test_the_worst_batch_decides():
+    model, _, _ = made("llama")
+    batches = [torch.zeros(2, n, dtype=torch.int64) for n in (8, 64, 16)]
+    e = simulate_step(model, batches)
+    assert e.batch == 1 and e.peak_bytes == simulate_step(model, batches[1]).peak_bytes
+    pair = nn.Bilinear(8, 8, 8)
+    x = torch.randn(4, 8)
+    as_tuple = simulate_step(pair, (x, x))
+    as_dict = simulate_step(pair, {"input1": x, "input2": x})
+    assert as_tuple.peak_bytes == as_dict.peak_bytes
+
+
+class Named(nn.Linear):
+    def forward(self, x, how="tuple"):
+        y = super().forward(x)
+        return {"tuple": (y, None), "dict": {"loss": y.mean(), "y": y}}[how]
+
+
+@pytest.mark.parametrize("how", ["tuple", "dict"])
+def test_losses_of_every_kind(how):
+    e = simulate_step(Named(8, 8), {"x": torch.randn(4, 8), "how": how})
+    assert e.by_owner["gradients"] > 0 if "gradients" in e.by_owner else e.kept_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": 3}, TypeError, "model is a int"),
+        ({"batch": 3}, TypeError, "batch is a int; expected a tensor, a tuple, a dict"),
+        ({"batch": []}, ValueError, "batch is an empty list"),
+        ({"device": "h1000"}, ValueError, "device is 'h1000'; expected one of cpu"),
+        ({"optimizer": "adamw"}, TypeError, "optimizer is 'adamw'"),
+        ({"loss": lambda y: y}, ValueError, r"loss returned a tensor of shape \(4, 8\)"),
+        ({"budget": "many"}, ValueError, "budget is 'many'"),
+    ],
+)
+def test_wrong_arguments(change, error, message):
+    given = {"model": nn.Linear(8, 8), "batch": torch.randn(4, 8), **change}
+    with pytest.raises(error, match=message):
+        will_it_fit(**given)
+
+
+def test_will_it_fit_answers_and_prints():
+    model, batch, _ = made("llama")
+    peak = will_it_fit(model, batch, device="cpu").peak_bytes
+    for budget, fits in ((peak, True), (peak - 1, False)):
+        report = will_it_fit(model, batch, budget, device="cpu")
+        assert report.fits is fits and report.peak_bytes == peak and report.budget_bytes == budget
+    assert "does not fit" in str(report) and "activations of layers.*.mlp.gate" in str(report)
+    assert report.by_owner["parameters"] == sum(p.nbytes for p in model.parameters())
