@@ -14,15 +14,14 @@ from storage_ops.fitting.record import Call
 from storage_ops.fitting.step import Op
 from storage_ops.loss.devices import DEVICES, Rates, named, rates_of
 
-_SELECTIONS = 8  # at most so many sets of saved ops
+# Shares of the bytes of all results that the sets of saved ones take, at least.
+_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
 _TILES = (2, 4, 8, 16)
 # What an action may fail with, when a layer does what it cannot repeat.
 _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
-def costs_of(
-    call: Call, allowed: Sequence[str], on_gpu: bool, rates: Rates
-) -> dict[Action, Cost]:
+def costs_of(call: Call, allowed: Sequence[str], on_gpu: bool, rates: Rates) -> dict[Action, Cost]:
     """Actions for a call of a layer, the first of them to keep all, without those that are worse.
 
     Args:
@@ -34,7 +33,7 @@ def costs_of(
     probe = Probe(call, on_gpu, rates)
     keep = Action("keep")
     costs = {keep: probe.cost(keep)}
-    for action in _candidates(call.unit.module, probe, allowed):
+    for action in _candidates(call.unit.module, probe, allowed, costs[keep].kept):
         try:
             costs[action] = probe.cost(action)
         except _REFUSALS:
@@ -52,7 +51,7 @@ def _is_worse(cost: Cost, other: Cost) -> bool:
     return ours != theirs and all(a >= b for a, b in zip(ours, theirs, strict=True))
 
 
-def _candidates(layer: nn.Module, probe: Probe, allowed: Sequence[str]) -> list[Action]:
+def _candidates(layer: nn.Module, probe: Probe, allowed: Sequence[str], most: int) -> list[Action]:
     found: list[Action] = []
     if "full" in allowed:
         found.append(Action("full"))
@@ -61,7 +60,7 @@ def _candidates(layer: nn.Module, probe: Probe, allowed: Sequence[str]) -> list[
             ops, again = probe.ops()
         except _REFUSALS:
             ops, again = [], 0
-        found += [Action("selective", saved=saved) for saved in _selections(ops[:again])]
+        found += [Action("selective", saved=saved) for saved in _selections(ops[:again], most)]
     if "output_discard" in allowed:
         found += _discards(layer)
     if "tile" in allowed:
@@ -72,8 +71,8 @@ def _candidates(layer: nn.Module, probe: Probe, allowed: Sequence[str]) -> list[
     return found
 
 
-def _selections(ops: list[Op]) -> list[tuple[tuple[str, int], ...]]:
-    """Sets of ops to save: those first that take longest for their bytes, ever more of them.
+def _selections(ops: list[Op], most: int) -> list[tuple[tuple[str, int], ...]]:
+    """Sets of ops to save, of less than `most` bytes: those first that take longest for their bytes.
 
     Each is the best of all sets that take no more bytes than it (the greedy solutions of a knapsack
     at its own sizes).
@@ -85,9 +84,10 @@ def _selections(ops: list[Op]) -> list[tuple[tuple[str, int], ...]]:
     for op in order:
         taken += op.nbytes
         saved.append(op.call)
-        if not sets or taken >= total * len(sets) / _SELECTIONS or len(saved) == len(order):
-            sets.append(tuple(sorted(saved)))
-    return sets
+        reached = sum(taken >= share * total for share in _SHARES)
+        if reached > len(sets) and taken < most:
+            sets += [tuple(sorted(saved))] * (reached - len(sets))
+    return list(dict.fromkeys(sets))
 
 
 def _discards(layer: nn.Module) -> list[Action]:

@@ -126,9 +126,7 @@ class FitPlan:
             "totals": self.totals,
             "step_seconds": self.step_seconds,
             "rows": [asdict(row) for row in self.rows],
-            "actions": [
-                {"layer": unit.name, **action.as_dict()} for unit, action in self._actions
-            ],
+            "actions": [{"layer": unit.name, **action.as_dict()} for unit, action in self._actions],
         }
 
     def __rich__(self) -> Table:

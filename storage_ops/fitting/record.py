@@ -7,6 +7,7 @@ longer with many layers, and what layers keep and take is added by whoever asks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,14 +177,15 @@ class Recorder:
             optimizer.step()
 
     def _find_shared(self) -> None:
-        """Note which inputs were not freed by the backward of their stand-in."""
+        """Note which inputs others hold too: not freed by the backward of their stand-in."""
+        uses = Counter(block for call in self.recording.calls for block in call.inputs)
         taken = [taken for _, _, taken in self.books.ledger.events]
         freed = {b: i for i, (_, b, taken) in enumerate(self.books.ledger.events) if not taken}
         for call in self.recording.calls:
             after = call.backward[1] if call.backward is not None else 0
             call.shared = tuple(
                 i for i, block in enumerate(call.inputs)
-                if block is None or (at := freed.get(block, 0)) < after or any(taken[after:at])
+                if block is None or uses[block] > 1 or (at := freed.get(block, 0)) < after or any(taken[after:at])
             )  # fmt: skip
             call.inputs = []
             call.kind = (*call.kind, call.shared, call.gradients)
@@ -214,7 +216,11 @@ class Recorder:
             call.forward = start, self.books.mark()
             self.recording.calls.append(call)
             values = [
-                next(new) if isinstance(m, Like) else given[m.number] if isinstance(m, _Given) else m
+                next(new)
+                if isinstance(m, Like)
+                else given[m.number]
+                if isinstance(m, _Given)
+                else m
                 for m in made
             ]
             return tree_unflatten(values, tree)

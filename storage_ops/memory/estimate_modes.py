@@ -81,7 +81,7 @@ class Simulation(TorchDispatchMode):
     def note_random_state(self, t: Tensor) -> None:
         """Book the state of the CPU's generator, which is copied without an op; not on a GPU."""
         if not self._on_gpu:
-            self._ledger.see(t, "random state")
+            self.ledger.see(t, "random state")
 
     def restore_gradients(self) -> None:
         """Give tensors from outside the gradients that they had."""
@@ -145,7 +145,11 @@ class Simulation(TorchDispatchMode):
                 nbytes = base.untyped_storage().nbytes()
                 whole = base
                 if base.dtype != torch.uint8 or base.dim() != 1:
-                    whole = base.detach().as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0).view(torch.uint8)
+                    whole = (
+                        base.detach()
+                        .as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
+                        .view(torch.uint8)
+                    )
                 elements = whole[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
                 return elements.as_strided(shape, stride, offset)
 
