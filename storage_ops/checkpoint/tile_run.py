@@ -219,7 +219,7 @@ class _Tiled(torch.autograd.Function):
         return call.forward(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
             fail(
                 ctx.call.pieces.name,
@@ -235,7 +235,7 @@ def run(pieces: Pieces, x: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return pieces.run(x)
     call = _Call(pieces, x, parameters)
-    return _Tiled.apply(call, x, *call.parameters)  # type: ignore[no-any-return]
+    return _Tiled.apply(call, x, *call.parameters)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _as_it_is(t: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def _candidates(layer: nn.Module, probe: Probe, allowed: Sequence[str], most: in
 
 
 def _selections(ops: list[Op], most: int) -> list[tuple[tuple[str, int], ...]]:
-    """Sets of ops to save, of less than `most` bytes: those first that take longest for their bytes.
+    """Sets of ops to save, of less than `most` bytes; first go those that take long for their bytes.
 
     Each is the best of all sets that take no more bytes than it (the greedy solutions of a knapsack
     at its own sizes).
@@ -80,7 +80,8 @@ def _selections(ops: list[Op], most: int) -> list[tuple[tuple[str, int], ...]]:
     saveable = [op for op in ops if op.saveable and op.nbytes > 0]
     order = sorted(saveable, key=lambda op: -op.seconds / op.nbytes)
     total = sum(op.nbytes for op in order)
-    sets, taken, saved = [], 0, []
+    sets: list[tuple[tuple[str, int], ...]] = []
+    taken, saved = 0, []
     for op in order:
         taken += op.nbytes
         saved.append(op.call)

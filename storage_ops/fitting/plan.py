@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from storage_ops.checkpoint.report import as_text
 from storage_ops.checkpoint.rules import class_of
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.units import Unit, fingerprint, units_of
-from storage_ops.quantities import metric, readable
+from storage_ops.quantities import as_text, metric, readable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -212,8 +211,9 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:
         saved = [(v["layer"], Action.from_dict(v)) for v in values["actions"]]
         rows = [Row(**row) for row in values["rows"]]
         totals = {name: (int(peak), float(s)) for name, (peak, s) in values["totals"].items()}
-        numbers = [values[k] for k in ("peak_bytes", "seconds", "budget", "device")]
-        step_seconds, known = values["step_seconds"], values["fingerprint"]
+        peak, budget = int(values["peak_bytes"]), int(values["budget"])
+        seconds, step_seconds = float(values["seconds"]), float(values["step_seconds"])
+        device, known = str(values["device"]), str(values["fingerprint"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"load_fit: {path} is no plan of fit: {error!r}") from error
     units = {unit.name: unit for unit in units_of(model)}
@@ -223,7 +223,7 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:
             f"the same modules, sizes, dtypes and mode, and model is a {class_of(model).__name__}"
         )
     actions = [(units[name], action) for name, action in saved]
-    return FitPlan(model, actions, *numbers, rows, totals, step_seconds)
+    return FitPlan(model, actions, peak, seconds, budget, device, rows, totals, step_seconds)
 
 
 def _together(names: list[str]) -> str:

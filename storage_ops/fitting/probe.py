@@ -46,7 +46,7 @@ class _Entry(torch.autograd.Function):
         return tuple(like.make() for like in likes)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *_: Tensor) -> Any:
         return (None,) * (ctx.number + 1)
 
 
@@ -61,7 +61,7 @@ class _Exit(torch.autograd.Function):
         return torch.empty(0, device=outputs[0].device)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> Any:
         return None, *(None if like is None else like.make() for like in ctx.likes)
 
 
@@ -121,7 +121,7 @@ class Probe:
             marks: list[int] = []
             books.run(self._once, books, times, marks)
             levels = books.levels()
-        start, ready, after, before = marks
+        ready, after, before = marks
         base = levels[ready]
         return Cost(
             levels[before] - base,
@@ -133,7 +133,6 @@ class Probe:
     def _once(self, books: Books, times: OpTimes, marks: list[int]) -> None:
         """Run forward and backward of the layer, with the moments between the parts."""
         call = self._call
-        marks.append(books.mark())
         leaves, tree = tree_flatten(call.args)
         places = [i for i, like in enumerate(leaves) if isinstance(like, Like)]
         trained = [i for i in places if leaves[i].needs_grad]

@@ -103,7 +103,7 @@ class _StandIn(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         recorder, call = ctx.recorder, ctx.call
         before = recorder.books.mark()
         given = [g for g in gradients if g is not None]
@@ -183,10 +183,12 @@ class Recorder:
         freed = {b: i for i, (_, b, taken) in enumerate(self.books.ledger.events) if not taken}
         for call in self.recording.calls:
             after = call.backward[1] if call.backward is not None else 0
-            call.shared = tuple(
-                i for i, block in enumerate(call.inputs)
-                if block is None or uses[block] > 1 or (at := freed.get(block, 0)) < after or any(taken[after:at])
-            )  # fmt: skip
+            shared = []
+            for i, block in enumerate(call.inputs):
+                at = freed.get(block, 0) if block is not None and uses[block] == 1 else 0
+                if at < after or any(taken[after:at]):
+                    shared.append(i)
+            call.shared = tuple(shared)
             call.inputs = []
             call.kind = (*call.kind, call.shared, call.gradients)
 

@@ -112,9 +112,9 @@ class OpTimes(TorchDispatchMode):
     def _flops(self, op: Any, args: Any, kwargs: Any, out: Any) -> int:
         if call_name(op) == "attention" and len(args) > 2:  # also with fewer heads of keys
             q, k, v = args[:3]
-            return 2 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        formula = self._formulas.get(getattr(op, "overloadpacket", op))
-        return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+            return int(2 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
+        formula: Any = self._formulas.get(getattr(op, "overloadpacket", op))
+        return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
     def _seconds(self, flops: int, traffic: int, output: Tensor) -> float:
         rates = self._rates

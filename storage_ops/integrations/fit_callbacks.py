@@ -55,7 +55,7 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
     applied = _Applied(plan)
     from transformers import TrainerCallback
 
-    class FitCallback(TrainerCallback):  # type: ignore[misc]
+    class FitCallback(TrainerCallback):
         """Applies a plan of storage_ops.fit."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -145,11 +145,7 @@ class Simulation(TorchDispatchMode):
                 nbytes = base.untyped_storage().nbytes()
                 whole = base
                 if base.dtype != torch.uint8 or base.dim() != 1:
-                    whole = (
-                        base.detach()
-                        .as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
-                        .view(torch.uint8)
-                    )
+                    whole = base.detach().as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0).view(torch.uint8)
                 elements = whole[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
                 return elements.as_strided(shape, stride, offset)
 

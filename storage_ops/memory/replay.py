@@ -219,11 +219,7 @@ class _Recorder:
         outputs = [self._output(leaf, given) for leaf in leaves]
         edges = 0
         last = self._leave(
-            [
-                t
-                for t, v in zip(leaves, outputs, strict=True)
-                if isinstance(v, View) and v.needs_grad
-            ]
+            [t for t, v in zip(leaves, outputs, strict=True) if isinstance(v, View) and v.needs_grad]
         )
         if last is not None and needing:
             edges = _edges(last)[0][given[needing[0]].grad_fn, 0]
@@ -254,9 +250,7 @@ class _Recorder:
             if role in (INPUT, OUTPUT) and block not in dropped
         }
         slots = [self._slot(block) for block in self._numbers]
-        return Recording(
-            slots, forward, outputs, form, held, edges, backward, gradients, parameters
-        )
+        return Recording(slots, forward, outputs, form, held, edges, backward, gradients, parameters)
 
     def _inputs(
         self, args: Any, kwargs: Any, arrived: list[Any]
@@ -529,9 +523,7 @@ def _uses_of_the_last() -> tuple[int, int]:
 
 def _is_last(gradients: tuple[Tensor | None, ...], number: int) -> bool:
     """Whether a node is the only one that has a gradient."""
-    return all(
-        n <= most for n, most in zip(_uses(gradients, number), _uses_of_the_last(), strict=True)
-    )
+    return all(n <= most for n, most in zip(_uses(gradients, number), _uses_of_the_last(), strict=True))
 
 
 def replayed(
