@@ -62,7 +62,8 @@ class Action:
             for op, _ in self.saved:
                 short = op.partition("::")[2] or op
                 counts[short] = counts.get(short, 0) + 1
-            what = "save " + ", ".join(f"{n} {op}" if n > 1 else op for op, n in counts.items())
+            ops = (f"{n} {op}" if n > 1 else op for op, n in counts.items())
+            what = f"recompute all but {', '.join(ops)}"
         elif self.mode == "output_discard":
             what = "discard output of " + ", ".join(self.discarded)
         if self.tiled:

@@ -72,7 +72,7 @@ def _candidates(layer: nn.Module, probe: Probe, allowed: Sequence[str], most: in
 
 
 def _selections(ops: list[Op], most: int) -> list[tuple[tuple[str, int], ...]]:
-    """Sets of ops to save, of less than `most` bytes; first go those that take long for their bytes.
+    """Sets of ops to save, of less than `most` bytes; those first that take long for their bytes.
 
     Each is the best of all sets that take no more bytes than it (the greedy solutions of a knapsack
     at its own sizes).

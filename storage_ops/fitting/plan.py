@@ -143,7 +143,8 @@ class FitPlan:
         ]
         table = Table(title="Fit", caption="\n".join(lines), box=box.SIMPLE_HEAD)
         for name in ("layers", "action", "bytes kept", "at the peak", "seconds added"):
-            table.add_column(name, justify="left" if name in ("layers", "action") else "right")
+            words = name in ("layers", "action")
+            table.add_column(name, justify="left" if words else "right", overflow="fold")
         for row in self.rows:
             table.add_row(
                 f"{len(row.names)} x {_together(row.names)}",

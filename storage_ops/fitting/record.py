@@ -196,8 +196,7 @@ class Recorder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
-            leaves, spec = tree_flatten((args, kwargs))
-            given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             like = tree_map_only(Tensor, Like.of, (args, kwargs))
             kind = (unit.print, *(x if isinstance(x, Like) else repr(x) for x in leaves_of(like)))
             call = Call(unit, kind, like)

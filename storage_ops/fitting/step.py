@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
