@@ -33,12 +33,15 @@ else:
         output_discard,
     )
     from storage_ops.checkpoint.report import checkpoint_report
+    from storage_ops.checkpoint.tile import tile
     from storage_ops.checkpoint.transform import (
         apply_activation_checkpoint,
         remove_activation_checkpoint,
     )
     from storage_ops.checkpoint.wrapper import CheckpointWrapper
     from storage_ops.divergence.api import linear_kl_div
+    from storage_ops.fitting.fit import fit
+    from storage_ops.fitting.plan import load_fit
     from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
     from storage_ops.loss.api import LinearCrossEntropyLoss, linear_cross_entropy
     from storage_ops.loss.plan import plan
@@ -75,11 +78,13 @@ __all__ = [
     "disable_checkpointing",
     "discard_storage",
     "explain_policy",
+    "fit",
     "graph",
     "info",
     "is_discarded",
     "linear_cross_entropy",
     "linear_kl_div",
+    "load_fit",
     "memory",
     "output_discard",
     "patch_causal_lm",
@@ -88,5 +93,6 @@ __all__ = [
     "register_rng_tracker",
     "remove_activation_checkpoint",
     "share_storage",
+    "tile",
     "unpatch_causal_lm",
 ]

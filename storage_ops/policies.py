@@ -10,6 +10,7 @@ from storage_ops.checkpoint.policies import (
     everything,
     matmuls,
     save,
+    save_calls,
     save_mm_shapes,
     union,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "everything",
     "matmuls",
     "save",
+    "save_calls",
     "save_mm_shapes",
     "union",
 ]

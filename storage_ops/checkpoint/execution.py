@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from storage_ops.checkpoint.effects import Effects
@@ -65,10 +67,18 @@ def _accessors(source: Any) -> _Source:
 def rng_of(device: torch.device) -> _Source:
     """How to get and set the state of a device's default generator."""
     if device.type == "cpu":
-        return torch.default_generator.get_state, torch.default_generator.set_state
+        return _state_of_cpu, torch.default_generator.set_state
     library = torch.get_device_module(device)
     put = functools.partial(library.set_rng_state, device=device)
     return functools.partial(library.get_rng_state, device), put
+
+
+def _state_of_cpu() -> Tensor:
+    state = torch.default_generator.get_state()
+    if torch._C._len_torch_dispatch_stack():  # a simulation of `storage_ops.memory` counts it
+        for mode in _get_current_dispatch_mode_stack():
+            getattr(mode, "note_random_state", lambda _: None)(state)
+    return state
 
 
 _RNG_OF_CPU = rng_of(torch.device("cpu"))

@@ -125,6 +125,64 @@ def save(*ops: Any) -> Policy:
     return _Save(resolve(ops, "save()"))
 
 
+def call_name(op: Any) -> str:
+    """The name by which `save_calls` counts the calls of an op."""
+    name = name_of(op)
+    # Which kernel of attention runs depends on the device.
+    return "attention" if packet_of(name) in ATTENTION else name
+
+
+@dataclass(frozen=True)
+class _SaveCalls:
+    calls: frozenset[tuple[str, int]]
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        raise _not_begun("save_calls")
+
+    def begin(self) -> Policy:
+        return _CallCounter(self.calls)
+
+
+class _CallCounter:
+    """Numbers the calls of each op of one region, as `_Counter` does."""
+
+    def __init__(self, calls: frozenset[tuple[str, int]]) -> None:
+        self._calls = calls
+        self._seen: dict[tuple[str, bool], int] = {}
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = call_name(op)
+        key = name, bool(ctx.is_recompute)
+        number = self._seen.get(key, 0)
+        self._seen[key] = number + 1
+        return _decision((name, number) in self._calls)
+
+
+def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
+    """Save the results of single calls of ops, counted anew in every region.
+
+    Args:
+        calls: pairs of the dispatcher's name of an op, "aten::mm" for its default overload, and the
+            number of the call among those of this op, from 0. "attention" counts the calls of all
+            fused kernels of attention, of which each device has its own.
+
+    Raises:
+        TypeError: not such pairs.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.save_calls([("aten::mm", 0), ("attention", 0)])
+    """
+    kept = set()
+    for call in calls:
+        if not (isinstance(call, (tuple, list)) and [type(v) for v in call] == [str, int]):
+            raise TypeError(
+                f"save_calls: calls has {call!r}; expected pairs such as ('aten::mm', 0)"
+            )
+        kept.add((call[0], call[1]))
+    return _SaveCalls(frozenset(kept))
+
+
 # Which argument of a product is its right factor.
 _RIGHT_FACTOR = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
 
@@ -201,16 +259,20 @@ def difference(policy: Policy, other: Policy) -> Policy:
     return _Difference(policy, other)
 
 
+def _not_begun(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} counts the ops of one region and was not told where that begins; give "
+        "functools.partial(storage_ops.policies.contexts, policy) to checkpoint as context_fn"
+    )
+
+
 @dataclass(frozen=True)
 class _EveryKth:
     policy: Policy
     k: int
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        raise RuntimeError(
-            "every_kth counts the ops of one region and was not told where that begins; give "
-            "functools.partial(storage_ops.policies.contexts, policy) to checkpoint as context_fn"
-        )
+        raise _not_begun("every_kth")
 
     def begin(self) -> Policy:
         return _Counter(begin(self.policy), self.k)

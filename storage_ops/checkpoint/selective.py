@@ -212,7 +212,7 @@ class _Recording(_Mode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
-        if _is_ignored(op, args):
+        if is_ignored(op, args):
             return out
         saved = self._saved
         index = saved.calls[op]
@@ -273,7 +273,7 @@ class _Replaying(_Mode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_ignored(op, args):
+        if is_ignored(op, args):
             return op(*args, **(kwargs or {}))
         saved = self._saved
         key = (op, self._calls[op])
@@ -313,7 +313,7 @@ def _detached(t: Tensor) -> Tensor:
         return t.detach()
 
 
-def _is_ignored(op: Any, args: Any) -> bool:
+def is_ignored(op: Any, args: Any) -> bool:
     """Whether an op does not count: it may run in the forward and not in the recompute.
 
     Autocast casts a parameter where it is first used, and keeps the result for other regions.

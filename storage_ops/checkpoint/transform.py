@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from storage_ops.checkpoint import discard_scope, wrapper
+from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
 from storage_ops.checkpoint.report import checkpoint_report
 from storage_ops.checkpoint.rules import class_of, qualified_name
@@ -121,7 +121,7 @@ def apply_activation_checkpoint(
 
 
 def remove_activation_checkpoint(model: nn.Module) -> nn.Module:
-    """Undo `apply_activation_checkpoint` and `CheckpointWrapper` in a model and all its modules.
+    """Undo `apply_activation_checkpoint`, `CheckpointWrapper` and `tile` in all modules of a model.
 
     Every layer runs its plain forward again. It has its plain class back too, unless another
     library, such as FSDP2, changed the class after it.
@@ -137,10 +137,10 @@ def remove_activation_checkpoint(model: nn.Module) -> nn.Module:
         True
     """
     for module in model.modules():
-        # Whichever is above the other.
-        discard_scope.release(module)
-        wrapper.unset_checkpointing(module)
-        discard_scope.release(module)
+        for _ in range(3):  # whichever is above the others
+            discard_scope.release(module)
+            wrapper.unset_checkpointing(module)
+            tile.unset_tiling(module)
     return model
 
 

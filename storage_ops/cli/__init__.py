@@ -1,4 +1,4 @@
-"""`python -m storage_ops {info,demo,plan,will-it-fit,bench}`, and `storage-ops-plan`.
+"""`python -m storage_ops {info,demo,plan,will-it-fit,fit,bench}`, and `storage-ops-plan`.
 
 Each command is a module here with `HELP`, `add_arguments(parser)` and `run(args, console)`, which
 returns the exit code: 0, 1 where something does not work here, 2 for wrong arguments. `demo/` and
@@ -14,9 +14,16 @@ from collections.abc import Sequence
 from rich.console import Console
 
 import storage_ops
-from storage_ops.cli import bench, demo, info, plan, will_it_fit
+from storage_ops.cli import bench, demo, fit, info, plan, will_it_fit
 
-COMMANDS = {"info": info, "demo": demo, "plan": plan, "will-it-fit": will_it_fit, "bench": bench}
+COMMANDS = {
+    "info": info,
+    "demo": demo,
+    "plan": plan,
+    "will-it-fit": will_it_fit,
+    "fit": fit,
+    "bench": bench,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

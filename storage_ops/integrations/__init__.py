@@ -3,4 +3,11 @@
 `transformers.py` patches a Hugging Face causal language model. The model's own forward runs; while
 it is given labels, its output layer returns *deferred logits* (`deferred_logits.py`), which record
 what the model does to them until its cross-entropy becomes `linear_cross_entropy`.
+
+`fit_callbacks.py` has callbacks of trainers that apply a plan of `fit`; a library is imported when
+a callback for it is made.
 """
+
+from storage_ops.integrations.fit_callbacks import lightning_callback, trainer_callback
+
+__all__ = ["lightning_callback", "trainer_callback"]

@@ -137,9 +137,10 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        # Heads after tokens in memory, as the layer that follows wants them.
-        out = q.new_empty((len(q), q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        # By an op of a GPU, so that policies of checkpoints see it; its output has heads after
+        # tokens in memory, as the layer that follows wants them.
+        keys, values = (t.detach().expand(len(q), *t.shape[1:]) for t in (k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return out
 

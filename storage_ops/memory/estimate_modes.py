@@ -80,6 +80,11 @@ class Simulation(TorchDispatchMode):
         found = [self.ledger.block_of(part) for part in parts]
         return [block for block in found if block is not None]
 
+    def note_random_state(self, t: Tensor) -> None:
+        """Book the state of the CPU's generator, which is copied without an op; not on a GPU."""
+        if not self._on_gpu:
+            self.ledger.see(t, "random state")
+
     def restore_gradients(self) -> None:
         """Give tensors from outside the gradients that they had."""
         for t, gradient in self._gradients:

@@ -251,7 +251,7 @@ def _simulate(
             optimizer.step()
             note(STATE, tree_leaves(list(optimizer.state.values())), simulation)
 
-    with _without_gradients(model.parameters()), around_calls(model, around):
+    with without_gradients(model.parameters()), around_calls(model, around):
         with simulating(ledger, held, args, kwargs, assumption, on_gpu) as (simulation, *moved):
             note(PARAMETERS, model.parameters(), simulation)
             note(BUFFERS, model.buffers(), simulation)
@@ -302,7 +302,9 @@ def _was_there(ledger: Ledger, blocks: set[Block]) -> None:
 
 
 @contextlib.contextmanager
-def _without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let parameters have no gradients inside a with block, and those of before after it."""
+    parameters = list(parameters)
     before = [(p, p.grad) for p in parameters]
     for p, _ in before:
         p.grad = None

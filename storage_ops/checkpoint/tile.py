@@ -1,0 +1,301 @@
+"""Token-wise modules that run over slices of the sequence, in forward and in backward.
+
+The intermediates of an MLP exist for one tile at a time, in the backward as well: there each tile
+runs again and has its backward before the next one. `tile_run.py` is one such call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from storage_ops._subclass import Replaced, like
+from storage_ops.checkpoint import tile_run
+from storage_ops.checkpoint.execution import is_disabled
+from storage_ops.checkpoint.lowering import compiled_region, traced_region
+from storage_ops.checkpoint.region import is_repeatable
+from storage_ops.checkpoint.tile_run import Pieces, fail
+from storage_ops.graph import regions
+from storage_ops.quantities import parse_bytes, readable
+
+
+@dataclass
+class Tiling:
+    """How one module is tiled.
+
+    Attributes:
+        tiles: how many tiles; None: as few as `budget` allows.
+        budget: bytes that one tile may take.
+        dim: the dimension of the tokens.
+        found: the number of tiles for inputs that were seen, by shape and dtype.
+        checked: whether the module was seen to be token-wise.
+    """
+
+    tiles: int | None
+    budget: int | None
+    dim: int
+    found: dict[Any, int] = field(default_factory=dict, compare=False, repr=False)
+    checked: bool = field(default=False, compare=False, repr=False)
+
+    def run(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
+        """Call a module; `original` is the forward of its class."""
+        x, forward = _input_of(module, original, args, kwargs)
+        dim = self._dim_of(module, x)
+        tokens = x.shape[dim]
+        if is_disabled() or tokens < 2:
+            return forward(module, x)
+        if torch.compiler.is_compiling():
+            if self.tiles is None:
+                fail(
+                    type(module).__name__,
+                    "is compiled with a budget, which needs a run on fake tensors; expected tiles",
+                )
+            call = partial(forward, module)
+            if torch.is_grad_enabled():
+                call = partial(_compiled, call)
+            cut = torch.tensor_split(x, min(self.tiles, tokens), dim)
+            return torch.cat([call(t) for t in cut], dim)
+        pieces = Pieces(module, forward, dim, 1)
+        pieces.tiles = self._number_for(pieces, x)
+        if regions.tracing():
+            call = partial(forward, module)
+            parts = [traced_region(call, (t,), {}, None, False) for t in pieces.of(x)]
+            return torch.cat(parts, dim)
+        if torch.is_grad_enabled() and not is_repeatable():
+            return torch.cat([forward(module, t) for t in pieces.of(x)], dim)
+        # Not where a checkpoint records ops, nor for fakes, which have no values.
+        if not self.checked and tokens > 2 and not torch._C._len_torch_dispatch_stack():
+            tile_run.check_tokens(pieces, x)
+            self.checked = True
+        return tile_run.run(pieces, x)
+
+    def _dim_of(self, module: nn.Module, x: Tensor) -> int:
+        """The dimension of the tokens, counted from the first."""
+        dim = self.dim + x.ndim if self.dim < 0 else self.dim
+        if not 0 <= dim < x.ndim - 1:
+            fail(
+                type(module).__name__,
+                f"got an input of shape {tuple(x.shape)}, and dim is {self.dim}; expected a "
+                "dimension of it other than the last",
+                ValueError,
+            )
+        return dim
+
+    def _number_for(self, pieces: Pieces, x: Tensor) -> int:
+        tokens = x.shape[pieces.dim]
+        if self.tiles is not None:
+            return min(self.tiles, tokens)
+        assert self.budget is not None
+        key = (x.shape, x.dtype, torch.is_autocast_enabled(x.device.type))
+        if key not in self.found:
+            self.found[key] = _fewest(pieces, x, tokens, self.budget)
+        return self.found[key]
+
+
+def _compiled(call: Any, piece: Tensor) -> Any:
+    return compiled_region(call, (piece,), {}, True, None, False)
+
+
+def _fewest(pieces: Pieces, x: Tensor, tokens: int, budget: int) -> int:
+    """The smallest number of tiles of which each takes no more than the budget."""
+    low, high = 1, tokens
+    least = bytes_of_tile(pieces, x, 1)
+    if least > budget:
+        fail(
+            pieces.name,
+            f"takes {readable(least, up=True)} ({least} bytes) for one token, and budget is "
+            f"{readable(budget)}; expected at least that",
+            ValueError,
+        )
+    while low < high:
+        middle = (low + high) // 2
+        if bytes_of_tile(pieces, x, -(-tokens // middle)) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
+    """Bytes that a tile of so many tokens takes at its peak, by a run on fake tensors.
+
+    That is, all it makes in its forward and backward, with one weight's gradient before it joins
+    the sum; not its part of the input, the output, their gradients, and the sums.
+    """
+    from storage_ops import memory
+
+    shape = list(x.shape)
+    shape[pieces.dim] = tokens
+    named = {**dict(pieces.host.named_parameters()), **dict(pieces.host.named_buffers())}
+    with _disable_current_modes():
+        with FakeTensorMode():
+            values = [_fake(t.shape, t) for t in named.values()]
+            piece = _fake(shape, x)
+        bound = partial(tile_run.replaced, pieces.host, dict(zip(named, values, strict=True)))
+        with bound(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            out = pieces.output_of(piece)
+            gradient = torch.empty_like(out)
+
+        def step(*_: Tensor) -> None:
+            with torch.enable_grad(), bound():
+                out = pieces.output_of(piece)
+                if out.requires_grad:
+                    out.backward(gradient)
+
+        found = memory.estimate(step, piece, gradient, *values)
+    return found.peak_bytes - found.input_bytes
+
+
+def _fake(shape: Any, t: Tensor) -> Tensor:
+    made = torch.empty(shape, dtype=t.dtype, device=t.device)
+    if t.requires_grad:
+        made.requires_grad_()
+        made.grad = torch.empty_like(made)
+    return made
+
+
+class Tiled(Replaced):
+    """A module that runs in tiles: the same module, of another class."""
+
+    # None on an instance: its forward is the plain one.
+    _tiling: Tiling | None = None
+
+    @staticmethod
+    def forward_over(original: Any) -> Any:
+        """The forward that runs the original one on tiles."""
+
+        @like(original)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            how = self._tiling
+            if how is None:
+                return original(self, *args, **kwargs)
+            return how.run(self, original, args, kwargs)
+
+        return forward
+
+
+def tile(
+    module: nn.Module,
+    tiles: int | None = None,
+    budget: int | float | str | None = None,
+    *,
+    dim: int = -2,
+) -> nn.Module:
+    """Run a token-wise module over slices of the sequence, in forward and in backward.
+
+    What the module makes between its input and its output exists for one tile at a time, and
+    nothing of it is kept for backward, where each tile runs once more. So the forward runs twice in
+    all, also within a checkpointed layer that ends with this module: its recompute stops before it.
+
+    The module stays itself, of another class: names, state dict, hooks and attributes are what they
+    were. Its own hooks see the whole sequence, those of modules in it see tiles. Random numbers are
+    repeated exactly. Weight gradients are sums over tiles, each in one buffer, in float32 for
+    16-bit weights; so they differ from those of the whole by rounding, and so may outputs, as
+    products of fewer rows may be summed in another order. Within
+    `storage_ops.disable_checkpointing` the module runs whole. Compiled and traced, the tiles are
+    regions that the graph recomputes, and sums are the graph's. `remove_activation_checkpoint`
+    undoes it.
+
+    Token-wise means that the output at a token depends on the input at that token only, not on its
+    place. The first call checks this by gradients at three tokens, but the place it cannot see: a
+    module that adds embeddings of positions gives wrong results without an error.
+
+    Args:
+        module: takes one tensor with tokens in dimension `dim` and returns one with as many tokens
+            there, such as (batch, tokens, hidden); other arguments must be no tensors. Changed in
+            place and returned.
+        tiles: how many, at most as many as there are tokens.
+        budget: in place of `tiles`, as bytes or text such as "400MiB": the fewest tiles of which
+            none takes more while it runs forward and backward, not counting the input, the output,
+            their gradients and the sums of weight gradients. Not under torch.compile.
+        dim: the dimension of the tokens; not the last one.
+
+    Raises:
+        TypeError, ValueError: a wrong argument. At a call: the input or the output is not as said
+            above, or the module is not token-wise.
+        RuntimeError: its forward was replaced on the instance, or it is tiled differently. At a
+            call: it uses a tensor that needs a gradient and is no parameter of it. In a backward:
+            it is differentiated twice.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(
+        ...     torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)
+        ... )
+        >>> mlp = storage_ops.tile(mlp, 4)
+        >>> mlp(torch.randn(2, 100, 16)).sum().backward()
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"tile: module is {module!r}, a {type(module).__name__}; expected a torch.nn.Module"
+        )
+    if (tiles is None) == (budget is None):
+        raise ValueError(
+            f"tile: tiles is {tiles!r} and budget is {budget!r}; expected one of the two"
+        )
+    for name, value in (("tiles", tiles), ("dim", dim)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"tile: {name} is {value!r}; expected a whole number")
+    if tiles is not None and tiles < 1:
+        raise ValueError(f"tile: tiles is {tiles}; expected at least 1")
+    if dim == -1:
+        raise ValueError("tile: dim is -1; expected a dimension other than the last")
+    how = Tiling(tiles, None if budget is None else parse_bytes(budget, "tile: budget"), dim)
+    name = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        fail(name, "is a ScriptModule; expected a module in Python", TypeError)
+    if "forward" in vars(module):
+        fail(name, "has a forward on the instance; expected that of its class")
+    now = tiling_of(module)
+    if now is not None and now != how:
+        fail(
+            name,
+            f"is tiled already, as {now}; expected the same, {how}, or "
+            "remove_activation_checkpoint(model) first",
+        )
+    if now is None:
+        set_tiling(module, how)
+    return module
+
+
+def tiling_of(module: nn.Module) -> Tiling | None:
+    """How a module is tiled; None if it is not."""
+    return module._tiling if isinstance(module, Tiled) else None
+
+
+def set_tiling(module: Any, how: Tiling) -> None:
+    """Tile a module."""
+    if not isinstance(module, Tiled):
+        Tiled.change(module)
+    module._tiling = how
+
+
+def unset_tiling(module: Any) -> None:
+    """Give a module its plain forward back, and its class unless another was put above it."""
+    vars(module).pop("_tiling", None)
+    Tiled.change_back(module)
+
+
+def _input_of(
+    module: nn.Module, original: Any, args: Any, kwargs: Any
+) -> tuple[Tensor, tile_run.Forward]:
+    """The input of a call, and the forward as a function of the module and of an input."""
+    count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+    if count == 1 and args and isinstance(args[0], Tensor):
+        x, rest = args[0], args[1:]
+        return x, lambda module, t: original(module, t, *rest, **kwargs)
+    named = [key for key, value in kwargs.items() if isinstance(value, Tensor)]
+    if count == 1 and named:
+        key, others = named[0], {k: v for k, v in kwargs.items() if k != named[0]}
+        return kwargs[key], lambda module, t: original(module, *args, **others, **{key: t})
+    fail(
+        type(module).__name__,
+        f"got {count} tensors; expected one, as the first argument or by keyword",
+        TypeError,
+    )

@@ -1,0 +1,277 @@
+"""One call of a tiled module: the tiles one after the other, and again in backward.
+
+Backward does for each tile what a checkpoint does for a layer. All of it is one node of autograd,
+so that what the tiles give is summed in one buffer for each weight, and not by the engine, which
+has to hold the terms. The tiles of the forward drew their random numbers one after the other; those
+of backward, in the same order, start where the first one did and thus draw the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from storage_ops.checkpoint.execution import ExecutionState
+from storage_ops.checkpoint.inputs import Inputs
+from storage_ops.checkpoint.reachable import Surroundings
+from storage_ops.checkpoint.region import is_retained
+
+Forward = Callable[[nn.Module, Tensor], Any]
+
+
+def fail(name: str, what: str, kind: type[Exception] = RuntimeError) -> NoReturn:
+    """Raise the error that a user of a tiled module sees."""
+    raise kind(f"tile: {name} {what}")
+
+
+class Pieces:
+    """A module whose input is given in tiles."""
+
+    def __init__(self, module: nn.Module, forward: Forward, dim: int, tiles: int) -> None:
+        """Remember how to call it.
+
+        Args:
+            module, forward: the module, and its plain forward.
+            dim: that is cut, counted from the first.
+            tiles: how many, at most as many as there are tokens.
+        """
+        self.name = type(module).__name__
+        self.dim, self.tiles = dim, tiles
+        self.host = _Host(module, forward)
+
+    def of(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The tiles of an input; their sizes differ by one token at most."""
+        return torch.tensor_split(x, self.tiles, self.dim)
+
+    def run(self, x: Tensor) -> Tensor:
+        """The outputs of all tiles, each written into one tensor as it is there."""
+        out, at = None, 0
+        for piece in self.of(x):
+            part = self.output_of(piece)
+            if out is None:
+                shape = list(part.shape)
+                shape[self.dim] = x.shape[self.dim]
+                out = part.new_empty(shape)
+            out.narrow(self.dim, at, piece.shape[self.dim]).copy_(part)
+            at += piece.shape[self.dim]
+        assert out is not None
+        return out
+
+    def output_of(self, piece: Tensor) -> Tensor:
+        """The output for one tile.
+
+        Raises:
+            TypeError: it is no tensor. ValueError: it has another number of tokens.
+        """
+        out = self.host.run(piece)
+        if not isinstance(out, Tensor):
+            fail(
+                self.name,
+                f"returned a {type(out).__name__}; expected one tensor with the tokens of its "
+                "input in the same dimension",
+                TypeError,
+            )
+        if out.ndim <= self.dim or out.shape[self.dim] != piece.shape[self.dim]:
+            fail(
+                self.name,
+                f"returned a tensor of shape {tuple(out.shape)} for an input of shape "
+                f"{tuple(piece.shape)}; expected as many tokens in dimension {self.dim}",
+                ValueError,
+            )
+        return out
+
+    def check_leaves(self, out: Tensor, known: Iterable[Tensor]) -> None:
+        """Raise if an output was computed from a tensor that would get no gradient."""
+        allowed = {id(t) for t in known}
+        for leaf in _leaves_of_graph(out):
+            if id(leaf) not in allowed:
+                fail(
+                    self.name,
+                    f"uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
+                    "neither its input nor a parameter of it; expected such a tensor to be one of "
+                    "its parameters, or to need no gradient",
+                )
+
+
+class _Call:
+    """A call that can be repeated in backward."""
+
+    def __init__(self, pieces: Pieces, x: Tensor, parameters: Mapping[str, Tensor]) -> None:
+        self.pieces = pieces
+        self._names = list(parameters)
+        self.parameters = list(parameters.values())
+        # Held before anything runs: a checkpoint around the module needs to run again up to here.
+        self._inputs: Inputs | None = Inputs((x, *self.parameters), {})
+        around = Surroundings.of(pieces.host.run, (), self._inputs.tensors)
+        self._state: ExecutionState | None = ExecutionState(around, preserve_rng_state=True)
+        self._inputs.forget()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output."""
+        assert self._state is not None
+        # Autocast remembers what it casts of a parameter; what it casts here has no gradient.
+        with self._with([p.detach().requires_grad_() for p in self.parameters]):
+            out = self.pieces.run(x)
+        self._state.effects.finish()
+        return out
+
+    def _with(self, parameters: list[Tensor]) -> Any:
+        return replaced(self.pieces.host, dict(zip(self._names, parameters, strict=True)))
+
+    def backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
+        """The gradients of the input and of the parameters, of those that are needed."""
+        pieces = self.pieces
+        if self._inputs is None or self._state is None:
+            fail(
+                pieces.name,
+                "is needed in a second backward pass, but the first one freed its input; use "
+                "retain_graph=True",
+            )
+        (x, *parameters), _ = self._inputs.again(pieces.name)
+        self._inputs.forget_new_hooks()
+        self._state.effects.check(pieces.name)
+        sums = [_Sum(p, needs) for p, needs in zip(parameters, needed[1:], strict=True)]
+        gradient_of_x = torch.empty_like(x) if needed[0] else None
+        at = 0
+        with self._state, self._with([each.leaf for each in sums]):
+            for tile in pieces.of(x.detach()):
+                where = (pieces.dim, at, tile.shape[pieces.dim])
+                at += where[2]
+                tile = tile.detach().requires_grad_(needed[0])
+                out = pieces.output_of(tile)
+                pieces.check_leaves(out, [tile, *(each.leaf for each in sums)])
+                if out.requires_grad:
+                    torch.autograd.backward(out, gradient.narrow(*where))
+                del out
+                if gradient_of_x is not None:
+                    part = gradient_of_x.narrow(*where)
+                    _ = part.zero_() if tile.grad is None else part.copy_(tile.grad)
+        if not is_retained():
+            self._inputs = self._state = None
+        return [gradient_of_x, *(each.total() for each in sums)]
+
+
+class _Host(nn.Module):
+    """Holds the module, so that its parameters can be replaced around its plain forward."""
+
+    def __init__(self, module: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.module = module
+        self._forward = forward
+
+    def run(self, piece: Tensor) -> Any:
+        """Call the plain forward."""
+        return self._forward(self.module, piece)
+
+
+def replaced(module: nn.Module, values: dict[str, Tensor]) -> Any:
+    """A context in which a module has other parameters and buffers, by name; tied ones too."""
+    return nn.utils.stateless._reparametrize_module(module, values, tie_weights=True)
+
+
+class _Sum:
+    """A parameter as tiles see it, and the sum of the gradients that they give."""
+
+    def __init__(self, parameter: Tensor, needed: bool) -> None:
+        self.leaf = parameter.detach().requires_grad_(needed)
+        self._wide: Tensor | None = None
+        if needed and parameter.dtype in (torch.bfloat16, torch.float16):
+            self.leaf.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        if self._wide is None:
+            self._wide = leaf.grad.float()
+        else:
+            self._wide.add_(leaf.grad)
+        leaf.grad = None
+
+    def total(self) -> Tensor | None:
+        """The sum in the parameter's dtype; whoever asks holds the only one."""
+        total, self._wide = self._wide, None
+        gradient, self.leaf.grad = self.leaf.grad, None
+        return gradient if total is None else total.to(self.leaf.dtype)
+
+
+def _leaves_of_graph(t: Tensor) -> Iterator[Tensor]:
+    """The leaves that a tensor was computed from."""
+    stack, seen = [t.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        stack += [after for after, _ in node.next_functions]
+
+
+class _Tiled(torch.autograd.Function):
+    """The node of a call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.call = call  # `name` is the node's own
+        return call.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            fail(
+                ctx.call.pieces.name,
+                "was differentiated with create_graph=True; tiles have first derivatives only. "
+                "Expected the module without tiles",
+            )
+        return (None, *ctx.call.backward(gradient, ctx.needs_input_grad[1:]))
+
+
+def run(pieces: Pieces, x: Tensor) -> Tensor:
+    """Call a module tile by tile, as one node of autograd where something needs a gradient."""
+    parameters = {n: p for n, p in pieces.host.named_parameters() if p.requires_grad}
+    if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
+        return pieces.run(x)
+    call = _Call(pieces, x, parameters)
+    return _Tiled.apply(call, x, *call.parameters)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _as_it_is(t: Tensor) -> Tensor:
+    return t
+
+
+def check_tokens(pieces: Pieces, x: Tensor) -> None:
+    """Refuse a module whose output at a token depends on other tokens.
+
+    The gradient of outputs at the token in the middle of three, with respect to the input at the
+    other two, is zero in a token-wise module, whatever its random numbers are.
+
+    Raises:
+        ValueError: it is not zero. RuntimeError: the module uses a tensor that needs a gradient and
+            is no parameter of it.
+    """
+    parameters = list(pieces.host.parameters())
+    state = ExecutionState(Surroundings.of(pieces.host.run, (), [x]), preserve_rng_state=True)
+    buffers = {name: b.clone() for name, b in pieces.host.named_buffers()}
+    own = saved_tensors_hooks(_as_it_is, _as_it_is)  # those around it count what is saved
+    with state, torch.enable_grad(), own, replaced(pieces.host, buffers):
+        piece = x.detach().narrow(pieces.dim, 0, 3).clone().requires_grad_()
+        out = pieces.output_of(piece)
+        pieces.check_leaves(out, [piece, *parameters])
+        if not out.requires_grad:
+            return
+        middle = out.narrow(pieces.dim, 1, 1)
+        (gradient,) = torch.autograd.grad(
+            middle, piece, torch.rand_like(middle) + 0.5, allow_unused=True
+        )
+    if gradient is not None and any(
+        gradient.narrow(pieces.dim, other, 1).ne(0).any() for other in (0, 2)
+    ):
+        fail(
+            pieces.name,
+            f"is not token-wise: its output at one place of dimension {pieces.dim} depends on its "
+            "input at another; expected a module such as an MLP or a norm of the last dimension",
+            ValueError,
+        )

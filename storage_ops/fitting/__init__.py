@@ -1,0 +1,8 @@
+"""Fit a training step into a budget: choose what each layer recomputes.
+
+`units.py` finds the *layers* of a model, and which are *alike*. `record.py` simulates a step with
+stand-ins in their places: what is in memory besides them. `probe.py` simulates one layer with an
+*action* (`actions.py`), `choices.py` says which actions are worth it, and `step.py` has the books
+and the roofline of both. `solve.py` finds the fastest plan from these numbers. `fit.py` puts it
+together and simulates the whole step with the plan; `plan.py` is what it returns.
+"""

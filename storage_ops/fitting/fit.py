@@ -1,0 +1,314 @@
+"""Choose what a model recomputes, so that a step fits into a budget at the least cost."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.checkpoint import discard_scope, tile, wrapper
+from storage_ops.fitting.actions import EXACT, NAMES, Action
+from storage_ops.fitting.choices import costs_of, rates_for
+from storage_ops.fitting.plan import FitPlan, Row, applied
+from storage_ops.fitting.probe import Cost
+from storage_ops.fitting.record import Recorder, Recording
+from storage_ops.fitting.solve import Option, Problem
+from storage_ops.fitting.units import Unit, units_of
+from storage_ops.memory.step import (
+    arguments,
+    check_model,
+    is_gpu,
+    loss_of,
+    optimizer_of,
+    simulate_step,
+)
+from storage_ops.quantities import parse_bytes, readable
+
+_DOUBT = 0.02  # how far a whole step may be below what was computed of its layers
+_LOOKS = 12  # whole simulations at most, while plans turn out to take more than was computed
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    budget: int | float | str,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: type[Optimizer] | Optimizer | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] | None = None,
+) -> FitPlan:
+    """Choose for each layer what it recomputes, so that a training step fits at the least cost.
+
+    Nothing is computed and nothing of that size is allocated: each distinct layer is simulated once
+    per action, the best plan is found from these numbers, and the whole step is simulated with it.
+    The plan changes the model when it is applied.
+
+    Layers are modules with modules in them that stand in a `ModuleList` or `Sequential`, and such
+    beside them. An action keeps what autograd keeps ("keep"), frees the outputs of norms and
+    activations ("output_discard"), saves the results of some ops, chosen for the layer by their
+    bytes and the time they take, and recomputes the others ("selective"), or recomputes the whole
+    layer ("full"). With these gradients are those of eager, bit for bit. "tile" runs MLPs over
+    slices of the sequence, which lowers the peak further and sums in another order
+    (`storage_ops.tile`); it is used only if it is asked for.
+
+    Args:
+        model: a model without checkpoints, in the mode and dtype in which it is trained; on the
+            meta device or a real one.
+        batch, loss, optimizer: as of `storage_ops.memory.simulate_step`.
+        budget: bytes, or text such as "70GiB", for everything on the device during one whole step:
+            parameters, gradients, optimizer state, batch, activations and temporaries.
+        device: "cpu", "cuda" or the name of a GPU, such as "h100". None: where the parameters are;
+            the meta device stands for an H200.
+        actions: names of those that may be used, besides "keep". None: "output_discard",
+            "selective" and "full".
+
+    Returns:
+        A plan, which prints as a table.
+
+    Raises:
+        ValueError: nothing fits; the error names the smallest budget that does. Or a wrong
+            argument.
+        TypeError: a wrong argument.
+        RuntimeError: the model has checkpointed or tiled layers, or as of `memory.estimate`.
+
+    Example:
+        >>> model = torch.nn.Sequential(
+        ...     *(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True) for _ in range(4))
+        ... )
+        >>> plan = storage_ops.fit(model, torch.randn(8, 64, 64), budget="9MiB")
+        >>> plan.peak_bytes <= 9 << 20
+        True
+        >>> plan.apply()
+    """
+    limit = parse_bytes(budget, "budget")
+    return Search(model, batch, loss, optimizer, device, actions).plan(limit)
+
+
+class NothingFits(ValueError):
+    """No plan is within the budget."""
+
+
+def _allowed(actions: Sequence[str] | None) -> tuple[str, ...]:
+    if actions is None:
+        return EXACT
+    if isinstance(actions, str) or not isinstance(actions, Sequence):
+        raise TypeError(f"actions is {actions!r}; expected a list of {', '.join(NAMES)}")
+    for name in actions:
+        if name not in NAMES:
+            raise ValueError(f"actions has {name!r}; expected names among {', '.join(NAMES)}")
+    return tuple(actions)
+
+
+def _check_plain(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        how: Any = wrapper.checkpointing_of(module) or tile.tiling_of(module)
+        how = how or discard_scope.options_of(module)
+        if how is None and getattr(module, "gradient_checkpointing", False) is True:
+            how = "gradient_checkpointing is on"
+        if how is not None:
+            raise RuntimeError(
+                f"fit: {name or type(module).__name__} is checkpointed or tiled already ({how}); "
+                "expected a model without, such as after remove_activation_checkpoint(model), "
+                "undo() of an earlier plan or gradient_checkpointing_disable()"
+            )
+
+
+@contextlib.contextmanager
+def _few_objects() -> Iterator[None]:
+    """Spare simulations from collecting garbage among all objects of the process, each time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class Search:
+    """What is known of a model and a batch, and plans for any budget; arguments as of `fit`.
+
+    Attributes:
+        problem: what actions do to each call of a layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Callable[[Any], Tensor] | None = None,
+        optimizer: type[Optimizer] | Optimizer | None = None,
+        device: str | torch.device | None = None,
+        actions: Sequence[str] | None = None,
+    ) -> None:
+        check_model(model)
+        allowed = _allowed(actions)
+        _check_plain(model)
+        batches = batch if isinstance(batch, list) else [batch]
+        if not batches:
+            raise ValueError("batch is an empty list; expected at least one batch")
+        for each in batches:
+            arguments(each)
+        self._model, self._batches = model, batches
+        self._loss, self._optimizer, self._device = loss, optimizer, device
+        self._on_gpu, self._rates = is_gpu(model, device), rates_for(device, model)
+        self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of choices
+        recorder = Recorder(units_of(model), self._on_gpu, self._rates)
+        made = optimizer_of(model, optimizer)
+        largest = max(batches, key=_numbers_in)
+        with _few_objects():
+            self._recording: Recording = recorder.run(model, largest, loss or loss_of, made)
+            self._costs = self._costs_of_calls(allowed)
+        self.problem = self._problem()
+
+    def _costs_of_calls(self, allowed: tuple[str, ...]) -> list[list[tuple[Action, Cost]]]:
+        calls = self._recording.calls
+        runs = Counter(call.unit.name for call in calls)
+        known: dict[Any, list[tuple[Action, Cost]]] = {}
+        found = []
+        for call in calls:
+            alone = runs[call.unit.name] == 1 and call.backward is not None
+            key = call.kind, alone
+            if key not in known:
+                costs = costs_of(call, allowed if alone else (), self._on_gpu, self._rates)
+                known[key] = list(costs.items())
+            found.append(known[key])
+        return found
+
+    def _problem(self) -> Problem:
+        levels, calls = self._recording.levels, self._recording.calls
+        options = []
+        for call, costs in zip(calls, self._costs, strict=True):
+            at_forward = levels[call.forward[0]]
+            at_backward = 0
+            if call.backward is not None:
+                at_backward = levels[call.backward[0]] - call.gradient_bytes
+            least = costs[0][1].seconds
+            options.append(
+                [
+                    Option(
+                        c.kept if call.backward else 0,
+                        max(at_forward + c.forward, at_backward + c.backward),
+                        c.seconds - least,
+                    )
+                    for _, c in costs
+                ]
+            )
+        return Problem(options, self._between())
+
+    def _between(self) -> list[int]:
+        """The highest level outside of calls, by how many calls are in memory."""
+        calls, levels = self._recording.calls, self._recording.levels
+        between = [0] * (len(calls) + 1)
+        spans = [(*c.forward, i, True) for i, c in enumerate(calls)]
+        spans += [(*c.backward, i, False) for i, c in enumerate(calls) if c.backward is not None]
+        alive: set[int] = set()
+        at = self._recording.start
+        for first, last, index, is_forward in sorted(spans):
+            there = max(alive, default=-1) + 1
+            between[there] = max(between[there], *levels[at : first + 1])
+            at = last
+            (alive.add if is_forward else alive.discard)(index)
+            if calls[index].backward is None:
+                alive.discard(index)
+        there = max(alive, default=-1) + 1
+        between[there] = max(between[there], *levels[at:])
+        return between
+
+    def plan(self, budget: int) -> FitPlan:
+        """The fastest plan whose simulated peak is within the budget."""
+        problem, inside = self.problem, budget
+        nothing = [0] * len(problem.options)
+        if problem.peak(nothing) <= budget * (1 + _DOUBT):
+            peak = self._simulated(nothing)
+            if peak <= budget:
+                return self._made(nothing, peak, budget)
+        least: list[int] | None = problem.smallest()
+        smallest = math.inf
+        for look in range(_LOOKS):
+            choice = problem.fastest(inside)
+            if choice is None or look == _LOOKS - 1:
+                choice, least = least, None
+            if choice is None:
+                break
+            peak = self._simulated(choice)
+            if peak <= budget:
+                return self._made(choice, peak, budget)
+            smallest = min(smallest, peak)
+            # The next plan that is smaller by what was computed; later ones skip the excess.
+            excess = peak - budget if look > 2 else 1
+            inside = problem.peak(choice) - excess
+        raise NothingFits(
+            f"budget is {readable(budget)} ({budget} bytes); the smallest that a step of this "
+            f"model and batch fits into is {readable(int(smallest), up=True)} ({smallest} bytes)"
+        )
+
+    def curve(self, points: int = 60) -> list[tuple[int, float]]:
+        """Peaks in bytes and seconds added, as computed, from the smallest budget to none."""
+        low = self.problem.peak(self.problem.smallest())
+        high = self.problem.peak([0] * len(self.problem.options))
+        found = {}
+        for i in range(points):
+            choice = self.problem.fastest(low + (high - low) * i // (points - 1))
+            if choice is not None:
+                found[self.problem.peak(choice)] = self.problem.seconds(choice)
+        return sorted(found.items())
+
+    def _simulated(self, choice: list[int]) -> int:
+        """The peak of a whole step with these actions."""
+        key = tuple(choice)
+        if key not in self._peaks:
+            with _few_objects(), applied(self._actions(choice)):
+                step = simulate_step(
+                    self._model, self._batches, loss=self._loss, optimizer=self._optimizer,
+                    device=self._device,
+                )  # fmt: skip
+            self._peaks[key] = step.peak_bytes
+        return self._peaks[key]
+
+    def _actions(self, choice: list[int]) -> list[tuple[Unit, Action]]:
+        calls = self._recording.calls
+        found = [
+            (call.unit, costs[index][0])
+            for call, costs, index in zip(calls, self._costs, choice, strict=True)
+        ]
+        return [(unit, action) for unit, action in found if action != Action("keep")]
+
+    def _made(self, choice: list[int], peak: int, budget: int) -> FitPlan:
+        problem, calls = self.problem, self._recording.calls
+        at_peak = problem.at_peak(choice)
+        rows: dict[tuple[str, Action], Row] = {}
+        for place, (call, costs, index) in enumerate(zip(calls, self._costs, choice, strict=True)):
+            action, cost = costs[index]
+            row = rows.setdefault((call.unit.class_name, action), Row([], str(action)))
+            row.names.append(call.unit.name)
+            row.kept_bytes += problem.options[place][index].kept
+            row.seconds += problem.options[place][index].seconds
+            if place < at_peak.alive:
+                row.peak_bytes += cost.kept
+            elif place == at_peak.running:
+                row.peak_bytes += max(cost.forward, cost.backward)
+        full = [
+            next((i for i, (a, _) in enumerate(costs) if a == Action("full")), 0)
+            for costs in self._costs
+        ]
+        totals = {
+            "none": (problem.peak([0] * len(calls)), 0.0),
+            "full checkpoint": (problem.peak(full), problem.seconds(full)),
+        }
+        base = self._recording.seconds + sum(costs[0][1].seconds for costs in self._costs)
+        return FitPlan(
+            self._model, self._actions(choice), peak, problem.seconds(choice), budget,
+            self._rates.name, list(rows.values()), totals, base,
+        )  # fmt: skip
+
+
+def _numbers_in(batch: Any) -> int:
+    return sum(t.numel() for t in tree_leaves(batch) if isinstance(t, Tensor))

@@ -1,0 +1,245 @@
+"""What `fit` returns: a table, and what to do to the layers of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from storage_ops.checkpoint.rules import class_of
+from storage_ops.fitting.actions import Action
+from storage_ops.fitting.units import Unit, fingerprint, units_of
+from storage_ops.quantities import as_text, metric, readable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_FORMAT = 1
+
+
+@dataclass
+class Row:
+    """Layers of one class with one action.
+
+    Attributes:
+        names: of the layers.
+        action: what is done.
+        kept_bytes: between forward and backward, by all of them.
+        peak_bytes: at the peak of the step, by all of them.
+        seconds: added to a step, predicted.
+    """
+
+    names: list[str]
+    action: str
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+
+class FitPlan:
+    """Which layers recompute what; prints as a table, and rich renders it in colour.
+
+    Attributes:
+        peak_bytes: of a step with the plan, by a simulation of the whole step.
+        seconds: that a step takes longer than without recomputing, predicted for the device.
+        budget: bytes that were given.
+        device: its name.
+        rows: layers by action.
+        totals: peak in bytes and seconds added of other plans, "none" and "full checkpoint", as
+            computed from single layers.
+        step_seconds: of a step without recomputing, predicted; the optimizer not counted.
+    """
+
+    def __init__(
+        self, model: nn.Module, actions: list[tuple[Unit, Action]], peak_bytes: int,
+        seconds: float, budget: int, device: str, rows: list[Row],
+        totals: dict[str, tuple[int, float]], step_seconds: float,
+    ) -> None:  # fmt: skip
+        self._model, self._actions = model, actions
+        self._print = fingerprint(model)
+        self._is_applied = False
+        self.peak_bytes, self.seconds, self.budget = peak_bytes, seconds, budget
+        self.device, self.rows, self.totals = device, rows, totals
+        self.step_seconds = step_seconds
+
+    def apply(self) -> nn.Module:
+        """Change the layers of the model; an error leaves all as it was.
+
+        Returns:
+            The model.
+
+        Raises:
+            RuntimeError: it is applied already, or the model is not what it was when it was fitted.
+        """
+        if self._is_applied:
+            raise RuntimeError("fit: the plan is applied already; expected undo() in between")
+        layers = {unit.name: unit.module for unit in units_of(self._model)}
+        if fingerprint(self._model) != self._print or any(
+            layers.get(unit.name) is not unit.module for unit, _ in self._actions
+        ):
+            raise RuntimeError(
+                "fit: the model is not what it was when the plan was made: modules, sizes, dtypes, "
+                "settings, the mode (train or eval), or what needs gradients; expected the same "
+                "model, or a new plan"
+            )
+        _apply(self._actions)
+        self._is_applied = True
+        return self._model
+
+    def undo(self) -> nn.Module:
+        """Change the layers back.
+
+        Returns:
+            The model.
+
+        Raises:
+            RuntimeError: it is not applied.
+        """
+        if not self._is_applied:
+            raise RuntimeError("fit: the plan is not applied; expected apply() before undo()")
+        _undo(self._actions)
+        self._is_applied = False
+        return self._model
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, for `load_fit`."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is saved."""
+        return {
+            "format": _FORMAT,
+            "model": type(self._model).__name__,
+            "fingerprint": self._print,
+            "peak_bytes": self.peak_bytes,
+            "seconds": self.seconds,
+            "budget": self.budget,
+            "device": self.device,
+            "totals": self.totals,
+            "step_seconds": self.step_seconds,
+            "rows": [asdict(row) for row in self.rows],
+            "actions": [{"layer": unit.name, **action.as_dict()} for unit, action in self._actions],
+        }
+
+    def __rich__(self) -> Table:
+        from rich import box
+        from rich.table import Table
+
+        share = f", {self.seconds / self.step_seconds:.1%} of {metric(self.step_seconds, 's')}"
+        lines = [
+            f"peak {readable(self.peak_bytes, up=True)} of {readable(self.budget)} allowed, "
+            f"{metric(self.seconds, 's')} added to a step{share}, predicted for {self.device}"
+        ]
+        lines += [
+            f"{name}: peak {readable(peak, up=True)}, {metric(seconds, 's')} added"
+            for name, (peak, seconds) in self.totals.items()
+        ]
+        table = Table(title="Fit", caption="\n".join(lines), box=box.SIMPLE_HEAD)
+        for name in ("layers", "action", "bytes kept", "at the peak", "seconds added"):
+            words = name in ("layers", "action")
+            table.add_column(name, justify="left" if words else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(
+                f"{len(row.names)} x {_together(row.names)}",
+                row.action,
+                readable(row.kept_bytes),
+                readable(row.peak_bytes),
+                metric(row.seconds, "s"),
+            )
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+@contextlib.contextmanager
+def applied(actions: list[tuple[Unit, Action]]) -> Iterator[None]:
+    """Change layers inside a with block."""
+    _apply(actions)
+    try:
+        yield
+    finally:
+        _undo(actions)
+
+
+def _apply(actions: list[tuple[Unit, Action]]) -> None:
+    try:
+        for unit, action in actions:
+            action.apply(unit.module)
+    except BaseException:
+        _undo(actions)
+        raise
+
+
+def _undo(actions: list[tuple[Unit, Action]]) -> None:
+    for unit, action in actions:
+        action.undo(unit.module)
+
+
+def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:
+    """Read a plan that was saved, for the same model.
+
+    Args:
+        path: of the file.
+        model: like the one that was fitted: modules, sizes, dtypes and mode.
+
+    Raises:
+        ValueError: the file is no plan, or one of another model. OSError: it cannot be read.
+
+    Example:
+        >>> import tempfile, os
+        >>> model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(16, 2))
+        >>> plan = storage_ops.fit(model, torch.randn(4, 2, 16), budget="1GiB")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "fit.json")
+        ...     plan.save(path)
+        ...     again = storage_ops.load_fit(path, model)
+        >>> again.peak_bytes == plan.peak_bytes
+        True
+    """
+    text = Path(path).read_text()
+    try:
+        values: dict[str, Any] = json.loads(text)
+        if values["format"] != _FORMAT:
+            raise ValueError(f"format is {values['format']!r}; expected {_FORMAT}")
+        saved = [(v["layer"], Action.from_dict(v)) for v in values["actions"]]
+        rows = [Row(**row) for row in values["rows"]]
+        totals = {name: (int(peak), float(s)) for name, (peak, s) in values["totals"].items()}
+        peak, budget = int(values["peak_bytes"]), int(values["budget"])
+        seconds, step_seconds = float(values["seconds"]), float(values["step_seconds"])
+        device, known = str(values["device"]), str(values["fingerprint"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"load_fit: {path} is no plan of fit: {error!r}") from error
+    units = {unit.name: unit for unit in units_of(model)}
+    if fingerprint(model) != known or any(name not in units for name, _ in saved):
+        raise ValueError(
+            f"load_fit: {path} is a plan of another model, a {values['model']}; expected one with "
+            f"the same modules, sizes, dtypes and mode, and model is a {class_of(model).__name__}"
+        )
+    actions = [(units[name], action) for name, action in saved]
+    return FitPlan(model, actions, peak, seconds, budget, device, rows, totals, step_seconds)
+
+
+def _together(names: list[str]) -> str:
+    """Names that differ by one number as one: `layers.0-3,5`."""
+    parts = [re.fullmatch(r"(.*?)(\d+)(\D*)", name) for name in names]
+    if len(names) == 1 or any(part is None for part in parts):
+        return ", ".join(names)
+    matches = [part for part in parts if part is not None]
+    if len({(m[1], m[3]) for m in matches}) > 1:
+        return ", ".join(names)
+    ranges: list[list[int]] = []
+    for number in sorted(int(m[2]) for m in matches):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    return f"{matches[0][1]}{text}{matches[0][3]}"

@@ -1,0 +1,161 @@
+"""What one layer takes with an action: bytes kept, peaks of forward and backward, seconds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from storage_ops.checkpoint.wrapper import CheckpointWrapper
+from storage_ops.fitting.actions import Action
+from storage_ops.fitting.record import Call, Like
+from storage_ops.fitting.step import Books, Op, OpTimes
+from storage_ops.loss.devices import Rates
+from storage_ops.memory.step import without_gradients
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call of a layer takes, besides its inputs.
+
+    Attributes:
+        kept: bytes between forward and backward, without the outputs; less than nothing where an
+            input is not kept.
+        forward, backward: bytes at the highest level of each; the outputs, and the gradients that
+            backward starts from, are part of them.
+        seconds: of all its ops, forward and backward.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    seconds: float
+
+
+class _Entry(torch.autograd.Function):
+    """Makes the inputs of a layer, and drops their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *likes: Like) -> Any:
+        ctx.number = len(likes)
+        return tuple(like.make() for like in likes)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (None,) * (ctx.number + 1)
+
+
+class _Exit(torch.autograd.Function):
+    """Makes the gradients from which the backward of a layer starts."""
+
+    @staticmethod
+    def forward(ctx: Any, likes: tuple[Like, ...], *outputs: Tensor) -> Tensor:
+        # Where not all outputs have gradients, they are told apart by their shapes.
+        left = list(likes)
+        ctx.likes = [_taken(left, t) for t in outputs]
+        return torch.empty(0, device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, *(None if like is None else like.make() for like in ctx.likes)
+
+
+def _taken(likes: list[Like], t: Tensor) -> Like | None:
+    for like in likes:
+        if like.shape == tuple(t.shape):
+            likes.remove(like)
+            return like
+    return None
+
+
+class Probe:
+    """Runs a layer by itself."""
+
+    def __init__(self, call: Call, on_gpu: bool, rates: Rates) -> None:
+        self._call, self._on_gpu, self._rates = call, on_gpu, rates
+
+    def cost(self, action: Action) -> Cost:
+        """What the layer takes with an action."""
+        module = self._call.unit.module
+        try:
+            action.apply(module)
+            return self._run(OpTimes(self._rates))
+        finally:
+            action.undo(module)
+
+    def ops(self) -> tuple[list[Op], int]:
+        """The ops of its forward, and how many of them a full checkpoint runs again."""
+        times, module = OpTimes(self._rates), self._call.unit.module
+        forward: list[Op] = []
+
+        @contextlib.contextmanager
+        def logging() -> Iterator[None]:
+            times.logs = True
+            try:
+                yield
+            finally:
+                times.logs = False
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            forward.extend(times.ops)
+            times.ops.clear()
+            with logging():
+                yield
+
+        CheckpointWrapper(module, context_fn=lambda: (logging(), again()))
+        try:
+            self._run(times)
+        finally:
+            Action("full").undo(module)
+        return forward or times.ops, len(times.ops) if forward else 0
+
+    def _run(self, times: OpTimes) -> Cost:
+        books, module = Books(self._on_gpu), self._call.unit.module
+        with without_gradients(module.parameters()), books.open(module, (), {}):
+            marks: list[int] = []
+            books.run(self._once, books, times, marks)
+            levels = books.levels()
+        ready, after, before = marks
+        base = levels[ready]
+        return Cost(
+            levels[before] - base,
+            max(levels[ready : after + 1]) - base,
+            max(levels[before:]) - base,
+            times.seconds,
+        )
+
+    def _once(self, books: Books, times: OpTimes, marks: list[int]) -> None:
+        """Run forward and backward of the layer, with the moments between the parts."""
+        call = self._call
+        leaves, tree = tree_flatten(call.args)
+        places = [i for i, like in enumerate(leaves) if isinstance(like, Like)]
+        trained = [i for i in places if leaves[i].needs_grad]
+        entered: Any = ()
+        if trained:
+            anchor = torch.empty(0, device=leaves[trained[0]].device, requires_grad=True)
+            entered = _Entry.apply(anchor, *(leaves[i] for i in trained))  # type: ignore[no-untyped-call]
+        new = dict(zip(trained, entered, strict=True))
+        leaves = [new[i] if i in new else leaves[i].make() if i in places else leaves[i]
+                  for i in range(len(leaves))]  # fmt: skip
+        others = [leaves[i] for number, i in enumerate(places) if number in call.shared]
+        inputs = {id(leaves[i]) for i in places}
+        args, kwargs = tree_unflatten(leaves, tree)
+        del leaves, new, entered
+        marks.append(books.mark())
+        with torch.enable_grad(), times:
+            outputs = call.unit.module(*args, **kwargs)
+            marks.append(books.mark())
+            made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+            made = [t for t in made if id(t) not in inputs and t.requires_grad]
+            root = _Exit.apply(call.gradients, *made) if made else None  # type: ignore[no-untyped-call]
+            del outputs, made, args, kwargs
+            marks.append(books.mark())
+            if root is not None:
+                root.backward(torch.empty_like(root))
+        del others

@@ -1,0 +1,253 @@
+"""A step of a model whose layers are stand-ins: what is in memory besides them, and their calls.
+
+A stand-in holds the inputs of its layer and returns tensors like its outputs; in backward it
+returns gradients. Each distinct layer runs once, to know its outputs. So the step takes hardly
+longer with many layers, and what layers keep and take is added by whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from storage_ops.fitting.step import Books, OpTimes
+from storage_ops.fitting.units import Unit
+from storage_ops.loss.devices import Rates
+from storage_ops.memory.estimate_ledger import Block
+from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.step import arguments, without_gradients
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a tensor is, without its bytes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+
+    @staticmethod
+    def of(t: Tensor) -> Like:
+        """Of a strided tensor."""
+        return Like(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
+
+    def make(self) -> Tensor:
+        """A tensor like it, without a history."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass
+class Call:
+    """One call of a layer in a step; moments are numbers of events.
+
+    Attributes:
+        unit: the layer.
+        kind: the same for calls that do the same.
+        args: its arguments, with a `Like` in the place of each tensor, and keywords.
+        forward, backward: first and last moment.
+        gradient_bytes: of the gradients that the backward gets.
+        gradients: what they are, one for each output that has one.
+        inputs: the blocks of the tensors among the arguments.
+        shared: which of them somebody else holds in its place.
+    """
+
+    unit: Unit
+    kind: tuple[Any, ...]
+    args: tuple[Any, Any]
+    forward: tuple[int, int] = (0, 0)
+    backward: tuple[int, int] | None = None
+    gradient_bytes: int = 0
+    gradients: tuple[Like, ...] = ()
+    inputs: list[Block | None] = field(default_factory=list)
+    shared: tuple[int, ...] = ()
+
+
+@dataclass
+class Recording:
+    """A step without its layers.
+
+    Attributes:
+        calls: of layers, in order.
+        levels: bytes in memory at each moment.
+        start: the first moment of the step.
+        seconds: that all but the layers takes.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+    start: int = 0
+    seconds: float = 0.0
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, call: Call, outputs: Any, *tensors: Tensor) -> Any:
+        ctx.recorder, ctx.call = recorder, call
+        given = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
+        ctx.save_for_backward(*given)
+        ctx.likes = [Like.of(t) for t in tensors]
+        made = [like.make() for like in outputs]
+        ctx.mark_non_differentiable(
+            *(t for t, like in zip(made, outputs, strict=True) if not like.needs_grad)
+        )
+        ctx.set_materialize_grads(False)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        recorder, call = ctx.recorder, ctx.call
+        before = recorder.books.mark()
+        given = [g for g in gradients if g is not None]
+        blocks = {block for g in given for block in recorder.simulation.blocks_of(g)}
+        call.gradients = tuple(map(Like.of, given))
+        call.gradient_bytes = sum(block.nbytes for block in blocks)
+        needed = ctx.needs_input_grad[3:]
+        made = [
+            torch.empty(like.shape, dtype=like.dtype, device=like.device) if needs else None
+            for like, needs in zip(ctx.likes, needed, strict=True)
+        ]
+        call.backward = before, recorder.books.mark()
+        return (None, None, None, *made)
+
+
+class Recorder:
+    """Runs a step with stand-ins in the places of layers."""
+
+    def __init__(self, units: list[Unit], on_gpu: bool, rates: Rates) -> None:
+        self.books = Books(on_gpu)
+        self.recording = Recording()
+        self._units = units
+        self._times = OpTimes(rates)
+        self._outputs: dict[Any, Any] = {}
+        self.simulation: Simulation
+
+    def run(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Callable[[Any], Tensor],
+        optimizer: Optimizer | None,
+    ) -> Recording:
+        """Simulate a step of a model; its modules are afterwards as they were."""
+        books, replaced = self.books, []
+        args, kwargs = arguments(batch)
+        try:
+            for unit in self._units:
+                plain = unit.module.forward
+                vars(unit.module)["forward"] = self._stand_in(unit, plain)
+                replaced.append(unit.module)
+            holders = model, loss, optimizer
+            with (
+                without_gradients(model.parameters()),
+                books.open(holders, args, kwargs) as (simulation, *given),
+            ):
+                self.simulation = simulation
+                books.run(self._step, model, given, loss, optimizer)
+                self._outputs.clear()
+                self.recording.levels = books.levels()
+                self._find_shared()
+        finally:
+            for module in replaced:
+                vars(module).pop("forward", None)
+        return self.recording
+
+    def _step(self, model: nn.Module, given: list[Any], loss: Any, optimizer: Any) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if optimizer is not None and not optimizer.state:
+            for p in parameters:
+                p.grad = torch.empty_like(p)
+            optimizer.step()
+            for p in parameters:
+                p.grad = None
+        self.recording.start = self.books.mark()
+        args, kwargs = given
+        with self._times:
+            loss(model(*args, **kwargs)).backward()
+        self.recording.seconds = self._times.seconds
+        if optimizer is not None:
+            optimizer.step()
+
+    def _find_shared(self) -> None:
+        """Note which inputs others hold too: not freed by the backward of their stand-in."""
+        uses = Counter(block for call in self.recording.calls for block in call.inputs)
+        taken = [taken for _, _, taken in self.books.ledger.events]
+        freed = {b: i for i, (_, b, taken) in enumerate(self.books.ledger.events) if not taken}
+        for call in self.recording.calls:
+            after = call.backward[1] if call.backward is not None else 0
+            shared = []
+            for i, block in enumerate(call.inputs):
+                at = freed.get(block, 0) if block is not None and uses[block] == 1 else 0
+                if at < after or any(taken[after:at]):
+                    shared.append(i)
+            call.shared = tuple(shared)
+            call.inputs = []
+            call.kind = (*call.kind, call.shared, call.gradients)
+
+    def _stand_in(self, unit: Unit, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            like = tree_map_only(Tensor, Like.of, (args, kwargs))
+            kind = (unit.print, *(x if isinstance(x, Like) else repr(x) for x in leaves_of(like)))
+            call = Call(unit, kind, like)
+            blocks = self.simulation.blocks_of
+            call.inputs = [next(iter(blocks(t)), None) for t in given]
+            start = self.books.mark()
+            if kind not in self._outputs:
+                before = self._times.seconds
+                self._outputs[kind] = _outputs_of(plain(*args, **kwargs), given)
+                self._times.seconds = before
+            made, tree = self._outputs[kind]
+            parameters = [p for p in unit.module.parameters() if p.requires_grad]
+            before = self._times.seconds
+            new = iter(_StandIn.apply(  # type: ignore[no-untyped-call]
+                self, call, [m for m in made if isinstance(m, Like)], *given, *parameters
+            ))  # fmt: skip
+            self._times.seconds = before
+            call.forward = start, self.books.mark()
+            self.recording.calls.append(call)
+            values = [
+                next(new)
+                if isinstance(m, Like)
+                else given[m.number]
+                if isinstance(m, _Given)
+                else m
+                for m in made
+            ]
+            return tree_unflatten(values, tree)
+
+        return forward
+
+
+@dataclass(frozen=True)
+class _Given:
+    """An output that is an input."""
+
+    number: int
+
+
+def _outputs_of(outputs: Any, given: list[Tensor]) -> tuple[list[Any], Any]:
+    leaves, tree = tree_flatten(outputs)
+    places = {id(t): i for i, t in enumerate(given)}
+    made = [
+        leaf if not isinstance(leaf, Tensor)
+        else _Given(places[id(leaf)]) if id(leaf) in places
+        else Like.of(leaf)
+        for leaf in leaves
+    ]  # fmt: skip
+    return made, tree
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of a tree."""
+    return tree_flatten(value)[0]

@@ -1,0 +1,145 @@
+"""What runs on fake tensors: books of its memory, and the time of its ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from storage_ops.checkpoint.op_names import is_allocation, is_mutating, is_view
+from storage_ops.checkpoint.policies import call_name
+from storage_ops.checkpoint.selective import by_storage, is_ignored
+from storage_ops.loss.devices import Rates
+from storage_ops.memory.estimate import call_simulated, simulating
+from storage_ops.memory.estimate_assume import Assumption
+from storage_ops.memory.estimate_inputs import Held
+from storage_ops.memory.estimate_ledger import Ledger, rounded
+from storage_ops.memory.estimate_modes import Simulation
+
+
+class Books:
+    """What a simulation has booked."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.ledger = Ledger(rounded if on_gpu else int)
+        self.on_gpu = on_gpu
+
+    def mark(self) -> int:
+        """The moment, as a number of events."""
+        return len(self.ledger.events)
+
+    def levels(self) -> list[int]:
+        """Bytes in memory at each moment, from the start."""
+        start = sum(block.nbytes for block in self.ledger.inputs)
+        steps = (block.nbytes if taken else -block.nbytes for _, block, taken in self.ledger.events)
+        return list(accumulate(steps, initial=start))
+
+    @contextlib.contextmanager
+    def open(self, holders: Any, args: Any, kwargs: Any) -> Iterator[tuple[Simulation, Any, Any]]:
+        """Simulate inside a with block; as `simulating`."""
+        held = Held(None, (holders, args), kwargs)
+        with simulating(
+            self.ledger, held, args, kwargs, Assumption(None), self.on_gpu
+        ) as simulated:
+            yield simulated
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in a simulation, with errors in its terms."""
+        return call_simulated(fn, args, {})
+
+
+class OpTimes(TorchDispatchMode):
+    """Adds up how long ops take on a device, by its rates: a roofline.
+
+    An op takes as long as its floating-point operations or its traffic, whichever is longer where
+    the device overlaps them, and the sum where it does not.
+
+    Attributes:
+        seconds: of all ops so far.
+        ops: every op that is no view, while `logs` is set.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry
+
+        self._formulas = flop_registry
+        self._rates = rates
+        self.seconds = 0.0
+        self.logs = False
+        self.ops: list[Op] = []
+        self._numbers: dict[str, int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Code that is compiled already runs as it is."""
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = by_storage((args, kwargs))
+        out = op(*args, **kwargs)
+        if is_ignored(op, args):
+            return out
+        outputs = by_storage(out)
+        made = {key: t for key, t in outputs.items() if key not in inputs}
+        seconds = 0.0
+        if outputs and (made or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
+            traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
+            flops = self._flops(op, args, kwargs, out)
+            seconds = self._seconds(flops, traffic, next(iter(outputs.values())))
+            self.seconds += seconds
+        if self.logs:
+            name = call_name(op)
+            number = self._numbers.get(name, 0)
+            self._numbers[name] = number + 1
+            if is_mutating(op):
+                written = inputs.keys() & outputs.keys()
+                for earlier in self.ops:
+                    earlier.saveable = earlier.saveable and not (earlier.keys & written)
+            saveable = bool(made) and not (is_mutating(op) or is_view(op) or is_allocation(op))
+            nbytes = sum(_nbytes(t) for t in made.values())
+            self.ops.append(Op((name, number), nbytes, seconds, saveable, set(made)))
+        return out
+
+    def _flops(self, op: Any, args: Any, kwargs: Any, out: Any) -> int:
+        if call_name(op) == "attention" and len(args) > 2:  # also with fewer heads of keys
+            q, k, v = args[:3]
+            return int(2 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
+        formula: Any = self._formulas.get(getattr(op, "overloadpacket", op))
+        return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+    def _seconds(self, flops: int, traffic: int, output: Tensor) -> float:
+        rates = self._rates
+        arithmetic = flops / rates.flops(max(min(output.itemsize, 8), 2))
+        moving = traffic / rates.bandwidth
+        together = max(arithmetic, moving) if rates.overlaps else arithmetic + moving
+        return together + rates.launch_seconds
+
+
+class Op:
+    """A call of an op in the forward of a layer.
+
+    Attributes:
+        call: its name and its number among the calls of that name, as `policies.save_calls` counts.
+        nbytes: of what it made.
+        seconds: it takes.
+        saveable: whether a selective checkpoint can save the result.
+        keys: of the storages that it made.
+    """
+
+    def __init__(
+        self, call: tuple[str, int], nbytes: int, seconds: float, saveable: bool, keys: set[int]
+    ) -> None:
+        self.call, self.nbytes, self.seconds = call, nbytes, seconds
+        self.saveable, self.keys = saveable, keys
+
+
+def _nbytes(t: Tensor) -> int:
+    return t.numel() * t.itemsize

@@ -1,0 +1,89 @@
+"""The layers of a model that share decisions: which modules, and which of them are alike."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from storage_ops.checkpoint.rules import class_of, qualified_name
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PLACE = re.compile(r"(idx|index)$|^(layer|block)_?(id|num|number|no)$")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer.
+
+    Attributes:
+        name: as in `named_modules()`.
+        module: itself.
+        print: the same for layers that are alike: classes, sizes and settings of all in them.
+    """
+
+    name: str
+    module: nn.Module
+    print: str
+
+    @property
+    def class_name(self) -> str:
+        """The name of its class."""
+        return class_of(self.module).__name__
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The outermost modules in lists and sequences that have modules in them, in their order.
+
+    A module beside such lists that has modules in it, and no list, is one as well. A module that
+    stands in several places is none, nor is one whose forward was replaced on the instance.
+    """
+    places: dict[int, int] = {}
+    for _, module in model.named_modules(remove_duplicate=False):
+        places[id(module)] = places.get(id(module), 0) + 1
+    return [
+        Unit(name, module, fingerprint(module))
+        for name, module in _units(model, "")
+        if places[id(module)] == 1 and "forward" not in vars(module)
+    ]
+
+
+def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        below = f"{name}.{child_name}" if name else child_name
+        if not any(True for _ in child.children()):
+            continue
+        within_list = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+        has_list = any(isinstance(inner, _CONTAINERS) for inner in child.modules())
+        if within_list or not has_list:
+            yield qualified_name(below), child
+        else:
+            yield from _units(child, below)
+
+
+def fingerprint(module: nn.Module) -> str:
+    """What two modules have in common that do the same work on the same inputs.
+
+    Numbers by which layers know their place, such as `layer_idx`, do not count.
+    """
+    text = []
+    for inner_name, inner in module.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(inner).items()
+            if type(value) in _PLAIN and not key.startswith("_") and not _PLACE.search(key)
+        }
+        tensors = [
+            (key, tuple(t.shape), str(t.dtype), t.requires_grad)
+            for group in (inner._parameters, inner._buffers)
+            for key, t in group.items()
+            if t is not None
+        ]
+        kind: Any = class_of(inner)
+        text.append(repr((inner_name, kind.__module__, kind.__qualname__, settings, tensors)))
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]

@@ -1,0 +1,109 @@
+"""Callbacks of trainers that apply a plan of `fit` when training starts, and undo it at the end."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from storage_ops.fitting.plan import FitPlan, load_fit
+
+
+class _Applied:
+    """A plan, or the file of one, and whether it is applied."""
+
+    def __init__(self, plan: FitPlan | str | os.PathLike[str]) -> None:
+        if not isinstance(plan, (FitPlan, str, os.PathLike)):
+            raise TypeError(
+                f"plan is {plan!r}, a {type(plan).__name__}; expected what storage_ops.fit "
+                "returned, or the path of a file that it saved"
+            )
+        self._given = plan
+        self._plan: FitPlan | None = None
+
+    def start(self, model: nn.Module) -> None:
+        """Apply the plan to a model, which is trained from now on."""
+        if self._plan is not None:
+            return
+        model.train()  # as it was when the plan was made; trainers do this a little later
+        plan = self._given if isinstance(self._given, FitPlan) else load_fit(self._given, model)
+        plan.apply()
+        self._plan = plan
+
+    def end(self) -> None:
+        """Give the layers of the model back what they were."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            plan.undo()
+
+
+def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
+    """A `transformers.TrainerCallback` that applies a plan while a Trainer trains.
+
+    Args:
+        plan: what `storage_ops.fit` returned for the Trainer's model, or the path of a file that it
+            saved for one like it.
+
+    Raises:
+        TypeError: `plan` is neither. ImportError: transformers is not installed.
+
+    Example:
+        >>> from storage_ops.integrations import trainer_callback
+        >>> callbacks = [trainer_callback("fit.json")]  # of transformers.Trainer
+    """
+    applied = _Applied(plan)
+    from transformers import TrainerCallback
+
+    class FitCallback(TrainerCallback):
+        """Applies a plan of storage_ops.fit."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Apply it."""
+            applied.start(kwargs["model"])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Undo it."""
+            applied.end()
+
+    return FitCallback()
+
+
+def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = "") -> Any:
+    """A Lightning `Callback` that applies a plan while a Trainer fits.
+
+    Args:
+        plan: what `storage_ops.fit` returned, or the path of a file that it saved.
+        attribute: the name of the fitted model in the LightningModule, such as "model"; "" where
+            that was fitted itself.
+
+    Raises:
+        TypeError: `plan` is neither. ImportError: neither `lightning` nor `pytorch_lightning` is
+            installed.
+
+    Example:
+        >>> from storage_ops.integrations import lightning_callback
+        >>> callback = lightning_callback("fit.json", "model")  # doctest: +SKIP
+    """
+    applied = _Applied(plan)
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        from pytorch_lightning import Callback
+
+    class FitCallback(Callback):  # type: ignore[misc]
+        """Applies a plan of storage_ops.fit."""
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            """Apply it."""
+            applied.start(pl_module.get_submodule(attribute))
+
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            """Undo it."""
+            applied.end()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            """Undo it."""
+            applied.end()
+
+    return FitCallback()

@@ -1,0 +1,61 @@
+"""The choice of actions against all choices."""
+
+import itertools
+import random
+
+import pytest
+
+from storage_ops.fitting import solve
+from storage_ops.fitting.solve import Option, Problem
+
+
+def drawn(seed):
+    rng = random.Random(seed)
+    kinds = []
+    for _ in range(rng.randint(1, 2)):
+        options = [Option(rng.randint(50, 100), rng.randint(100, 200), 0.0)]
+        for _ in range(rng.randint(1, 4)):
+            kept = rng.randint(-5, 90)
+            options.append(Option(kept, kept + rng.randint(0, 150), rng.random()))
+        kinds.append(options)
+    calls = [rng.choice(kinds) for _ in range(rng.randint(1, 5))]
+    return Problem(calls, [rng.randint(0, 120) for _ in range(len(calls) + 1)])
+
+
+def everything(problem):
+    choices = itertools.product(*(range(len(o)) for o in problem.options))
+    return [(problem.peak(c), problem.seconds(c)) for c in choices]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_other_choice_is_better(seed):
+    problem = drawn(seed)
+    found = everything(problem)
+    assert problem.peak(problem.smallest()) == min(peak for peak, _ in found)
+    for budget in sorted({peak for peak, _ in found}):
+        best = min(seconds for peak, seconds in found if peak <= budget)
+        choice = problem.fastest(budget)
+        assert problem.peak(choice) <= budget
+        assert problem.seconds(choice) == pytest.approx(best, abs=1e-9)
+    assert problem.fastest(min(peak for peak, _ in found) - 1) is None
+
+
+def test_with_many_sums_it_is_within_two_percent(monkeypatch):
+    rng = random.Random(5)
+    options = [Option(0, 100, 1.0)] + [
+        Option(k, k + 100, 1.0 - (k / 1000) ** rng.uniform(0.5, 0.9)) for k in range(40, 1000, 97)
+    ]
+    problem = Problem([options] * 40, [0] * 41)
+    budgets = range(2000, 40000, 2777)
+    exact = [problem.seconds(problem.fastest(b)) for b in budgets]
+    monkeypatch.setattr(solve, "_MOST", 300)
+    rough = [problem.seconds(problem.fastest(b)) for b in budgets]
+    assert all(r <= e * 1.02 + 1e-9 for r, e in zip(rough, exact, strict=True))
+
+
+def test_the_moment_of_the_peak():
+    options = [Option(10, 40, 0.0)]
+    moment = Problem([options, options], [5, 6, 45]).at_peak([0, 0])
+    assert (moment.level, moment.alive, moment.running) == (65, 2, None)
+    moment = Problem([options, options], [5, 6, 7]).at_peak([0, 0])
+    assert (moment.level, moment.alive, moment.running) == (50, 1, 1)

@@ -1,0 +1,121 @@
+"""Callbacks of trainers that apply a plan."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import storage_ops
+from storage_ops.integrations import lightning_callback, trainer_callback
+
+transformers = pytest.importorskip("transformers")
+
+
+def tiny():
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def tiny_plan(model):
+    ids = torch.randint(0, 64, (2, 32))
+    batch = {"input_ids": ids, "labels": ids}
+    none = storage_ops.memory.simulate_step(model, batch).peak_bytes
+    return storage_ops.fit(model, batch, int(none * 0.8))
+
+
+def changed(model):
+    return [
+        isinstance(m, storage_ops.CheckpointWrapper)
+        for m in model.modules()
+        if type(m).__name__ == "LlamaDecoderLayer"
+    ]
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_a_plan_is_applied_while_a_trainer_trains(from_file, tmp_path):
+    model = tiny()
+    plan = tiny_plan(model)
+    plan.save(tmp_path / "fit.json")
+    callback = trainer_callback(tmp_path / "fit.json" if from_file else plan)
+    assert isinstance(callback, transformers.TrainerCallback)
+    if from_file:
+        model = tiny().eval()  # as from_pretrained returns one
+    handler = transformers.trainer_callback.CallbackHandler([callback], model, None, None, None)
+    state, control = transformers.TrainerState(), transformers.TrainerControl()
+    handler.on_train_begin(None, state, control)
+    assert any(changed(model))
+    handler.on_train_begin(None, state, control)  # a trainer that starts again
+    handler.on_train_end(None, state, control)
+    assert not any(changed(model))
+
+
+def test_a_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    model = tiny()
+    plan = tiny_plan(model)
+    seen = []
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append(any(changed(model))))
+    data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(4)]
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no"
+        ),
+        train_dataset=data,
+        callbacks=[trainer_callback(plan)],
+    )
+    trainer.train()
+    assert seen and all(seen) and not any(changed(model))
+
+
+def test_a_lightning_trainer():
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Sequential(
+                *(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
+            )
+            self.seen = []
+
+        def training_step(self, batch, index):
+            self.seen.append(any(isinstance(m, storage_ops.CheckpointWrapper) for m in self.model))
+            return F.mse_loss(self.model(batch), batch)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    module, x = Module(), torch.randn(4, 64, 32)
+    search = storage_ops.fitting.fit.Search(module.model, x)
+    plan = search.plan(search.problem.peak(search.problem.smallest()))
+    trainer = lightning.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[lightning_callback(plan, "model")],
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 64, 32), 2))
+    assert module.seen == [True, True]
+    assert not any(isinstance(m, storage_ops.CheckpointWrapper) for m in module.model)
+
+
+def test_neither_library_is_imported_with_the_package():
+    code = (
+        "import sys, storage_ops.integrations as i\n"
+        "print([n for n in sys.modules if n.split('.')[0] in "
+        "('transformers', 'lightning', 'pytorch_lightning')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_is_no_plan_is_refused():
+    for make in (trainer_callback, lightning_callback):
+        with pytest.raises(TypeError, match="plan is 3"):
+            make(3)
