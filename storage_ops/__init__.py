@@ -22,7 +22,7 @@ else:
     _status = _library.load()
     _storage_kernels.register(_status)
 
-    from storage_ops import autochunk, graph, memory, policies
+    from storage_ops import autochunk, graph, losses, memory, policies
     from storage_ops.checkpoint.chain import OutputDiscardChain
     from storage_ops.checkpoint.config import ActivationCheckpointConfig
     from storage_ops.checkpoint.execution import disable_checkpointing, register_rng_tracker
@@ -80,6 +80,7 @@ __all__ = [
     "is_discarded",
     "linear_cross_entropy",
     "linear_kl_div",
+    "losses",
     "memory",
     "output_discard",
     "patch_causal_lm",

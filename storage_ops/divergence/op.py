@@ -130,9 +130,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     if call.shift and not (isinstance(shape[-1], int) and shape[-1] == 0):
         shape[-1] -= 1
     loss = call.input.new_empty(shape if call.reduction == "none" else (), dtype=call.wide)
-    state = call.input.new_empty(
-        (call.state_rows, call.input.shape[:-1].numel()), dtype=call.wide
-    )
+    state = call.input.new_empty((call.state_rows, call.input.shape[:-1].numel()), dtype=call.wide)
     return loss, state, *_fake_grads(call, call.in_forward)
 
 

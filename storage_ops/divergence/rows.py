@@ -3,11 +3,11 @@
 With p the student's distribution, q the teacher's, a = log p, b = log q and m = beta q +
 (1 - beta) p, the value of a row, its gradient with respect to the student's logits, and the center:
 
-    forward  sum q (b - a)                                           p - q                      0
-    reverse  sum p (a - b)                                           p (a - b - center)         value
-    jsd      beta sum q (b - log m) + (1 - beta) sum p (a - log m)
-             (1 - beta) p (a - log m - center)                       sum p (a - log m)
-    tvd      1/2 sum |p - q|                                         p (s - center)             sum p s
+    forward  sum q (b - a);  p - q;  0
+    reverse  sum p (a - b);  p (a - b - center);  the value
+    jsd      beta sum q (b - log m) + (1 - beta) sum p (a - log m);
+             (1 - beta) p (a - log m - center);  sum p (a - log m)
+    tvd      1/2 sum |p - q|;  p (s - center);  sum p s
 
 where s = sign(p - q) / 2. A class of probability 0 contributes 0 to a sum that it weights.
 """

@@ -1,4 +1,4 @@
-"""Carries out the steps of a divergence: products of both heads, rows, and sums of the gradients."""
+"""Carries out the steps of a divergence: products of both heads, rows, sums of the gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from storage_ops import matmul
