@@ -44,7 +44,7 @@ class Problem:
         return self.x, self.w, self.b
 
     def spread(self, values):
-        """A list of values of tokens per sequence, in the shape of the tokens' log-probabilities."""
+        """Values of tokens, a list by sequence, in the shape of the tokens' log-probabilities."""
         count = self.target.shape[-1] - self.shift
         out = torch.zeros(*self.target.shape[:-1], count, dtype=torch.float64).view(-1, count)
         for (row, span), each in zip(self.parts, values, strict=True):
@@ -324,8 +324,12 @@ def test_compile(form):
 def test_errors(name, change, kind, message):
     p = Problem("shifted")
     given = {"input": p.x, "linear_weight": p.w, "target": p.target, "shift": True}
-    given |= {"kto": {"desirable": torch.ones(S).bool()}, "grpo": {"advantages": torch.randn(S)},
-              "kd": {"teacher_input": p.ref[0], "teacher_weight": p.ref[1]}}.get(name, {})  # fmt: skip
+    more = {
+        "kto": {"desirable": torch.ones(S).bool()},
+        "grpo": {"advantages": torch.randn(S)},
+        "kd": {"teacher_input": p.ref[0], "teacher_weight": p.ref[1]},
+    }
+    given |= more.get(name, {})
     getattr(losses, name)(**given)
     with pytest.raises(kind) as raised:
         getattr(losses, name)(**{**given, **change})
