@@ -70,19 +70,17 @@ class Coarse:
             rest = z.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
         return torch.cat([known, rest], 1).t()
 
-    def _heads(self, whole: slice, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log-probabilities of student and teacher over the coarse classes, and probabilities."""
+    def _heads(self, whole: slice, state: Tensor) -> tuple[Tensor, ...]:
+        """Log-probabilities of student and teacher over the coarse classes, probabilities, and spare."""
         b, a = self.log_probs[whole].clone(), state.t().clone(memory_format=torch.contiguous_format)
         if self.tail:
             # What the teacher has left for the other classes.
             rest = b.exp().sum(1, keepdim=True).neg_().clamp_(min=-1).log1p_()
             b = torch.cat([b, rest], 1).clamp_(min=rows.LOG_ZERO)
-            q = b.exp()
         else:
             a = a[:, :-1]
-            q, _ = rows.normalise(b)
-        p, _ = rows.normalise(a)
-        return a, b, p, q
+        p, q = (rows.normalise(z, z.logsumexp(1, keepdim=True), torch.empty_like(z)) for z in (a, b))
+        return a, b, p, q, torch.empty_like(p)
 
     def values(self, whole: slice, state: Tensor) -> Tensor:
         """The divergence of rows (rows,) from their coarse logits."""
@@ -91,8 +89,8 @@ class Coarse:
 
     def gradient(self, whole: slice, state: Tensor, z: Tensor, first: int) -> None:
         """Overwrite a tile of logits, whose first class is `first`, by its gradient."""
-        a, b, p, q = self._heads(whole, state)
-        _, center, each = rows.values(self.divergence, self.beta, a, b, p, q)
+        a, b, p, q, spare = self._heads(whole, state)
+        _, center, each = rows.values(self.divergence, self.beta, a, b, p, q, spare)
         known = rows.gradients(self.divergence, self.beta, p, each, center)
         local = self.ids[whole] - first
         here = (local >= 0) & (local < z.shape[1])

@@ -70,6 +70,7 @@ class Run:
         self.upstream = x.new_zeros((), dtype=given.wide)
         self._tile: Tensor | None = None
         self._teacher_tile: Tensor | None = None
+        self._copied: dict[int, Tensor] = {}
 
     def _teacher(self, classes: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
         given = self.given
@@ -136,6 +137,7 @@ class Run:
                     self._step(step, size)
         finally:
             self._tile = self._teacher_tile = None  # before sums are rounded
+            self._copied.clear()
 
     def _step(self, step: Step, size: int) -> None:
         tokens, classes = self.tokens, step.classes
@@ -165,13 +167,13 @@ class Run:
     def _piece(self, step: Step, part: slice, tile: Tensor, other: Tensor | None) -> None:
         """Some rows of a tile: their statistics, and the gradient in place of the logits."""
         whole = slice(step.rows.start + part.start, step.rows.start + part.stop)
-        z = self._scaled(tile, self.bias, step.classes)
+        z = self._scaled(tile, self.bias, step.classes, 0)
         gradient = bool(step.phases & GRADIENT)
         if other is None:
             dz = self._stored(step, whole, z)
         else:
             assert self.teacher is not None
-            t = self._scaled(other, self.teacher[2], step.classes)
+            t = self._scaled(other, self.teacher[2], step.classes, 1)
             dz = self._formed(step, whole, z, t)
         if not gradient:
             return
@@ -182,9 +184,16 @@ class Run:
         if dz.data_ptr() != tile.data_ptr():
             tile.copy_(dz)
 
-    def _scaled(self, tile: Tensor, bias: Tensor | None, classes: slice) -> Tensor:
+    def _memory(self, k: int, like: Tensor) -> Tensor:
+        """Scratch memory in the arithmetic dtype for one of the copies of a piece of rows."""
+        if k not in self._copied or self._copied[k].numel() < like.numel():
+            self._copied[k] = like.new_empty(like.numel(), dtype=self.given.wide)
+        return self._copied[k][: like.numel()].view(like.shape)
+
+    def _scaled(self, tile: Tensor, bias: Tensor | None, classes: slice, head: int) -> Tensor:
         """Logits in the arithmetic dtype, with bias and temperature; the tile itself if it can."""
-        z = tile.to(self.given.wide)
+        wide = tile.dtype == self.given.wide
+        z = tile if wide else self._memory(head, tile).copy_(tile)
         if bias is not None:
             z.add_(bias[classes])
         return z if self.given.temperature == 1 else z.mul_(1 / self.given.temperature)
@@ -194,15 +203,15 @@ class Run:
         given, state = self.given, self.state[:, whole]
         options = (given.divergence, given.beta)
         if step.phases & UPDATE:
-            p, lse = rows.normalise(z)
-            q, teacher_lse = rows.normalise(t)
-            value, center, each = rows.values(*options, z, t, p, q)
+            state[0], state[1] = rows.log_sum_exp(z), rows.log_sum_exp(t)
+        p, q, spare = (self._memory(k, z) for k in (2, 3, 4))
+        rows.normalise(z, state[0].unsqueeze(1), p)
+        rows.normalise(t, state[1].unsqueeze(1), q)
+        if step.phases & UPDATE:
+            value, state[2], each = rows.values(*options, z, t, p, q, spare)
             self._finish(whole, value)
-            state[0], state[1], state[2] = lse.squeeze(1), teacher_lse.squeeze(1), center
         else:
-            p = rows.normalised(z, state[0].unsqueeze(1))
-            q = rows.normalised(t, state[1].unsqueeze(1))
-            each = rows.contributions(*options, z, t, p, q)
+            each = rows.contributions(*options, z, t, p, q, spare)
         if not step.phases & GRADIENT:
             return z
         return rows.gradients(*options, p, each, state[2])
