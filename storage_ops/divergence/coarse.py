@@ -71,7 +71,7 @@ class Coarse:
         return torch.cat([known, rest], 1).t()
 
     def _heads(self, whole: slice, state: Tensor) -> tuple[Tensor, ...]:
-        """Log-probabilities of student and teacher over the coarse classes, probabilities, and spare."""
+        """Log-probabilities of student and teacher over the coarse classes, and probabilities."""
         b, a = self.log_probs[whole].clone(), state.t().clone(memory_format=torch.contiguous_format)
         if self.tail:
             # What the teacher has left for the other classes.
@@ -79,8 +79,8 @@ class Coarse:
             b = torch.cat([b, rest], 1).clamp_(min=rows.LOG_ZERO)
         else:
             a = a[:, :-1]
-        p, q = (rows.normalise(z, z.logsumexp(1, keepdim=True), torch.empty_like(z)) for z in (a, b))
-        return a, b, p, q, torch.empty_like(p)
+        p, q = (rows.normalise(z, z.logsumexp(1)) for z in (a, b))
+        return a, b, p, q
 
     def values(self, whole: slice, state: Tensor) -> Tensor:
         """The divergence of rows (rows,) from their coarse logits."""
@@ -89,9 +89,9 @@ class Coarse:
 
     def gradient(self, whole: slice, state: Tensor, z: Tensor, first: int) -> None:
         """Overwrite a tile of logits, whose first class is `first`, by its gradient."""
-        a, b, p, q, spare = self._heads(whole, state)
-        _, center, each = rows.values(self.divergence, self.beta, a, b, p, q, spare)
-        known = rows.gradients(self.divergence, self.beta, p, each, center)
+        a, b, p, q = self._heads(whole, state)
+        _, center, each = rows.values(self.divergence, self.beta, a, b, p, q)
+        known = rows.gradient(self.divergence, self.beta, p, each, center)
         local = self.ids[whole] - first
         here = (local >= 0) & (local < z.shape[1])
         local = torch.where(here, local, 0)

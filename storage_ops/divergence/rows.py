@@ -1,40 +1,42 @@
-"""Divergences of rows of log-probabilities, and their gradients, in plain torch and in place.
+"""The row kernel of divergences in plain torch: on devices without a native one, and what it is.
 
-With p the student's distribution, q the teacher's, a = log p, b = log q and m = beta q +
-(1 - beta) p, the value of a row, its gradient with respect to the student's logits, and the center:
-
-    forward  sum q (b - a);  p - q;  0
-    reverse  sum p (a - b);  p (a - b - center);  the value
-    jsd      beta sum q (b - log m) + (1 - beta) sum p (a - log m);
-             (1 - beta) p (a - log m - center);  sum p (a - log m)
-    tvd      1/2 sum |p - q|;  p (s - center);  sum p s
-
-where s = sign(p - q) / 2. A class of probability 0 contributes 0 to a sum that it weights.
+The formulas are in csrc/rows/divergence_math.h: with a and b the logarithms of p, the student's
+probability of a class, and q, the teacher's, a row has a value, and a center that its gradient
+subtracts.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from storage_ops import _schemas
 from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.schedule import UPDATE
+from storage_ops.loss.schedule import GRADIENT, UPDATE, slices
 
 _OPS = torch.ops.storage_ops
 
-# Stands for the logarithm of 0, so that 0 log 0 is 0, and what a divergence is infinite from.
+# Stands for the logarithm of 0, so that 0 log 0 is 0; and what a divergence is infinite from.
 LOG_ZERO, INFINITE = -1e37, 1e9
-LOG2_E = 1 / math.log(2)
-# Copies of a piece of rows that are alive at a time, in the arithmetic dtype: what is in 16 bits
-# of both heads, both distributions, and one more; of a stored teacher one, and what torch takes.
-COPIES = 5
+# Copies of a piece of rows that are alive at a time, in the arithmetic dtype, at most.
+COPIES = 6
 
 
 def piece_elements(cuda: bool) -> int:
     """Elements of a tile that are worked on at a time, or one row: copies stay in a CPU's cache."""
     return 1 << 23 if cuda else 1 << 17
+
+
+def pieces(tile: Tensor) -> list[slice]:
+    """The rows of a tile, as many at a time as copies are made of."""
+    return slices(len(tile), max(piece_elements(tile.is_cuda) // max(tile.shape[1], 1), 1))
+
+
+def scaled(logits: Tensor, bias: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """A copy of logits in the arithmetic dtype, with bias and temperature."""
+    z = logits.to(dtype, copy=True)
+    z = z if bias is None else z.add_(bias)
+    return z if scale == 1 else z.mul_(scale)
 
 
 def log_sum_exp(z: Tensor) -> Tensor:
@@ -47,22 +49,17 @@ def log_sum_exp(z: Tensor) -> Tensor:
     return state[0] + state[1].log()
 
 
-def normalise(z: Tensor, lse: Tensor, out: Tensor) -> Tensor:
+def normalise(z: Tensor, lse: Tensor) -> Tensor:
     """Softmax of rows or parts of them, given their log-sum-exp; `z` becomes the logarithms."""
-    z.sub_(lse).clamp_(min=LOG_ZERO)
-    if z.dtype == torch.float32 and z.device.type == "cpu":
-        # Four times as fast on a processor whose maker is not Intel; the error is that of rounding
-        # the logarithm once more, as on a GPU.
-        return torch.mul(z, LOG2_E, out=out).exp2_()
-    return torch.exp(z, out=out)
+    return z.sub_(lse.unsqueeze(1)).clamp_(min=LOG_ZERO).exp()
 
 
 def values(
-    divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor, spare: Tensor
+    divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Value and center (rows,) of whole rows, and what `gradients` wants; overwrites all but p.
+    """Value and center (rows,) of whole rows, and what `gradient` wants; overwrites all but p.
 
-    Log-probabilities a, b, probabilities p, q and spare memory: (rows, classes).
+    Log-probabilities a, b and probabilities p, q: (rows, classes).
     """
     if divergence == "forward":
         value = b.sub_(a).mul_(q).sum(1)
@@ -71,7 +68,7 @@ def values(
         each = a.sub_(b)
         value = center = torch.mul(p, each, out=b).sum(1)
     elif divergence == "jsd":
-        log_m = _log_mixture(beta, p, q, spare)
+        log_m = _log_mixture(beta, p, q)
         of_teacher = b.sub_(log_m).mul_(q).sum(1)
         each = a.sub_(log_m)
         center = torch.mul(p, each, out=log_m).sum(1)
@@ -85,19 +82,19 @@ def values(
 
 
 def contributions(
-    divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor, spare: Tensor
+    divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor
 ) -> Tensor:
-    """What `gradients` wants, of parts of rows; overwrites all but p."""
+    """What `gradient` wants, of parts of rows; overwrites all but p."""
     if divergence == "forward":
         return q
     if divergence == "reverse":
         return a.sub_(b)
     if divergence == "jsd":
-        return a.sub_(_log_mixture(beta, p, q, spare))
+        return a.sub_(_log_mixture(beta, p, q))
     return torch.sub(p, q, out=b).sign_().mul_(0.5)
 
 
-def gradients(divergence: str, beta: float, p: Tensor, each: Tensor, center: Tensor) -> Tensor:
+def gradient(divergence: str, beta: float, p: Tensor, each: Tensor, center: Tensor) -> Tensor:
     """The gradient with respect to the logits; overwrites p or `each`."""
     if divergence == "forward":
         return p.sub_(each)
@@ -105,6 +102,59 @@ def gradients(divergence: str, beta: float, p: Tensor, each: Tensor, center: Ten
     return each.mul_(1 - beta) if divergence == "jsd" else each
 
 
-def _log_mixture(beta: float, p: Tensor, q: Tensor, out: Tensor) -> Tensor:
-    mixture = torch.mul(p, 1 - beta, out=out).add_(q, alpha=beta)
+def _log_mixture(beta: float, p: Tensor, q: Tensor) -> Tensor:
+    mixture = p.mul(1 - beta).add_(q, alpha=beta)
     return mixture.clamp_(min=torch.finfo(p.dtype).tiny).log_()
+
+
+def store(dz: Tensor, upstream: Tensor, scale: float, tile: Tensor) -> None:
+    """Write a gradient times upstream (rows,) or (1,) over a tile; rows without weight are 0."""
+    factor = (upstream * scale).unsqueeze(1)
+    tile.copy_(dz.mul_(factor).masked_fill_(factor == 0, 0))
+
+
+def divergence_rows(
+    logits: Tensor,
+    teacher: Tensor,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    state: Tensor,
+    loss: Tensor,
+    upstream: Tensor | None,
+    divergence: str,
+    beta: float,
+    scale: float,
+    phases: int,
+) -> None:
+    """Statistics and divergence of whole rows of both heads, or the gradient of a tile, or both.
+
+    Args:
+        logits: (rows, classes), overwritten by the gradient if GRADIENT is among the phases.
+        teacher: (rows, classes).
+        bias, teacher_bias: (classes,), in the arithmetic dtype.
+        state: (3, rows), both log-sum-exps and the center: written by UPDATE, or read.
+        loss: (rows,), written by UPDATE.
+        upstream: (rows,) or (1,), the gradient with respect to a row's divergence.
+        scale: of both heads' logits, after the bias.
+    """
+    for part in pieces(logits):
+        z = scaled(logits[part], bias, scale, state.dtype)
+        t = scaled(teacher[part], teacher_bias, scale, state.dtype)
+        own = state[:, part]
+        if phases & UPDATE:
+            own[0], own[1] = log_sum_exp(z), log_sum_exp(t)
+        heads = (divergence, beta, z, t, p := normalise(z, own[0]), normalise(t, own[1]))
+        if phases & UPDATE:
+            loss[part], own[2], each = values(*heads)
+        else:
+            each = contributions(*heads)
+        if phases & GRADIENT:
+            assert upstream is not None
+            rows = upstream if len(upstream) == 1 else upstream[part]
+            store(gradient(divergence, beta, p, each, own[2]), rows, scale, logits[part])
+
+
+_schemas.library.impl("_divergence_rows", divergence_rows, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "storage_ops::_divergence_rows", lambda *args: None, lib=_schemas.library
+)
