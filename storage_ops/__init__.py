@@ -22,7 +22,7 @@ else:
     _status = _library.load()
     _storage_kernels.register(_status)
 
-    from storage_ops import autochunk, graph, memory, policies
+    from storage_ops import autochunk, graph, losses, memory, policies
     from storage_ops.checkpoint.chain import OutputDiscardChain
     from storage_ops.checkpoint.config import ActivationCheckpointConfig
     from storage_ops.checkpoint.execution import disable_checkpointing, register_rng_tracker
@@ -85,6 +85,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl_div",
     "load_fit",
+    "losses",
     "memory",
     "output_discard",
     "patch_causal_lm",

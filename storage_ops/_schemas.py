@@ -67,6 +67,11 @@ SCHEMAS: dict[str, str] = {
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}) "
         "-> (Tensor grad_input, Tensor grad_bias)"
     ),
+    "_divergence_rows": (
+        "(Tensor(a!) logits, Tensor teacher, Tensor? bias, Tensor? teacher_bias, Tensor(b!) state, "
+        "Tensor(c!) loss, Tensor? upstream, str divergence, float beta, float scale, int phases) "
+        "-> ()"
+    ),
     "linear_kl_div": (
         f"({_KL_ARGUMENTS}) -> (Tensor loss, Tensor state, Tensor grad_input, Tensor grad_weight, "
         "Tensor grad_bias)"

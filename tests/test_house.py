@@ -14,6 +14,7 @@ import storage_ops
 from storage_ops import _schemas
 from storage_ops.autochunk import run as chunks
 from storage_ops.divergence import reference as divergence_reference
+from storage_ops.divergence import rows
 from storage_ops.loss import reference as loss_reference
 from storage_ops.matmul import reference as products
 from storage_ops.storage import reference
@@ -29,6 +30,7 @@ REFERENCES = {
     "_record_stream": "storage_of",
     "_cross_entropy_rows": "cross_entropy_rows",
     "_chunked_span": "chunked_span",
+    "_divergence_rows": "divergence_rows",
     "_product": "product",
     "_transposed_product": "transposed_product",
     "_product_scratch": "product_scratch",
@@ -53,7 +55,7 @@ def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
     assert CASES[name]
     if name not in NATIVE_ONLY:
         known = REFERENCES.get(name, name)
-        places = (reference, loss_reference, divergence_reference, products, chunks)
+        places = (reference, loss_reference, divergence_reference, rows, products, chunks)
         assert any(hasattr(m, known) for m in places)
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         assert has(qualified, "CompositeExplicitAutograd")
@@ -111,7 +113,14 @@ def test_the_examples_of_the_readme_run():
 
 # What traced-steps.md prints is compared by a test of its own.
 @pytest.mark.parametrize(
-    "name", ["autochunk", "checkpointing", "linear-cross-entropy", "measuring"]
+    "name",
+    [
+        "autochunk",
+        "checkpointing",
+        "linear-cross-entropy",
+        "measuring",
+        "preference-rl-and-distillation",
+    ],
 )
 def test_the_examples_of_a_page_run(name):
     assert run_examples(ROOT / "docs" / f"{name}.md")[0]

@@ -72,6 +72,15 @@ def divergence(
     return (grad, torch.rand(3, 12), *call)
 
 
+def head_rows(name, phases=3, dtype=torch.float32, bias=True, count=5):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    offsets = (torch.randn(7, dtype=wide), torch.randn(7, dtype=wide)) if bias else (None, None)
+    tiles = torch.randn(count, 7).to(dtype), torch.randn(count, 7).to(dtype)
+    upstream = torch.rand(count, dtype=wide)
+    return (*tiles, *offsets, torch.rand(3, count, dtype=wide), torch.zeros(count, dtype=wide),
+            upstream, name, 0.3, 0.5, phases)  # fmt: skip
+
+
 def product(add, dtype=torch.float32, transposed=False):
     left, right = torch.randn(20, 9).to(dtype), torch.randn(9, 50).to(dtype)
     left = left.t().contiguous() if transposed else left
@@ -166,6 +175,12 @@ CASES = {
     ],
     "linear_cross_entropy_backward_target": [backward("mean", dense=True)],
     "linear_cross_entropy_backward_into": [backward("mean", torch.zeros(7, 6))],
+    "_divergence_rows": [
+        head_rows("forward"),
+        head_rows("reverse", 1, torch.float64),
+        head_rows("jsd", 2, torch.bfloat16, bias=False),
+        head_rows("tvd", count=0),
+    ],
     "linear_kl_div": [
         divergence("forward"),
         divergence("reverse", "sum", needs=(True, False, False), shift=True),

@@ -80,14 +80,14 @@ def check_call(call: Call) -> None:
         rule = f"at least {valid or 1} classes"
         raise _wrong(ValueError, "linear_weight has shape", tuple(weight.shape), rule)
     _check_teacher(call, tokens, vocab)
-    for name, t, dtype in (
+    for name, t, wanted in (
         ("linear_weight", weight, input.dtype),
         ("linear_bias", call.bias, input.dtype),
         ("teacher_weight", call.teacher_weight, _dtype(call.teacher_input)),
         ("teacher_bias", call.teacher_bias, _dtype(call.teacher_input)),
     ):
-        if t is not None and t.dtype != dtype:
-            rule = f"{dtype}, as {'teacher_' * name.startswith('teacher')}input is"
+        if t is not None and t.dtype != wanted:
+            rule = f"{wanted}, as {'teacher_' * name.startswith('teacher')}input is"
             raise _wrong(TypeError, f"{name} is", t.dtype, rule)
     for name, t, shape in (
         ("linear_bias", call.bias, (vocab,)),

@@ -70,18 +70,16 @@ class Coarse:
             rest = z.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
         return torch.cat([known, rest], 1).t()
 
-    def _heads(self, whole: slice, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _heads(self, whole: slice, state: Tensor) -> tuple[Tensor, ...]:
         """Log-probabilities of student and teacher over the coarse classes, and probabilities."""
         b, a = self.log_probs[whole].clone(), state.t().clone(memory_format=torch.contiguous_format)
         if self.tail:
             # What the teacher has left for the other classes.
             rest = b.exp().sum(1, keepdim=True).neg_().clamp_(min=-1).log1p_()
             b = torch.cat([b, rest], 1).clamp_(min=rows.LOG_ZERO)
-            q = b.exp()
         else:
             a = a[:, :-1]
-            q, _ = rows.normalise(b)
-        p, _ = rows.normalise(a)
+        p, q = (rows.normalise(z, z.logsumexp(1)) for z in (a, b))
         return a, b, p, q
 
     def values(self, whole: slice, state: Tensor) -> Tensor:
@@ -93,7 +91,7 @@ class Coarse:
         """Overwrite a tile of logits, whose first class is `first`, by its gradient."""
         a, b, p, q = self._heads(whole, state)
         _, center, each = rows.values(self.divergence, self.beta, a, b, p, q)
-        known = rows.gradients(self.divergence, self.beta, p, each, center)
+        known = rows.gradient(self.divergence, self.beta, p, each, center)
         local = self.ids[whole] - first
         here = (local >= 0) & (local < z.shape[1])
         local = torch.where(here, local, 0)

@@ -39,7 +39,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             grads[0] = grads[0].view(input.shape)
     else:
         run.statistics()
-    loss = formulas.reduce(run.loss, tokens, run.call)
+    loss = formulas.reduce(run.divergences(), tokens, run.call)
     return loss, tokens.spread_state(run.state), *grads
 
 

@@ -1,15 +1,8 @@
-"""Divergences of rows of log-probabilities, and their gradients, in plain torch and in place.
+"""The row kernel of divergences in plain torch: on devices without a native one, and what it is.
 
-With p the student's distribution, q the teacher's, a = log p, b = log q and m = beta q +
-(1 - beta) p, the value of a row, its gradient with respect to the student's logits, and the center:
-
-    forward  sum q (b - a)                                           p - q                      0
-    reverse  sum p (a - b)                                           p (a - b - center)         value
-    jsd      beta sum q (b - log m) + (1 - beta) sum p (a - log m)
-             (1 - beta) p (a - log m - center)                       sum p (a - log m)
-    tvd      1/2 sum |p - q|                                         p (s - center)             sum p s
-
-where s = sign(p - q) / 2. A class of probability 0 contributes 0 to a sum that it weights.
+The formulas are in csrc/rows/divergence_math.h: with a and b the logarithms of p, the student's
+probability of a class, and q, the teacher's, a row has a value, and a center that its gradient
+subtracts.
 """
 
 from __future__ import annotations
@@ -17,7 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Stands for the logarithm of 0, so that 0 log 0 is 0, and what a divergence is infinite from.
+from storage_ops import _schemas
+from storage_ops.loss.cost import STATE_ROWS
+from storage_ops.loss.schedule import GRADIENT, UPDATE, slices
+
+_OPS = torch.ops.storage_ops
+
+# Stands for the logarithm of 0, so that 0 log 0 is 0; and what a divergence is infinite from.
 LOG_ZERO, INFINITE = -1e37, 1e9
 # Copies of a piece of rows that are alive at a time, in the arithmetic dtype, at most.
 COPIES = 6
@@ -28,26 +27,37 @@ def piece_elements(cuda: bool) -> int:
     return 1 << 23 if cuda else 1 << 17
 
 
-def normalise(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of whole rows, and their log-sum-exp (rows, 1); `z` becomes the logarithms."""
-    largest = z.amax(1, keepdim=True)
-    p = z.sub_(largest).exp()
-    total = p.sum(1, keepdim=True)
-    p.div_(total)
-    log_total = total.log_()
-    z.sub_(log_total).clamp_(min=LOG_ZERO)
-    return p, largest.add_(log_total)
+def pieces(tile: Tensor) -> list[slice]:
+    """The rows of a tile, as many at a time as copies are made of."""
+    return slices(len(tile), max(piece_elements(tile.is_cuda) // max(tile.shape[1], 1), 1))
 
 
-def normalised(z: Tensor, lse: Tensor) -> Tensor:
-    """Softmax of parts of rows whose log-sum-exp is known; `z` becomes the logarithms."""
-    return z.sub_(lse).clamp_(min=LOG_ZERO).exp()
+def scaled(logits: Tensor, bias: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """A copy of logits in the arithmetic dtype, with bias and temperature."""
+    z = logits.to(dtype, copy=True)
+    z = z if bias is None else z.add_(bias)
+    return z if scale == 1 else z.mul_(scale)
+
+
+def log_sum_exp(z: Tensor) -> Tensor:
+    """(rows,), by the row kernel of cross-entropy, which reads `z` once."""
+    state = z.new_zeros(STATE_ROWS, len(z))
+    target = torch.zeros(len(z), dtype=torch.int64, device=z.device)  # any class
+    _OPS._cross_entropy_rows(
+        z, target, None, None, None, state, None, 0, z.shape[1], -1, 0.0, 1.0, 0.0, UPDATE
+    )
+    return state[0] + state[1].log()
+
+
+def normalise(z: Tensor, lse: Tensor) -> Tensor:
+    """Softmax of rows or parts of them, given their log-sum-exp; `z` becomes the logarithms."""
+    return z.sub_(lse.unsqueeze(1)).clamp_(min=LOG_ZERO).exp()
 
 
 def values(
     divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Value and center (rows,) of whole rows, and what `gradients` wants; all may be overwritten.
+    """Value and center (rows,) of whole rows, and what `gradient` wants; overwrites all but p.
 
     Log-probabilities a, b and probabilities p, q: (rows, classes).
     """
@@ -74,7 +84,7 @@ def values(
 def contributions(
     divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor
 ) -> Tensor:
-    """What `gradients` wants, of parts of rows; all but p may be overwritten."""
+    """What `gradient` wants, of parts of rows; overwrites all but p."""
     if divergence == "forward":
         return q
     if divergence == "reverse":
@@ -84,7 +94,7 @@ def contributions(
     return torch.sub(p, q, out=b).sign_().mul_(0.5)
 
 
-def gradients(divergence: str, beta: float, p: Tensor, each: Tensor, center: Tensor) -> Tensor:
+def gradient(divergence: str, beta: float, p: Tensor, each: Tensor, center: Tensor) -> Tensor:
     """The gradient with respect to the logits; overwrites p or `each`."""
     if divergence == "forward":
         return p.sub_(each)
@@ -95,3 +105,56 @@ def gradients(divergence: str, beta: float, p: Tensor, each: Tensor, center: Ten
 def _log_mixture(beta: float, p: Tensor, q: Tensor) -> Tensor:
     mixture = p.mul(1 - beta).add_(q, alpha=beta)
     return mixture.clamp_(min=torch.finfo(p.dtype).tiny).log_()
+
+
+def store(dz: Tensor, upstream: Tensor, scale: float, tile: Tensor) -> None:
+    """Write a gradient times upstream (rows,) or (1,) over a tile; rows without weight are 0."""
+    factor = (upstream * scale).unsqueeze(1)
+    tile.copy_(dz.mul_(factor).masked_fill_(factor == 0, 0))
+
+
+def divergence_rows(
+    logits: Tensor,
+    teacher: Tensor,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    state: Tensor,
+    loss: Tensor,
+    upstream: Tensor | None,
+    divergence: str,
+    beta: float,
+    scale: float,
+    phases: int,
+) -> None:
+    """Statistics and divergence of whole rows of both heads, or the gradient of a tile, or both.
+
+    Args:
+        logits: (rows, classes), overwritten by the gradient if GRADIENT is among the phases.
+        teacher: (rows, classes).
+        bias, teacher_bias: (classes,), in the arithmetic dtype.
+        state: (3, rows), both log-sum-exps and the center: written by UPDATE, or read.
+        loss: (rows,), written by UPDATE.
+        upstream: (rows,) or (1,), the gradient with respect to a row's divergence.
+        scale: of both heads' logits, after the bias.
+    """
+    for part in pieces(logits):
+        z = scaled(logits[part], bias, scale, state.dtype)
+        t = scaled(teacher[part], teacher_bias, scale, state.dtype)
+        own = state[:, part]
+        if phases & UPDATE:
+            own[0], own[1] = log_sum_exp(z), log_sum_exp(t)
+        heads = (divergence, beta, z, t, p := normalise(z, own[0]), normalise(t, own[1]))
+        if phases & UPDATE:
+            loss[part], own[2], each = values(*heads)
+        else:
+            each = contributions(*heads)
+        if phases & GRADIENT:
+            assert upstream is not None
+            rows = upstream if len(upstream) == 1 else upstream[part]
+            store(gradient(divergence, beta, p, each, own[2]), rows, scale, logits[part])
+
+
+_schemas.library.impl("_divergence_rows", divergence_rows, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "storage_ops::_divergence_rows", lambda *args: None, lib=_schemas.library
+)

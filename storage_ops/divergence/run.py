@@ -1,4 +1,4 @@
-"""Carries out the steps of a divergence: products of both heads, rows, and sums of the gradients."""
+"""Carries out the steps of a divergence: products of both heads, rows, sums of the gradients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from storage_ops.loss.devices import rates_of
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.loss.ranks import Ranks
 from storage_ops.loss.run import problem_of
-from storage_ops.loss.schedule import GRADIENT, MERGE, UPDATE, Schedule, Step, slices
+from storage_ops.loss.schedule import GRADIENT, MERGE, UPDATE, Schedule, Step
 from storage_ops.loss.sums import Sums
 from storage_ops.loss.tokens import tokens_of
 from storage_ops.matmul.aten import takes
+
+_OPS = torch.ops.storage_ops
 
 
 class Run:
@@ -33,8 +35,8 @@ class Run:
         teacher: the teacher's input rows (N, D), weight and bias, or None.
         coarse: the classes of a stored teacher, or None.
         state: (state_rows, n) statistics of the rows.
-        loss: (n,) divergence of each row times its weight, not reduced.
-        upstream: gradient with respect to each token's divergence: 0-dimensional or (n,).
+        loss: (n,) divergence of each row.
+        upstream: (n,) or (1,) gradient with respect to it.
     """
 
     ranks = Ranks()
@@ -67,7 +69,7 @@ class Run:
             self.state = x.new_zeros(given.state_rows, tokens.count, dtype=given.wide)
         else:
             self.state = tokens.collect_state(state)
-        self.upstream = x.new_zeros((), dtype=given.wide)
+        self.upstream = x.new_zeros(1, dtype=given.wide)
         self._tile: Tensor | None = None
         self._teacher_tile: Tensor | None = None
 
@@ -126,7 +128,14 @@ class Run:
         """Take the gradient with respect to the loss, or to each token's, as `tokens.collect`."""
         loss = loss.to(self.given.wide) * formulas.scale_of(self.tokens, self.call)
         weight = self.tokens.token_weight
-        self.upstream = loss if weight is None else loss * weight
+        loss = loss.reshape(-1) if weight is None else loss * weight
+        self.upstream = loss if self._ignored is None else loss.masked_fill(self._ignored, 0)
+
+    def divergences(self) -> Tensor:
+        """(n,) the divergence of each token times its weight, 0 for those that are ignored."""
+        weight = self.tokens.token_weight
+        loss = self.loss if weight is None else self.loss * weight
+        return loss if self._ignored is None else loss.masked_fill(self._ignored, 0)
 
     def _take(self, schedule: Schedule, steps: Iterable[Step]) -> None:
         size = schedule.rows * padded(schedule.columns)
@@ -156,74 +165,44 @@ class Run:
             )
             products.logits(hidden, weight[classes], other)
             del hidden
-        height = max(rows.piece_elements(tile.is_cuda) // max(tile.shape[1], 1), 1)
-        for part in slices(len(tile), height):
-            self._piece(step, part, tile[part], None if other is None else other[part])
+        upstream = self.upstream if len(self.upstream) == 1 else self.upstream[step.rows]
+        if other is None:
+            self._stored(step, tile, upstream)
+        else:
+            self._formed(step, tile, other, upstream)
         if step.adds:
             self.sums.add(step, x, tile)
 
-    def _piece(self, step: Step, part: slice, tile: Tensor, other: Tensor | None) -> None:
-        """Some rows of a tile: their statistics, and the gradient in place of the logits."""
-        whole = slice(step.rows.start + part.start, step.rows.start + part.stop)
-        z = self._scaled(tile, self.bias, step.classes)
-        gradient = bool(step.phases & GRADIENT)
-        if other is None:
-            dz = self._stored(step, whole, z)
-        else:
-            assert self.teacher is not None
-            t = self._scaled(other, self.teacher[2], step.classes)
-            dz = self._formed(step, whole, z, t)
-        if not gradient:
-            return
-        upstream = self.upstream[whole].unsqueeze(1) if self.upstream.dim() else self.upstream
-        dz.mul_(upstream / self.given.temperature)
-        if self._ignored is not None:
-            dz.masked_fill_(self._ignored[whole].unsqueeze(1), 0)
-        if dz.data_ptr() != tile.data_ptr():
-            tile.copy_(dz)
+    def _formed(self, step: Step, tile: Tensor, other: Tensor, upstream: Tensor) -> None:
+        """A tile of both heads: statistics where asked for, and the gradient over the logits."""
+        assert self.teacher is not None
+        given, classes = self.given, step.classes
+        bias, offset = self.bias, self.teacher[2]
+        # The native kernel takes heads of one dtype.
+        same = other.dtype == tile.dtype
+        kernel = _OPS._divergence_rows if same else rows.divergence_rows
+        kernel(
+            tile, other, None if bias is None else bias[classes],
+            None if offset is None else offset[classes],
+            self.state[:, step.rows], self.loss[step.rows], upstream, given.divergence, given.beta,
+            1 / given.temperature, step.phases,
+        )  # fmt: skip
 
-    def _scaled(self, tile: Tensor, bias: Tensor | None, classes: slice) -> Tensor:
-        """Logits in the arithmetic dtype, with bias and temperature; the tile itself if it can."""
-        z = tile.to(self.given.wide)
-        if bias is not None:
-            z.add_(bias[classes])
-        return z if self.given.temperature == 1 else z.mul_(1 / self.given.temperature)
-
-    def _formed(self, step: Step, whole: slice, z: Tensor, t: Tensor) -> Tensor:
-        """Rows of both heads: statistics where asked for, and the gradient or anything."""
-        given, state = self.given, self.state[:, whole]
-        options = (given.divergence, given.beta)
-        if step.phases & UPDATE:
-            p, lse = rows.normalise(z)
-            q, teacher_lse = rows.normalise(t)
-            value, center, each = rows.values(*options, z, t, p, q)
-            self._finish(whole, value)
-            state[0], state[1], state[2] = lse.squeeze(1), teacher_lse.squeeze(1), center
-        else:
-            p = rows.normalised(z, state[0].unsqueeze(1))
-            q = rows.normalised(t, state[1].unsqueeze(1))
-            each = rows.contributions(*options, z, t, p, q)
-        if not step.phases & GRADIENT:
-            return z
-        return rows.gradients(*options, p, each, state[2])
-
-    def _stored(self, step: Step, whole: slice, z: Tensor) -> Tensor:
-        """Rows of the student for a stored teacher."""
-        coarse, state = self.coarse, self.state[:, whole]
+    def _stored(self, step: Step, tile: Tensor, upstream: Tensor) -> None:
+        """A tile of the student for a stored teacher."""
+        coarse, scale = self.coarse, 1 / self.given.temperature
         assert coarse is not None
-        if step.phases & UPDATE:
-            state.copy_(coarse.logits(whole, z))
-            self._finish(whole, coarse.values(whole, state))
-        if step.phases & GRADIENT:
-            coarse.gradient(whole, state, z, step.classes.start)
-        return z
-
-    def _finish(self, whole: slice, value: Tensor) -> None:
-        if self.tokens.token_weight is not None:
-            value = value * self.tokens.token_weight[whole]
-        if self._ignored is not None:
-            value = value.masked_fill(self._ignored[whole], 0)
-        self.loss[whole] = value
+        bias = None if self.bias is None else self.bias[step.classes]
+        for part in rows.pieces(tile):
+            whole = slice(step.rows.start + part.start, step.rows.start + part.stop)
+            z, state = rows.scaled(tile[part], bias, scale, self.given.wide), self.state[:, whole]
+            if step.phases & UPDATE:
+                state.copy_(coarse.logits(whole, z))
+                self.loss[whole] = coarse.values(whole, state)
+            if step.phases & GRADIENT:
+                coarse.gradient(whole, state, z, step.classes.start)
+                own = upstream if len(upstream) == 1 else upstream[part]
+                rows.store(z, own, scale, tile[part])
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,198 @@
+"""Heads of reinforcement learning and distillation: time over their products or peers, and memory.
+
+The divergence of two heads is held to its floor, the products of both at the same shapes: the
+student's three and the teacher's one, by the same code, in the same chunks of tokens. "floor by
+torch" is the same four by torch, unchunked. DPO of chosen, rejected and reference, all in one call,
+is held to the formula in plain torch, compiled, and to Liger's chunked loss, where that is
+installed. All run interleaved in one process; times are process CPU times, on a GPU those between
+events; peaks are those of allocations above inputs, gradients included.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import storage_ops
+from benchmarks._harness import (
+    Case,
+    expect,
+    finish,
+    interleave,
+    milliseconds,
+    parser,
+    peak,
+    ratios,
+    skip,
+)
+from storage_ops import losses
+from storage_ops.divergence.call import Call
+from storage_ops.divergence.run import Run
+
+# Tokens, width of student and of teacher, classes; the tokens are four sequences for DPO.
+SHAPES = {"H1": (1024, 2048, 2048, 32000), "H2": (512, 4096, 4096, 64000)}
+QUICK_SHAPES = {"quick": (256, 256, 512, 8000)}
+FLOOR, COMPILED = "floor (products of both heads)", "plain torch, compiled"
+DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
+
+
+def step(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Case:
+    """Forward and backward of a loss."""
+    return lambda: torch.autograd.grad(loss(), leaves)
+
+
+def products(call: Call) -> Case:
+    """The products that a call does, in its chunks of tokens, and nothing else."""
+    planned = Run(call)
+    rows, m, hidden = planned.schedule.rows, planned.schedule.problem.matmul, call.teacher_input
+    x, w, t, head = call.input, call.weight, hidden, call.teacher_weight
+    assert t is not None and head is not None
+
+    def run() -> list[Tensor]:
+        z, dx = x.new_empty(min(rows, len(x)), len(w)), torch.empty_like(x)
+        wide = torch.float32 if rows < len(x) and x.element_size() < 4 else x.dtype
+        dw = torch.empty(w.shape, dtype=wide, device=w.device)
+        for begin in range(0, len(x), rows):
+            part = slice(begin, begin + rows)
+            tile = z[: len(x[part])]
+            m.logits(t[part], head, tile)
+            m.logits(x[part], w, tile)
+            m.input_gradient(tile, w, dx[part], False)
+            m.weight_gradient(tile, x[part], dw, begin > 0)
+        return [dx, dw.to(w.dtype)]
+
+    return run
+
+
+def divergence_rows(
+    shape: str, label: str, arguments: argparse.Namespace, dtype: torch.dtype
+) -> Any:
+    """The divergence of two heads over the sum of both heads' products."""
+    x, w, t, head, _ = inputs(shape, dtype, arguments.device)
+    leaves, g = [x, w], torch.randn(len(x), len(w), device=x.device).to(dtype)
+    cases: dict[str, Case] = {
+        FLOOR: products(Call(x.detach(), w.detach(), t, head)),
+        "floor by torch": lambda: (t @ head.t(), x @ w.t(), g @ w, g.t() @ x),
+    }
+    for name in DIVERGENCES:
+        cases[f"storage_ops.linear_kl_div, {name}"] = step(
+            lambda name=name: storage_ops.linear_kl_div(x, w, t, head, divergence=name), leaves
+        )
+
+    @torch.compile
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        log_q, log_p = (F.linear(*each).float().log_softmax(-1) for each in ((x, w), (t, head)))
+        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+    cases["plain torch, compiled, forward"] = step(lambda: plain(x, w), leaves)
+    seconds = interleave(cases, arguments.repeats, arguments.device, label)
+    yield from rows_of(label, cases, seconds, FLOOR, "time / floor", arguments.device)
+
+
+def dpo_rows(
+    shape: str, label: str, arguments: argparse.Namespace, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
+    """DPO with a reference over the plain formula, compiled."""
+    x, w, t, head, target = inputs(shape, dtype, arguments.device)
+    length = len(x) // 4
+    target = target.view(4, length)
+    leaves, beta = [x, w], 0.1
+
+    def ours(budget: int | None) -> Callable[[], Tensor]:
+        return lambda: losses.dpo(
+            x.view(4, length, -1), w, target, beta=beta, ref_input=t.view(4, length, -1),
+            ref_weight=head, memory_budget=budget,
+        )  # fmt: skip
+
+    def logps(x: Tensor, w: Tensor) -> Tensor:
+        log_p = F.linear(x, w).float().log_softmax(-1)
+        return log_p.gather(1, target.view(-1, 1)).view(4, length).sum(1)
+
+    @torch.compile
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        h = logps(x, w) - logps(t, head).detach()
+        return -F.logsigmoid(beta * (h[:2] - h[2:])).mean()
+
+    cases: dict[str, Case] = {COMPILED: step(lambda: plain(x, w), leaves)}
+    logits = len(x) * len(w) * x.element_size()
+    for share in arguments.shares:
+        cases[f"storage_ops.losses.dpo, budget logits / {share}"] = step(
+            ours(logits // share), leaves
+        )
+    cases["storage_ops.losses.dpo"] = step(ours(None), leaves)
+    try:
+        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+    except Exception as error:
+        skip("liger-kernel", f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
+    else:
+        for compiled in (True, False):
+            liger = LigerFusedLinearDPOLoss(beta=beta, compiled=compiled, use_ref_model=True)
+            name = f"liger chunked DPO{', compiled' if compiled else ''}"
+            cases[name] = step(
+                lambda liger=liger: liger(
+                    w, x.view(4, length, -1), target, ref_input=t.view(4, length, -1),
+                    ref_weight=head,
+                )[0],
+                leaves,
+            )  # fmt: skip
+    seconds = interleave(cases, arguments.repeats, arguments.device, f"{label}, DPO")
+    base = "time / plain compiled"
+    yield from rows_of(f"{label}, DPO", cases, seconds, COMPILED, base, arguments.device)
+
+
+def rows_of(
+    label: str, cases: dict[str, Case], seconds: Any, base: str, name: str, device: str
+) -> Iterator[dict[str, Any]]:
+    """A row for each case: its time over that of `base`, in the column `name`, and its peak."""
+    over = ratios(seconds, base)
+    for case, run in cases.items():
+        median, low, high = (round(value, 3) for value in over[case])
+        yield {
+            "shape": label, "case": case, name: median, "spread": f"{low} to {high}",
+            "ms": milliseconds(seconds[case]), "peak (MiB)": peak(run, device),
+        }  # fmt: skip
+
+
+def inputs(shape: str, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """Random hidden states and heads of student and teacher, and targets."""
+    tokens, hidden, teacher, vocab = (SHAPES | QUICK_SHAPES)[shape]
+    made = []
+    for width in (hidden, teacher):
+        made.append(torch.randn(tokens, width, device=device).to(dtype))
+        made.append((torch.randn(vocab, width, device=device) * width**-0.5).to(dtype))
+    x, w, t, head = made
+    target = torch.randint(vocab, (tokens,), device=device)
+    return x.requires_grad_(), w.requires_grad_(), t, head, target
+
+
+def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Shape by shape."""
+    expect(2 * len(arguments.dtypes) * len(arguments.shapes))
+    for name in arguments.dtypes:
+        for shape in arguments.shapes:
+            torch._dynamo.reset()
+            for part in (divergence_rows, dpo_rows):
+                yield from part(shape, f"{shape} {name}", arguments, getattr(torch, name))
+
+
+def main() -> None:
+    """Measure, write and print."""
+    options = parser(__doc__)
+    options.add_argument("--shapes", nargs="+", choices=[*SHAPES, *QUICK_SHAPES])
+    options.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
+    options.add_argument("--shares", nargs="+", type=int, default=[4, 16],
+                         help="budgets of DPO: the logits' bytes divided by these")  # fmt: skip
+    arguments = options.parse_args()
+    arguments.shapes = arguments.shapes or list(QUICK_SHAPES if arguments.quick else SHAPES)
+    full = ["float32", "bfloat16"]
+    arguments.dtypes = arguments.dtypes or (full[:1] if arguments.quick else full)
+    finish("head", all_rows(arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()

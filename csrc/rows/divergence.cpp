@@ -1,0 +1,237 @@
+// CPU row kernel of linear_kl_div: a tile of logits of each head in, the divergence and statistics
+// of whole rows out, and the student's tile overwritten by its gradient.
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "cross_entropy_rows.h"
+#include "divergence_math.h"
+#include "row_blocks.h"
+
+namespace storage_ops {
+namespace {
+
+constexpr int64_t kStatistics = 3;  // rows of `state`: two log-sum-exps and the center
+
+// The arguments of _divergence_rows, for logits of type T and arithmetic A.
+template <typename T, typename A>
+struct Arguments {
+  T* logits;
+  const T* teacher;
+  const A *bias, *teacher_bias, *upstream;
+  A *state, *loss;
+  int64_t rows, columns, stride, teacher_stride, state_stride, upstream_stride;
+  A beta, scale;
+  bool update, grad;
+};
+
+template <typename T, typename A>
+STORAGE_OPS_INLINE void load(const T* row, const A* bias, A scale, int64_t begin, int64_t n, A* z) {
+  widen(row + begin, z, n);
+  if (bias != nullptr) {
+    for (int64_t j = 0; j < n; ++j) z[j] += bias[begin + j];
+  }
+  if (scale != 1) {
+    for (int64_t j = 0; j < n; ++j) z[j] *= scale;
+  }
+}
+
+// Sums over blocks are in double, so that they round no more than those of one block.
+template <typename T, typename A>
+STORAGE_OPS_INLINE A log_sum_exp(const T* row, const A* bias, A scale, int64_t columns) {
+  Block<A> block;
+  A* z = block.values;
+  A shift = -std::numeric_limits<A>::infinity();
+  double total = 0;
+  for (int64_t begin = 0; begin < columns; begin += kBlock) {
+    const int64_t n = std::min(kBlock, columns - begin);
+    load(row, bias, scale, begin, n, z);
+    A max = -std::numeric_limits<A>::infinity(), sum = 0;
+#pragma omp simd reduction(max : max)
+    for (int64_t j = 0; j < n; ++j) max = z[j] > max ? z[j] : max;
+    const A next = max > shift ? max : shift, base = std::isinf(next) && next < 0 ? A(0) : next;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < n; ++j) sum += exponential(z[j] - base);
+    if (next > shift) total *= std::exp(static_cast<double>(shift) - next);
+    total += sum;
+    shift = next;
+  }
+  return shift + static_cast<A>(std::log(total));
+}
+
+// The gradient of the forward divergence needs no sum: it is formed in the same pass.
+constexpr bool at_once(Divergence kind) { return kind == Divergence::kForward; }
+
+template <typename A>
+struct RowSums {
+  A value, center;
+};
+
+// One pass over both tiles: the sums of a row, or its gradient, or both where that is possible.
+template <Divergence kKind, bool kSums, typename T, typename A>
+STORAGE_OPS_INLINE RowSums<double> pass(const Arguments<T, A>& arguments, int64_t i, bool grad,
+                                        A center) {
+  T* row = arguments.logits + i * arguments.stride;
+  const T* teacher = arguments.teacher + i * arguments.teacher_stride;
+  const A lse = arguments.state[i], teacher_lse = arguments.state[arguments.state_stride + i];
+  const A beta = arguments.beta, scale = arguments.scale;
+  const A upstream = grad ? arguments.upstream[i * arguments.upstream_stride] * scale : A(0);
+  Block<A> blocks[5];
+  A *a = blocks[0].values, *b = blocks[1].values, *p = blocks[2].values, *q = blocks[3].values;
+  A* m = kKind == Divergence::kJsd ? blocks[4].values : q;
+  RowSums<double> total{0, 0};
+  for (int64_t begin = 0; begin < arguments.columns; begin += kBlock) {
+    const int64_t n = std::min(kBlock, arguments.columns - begin);
+    load(row, arguments.bias, scale, begin, n, a);
+    load(teacher, arguments.teacher_bias, scale, begin, n, b);
+#pragma omp simd
+    for (int64_t j = 0; j < n; ++j) a[j] = log_probability(a[j], lse);
+#pragma omp simd
+    for (int64_t j = 0; j < n; ++j) b[j] = log_probability(b[j], teacher_lse);
+#pragma omp simd
+    for (int64_t j = 0; j < n; ++j) p[j] = exponential(a[j]);
+    if constexpr (kKind != Divergence::kReverse) {
+#pragma omp simd
+      for (int64_t j = 0; j < n; ++j) q[j] = exponential(b[j]);
+    }
+    if constexpr (kKind == Divergence::kJsd) {
+#pragma omp simd
+      for (int64_t j = 0; j < n; ++j) m[j] = log_mixture(p[j], q[j], beta);
+    }
+    if constexpr (kSums) {
+      A value = 0, centers = 0;
+#pragma omp simd reduction(+ : value)
+      for (int64_t j = 0; j < n; ++j) {
+        value += value_of<kKind>(a[j], b[j], p[j], q[j], m[j], beta);
+      }
+      if constexpr (kKind == Divergence::kJsd || kKind == Divergence::kTvd) {
+#pragma omp simd reduction(+ : centers)
+        for (int64_t j = 0; j < n; ++j) {
+          centers += p[j] * slope_of<kKind>(a[j], b[j], p[j], q[j], m[j]);
+        }
+      }
+      total.value += value;
+      total.center += centers;
+    }
+    if (grad) {
+      // Rows without weight are 0, whatever their logits are.
+#pragma omp simd
+      for (int64_t j = 0; j < n; ++j) {
+        const A dz = gradient_of<kKind>(a[j], b[j], p[j], q[j], m[j], beta, center) * upstream;
+        a[j] = upstream == 0 ? A(0) : dz;
+      }
+      narrow(a, row + begin, n);
+    }
+  }
+  return total;
+}
+
+template <Divergence kKind, typename T, typename A>
+STORAGE_OPS_INLINE void run_row(const Arguments<T, A>& a, int64_t i) {
+  A* state = a.state + i;
+  A& center = state[2 * a.state_stride];
+  if (a.update) {
+    state[0] = log_sum_exp<T, A>(a.logits + i * a.stride, a.bias, a.scale, a.columns);
+    state[a.state_stride] =
+        log_sum_exp<T, A>(a.teacher + i * a.teacher_stride, a.teacher_bias, a.scale, a.columns);
+    const auto found = pass<kKind, true>(a, i, a.grad && at_once(kKind), A(0));
+    const bool infinite = found.value > kInfinite<A>;
+    a.loss[i] = infinite ? std::numeric_limits<A>::infinity() : static_cast<A>(found.value);
+    center = kKind == Divergence::kReverse ? a.loss[i] : static_cast<A>(found.center);
+  }
+  if (a.grad && !(a.update && at_once(kKind))) pass<kKind, false>(a, i, true, center);
+}
+
+// Multiversioned entry points, one per dtype: the attribute does not apply to templates.
+#define STORAGE_OPS_DIVERGENCE(T, A)                                                        \
+  STORAGE_OPS_MULTIVERSION void run(const Arguments<T, A>& a, Divergence kind, int64_t i) { \
+    if (kind == Divergence::kForward) return run_row<Divergence::kForward, T, A>(a, i);     \
+    if (kind == Divergence::kReverse) return run_row<Divergence::kReverse, T, A>(a, i);     \
+    if (kind == Divergence::kJsd) return run_row<Divergence::kJsd, T, A>(a, i);             \
+    run_row<Divergence::kTvd, T, A>(a, i);                                                  \
+  }
+STORAGE_OPS_DIVERGENCE(double, double)
+STORAGE_OPS_DIVERGENCE(float, float)
+STORAGE_OPS_DIVERGENCE(BFloat16, float)
+STORAGE_OPS_DIVERGENCE(Half, float)
+
+void check(const Tensor& logits, const Tensor& teacher, const std::optional<Tensor>& bias,
+           const std::optional<Tensor>& teacher_bias, const Tensor& state, const Tensor& loss,
+           const std::optional<Tensor>& upstream, bool grad) {
+  constexpr const char* kOp = "_divergence_rows: ";
+  const ScalarType arithmetic = arithmetic_of(logits);
+  STD_TORCH_CHECK(logits.dim() == 2 && teacher.dim() == 2, kOp, "logits must be matrices");
+  const int64_t rows = logits.size(0), columns = logits.size(1);
+  for (const Tensor* t : {&logits, &teacher}) {
+    STD_TORCH_CHECK(t->size(0) == rows && t->size(1) == columns &&
+                        t->scalar_type() == logits.scalar_type() &&
+                        (t->stride(1) == 1 || columns < 2),
+                    kOp, "logits must have one shape and dtype, and contiguous rows");
+  }
+  for (const auto* t : {&bias, &teacher_bias}) {
+    STD_TORCH_CHECK(!*t || ((*t)->dim() == 1 && (*t)->size(0) == columns && (*t)->is_contiguous() &&
+                            (*t)->scalar_type() == arithmetic),
+                    kOp, "biases must be contiguous, of the arithmetic's dtype, one per column");
+  }
+  STD_TORCH_CHECK(state.scalar_type() == arithmetic && state.dim() == 2 &&
+                      state.size(0) == kStatistics && state.size(1) == rows &&
+                      (state.stride(1) == 1 || rows < 2),
+                  kOp, "state must be (3, rows), contiguous rows, in the dtype of the arithmetic");
+  STD_TORCH_CHECK(loss.scalar_type() == arithmetic && loss.dim() == 1 && loss.size(0) == rows &&
+                      loss.is_contiguous(),
+                  kOp, "loss must be contiguous, one per row, in the dtype of the arithmetic");
+  STD_TORCH_CHECK(
+      !grad || (upstream && upstream->scalar_type() == arithmetic && upstream->dim() == 1 &&
+                (upstream->size(0) == rows || upstream->size(0) == 1)),
+      kOp, "upstream must be (rows) or (1), in the dtype of the arithmetic");
+}
+
+Divergence kind_of(const std::string& name) {
+  if (name == "forward") return Divergence::kForward;
+  if (name == "reverse") return Divergence::kReverse;
+  if (name == "jsd") return Divergence::kJsd;
+  STD_TORCH_CHECK(name == "tvd", "_divergence_rows: divergence is ", name,
+                  "; expected forward, reverse, jsd or tvd");
+  return Divergence::kTvd;
+}
+
+void divergence_rows(Tensor logits, Tensor teacher, std::optional<Tensor> bias,
+                     std::optional<Tensor> teacher_bias, Tensor state, Tensor loss,
+                     std::optional<Tensor> upstream, std::string divergence, double beta,
+                     double scale, int64_t phases) {
+  const bool grad = phases & kGradient;
+  const Divergence kind = kind_of(divergence);
+  check(logits, teacher, bias, teacher_bias, state, loss, upstream, grad);
+  for_dtypes("_divergence_rows: logits", logits, [&](auto logit, auto arithmetic) {
+    using T = decltype(logit);
+    using A = decltype(arithmetic);
+    Arguments<T, A> a{};
+    a.logits = static_cast<T*>(logits.mutable_data_ptr());
+    a.teacher = static_cast<const T*>(teacher.const_data_ptr());
+    a.bias = pointer<A>(bias);
+    a.teacher_bias = pointer<A>(teacher_bias);
+    a.upstream = pointer<A>(upstream);
+    a.state = static_cast<A*>(state.mutable_data_ptr());
+    a.loss = static_cast<A*>(loss.mutable_data_ptr());
+    a.rows = logits.size(0);
+    a.columns = logits.size(1);
+    a.stride = logits.stride(0);
+    a.teacher_stride = teacher.stride(0);
+    a.state_stride = state.stride(0);
+    a.upstream_stride = upstream && upstream->size(0) > 1 ? upstream->stride(0) : 0;
+    a.beta = static_cast<A>(beta);
+    a.scale = static_cast<A>(scale);
+    a.update = phases & kUpdate;
+    a.grad = grad;
+    torch::stable::parallel_for(0, a.rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) run(a, kind, i);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace storage_ops
+
+STABLE_TORCH_LIBRARY_IMPL(storage_ops, CPU, m) {
+  m.impl("_divergence_rows", TORCH_BOX(&storage_ops::divergence_rows));
+}

@@ -1,0 +1,79 @@
+// Blocks of a row of logits in a CPU's first-level cache, in the type of the arithmetic.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "dtypes.h"
+#include "row_math.h"
+
+// Loops marked so are compiled for several instruction sets; the loader picks at run time.
+#if defined(__x86_64__) && defined(__linux__)
+#define STORAGE_OPS_MULTIVERSION \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define STORAGE_OPS_MULTIVERSION
+#endif
+
+namespace storage_ops {
+namespace {
+
+constexpr int64_t kBlock = 1024;  // elements handled at a time, in the first-level cache
+
+template <typename A>
+struct alignas(64) Block {
+  A values[kBlock];
+};
+
+// Conversions in a form that compilers turn into vector code.
+template <typename A>
+STORAGE_OPS_INLINE void widen(const A* from, A* to, int64_t n) {
+  std::copy(from, from + n, to);
+}
+
+STORAGE_OPS_INLINE void widen(const BFloat16* from, float* to, int64_t n) {
+  const auto* bits = reinterpret_cast<const uint16_t*>(from);
+  for (int64_t j = 0; j < n; ++j) {
+    const uint32_t wide = static_cast<uint32_t>(bits[j]) << 16;
+    std::memcpy(to + j, &wide, sizeof wide);
+  }
+}
+
+template <typename A>
+STORAGE_OPS_INLINE void narrow(const A* from, A* to, int64_t n) {
+  std::copy(from, from + n, to);
+}
+
+// Round to nearest, ties to even; every nan becomes the same one.
+STORAGE_OPS_INLINE void narrow(const float* from, BFloat16* to, int64_t n) {
+  auto* bits = reinterpret_cast<uint16_t*>(to);
+  for (int64_t j = 0; j < n; ++j) {
+    uint32_t wide;
+    std::memcpy(&wide, from + j, sizeof wide);
+    const uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+    bits[j] = static_cast<uint16_t>((wide & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+  }
+}
+
+#if defined(__FLT16_MAX__)
+STORAGE_OPS_INLINE void widen(const Half* from, float* to, int64_t n) {
+  const auto* half = reinterpret_cast<const _Float16*>(from);
+  for (int64_t j = 0; j < n; ++j) to[j] = static_cast<float>(half[j]);
+}
+
+STORAGE_OPS_INLINE void narrow(const float* from, Half* to, int64_t n) {
+  auto* half = reinterpret_cast<_Float16*>(to);
+  for (int64_t j = 0; j < n; ++j) half[j] = static_cast<_Float16>(from[j]);
+}
+#else
+STORAGE_OPS_INLINE void widen(const Half* from, float* to, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) to[j] = static_cast<float>(from[j]);
+}
+
+STORAGE_OPS_INLINE void narrow(const float* from, Half* to, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) to[j] = static_cast<Half>(from[j]);
+}
+#endif
+
+}  // namespace
+}  // namespace storage_ops

@@ -1,0 +1,25 @@
+"""Losses of preference learning, reinforcement learning and distillation, from hidden states.
+
+Each is a few lines on `linear_cross_entropy` or `linear_kl_div`, so that no logits are in memory;
+its docstring has the formula and the paper it comes from.
+
+Terms, in all of them:
+
+* A *policy* is `input` and `linear_weight`: hidden states and the head. Its *reference* is frozen,
+  and given by its own hidden states and head, by log-probabilities, or not at all.
+* A *sequence* is one row of `input` (S, T, D), or with `cu_seqlens` a part of packed `input`
+  (N, D) or (1, N, D). Of a *pair* the chosen sequences are the first half, the rejected ones the
+  second, in the same order: all are worked on in one pass.
+* The *completion* is the tokens whose target is not `ignore_index`: prompts and padding have that.
+* A token's *log-probability* is that of its target. With `shift` the token at position i is scored
+  with target i + 1, which belongs to the same sequence, as causal language models are trained.
+
+Where things are: `tokens` scores tokens and adds up sequences, `preference` has what pairs and
+judged sequences are trained with, `policy` what rewards are, `supervised` targets and teachers.
+"""
+
+from storage_ops.losses.policy import grpo
+from storage_ops.losses.preference import cpo, dpo, kto, orpo, simpo
+from storage_ops.losses.supervised import kd, sft
+
+__all__ = ["cpo", "dpo", "grpo", "kd", "kto", "orpo", "sft", "simpo"]

@@ -1,0 +1,173 @@
+"""Losses of policies that are trained with rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops.losses.tokens import (
+    Scored,
+    check_shape,
+    choice,
+    reference_logps,
+    score,
+    within,
+    wrong,
+)
+
+_IMPORTANCE, _KL = ("token", "sequence"), ("k1", "k2", "k3")
+_NORMALIZE = ("sequence", "token", "length")
+
+
+def grpo(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    advantages: Tensor,
+    *,
+    old_logps: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    importance: str = "token",
+    normalize: str = "sequence",
+    max_length: int | None = None,
+    kl_weight: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_weight: float = 0.0,
+    temperature: float = 1.0,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    return_logps: bool = False,
+    **options: Any,
+) -> Any:
+    """Clipped policy gradients with advantages of sequences: GRPO, DAPO, Dr. GRPO, GSPO.
+
+    With A the advantage, and r = pi(token) / pi_old(token) the importance weight, a token has
+
+        -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_weight * k - entropy_weight * H
+
+    where H is the entropy of its distribution and k estimates the divergence from the reference by
+    d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman 2020, Approximating
+    KL Divergence). How tokens are added up, and the papers' choices:
+
+        GRPO      normalize="sequence": the mean over sequences of means over their tokens
+                  Shao et al. 2024, DeepSeekMath, equation 3; k3
+        DAPO      normalize="token", clip_high=0.28: the sum divided by the number of tokens
+                  Yu et al. 2025, DAPO, equation 8; no k
+        Dr. GRPO  normalize="length": the sum divided by S times max_length
+                  Liu et al. 2025, Understanding R1-Zero-Like Training, section 3.2; no k
+        GSPO      importance="sequence": r is (pi(y) / pi_old(y))^(1/|y|) of the whole completion
+                  Zheng et al. 2025, Group Sequence Policy Optimization, equations 5 and 7; clips
+                  of about 3e-4
+
+    Args:
+        input, linear_weight, target: the policy and what it is scored with, (S, T, D), (V, D) and
+            (S, T), or packed: see cu_seqlens. Targets of prompts and padding are ignore_index.
+        advantages: (S,), or one for every token in the shape of its log-probability.
+        old_logps: log-probabilities of the targets when they were sampled, in the shape of the
+            tokens' log-probabilities: (S, T), with shift (S, T - 1). None: those of now, so that r
+            is 1 and its gradient that of the log-probability.
+        clip_low, clip_high: how far r may be from 1; clip_high=None: clip_low.
+        importance: "token" or "sequence".
+        normalize: "sequence", "token" or "length".
+        max_length: of a completion, in tokens; for normalize="length". None: the length of rows.
+        kl_weight, kl_estimator: weight of k, and "k1", "k2" or "k3". Gradients are those of the
+            estimate as it stands.
+        entropy_weight: a bonus for entropy.
+        temperature: logits are divided by it, as when sampling; those of the reference too.
+        ref_input, ref_weight, ref_bias: the frozen reference's hidden states and head.
+        ref_logps: instead, its log-probabilities of the targets, in the shape of old_logps.
+        return_logps: return the loss and the log-probabilities of tokens, detached: what the next
+            steps on the same samples take as old_logps.
+        options: cu_seqlens, shift, and options of `storage_ops.linear_cross_entropy`, as in `dpo`.
+
+    Returns:
+        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias.
+
+    Raises:
+        TypeError, ValueError: an argument that is wrong, with its value and what was expected.
+
+    Example:
+        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> tokens, advantages = torch.randint(100, (4, 9)), torch.randn(4)
+        >>> loss, old = storage_ops.losses.grpo(
+        ...     hidden, head, tokens, advantages, shift=True, return_logps=True
+        ... )
+        >>> dapo = storage_ops.losses.grpo(
+        ...     hidden, head, tokens, advantages, old_logps=old, clip_high=0.28, normalize="token",
+        ...     shift=True,
+        ... )
+        >>> dapo.backward()
+    """
+    choice("grpo", "importance", importance, _IMPORTANCE)
+    choice("grpo", "normalize", normalize, _NORMALIZE)
+    choice("grpo", "kl_estimator", kl_estimator, _KL)
+    within("grpo", "clip_low", clip_low, 0)
+    clip_high = clip_low if clip_high is None else clip_high
+    within("grpo", "clip_high", clip_high, 0)
+    within("grpo", "temperature", temperature, 1e-30)
+    if max_length is not None and (isinstance(max_length, bool) or max_length < 1):
+        raise wrong("grpo", ValueError, "max_length is", repr(max_length), "None or a count >= 1")
+    if "logit_scale" in options:
+        raise wrong("grpo", TypeError, "logit_scale", "is given", "temperature, its inverse")
+    options["logit_scale"] = 1 / temperature
+    scored = score(
+        "grpo", input, linear_weight, target, with_entropy=bool(entropy_weight), **options
+    )
+    logps, shape = scored.logps, tuple(scored.logps.shape)
+    reference = None
+    if kl_weight:
+        reference = reference_logps(
+            "grpo", ref_logps, ref_input, ref_weight, ref_bias, target, False, **options
+        )
+        if reference is None:
+            rule = "0, or a reference: ref_input and ref_weight, or ref_logps"
+            raise wrong("grpo", ValueError, "kl_weight is", kl_weight, rule)
+    check_shape("grpo", "old_logps", old_logps, shape)
+    check_shape("grpo", "ref_logps", reference, shape)
+    if tuple(advantages.shape) == (scored.sequences,):
+        advantages = scored.per_token(advantages.to(logps.dtype))
+    else:
+        check_shape("grpo", "advantages", advantages, shape)
+    advantages = advantages.detach()
+    old = logps.detach() if old_logps is None else old_logps.detach().to(logps.dtype)
+    r = _ratios(scored, logps - old, importance)
+    each = -torch.minimum(r * advantages, r.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if reference is not None:
+        each = each + kl_weight * _estimate(
+            torch.where(scored.mask, logps - reference, 0), kl_estimator
+        )
+    if scored.entropy is not None:
+        each = each - entropy_weight * scored.entropy
+    loss = _reduced(scored, torch.where(scored.mask, each, 0), normalize, max_length)
+    return (loss, logps.detach()) if return_logps else loss
+
+
+def _ratios(scored: Scored, change: Tensor, importance: str) -> Tensor:
+    """Importance weights of tokens, from the change of their log-probabilities."""
+    change = torch.where(scored.mask, change, 0)
+    if importance == "sequence":
+        change = scored.per_token(scored.per_sequence(change) / scored.counts)
+    return change.exp()
+
+
+def _estimate(d: Tensor, estimator: str) -> Tensor:
+    """The divergence of a token from d = log pi - log ref."""
+    if estimator == "k1":
+        return d
+    return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d
+
+
+def _reduced(scored: Scored, each: Tensor, normalize: str, max_length: int | None) -> Tensor:
+    if normalize == "sequence":
+        return (scored.per_sequence(each) / scored.counts).mean()
+    if normalize == "token":
+        return each.sum() / scored.mask.sum().clamp_min(1)
+    if max_length is None and scored.of_sequence is not None:
+        rule = "a count, for normalize='length' with cu_seqlens"
+        raise wrong("grpo", ValueError, "max_length is", None, rule)
+    return each.sum() / (scored.sequences * (max_length or each.shape[-1]))

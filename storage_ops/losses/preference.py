@@ -1,0 +1,316 @@
+"""Losses of pairs of sequences, of which one is preferred, and of sequences that were judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from storage_ops.losses.tokens import (
+    Scored,
+    check_shape,
+    choice,
+    reference_logps,
+    score,
+    within,
+    wrong,
+)
+
+_DPO = ("sigmoid", "hinge", "ipo", "robust")
+
+
+def _halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Chosen and rejected, of values of sequences."""
+    if len(values) % 2:
+        rule = "an even number: the chosen ones, then the rejected ones"
+        raise wrong(loss, ValueError, "the number of sequences is", len(values), rule)
+    chosen, rejected = values.tensor_split(2)
+    return chosen, rejected
+
+
+def _nll_of_chosen(scored: Scored) -> Tensor:
+    """The mean over all tokens of chosen completions."""
+    first = torch.arange(scored.sequences, device=scored.logps.device) < scored.sequences // 2
+    mask = (scored.mask & scored.per_token(first)).to(scored.logps.dtype)
+    return -(scored.logps * mask).sum() / mask.sum()
+
+
+def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
+    """-log sigmoid of a margin, where a part of the labels is taken to be wrong."""
+    right = -F.logsigmoid(margin)
+    if not label_smoothing:
+        return right
+    return (1 - label_smoothing) * right - label_smoothing * F.logsigmoid(-margin)
+
+
+def dpo(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.1,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    length_normalize: bool = False,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    return_logps: bool = False,
+    **options: Any,
+) -> Any:
+    """Direct preference optimisation, and three losses of its kind.
+
+    With h = log pi(y_w) - log ref(y_w) - (log pi(y_l) - log ref(y_l)) of a chosen completion y_w
+    and a rejected one y_l, and e the label smoothing, the loss is the mean over pairs of
+
+        "sigmoid"  -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+                   Rafailov et al. 2023, Direct Preference Optimization, equation 7; e > 0: Mitchell
+                   2023, A note on DPO with noisy preferences
+        "hinge"    max(0, 1 - beta h)       Liu et al. 2023, Statistical Rejection Sampling (RSO)
+        "ipo"      (h - 1 / (2 beta))^2     Azar et al. 2023, A General Theoretical Paradigm (IPO)
+        "robust"   (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
+                   Chowdhury et al. 2024, Provably Robust DPO
+
+    Args:
+        input, linear_weight, target: the policy and what it is scored with, (2 B, T, D), (V, D) and
+            (2 B, T): B chosen sequences, then the B rejected ones. Or packed: see cu_seqlens.
+        beta: how far the policy may go from its reference, > 0.
+        loss_type: "sigmoid", "hinge", "ipo" or "robust".
+        label_smoothing: e, from 0 to below 0.5, for "sigmoid" and "robust".
+        length_normalize: log-probabilities of a completion are divided by its number of tokens, as
+            some implementations of "ipo" do; the papers do not.
+        ref_input, ref_weight, ref_bias: the frozen reference: hidden states (2 B, T, E) and a head
+            (V, E) of a hidden size of its own; no gradient flows to them.
+        ref_logps: (2 B,), instead: log-probabilities of the completions, sums over their tokens.
+            With neither the reference takes all completions to be equally probable.
+        return_logps: return the loss and the policy's log-probabilities (2 B,), detached, of which
+            rewards and accuracies are made.
+        options: cu_seqlens (2 B + 1,), the bounds of packed sequences in input (N, D); shift; and
+            options of `storage_ops.linear_cross_entropy` such as linear_bias, softcap, ignore_index
+            and memory_budget, which hold for the reference too.
+
+    Returns:
+        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias.
+
+    Raises:
+        TypeError, ValueError: an argument that is wrong, with its value and what was expected.
+
+    Example:
+        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> frozen, tokens = torch.randn(4, 9, 16), torch.randint(100, (4, 9))
+        >>> loss = storage_ops.losses.dpo(
+        ...     hidden, head, tokens, ref_input=frozen, ref_weight=head, shift=True
+        ... )
+        >>> loss.backward()
+    """
+    choice("dpo", "loss_type", loss_type, _DPO)
+    within("dpo", "beta", beta, 1e-30)
+    within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
+    if label_smoothing and loss_type not in ("sigmoid", "robust"):
+        rule = f"0 with loss_type={loss_type!r}"
+        raise wrong("dpo", ValueError, "label_smoothing is", label_smoothing, rule)
+    scored = score("dpo", input, linear_weight, target, **options)
+    logps = scored.per_sequence(scored.logps)
+    reference = reference_logps(
+        "dpo", ref_logps, ref_input, ref_weight, ref_bias, target, True, **options
+    )
+    check_shape("dpo", "ref_logps", reference, tuple(logps.shape))
+    ratios = logps if reference is None else logps - reference
+    chosen, rejected = _halves("dpo", ratios / scored.counts if length_normalize else ratios)
+    h = chosen - rejected
+    if loss_type == "sigmoid":
+        each = _smoothed(beta * h, label_smoothing)
+    elif loss_type == "hinge":
+        each = torch.relu(1 - beta * h)
+    elif loss_type == "ipo":
+        each = (h - 1 / (2 * beta)).square()
+    else:
+        e = label_smoothing
+        each = e * F.logsigmoid(-beta * h) - (1 - e) * F.logsigmoid(beta * h)
+        each = each / (1 - 2 * e)
+    loss = each.mean()
+    return (loss, logps.detach()) if return_logps else loss
+
+
+def orpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, beta: float = 0.1, **options: Any
+) -> Tensor:
+    """Odds ratio preference optimisation: supervised learning of the chosen, and a ratio of odds.
+
+    With P(y) = exp(log pi(y) / |y|), the geometric mean of the probabilities of a completion's
+    tokens, and odds(y) = P(y) / (1 - P(y)), the loss is the nll of the chosen completions, its mean
+    over their tokens, plus the mean over pairs of
+
+        -beta log sigmoid(log odds(y_w) - log odds(y_l))
+
+    Hong et al. 2024, ORPO, equations 6 and 7, where beta is called lambda. There is no reference.
+
+    Args:
+        input, linear_weight, target, options: as in `dpo`.
+        beta: weight of the ratio of odds.
+
+    Returns:
+        The loss, 0-dimensional.
+
+    Example:
+        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> loss = storage_ops.losses.orpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
+        >>> loss.backward()
+    """
+    within("orpo", "beta", beta, 0)
+    scored = score("orpo", input, linear_weight, target, **options)
+    mean = scored.per_sequence(scored.logps) / scored.counts
+    tiny = torch.finfo(mean.dtype).tiny
+    odds = mean - (-torch.expm1(mean)).clamp_min(tiny).log()
+    chosen, rejected = _halves("orpo", odds)
+    return _nll_of_chosen(scored) - beta * F.logsigmoid(chosen - rejected).mean()
+
+
+def simpo(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 2.0,
+    gamma: float = 0.5,
+    label_smoothing: float = 0.0,
+    **options: Any,
+) -> Tensor:
+    """Simple preference optimisation: mean log-probabilities as rewards, with a margin.
+
+    The mean over pairs of
+
+        -log sigmoid(beta / |y_w| log pi(y_w) - beta / |y_l| log pi(y_l) - gamma)
+
+    Meng et al. 2024, SimPO, equation 6. There is no reference.
+
+    Args:
+        input, linear_weight, target, options: as in `dpo`.
+        beta: scale of the rewards, > 0.
+        gamma: by how much the chosen one's should be larger.
+        label_smoothing: as in `dpo`.
+
+    Returns:
+        The loss, 0-dimensional.
+
+    Example:
+        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> loss = storage_ops.losses.simpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
+        >>> loss.backward()
+    """
+    within("simpo", "beta", beta, 1e-30)
+    within("simpo", "label_smoothing", label_smoothing, 0, 0.5)
+    scored = score("simpo", input, linear_weight, target, **options)
+    mean = scored.per_sequence(scored.logps) / scored.counts
+    chosen, rejected = _halves("simpo", mean)
+    return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing).mean()
+
+
+def cpo(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.1,
+    alpha: float = 1.0,
+    label_smoothing: float = 0.0,
+    **options: Any,
+) -> Tensor:
+    """Contrastive preference optimisation: DPO with a uniform reference, and the chosen's nll.
+
+    The mean over pairs of -log sigmoid(beta log pi(y_w) - beta log pi(y_l)), plus alpha times the
+    nll of the chosen completions, its mean over their tokens. Xu et al. 2024, Contrastive
+    Preference Optimization, equations 3 to 6.
+
+    Args:
+        input, linear_weight, target, options: as in `dpo`.
+        beta: scale of the log-probabilities, > 0.
+        alpha: weight of the nll.
+        label_smoothing: as in `dpo`.
+
+    Returns:
+        The loss, 0-dimensional.
+
+    Example:
+        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> loss = storage_ops.losses.cpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
+        >>> loss.backward()
+    """
+    within("cpo", "beta", beta, 1e-30)
+    within("cpo", "alpha", alpha, 0)
+    within("cpo", "label_smoothing", label_smoothing, 0, 0.5)
+    scored = score("cpo", input, linear_weight, target, **options)
+    chosen, rejected = _halves("cpo", scored.per_sequence(scored.logps))
+    loss = _smoothed(beta * (chosen - rejected), label_smoothing).mean()
+    return loss + alpha * _nll_of_chosen(scored) if alpha else loss
+
+
+def kto(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    desirable: Tensor,
+    *,
+    beta: float = 0.1,
+    kl: Tensor | float = 0.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Kahneman-Tversky optimisation: sequences that were judged one by one, in no pairs.
+
+    With r = log pi(y) - log ref(y), the loss is the mean over sequences of
+
+        w_d (1 - sigmoid(beta (r - z)))    of a desirable completion
+        w_u (1 - sigmoid(beta (z - r)))    of an undesirable one
+
+    Ethayarajh et al. 2024, KTO, equation 8, but for a constant that does not depend on the policy.
+
+    Args:
+        input, linear_weight, target: the policy and what it is scored with, (S, T, D), (V, D) and
+            (S, T), or packed.
+        desirable: (S,) bool.
+        beta: scale of the rewards, > 0.
+        kl: z, the divergence of the policy from the reference, a number or a 0-dimensional tensor;
+            no gradient flows to it, and less than 0 counts as 0. The paper estimates it as the mean
+            of r over completions that belong to other prompts of the batch.
+        desirable_weight, undesirable_weight: w_d and w_u.
+        ref_input, ref_weight, ref_bias, ref_logps, options: as in `dpo`, of S sequences.
+
+    Returns:
+        The loss, 0-dimensional.
+
+    Example:
+        >>> hidden, head = torch.randn(3, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> judged = torch.tensor([True, False, True])
+        >>> loss = storage_ops.losses.kto(
+        ...     hidden, head, torch.randint(100, (3, 9)), judged, ref_logps=torch.zeros(3) - 40
+        ... )
+        >>> loss.backward()
+    """
+    within("kto", "beta", beta, 1e-30)
+    within("kto", "desirable_weight", desirable_weight, 0)
+    within("kto", "undesirable_weight", undesirable_weight, 0)
+    if not isinstance(desirable, Tensor) or desirable.dtype != torch.bool:
+        kind = getattr(desirable, "dtype", type(desirable).__name__)
+        raise wrong("kto", TypeError, "desirable is", kind, "a bool tensor")
+    scored = score("kto", input, linear_weight, target, **options)
+    logps = scored.per_sequence(scored.logps)
+    check_shape("kto", "desirable", desirable, tuple(logps.shape))
+    reference = reference_logps(
+        "kto", ref_logps, ref_input, ref_weight, ref_bias, target, True, **options
+    )
+    check_shape("kto", "ref_logps", reference, tuple(logps.shape))
+    ratios = logps if reference is None else logps - reference
+    z = torch.as_tensor(kl, dtype=ratios.dtype, device=ratios.device).detach().clamp_min(0)
+    check_shape("kto", "kl", z, ())
+    good = desirable.to(ratios.dtype)
+    weight = desirable_weight * good + undesirable_weight * (1 - good)
+    return (weight * torch.sigmoid(beta * (1 - 2 * good) * (ratios - z))).mean()

@@ -1,0 +1,126 @@
+"""Losses of given targets, and of a teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from storage_ops.divergence.api import linear_kl_div
+from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.losses.tokens import IGNORED, separated, within, wrong
+
+
+def sft(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    token_weight: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    shift: bool = False,
+    ignore_index: int = IGNORED,
+    **options: Any,
+) -> Tensor:
+    """Supervised fine-tuning: the mean nll of the targets, weighted by tokens.
+
+        sum_i a_i (-log pi(target_i)) / sum_i a_i
+
+    over the tokens that are not ignored. It is `storage_ops.linear_cross_entropy`, which also knows
+    that packed sequences do not predict each other's first token.
+
+    Args:
+        input, linear_weight, target: (..., D), (V, D) and (...); packed (N, D) or (1, N, D).
+        token_weight: a, in the shape of target; None: 1 for all.
+        cu_seqlens: (S + 1,) bounds of packed sequences.
+        shift: the token at position i is scored with target i + 1.
+        ignore_index: targets without a loss.
+        options: of `storage_ops.linear_cross_entropy`, reduction among them.
+
+    Returns:
+        The loss: 0-dimensional, unless reduction="none".
+
+    Example:
+        >>> hidden, head = torch.randn(9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> loss = storage_ops.losses.sft(
+        ...     hidden, head, torch.randint(100, (9,)), cu_seqlens=torch.tensor([0, 4, 9]),
+        ...     shift=True,
+        ... )
+        >>> loss.backward()
+    """
+    if "returns" in options:
+        raise wrong("sft", TypeError, "returns", "is given", "storage_ops.linear_cross_entropy")
+    target = separated("sft", target, cu_seqlens, shift, ignore_index)
+    loss: Tensor = linear_cross_entropy(
+        input, linear_weight, target, token_weight=token_weight, shift=shift,
+        ignore_index=ignore_index, **options,
+    )  # fmt: skip
+    return loss
+
+
+def kd(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor | None,
+    teacher_weight: Tensor | None,
+    target: Tensor,
+    *,
+    alpha: float = 0.5,
+    temperature: float = 1.0,
+    linear_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    shift: bool = False,
+    ignore_index: int = IGNORED,
+    memory_budget: int | float | str | None = None,
+    **options: Any,
+) -> Tensor:
+    """Knowledge distillation: a teacher's distributions, and the targets themselves.
+
+        alpha T^2 D(teacher, student at temperature T) + (1 - alpha) nll(target)
+
+    each a mean over the tokens whose target is not ignored. Hinton et al. 2015, Distilling the
+    Knowledge in a Neural Network, section 2, where D is the forward divergence.
+
+    Args:
+        input, linear_weight: the student, (..., D) and (V, D).
+        teacher_input, teacher_weight: the frozen teacher, (..., E) and (V, E); None with a
+            `teacher_topk` among the options.
+        target: (...), class indices.
+        alpha: weight of the teacher, from 0 to 1. At 0 or 1 only one of both is computed.
+        temperature: T.
+        linear_bias: (V,), of the student.
+        cu_seqlens, shift, ignore_index: as in `sft`.
+        memory_budget: of each of both.
+        options: of `storage_ops.linear_kl_div`: divergence, beta, teacher_bias, teacher_topk, ...
+
+    Returns:
+        The loss, 0-dimensional.
+
+    Example:
+        >>> hidden, head = torch.randn(2, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> teacher, its_head = torch.randn(2, 9, 32), torch.randn(100, 32)
+        >>> tokens = torch.randint(100, (2, 9))
+        >>> loss = storage_ops.losses.kd(
+        ...     hidden, head, teacher, its_head, tokens, temperature=2.0, shift=True
+        ... )
+        >>> loss.backward()
+    """
+    within("kd", "alpha", alpha, 0, 1 + 1e-12)
+    for name in ("reduction", "token_weight", "scale_by_temperature"):
+        if name in options:
+            raise wrong("kd", TypeError, name, "is given", "an option that the loss does not set")
+    target = separated("kd", target, cu_seqlens, shift, ignore_index)
+    parts = []
+    if alpha > 0:
+        parts.append(alpha * linear_kl_div(
+            input, linear_weight, teacher_input, teacher_weight, linear_bias=linear_bias,
+            token_weight=target != ignore_index, temperature=temperature, shift=shift,
+            scale_by_temperature=True, memory_budget=memory_budget, **options,
+        ))  # fmt: skip
+    if alpha < 1:
+        parts.append((1 - alpha) * linear_cross_entropy(
+            input, linear_weight, target, linear_bias=linear_bias, shift=shift,
+            ignore_index=ignore_index, memory_budget=memory_budget,
+        ))  # fmt: skip
+    loss: Tensor = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return loss

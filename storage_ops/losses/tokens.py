@@ -1,0 +1,165 @@
+"""Log-probabilities of tokens from hidden states, and their sums over sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops.loss.api import linear_cross_entropy
+
+IGNORED = -100
+
+
+@dataclass
+class Scored:
+    """What the tokens of some sequences are worth.
+
+    Attributes:
+        logps: log-probabilities of the targets, float32 (float64 for float64); 0 where ignored.
+        mask: of the same shape; which tokens belong to a completion.
+        entropy: of each token's distribution, differentiable, or None.
+        of_sequence: packed: the sequence of each token, (N,); None: each row is one.
+        sequences: how many there are.
+    """
+
+    logps: Tensor
+    mask: Tensor
+    entropy: Tensor | None
+    of_sequence: Tensor | None
+    sequences: int
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """The sum of values of tokens over each sequence, (S,)."""
+        if self.of_sequence is None:
+            return values.sum(-1)
+        total = values.new_zeros(self.sequences + 1)  # the last is of tokens after all of them
+        return total.index_add(0, self.of_sequence, values.reshape(-1))[:-1]
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Values of sequences (S,) at each of their tokens; 0 at tokens of none."""
+        if self.of_sequence is None:
+            return values.unsqueeze(-1).expand(self.logps.shape)
+        padded = torch.cat([values, values.new_zeros(1)])
+        return padded[self.of_sequence].view(self.logps.shape)
+
+    @property
+    def counts(self) -> Tensor:
+        """Tokens of each completion, (S,), at least 1 to divide by."""
+        return self.per_sequence(self.mask.to(self.logps.dtype)).clamp_min(1)
+
+
+def wrong(loss: str, kind: type[Exception], argument: str, found: object, rule: str) -> Exception:
+    """An error that names a loss, its argument, what that is, and what was expected."""
+    return kind(f"losses.{loss}: {argument} {found}; expected {rule}")
+
+
+def choice(loss: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise a ValueError unless a text is one of those allowed."""
+    if value not in allowed:
+        raise wrong(loss, ValueError, f"{argument} is", repr(value), f"one of {allowed}")
+
+
+def within(loss: str, argument: str, value: Any, low: float, high: float = float("inf")) -> None:
+    """Raise a ValueError unless a number is in a range; low is in it, high is not."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
+        raise wrong(loss, ValueError, f"{argument} is", repr(value), f"a number in [{low}, {high})")
+
+
+def score(
+    loss: str,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    shift: bool = False,
+    ignore_index: int = IGNORED,
+    with_entropy: bool = False,
+    **options: Any,
+) -> Scored:
+    """Log-probabilities of the targets; `options` are those of `linear_cross_entropy`."""
+    for name in ("returns", "reduction", "token_weight", "accumulate_into"):
+        if name in options:
+            raise wrong(loss, TypeError, name, "is given", "an option that the loss does not set")
+    target = separated(loss, target, cu_seqlens, shift, ignore_index)
+    names = ("nll", "entropy") if with_entropy else ("nll",)
+    found = linear_cross_entropy(
+        input, linear_weight, target, shift=shift, ignore_index=ignore_index, returns=names,
+        **options,
+    )  # fmt: skip
+    nll, entropy = found if with_entropy else (found, None)
+    mask = (target[..., 1:] if shift else target) != ignore_index
+    if cu_seqlens is None:
+        if nll.dim() < 2:
+            rule = "(S, T) for S sequences, or cu_seqlens"
+            raise wrong(loss, ValueError, "target has shape", tuple(target.shape), rule)
+        return Scored(-nll, mask, entropy, None, nll.shape[:-1].numel())
+    ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # of the tokens that are scored
+    places = torch.arange(nll.numel(), device=nll.device)
+    owners = torch.searchsorted(ends, places, right=True)
+    return Scored(-nll, mask, entropy, owners, len(ends))
+
+
+def separated(
+    loss: str, target: Tensor, cu_seqlens: Tensor | None, shift: bool, ignore_index: int = IGNORED
+) -> Tensor:
+    """The targets, without those that would be predicted from another sequence or follow the last.
+
+    Raises:
+        TypeError, ValueError: cu_seqlens are no bounds of the packed tokens.
+    """
+    if cu_seqlens is None:
+        return target
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+        raise wrong(loss, TypeError, "cu_seqlens is", kind, "an int32 or int64 tensor")
+    count = target.shape[-1] if target.dim() else 0
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        rule = "(S + 1,) bounds of S sequences"
+        raise wrong(loss, ValueError, "cu_seqlens has shape", tuple(cu_seqlens.shape), rule)
+    if target.dim() not in (1, 2) or target.numel() != count:
+        rule = "(N,) or (1, N) with cu_seqlens"
+        raise wrong(loss, ValueError, "target has shape", tuple(target.shape), rule)
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > count:
+            rule = f"bounds from 0 up to {count} at most, in order"
+            raise wrong(loss, ValueError, "cu_seqlens is", bounds, rule)
+    places = torch.arange(count, device=target.device)
+    drop = places >= cu_seqlens[-1]
+    if shift:
+        drop = drop | torch.isin(places, cu_seqlens)
+    return target.masked_fill(drop.view(target.shape), ignore_index)
+
+
+def reference_logps(
+    loss: str,
+    given: Tensor | None,
+    ref_input: Tensor | None,
+    ref_weight: Tensor | None,
+    ref_bias: Tensor | None,
+    target: Tensor,
+    summed: bool,
+    **options: Any,
+) -> Tensor | None:
+    """Log-probabilities of the frozen reference: of sequences if `summed`, else of tokens."""
+    if (ref_input is None) != (ref_weight is None):
+        name = "ref_input" if ref_input is None else "ref_weight"
+        raise wrong(loss, TypeError, f"{name} is", "None", "ref_input and ref_weight, or neither")
+    if ref_input is None or ref_weight is None:
+        return None if given is None else given.detach()
+    if given is not None:
+        raise wrong(loss, ValueError, "ref_logps", "is given beside ref_input", "one of them")
+    options.pop("linear_bias", None)
+    with torch.no_grad():
+        scored = score(loss, ref_input, ref_weight, target, linear_bias=ref_bias, **options)
+        return scored.per_sequence(scored.logps) if summed else scored.logps
+
+
+def check_shape(loss: str, argument: str, value: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise a ValueError unless a tensor that is given has this shape."""
+    if value is not None and tuple(value.shape) != shape:
+        raise wrong(loss, ValueError, f"{argument} has shape", tuple(value.shape), str(shape))

@@ -1,0 +1,345 @@
+"""Every loss against its paper's formula, written out for one sequence after the other."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import storage_ops as so
+from storage_ops import losses
+
+D, E, V, S = 12, 7, 61, 6
+FORMS = ["padded", "shifted", "packed", "packed and shifted"]
+LENGTHS = [5, 9, 3, 7, 4, 8]
+
+
+class Problem:
+    """Hidden states of a policy and a reference, as a loss takes them, and by sequence."""
+
+    def __init__(self, form, dtype=torch.float64):
+        self.packed, self.shift = "packed" in form, "shifted" in form
+        rows = sum(LENGTHS) if self.packed else S * 9
+        shape = (1, rows) if self.packed else (S, 9)
+        self.x = (torch.randn(*shape, D) * 0.7).to(dtype).requires_grad_()
+        self.w = (torch.randn(V, D) * 0.5).to(dtype).requires_grad_()
+        self.b = torch.randn(V).to(dtype).requires_grad_()
+        self.ref = (torch.randn(*shape, E) * 0.7).to(dtype), (torch.randn(V, E) * 0.5).to(dtype)
+        self.target = torch.randint(V, shape)
+        self.bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+        spans = list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
+        self.parts = [(0, slice(*s)) if self.packed else (i, slice(0, 9)) for i, s in
+                      enumerate(spans)]  # fmt: skip
+        for row, span in self.parts:  # prompts, and padding
+            self.target[row, span][: 1 + self.shift] = -100
+            if not self.packed:
+                self.target[row, LENGTHS[row] :] = -100
+        self.options = {"shift": self.shift, "linear_bias": self.b}
+        if self.packed:
+            self.options["cu_seqlens"] = self.bounds.int()
+            if form == "packed":
+                self.x = self.x.detach()[0].requires_grad_()
+                self.target, self.ref = self.target[0], (self.ref[0][0], self.ref[1])
+
+    @property
+    def leaves(self):
+        return self.x, self.w, self.b
+
+    def spread(self, values):
+        """Values of tokens, a list by sequence, in the shape of the tokens' log-probabilities."""
+        count = self.target.shape[-1] - self.shift
+        out = torch.zeros(*self.target.shape[:-1], count, dtype=torch.float64).view(-1, count)
+        for (row, span), each in zip(self.parts, values, strict=True):
+            places = torch.arange(self.target.shape[-1])[span]
+            out[row, places[: len(each)]] = each
+        return out.view(*self.target.shape[:-1], count)
+
+    def tokens(self, ref=False, temperature=1.0):
+        """For every sequence log-probabilities, mask and entropies of its scored tokens."""
+        hidden, weight, bias = (*self.ref, None) if ref else (self.x, self.w, self.b)
+        z = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+        log_p = torch.log_softmax(z / temperature, -1).view(*self.target.shape, V)
+        log_p, target = (t.unsqueeze(0) if self.target.dim() == 1 else t for t in
+                         (log_p, self.target))  # fmt: skip
+        result = []
+        for row, span in self.parts:
+            p, t = log_p[row, span], target[row, span]
+            if self.shift:
+                p, t = p[:-1], t[1:]
+            mask = t != -100
+            each = torch.where(mask, p.gather(1, t.clamp_min(0)[:, None])[:, 0], 0)
+            result.append((each, mask, -(p.exp() * p).sum(1)))
+        return result
+
+    def sums(self, ref=False):
+        return torch.stack([each.sum() for each, *_ in self.tokens(ref)])
+
+    def counts(self):
+        return torch.stack([mask.sum() for _, mask, _ in self.tokens()])
+
+    def nll_of_chosen(self):
+        chosen = self.tokens()[: S // 2]
+        return -sum(each.sum() for each, *_ in chosen) / sum(mask.sum() for _, mask, _ in chosen)
+
+
+def compare(problem, loss, expected):
+    """A loss and a formula, and their gradients."""
+    tight = problem.x.dtype == torch.float64
+    close = {"rtol": 1e-9, "atol": 1e-11} if tight else {"rtol": 2e-4, "atol": 2e-5}
+    torch.testing.assert_close(loss.double(), expected, **close)
+    got = torch.autograd.grad(loss, problem.leaves)
+    right = torch.autograd.grad(expected, problem.leaves, retain_graph=True)
+    for ours, wanted in zip(got, right, strict=True):
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(ours, wanted, **close)
+
+
+def log_sigmoid(x):
+    return -torch.log1p(torch.exp(-x))
+
+
+PAIRS = {
+    "sigmoid": lambda h, beta, e: -(1 - e) * log_sigmoid(beta * h) - e * log_sigmoid(-beta * h),
+    "hinge": lambda h, beta, e: (1 - beta * h).clamp_min(0),
+    "ipo": lambda h, beta, e: (h - 1 / (2 * beta)) ** 2,
+    "robust": lambda h, beta, e: (-(1 - e) * log_sigmoid(beta * h) + e * log_sigmoid(-beta * h))
+    / (1 - 2 * e),
+}
+
+
+@pytest.mark.parametrize("reference", ["hidden", "logps", "absent"])
+@pytest.mark.parametrize("loss_type", list(PAIRS))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_dpo(dtype, form, loss_type, reference):
+    p, beta = Problem(form, dtype), 0.2
+    e = 0.15 if loss_type in ("sigmoid", "robust") else 0.0
+    given = {
+        "hidden": {"ref_input": p.ref[0], "ref_weight": p.ref[1]},
+        "logps": {"ref_logps": p.sums(ref=True)}, "absent": {},
+    }[reference]  # fmt: skip
+    if dtype == torch.float32 and reference == "logps":
+        given = {"ref_logps": p.sums(ref=True).float()}
+    for normalized in (False, True):
+        loss, logps = losses.dpo(
+            p.x, p.w, p.target, beta=beta, loss_type=loss_type, label_smoothing=e,
+            length_normalize=normalized, return_logps=True, **given, **p.options,
+        )  # fmt: skip
+        ratios = p.sums() - (0 if reference == "absent" else p.sums(ref=True))
+        ratios = ratios / p.counts() if normalized else ratios
+        h = ratios[: S // 2] - ratios[S // 2 :]
+        compare(p, loss, PAIRS[loss_type](h, beta, e).mean())
+        torch.testing.assert_close(logps.double(), p.sums().detach(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_of_pairs_without_a_reference(form):
+    p, half = Problem(form), S // 2
+    mean = p.sums() / p.counts()
+    odds = (mean.exp() / (1 - mean.exp())).log()
+    ratio = -log_sigmoid(odds[:half] - odds[half:]).mean()
+    compare(p, losses.orpo(p.x, p.w, p.target, beta=0.3, **p.options),
+            p.nll_of_chosen() + 0.3 * ratio)  # fmt: skip
+    for e in (0.0, 0.1):
+        margin = 2.5 * (p.sums() / p.counts()).view(2, half).diff(dim=0)[0].neg() - 0.7
+        simpo = losses.simpo(p.x, p.w, p.target, beta=2.5, gamma=0.7, label_smoothing=e,
+                             **p.options)  # fmt: skip
+        compare(p, simpo, PAIRS["sigmoid"](margin, 1, e).mean())
+        h = p.sums()[:half] - p.sums()[half:]
+        cpo = losses.cpo(p.x, p.w, p.target, beta=0.2, alpha=0.5, label_smoothing=e, **p.options)
+        compare(p, cpo, PAIRS["sigmoid"](h, 0.2, e).mean() + 0.5 * p.nll_of_chosen())
+
+
+@pytest.mark.parametrize("kl", [0.0, 1.3, torch.tensor(-2.0)])
+@pytest.mark.parametrize("form", FORMS)
+def test_kto(form, kl):
+    p = Problem(form)
+    good = torch.tensor([True, False, True, True, False, False])
+    given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
+    loss = losses.kto(p.x, p.w, p.target, good, beta=0.3, kl=kl, desirable_weight=1.5,
+                      undesirable_weight=0.8, **given, **p.options)  # fmt: skip
+    r, z = p.sums() - p.sums(ref=True), max(float(kl), 0)
+    each = torch.where(good, 1.5 * (1 - torch.sigmoid(0.3 * (r - z))),
+                       0.8 * (1 - torch.sigmoid(0.3 * (z - r))))  # fmt: skip
+    compare(p, loss, each.mean())
+
+
+VARIANTS = {
+    "grpo": {"kl_weight": 0.04},
+    "k1 entropy": {"kl_weight": 0.04, "kl_estimator": "k1", "entropy_weight": 0.3},
+    "k2": {"kl_weight": 0.04, "kl_estimator": "k2", "temperature": 0.7},
+    "dapo": {"normalize": "token", "clip_high": 0.5},
+    "dr_grpo": {"normalize": "length", "max_length": 11},
+    "gspo": {"importance": "sequence", "clip_low": 0.05, "clip_high": 0.04},
+}
+
+
+@pytest.mark.parametrize("reference", ["hidden", "logps"])
+@pytest.mark.parametrize("old", ["given", "own"])
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("form", FORMS)
+def test_grpo(form, variant, old, reference):
+    p, options = Problem(form), VARIANTS[variant]
+    advantages, t = torch.randn(S, dtype=torch.float64), options.get("temperature", 1.0)
+    tokens, ref = p.tokens(temperature=t), p.tokens(ref=True, temperature=t)
+    before = [each.detach() + 0.4 * torch.randn(len(each)).double() * mask
+              for each, mask, _ in tokens]  # fmt: skip
+    given = {}
+    if "kl_weight" in options:
+        given = {"ref_logps": p.spread([each for each, *_ in ref]).detach()}
+        if reference == "hidden":
+            given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
+    if old == "given":
+        given["old_logps"] = p.spread(before)
+    loss, logps = losses.grpo(p.x, p.w, p.target, advantages, return_logps=True, **given, **options,
+                              **p.options)  # fmt: skip
+    low = options.get("clip_low", 0.2)
+    high = options.get("clip_high", low)
+    sequences, count = [], 0
+    for k, ((each, mask, entropy), a) in enumerate(zip(tokens, advantages, strict=True)):
+        change = each - (before[k] if old == "given" else each.detach())
+        r = change.exp()
+        if variant == "gspo":
+            r = (change.sum() / mask.sum()).exp().expand(len(each))
+        value = -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+        d = each - ref[k][0]
+        estimate = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() + d - 1}
+        value = value + options.get("kl_weight", 0) * estimate[options.get("kl_estimator", "k3")]
+        value = (value - options.get("entropy_weight", 0) * entropy)[mask]
+        sequences.append(value.sum() / (len(value) if "normalize" not in options else 1))
+        count += len(value)
+    by = {"token": count, "length": S * 11}.get(options.get("normalize"), S)
+    compare(p, loss, sum(sequences) / by)
+    torch.testing.assert_close(logps, p.spread([each for each, *_ in tokens]).detach())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sft_and_kd(form):
+    p, weight = Problem(form), None
+    weight = torch.rand(p.target.shape)
+    own = weight.view(-1, weight.shape[-1])
+    loss = losses.sft(p.x, p.w, p.target, token_weight=weight, **p.options)
+    total = scale = 0
+    for (row, span), (each, mask, _) in zip(p.parts, p.tokens(), strict=True):
+        a = own[row, span][p.shift :].double() * mask
+        total, scale = total - (a * each).sum(), scale + a.sum()
+    compare(p, loss, total / scale)
+
+    t = 2.0
+    z = F.linear(p.x, p.w, p.b).view(-1, V) / t, (p.ref[0] @ p.ref[1].T).view(-1, V) / t
+    log_q, log_p = (torch.log_softmax(each, -1) for each in z)
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).view(-1, p.target.shape[-1])
+    nll = kl = count = 0
+    for (row, span), (each, mask, _) in zip(p.parts, p.tokens(), strict=True):
+        own = divergence[row, span][: len(each)]
+        nll, kl, count = nll - each.sum(), kl + own[mask].sum(), count + mask.sum()
+    for alpha in (0.0, 0.3, 1.0):
+        loss = losses.kd(p.x, p.w, *p.ref, p.target, alpha=alpha, temperature=t, **p.options)
+        compare(p, loss, (alpha * t**2 * kl + (1 - alpha) * nll) / count)
+
+
+def test_ignored_tokens_of_stored_log_probabilities_are_not_read():
+    p = Problem("shifted")
+    advantages = torch.randn(S)
+    mask = p.target[:, 1:] != -100
+    stored = torch.where(mask, -3.0, torch.nan)
+    loss = losses.grpo(p.x, p.w, p.target, advantages, old_logps=stored, ref_logps=stored,
+                       kl_weight=0.1, shift=True)  # fmt: skip
+    grads = torch.autograd.grad(loss, (p.x, p.w))
+    assert loss.isfinite() and all(g.isfinite().all() for g in grads)
+
+
+def test_tokens_after_the_last_sequence_are_padding():
+    p = Problem("packed and shifted")
+    short = p.bounds[:-1]
+    loss = losses.kto(p.x, p.w, p.target, torch.ones(S - 1, dtype=torch.bool), cu_seqlens=short,
+                      shift=True)  # fmt: skip
+    end = int(short[-1])
+    right = losses.kto(p.x[:, :end], p.w, p.target[:, :end], torch.ones(S - 1, dtype=torch.bool),
+                       cu_seqlens=short, shift=True)  # fmt: skip
+    torch.testing.assert_close(loss, right)
+
+
+def test_the_budget_holds_for_policy_and_reference():
+    vocab, p = 20_000, Problem("shifted", torch.float32)
+    w, ref = torch.randn(vocab, D).requires_grad_(), torch.randn(vocab, E)
+    x, tokens = torch.randn(8, 100, D, requires_grad=True), torch.randint(vocab, (8, 100))
+
+    def step():
+        losses.dpo(x, w, tokens, ref_input=torch.randn(8, 100, E), ref_weight=ref, shift=True,
+                   memory_budget="4 MiB").backward()  # fmt: skip
+
+    step()
+    x.grad = w.grad = None
+    with so.memory.measure() as m:
+        step()
+    assert p is not None
+    assert m.peak_bytes - w.grad.nbytes - x.grad.nbytes < 4.5 * (1 << 20) < 800 * vocab * 4 / 10
+
+
+@pytest.mark.parametrize("form", ["shifted", "packed and shifted"])
+def test_compile(form):
+    torch._dynamo.reset()
+    p = Problem(form, torch.float32)
+    advantages = torch.randn(S)
+
+    def step(x, w):
+        given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
+        one = losses.dpo(x, w, p.target, **given, **p.options)
+        return one + losses.grpo(x, w, p.target, advantages, kl_weight=0.1, **given, **p.options)
+
+    right, loss = step(p.x, p.w), torch.compile(step, fullgraph=True, backend="aot_eager")(p.x, p.w)
+    torch.testing.assert_close(loss, right)
+    got, wanted = (torch.autograd.grad(v, (p.x, p.w)) for v in (loss, right))
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "name, change, kind, message",
+    [
+        ("dpo", {"loss_type": "exo"}, ValueError, "loss_type is 'exo'"),
+        ("dpo", {"beta": 0}, ValueError, "beta is 0"),
+        ("dpo", {"label_smoothing": 0.5}, ValueError, "label_smoothing is 0.5"),
+        ("dpo", {"label_smoothing": 0.1, "loss_type": "ipo"}, ValueError, "label_smoothing is 0.1"),
+        ("dpo", {"ref_input": torch.ones(6, 9, D)}, TypeError, "ref_weight is None"),
+        ("dpo", {"ref_logps": torch.ones(5)}, ValueError, "ref_logps has shape (5,)"),
+        ("dpo", {"returns": ("nll",)}, TypeError, "returns is given"),
+        ("dpo", {"cu_seqlens": torch.ones(3)}, TypeError, "cu_seqlens is torch.float32"),
+        ("dpo", {"cu_seqlens": torch.tensor([0, 4])}, ValueError, "target has shape (6, 9)"),
+        ("orpo", {"beta": -1}, ValueError, "beta is -1"),
+        ("simpo", {"label_smoothing": 1}, ValueError, "label_smoothing is 1"),
+        ("cpo", {"alpha": None}, ValueError, "alpha is None"),
+        ("kto", {"desirable": torch.ones(6)}, TypeError, "desirable is torch.float32"),
+        ("kto", {"desirable": torch.ones(5).bool()}, ValueError, "desirable has shape (5,)"),
+        ("kto", {"kl": torch.ones(2)}, ValueError, "kl has shape (2,)"),
+        ("grpo", {"kl_weight": 0.1}, ValueError, "kl_weight is 0.1"),
+        ("grpo", {"old_logps": torch.ones(6, 9)}, ValueError, "old_logps has shape (6, 9)"),
+        ("grpo", {"advantages": torch.ones(3)}, ValueError, "advantages has shape (3,)"),
+        ("grpo", {"normalize": "batch"}, ValueError, "normalize is 'batch'"),
+        ("grpo", {"logit_scale": 2.0}, TypeError, "logit_scale is given"),
+        ("grpo", {"max_length": 0}, ValueError, "max_length is 0"),
+        ("kd", {"alpha": 2}, ValueError, "alpha is 2"),
+        ("kd", {"reduction": "sum"}, TypeError, "reduction is given"),
+        ("sft", {"returns": ("loss",)}, TypeError, "returns is given"),
+    ],
+)
+def test_errors(name, change, kind, message):
+    p = Problem("shifted")
+    given = {"input": p.x, "linear_weight": p.w, "target": p.target, "shift": True}
+    more = {
+        "kto": {"desirable": torch.ones(S).bool()},
+        "grpo": {"advantages": torch.randn(S)},
+        "kd": {"teacher_input": p.ref[0], "teacher_weight": p.ref[1]},
+    }
+    given |= more.get(name, {})
+    getattr(losses, name)(**given)
+    with pytest.raises(kind) as raised:
+        getattr(losses, name)(**{**given, **change})
+    assert message in str(raised.value) and "expected" in str(raised.value)
+
+
+def test_bounds_that_are_none():
+    p = Problem("packed")
+    for bounds in ([1, 4], [0, 9, 5], [0, 99]):
+        with pytest.raises(ValueError, match="bounds from 0"):
+            losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor(bounds))
+    with pytest.raises(ValueError, match="the number of sequences is 3"):
+        losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor([0, 4, 9, 12]))
