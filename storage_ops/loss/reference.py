@@ -20,7 +20,8 @@ def _weighted(weight: Tensor, z: Tensor) -> Tensor:
 
 def logits_of(products: Tensor, bias: Tensor | None, softcap: float, logit_scale: float) -> Tensor:
     """Logits from matrix products."""
-    z = (products if bias is None else products + bias) * logit_scale
+    z = products if bias is None else products + bias
+    z = z if logit_scale == 1 else z * logit_scale
     return softcap * torch.tanh(z / softcap) if softcap else z
 
 
