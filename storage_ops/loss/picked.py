@@ -37,14 +37,13 @@ class Picked:
         self._first, self._vocabulary = run.first_class, run.vocabulary
         state, count, k = run.state, run.tokens.count, run.call.top_k
         ids = run.call.selected_ids
-        wide = {"dtype": state.dtype, "device": state.device}
         if ids is None:
-            self.ids = torch.empty(count, 0, dtype=torch.int64, device=state.device)
+            self.ids = state.new_empty(count, 0, dtype=torch.int64)
         else:
             self.ids = run.tokens.collect(ids.long(), 1)
-        self.logits = torch.zeros(self.ids.shape, **wide)
-        self.top = torch.full((count, k), -torch.inf, **wide)
-        self.top_ids = torch.full((count, k), run.vocabulary, device=state.device)
+        self.logits = state.new_zeros(self.ids.shape)
+        self.top = state.new_full((count, k), -torch.inf)
+        self.top_ids = state.new_full((count, k), run.vocabulary, dtype=torch.int64)
         self.upstream: Tensor | None = None
 
     def check(self) -> None:
@@ -89,7 +88,7 @@ class Picked:
                 self.logits[part] = torch.where(here, found, self.logits[part])
         if k := min(self.top.shape[1], tile.shape[1]):
             bias = None if self._bias is None else self._bias[step.classes].to(self.top.dtype)
-            for part in _pieces(step, top_rows(*tile.shape, tile.is_cuda)):
+            for part in _pieces(step, top_rows(len(tile), tile.shape[1], tile.is_cuda)):
                 z = tile[_within(part, step.rows)].to(self.top.dtype)
                 z = logits_of(z, bias, self._call.softcap, self._call.logit_scale)
                 value, column = _largest(z, k)

@@ -217,7 +217,7 @@ def linear_cross_entropy(
         one = 1 if divisor is None else divisor
         loss = loss.sum() / (share.sum() if reduction == "mean" else one)
     argmax = torch.where(kept, z.argmax(-1), -1)
-    results = {
+    results: dict[str, Any] = {
         "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,
         "correct": kept & (argmax == classes), "z_loss": z_loss * lse.detach().square(),
     }  # fmt: skip

@@ -229,7 +229,7 @@ def test_no_grad_and_autocast(sequences):
     ({"returns": ("selected",), "selected_ids": torch.zeros(5, 2)}, TypeError, "expected int64"),
     ({"returns": ("selected",), "selected_ids": [1]}, TypeError, "selected_ids is a list"),
     ({"returns": ("selected",), "selected_ids": torch.full((5, 2), 11)}, RuntimeError,
-     r"selected_ids has 11, which is out of range; expected ignore_index \(-100\) or a class index"),
+     r"selected_ids has 11, which is out of range; expected ignore_index \(-100\) or a class"),
 ])  # fmt: skip
 def test_wrong_arguments(given, kind, message):
     x, w, target = torch.randn(5, 8), torch.randn(11, 8), torch.randint(11, (5,))
