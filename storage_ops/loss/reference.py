@@ -22,7 +22,10 @@ def logits_of(products: Tensor, bias: Tensor | None, softcap: float, logit_scale
     """Logits from matrix products."""
     z = products if bias is None else products + bias
     z = z if logit_scale == 1 else z * logit_scale
-    return softcap * torch.tanh(z / softcap) if softcap else z
+    if not softcap:
+        return z
+    capped: Tensor = softcap * torch.tanh(z / softcap)
+    return capped
 
 
 def slope_of(z: Tensor, softcap: float, logit_scale: float) -> Tensor | float:
