@@ -54,7 +54,8 @@ SCHEMAS: dict[str, str] = {
     "_scale": "(Tensor(a!) self, Tensor factor) -> ()",
     "linear_cross_entropy": (
         f"({_LOSS_ARGUMENTS}) -> (Tensor loss, Tensor nll, Tensor lse, Tensor entropy, "
-        "Tensor picked, Tensor argmax, Tensor top_ids, Tensor state, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+        "Tensor picked, Tensor argmax, Tensor top_ids, Tensor state, Tensor grad_input, "
+        "Tensor grad_weight, Tensor grad_bias)"
     ),
     "linear_cross_entropy_backward": (
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) "

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from storage_ops import matmul

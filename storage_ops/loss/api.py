@@ -140,12 +140,12 @@ def linear_cross_entropy(
         top_k: for "topk": how many classes.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
             "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
-            or the most probable class; not for distributions in a process_group), "z_loss"
-            (z_loss * lse^2), "selected" (log-probabilities of selected_ids) and "topk" (a pair: the
-            top_k largest log-probabilities, largest first, and their classes; of equal ones the
-            lowest classes). All but the loss have one value per token, or K, which is 0 (-1 for
-            classes) where the token is ignored. loss, nll, lse, entropy, selected and the
-            log-probabilities of topk are differentiable.
+            or the most probable class; not for distributions in a process_group), "z_loss" (z_loss
+            * lse^2), "selected" (log-probabilities of selected_ids) and "topk" (a pair: the top_k
+            largest log-probabilities, largest first, and their classes; of equal ones the lowest
+            classes). All but the loss have one value per token, or K, which is 0 (-1 for classes)
+            where the token is ignored. loss, nll, lse, entropy, selected and the log-probabilities
+            of topk are differentiable.
         options: the chunking options of `torch.nn.functional.linear_cross_entropy`, so that its
             calls need no edit. Without effect: memory_budget says what chunks may take.
 
@@ -161,14 +161,16 @@ def linear_cross_entropy(
         the upstream gradient, which costs those of 16-bit arguments a second rounding unless it is
         1 or another power of two. Reduction "none", float16, accumulate_into, and "nll", "lse",
         "entropy", "selected" or "topk" in `returns` keep a few numbers per token and form the
-        logits again in the backward: four, or up to five. Nothing needing gradients: one. Two runs give the same bits.
+        logits again in the backward: four, or up to five. Nothing needing gradients: one. Two runs
+        give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
             memory_budget that no plan can keep, with the smallest that one can; calls of a
             process_group's ranks that differ.
-        RuntimeError: a target out of range (on CUDA that token's loss is nan instead); more valid
-            tokens than max_valid on a CPU; the gradient is differentiated again; forward-mode AD.
+        RuntimeError: a target or a selected class out of range (on CUDA that token's loss, or that
+            log-probability, is nan instead); more valid tokens than max_valid on a CPU; the
+            gradient is differentiated again; forward-mode AD.
 
     Example:
         >>> x, w = torch.randn(2, 8, 16, requires_grad=True), torch.randn(100, 16)
@@ -182,6 +184,9 @@ def linear_cross_entropy(
         ... )
         >>> nll.shape
         torch.Size([2, 7])
+        >>> values, ids = storage_ops.linear_cross_entropy(x, w, tokens, returns=("topk",), top_k=5)
+        >>> values.shape, ids.shape
+        (torch.Size([2, 8, 5]), torch.Size([2, 8, 5]))
     """
     check_types(
         {"input": input, "linear_weight": linear_weight, "target": target},
@@ -233,10 +238,10 @@ def linear_cross_entropy(
         return dtensor.linear_cross_entropy(
             linear_cross_entropy, input, linear_weight, target, **keywords
         )
-    if divisor is not None:
-        wide = {"dtype": arithmetic(input.dtype), "device": input.device}
-        given = isinstance(divisor, Tensor)
-        divisor = divisor.to(**wide) if given else torch.full((), divisor, **wide)
+    if divisor is not None and not isinstance(divisor, Tensor):
+        divisor = torch.full((), divisor, dtype=arithmetic(input.dtype), device=input.device)
+    elif divisor is not None:
+        divisor = divisor.to(input.device, arithmetic(input.dtype))
     refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     given = (input, linear_weight, linear_bias)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in given)

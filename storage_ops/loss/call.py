@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,8 @@ class Call(NamedTuple):
 
     def with_tensors(self, tensors: tuple[Tensor | None, ...] = (None,) * len(TENSORS)) -> Call:
         """The call with others; without any, it keeps no memory."""
-        return self._replace(**dict(zip(TENSORS, tensors, strict=True)))
+        named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+        return self._replace(**named)
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:

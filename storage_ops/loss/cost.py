@@ -26,7 +26,8 @@ STATE_ROWS = 6
 PIECE = 256  # tokens whose rescaled sums are finished at a time
 PLAIN = 1 << 17  # elements that the row kernel in plain torch works on at a time, or one row
 PICK_BYTES = 64  # of a class whose log-probability is asked for, for each token
-TOP_BYTES = 24  # of a logit where the largest ones are looked for
+GROUP = 32  # logits of which the largest is found first
+TOP_BYTES = 24  # of a logit where the largest ones are looked for, besides copies of it
 PLAIN_COPIES = 9  # of those, most of them, that it makes
 
 
@@ -110,7 +111,8 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
             copies = PLAIN_COPIES * arithmetic + 24
             most = max(most, copies * plain_elements(rows, p.picks))
         if phases & UPDATE and p.top:
-            most = max(most, (TOP_BYTES + item) * top_rows(rows, classes, m.cuda) * classes)
+            each = TOP_BYTES + 3 * arithmetic
+            most = max(most, each * top_rows(rows, classes, m.cuda) * (classes + GROUP))
         if adds & INPUT and with_input:
             size = m.scratch_bytes(Kind.INPUT, rows, classes, d, wide_input)
             if p.gathers:  # the rows' part, and with EXPONENTIALS the sum that is rescaled

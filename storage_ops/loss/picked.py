@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from storage_ops.loss.cost import plain_rows, top_rows
+from storage_ops.loss.cost import GROUP, plain_rows, top_rows
 from storage_ops.loss.reference import logits_of, row_gradient, slope_of
 from storage_ops.loss.schedule import Step, slices
 from storage_ops.loss.tokens import may_count
@@ -38,14 +38,13 @@ class Picked:
         self._first, self._vocabulary = run.first_class, run.vocabulary
         state, count, k = run.state, run.tokens.count, run.call.top_k
         ids = run.call.selected_ids
-        wide = {"dtype": state.dtype, "device": state.device}
         if ids is None:
-            self.ids = torch.empty(count, 0, dtype=torch.int64, device=state.device)
+            self.ids = state.new_empty(count, 0, dtype=torch.int64)
         else:
             self.ids = run.tokens.collect(ids.long(), 1)
-        self.logits = torch.zeros(self.ids.shape, **wide)
-        self.top = torch.full((count, k), -torch.inf, **wide)
-        self.top_ids = torch.full((count, k), run.vocabulary, device=state.device)
+        self.logits = state.new_zeros(self.ids.shape)
+        self.top = state.new_full((count, k), -torch.inf)
+        self.top_ids = state.new_full((count, k), run.vocabulary, dtype=torch.int64)
         self.upstream: Tensor | None = None
 
     def check(self) -> None:
@@ -90,10 +89,10 @@ class Picked:
                 self.logits[part] = torch.where(here, found, self.logits[part])
         if k := min(self.top.shape[1], tile.shape[1]):
             bias = None if self._bias is None else self._bias[step.classes].to(self.top.dtype)
-            for part in _pieces(step, top_rows(*tile.shape, tile.is_cuda)):
+            for part in _pieces(step, top_rows(len(tile), tile.shape[1], tile.is_cuda)):
                 z = tile[_within(part, step.rows)].to(self.top.dtype)
                 z = logits_of(z, bias, self._call.softcap, self._call.logit_scale)
-                value, column = _top(z, k)
+                value, column = _largest(z, k)
                 del z
                 column += self._first + step.classes.start
                 self._take(part, [self.top[part], value], [self.top_ids[part], column])
@@ -208,8 +207,24 @@ class Picked:
         return (each * share).expand(column.shape)
 
 
-def _top(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, nan as inf, and their columns; of equal ones the first.
+
+    They are in the k groups of columns that have the largest maximum; of groups with an equal one
+    in the first of them.
+    """
+    rows, columns = z.shape
+    if columns < 8 * k * GROUP:
+        return _first_largest(z, k)
+    z = torch.nn.functional.pad(z, (0, -columns % GROUP), value=-torch.inf).view(rows, -1, GROUP)
+    groups = _first_largest(z.amax(2), k)[1].sort(1).values
+    few = z.gather(1, groups.unsqueeze(2).expand(-1, -1, GROUP)).flatten(1)
+    value, place = _first_largest(few, k)
+    return value, groups.gather(1, place // GROUP) * GROUP + place % GROUP
+
+
+def _first_largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row by looking at each number.
 
     torch.topk says nothing about which of equal numbers it takes. But the least of those that it
     takes is certain, and then each column has a rank of its own.

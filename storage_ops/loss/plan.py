@@ -43,7 +43,7 @@ def _check_count(argument: str, value: int, least: int, most: int | None = None)
 
 
 def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
-    """The name of a dtype that is None, that of the arguments, or float32 where those are narrow."""
+    """The name of a dtype that is None, the arguments' own, or float32 where that is narrow."""
     if dtype is None:
         return None
     name = dtype_name(dtype, argument)

@@ -98,8 +98,8 @@ class Several(Ranks):
         mine = torch.tensor(like, device=x.device)
         # Of targets that are distributions each rank has its own classes.
         indices = None if call.target.is_floating_point() else call.target
-        values = (indices, call.token_weight, call.selected_ids)
-        sums = [_checksum(t, x.device) for t in values]
+        checked = (indices, call.token_weight, call.selected_ids)
+        sums = [_checksum(t, x.device) for t in checked]
         mine = torch.cat((mine, torch.stack(sums)))
         every = [torch.empty_like(mine) for _ in range(self.count)]
         dist.all_gather(every, mine, self._group)

@@ -20,8 +20,12 @@ def _weighted(weight: Tensor, z: Tensor) -> Tensor:
 
 def logits_of(products: Tensor, bias: Tensor | None, softcap: float, logit_scale: float) -> Tensor:
     """Logits from matrix products."""
-    z = (products if bias is None else products + bias) * logit_scale
-    return softcap * torch.tanh(z / softcap) if softcap else z
+    z = products if bias is None else products + bias
+    z = z if logit_scale == 1 else z * logit_scale
+    if not softcap:
+        return z
+    capped: Tensor = softcap * torch.tanh(z / softcap)
+    return capped
 
 
 def slope_of(z: Tensor, softcap: float, logit_scale: float) -> Tensor | float:
@@ -216,7 +220,7 @@ def linear_cross_entropy(
         one = 1 if divisor is None else divisor
         loss = loss.sum() / (share.sum() if reduction == "mean" else one)
     argmax = torch.where(kept, z.argmax(-1), -1)
-    results = {
+    results: dict[str, Any] = {
         "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,
         "correct": kept & (argmax == classes), "z_loss": z_loss * lse.detach().square(),
     }  # fmt: skip

@@ -54,7 +54,8 @@ def test_error_inputs(info):
 
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("options", [
-    {}, {"reduction": "sum", "weight": torch.rand(9)}, {"reduction": "none", "label_smoothing": 0.1},
+    {}, {"reduction": "sum", "weight": torch.rand(9)},
+    {"reduction": "none", "label_smoothing": 0.1},
     {"weight": torch.rand(9), "token_weight": torch.rand(4, 2, 3)}, {"returns": ("nll", "argmax")},
 ])  # fmt: skip
 def test_options_at_every_position(options, dense):
@@ -71,7 +72,9 @@ def test_options_at_every_position(options, dense):
     # Tokens (x, position), whose logits are those of the position: their own inputs and weights.
     logits = (torch.einsum("nd,cijd->nijc", x, w) + b.movedim(0, -1)).reshape(24, 9)
     right = so.linear_cross_entropy(logits, torch.eye(9), flat, **rest)
-    for ours, whole in zip(*(v if isinstance(v, tuple) else (v,) for v in (got, right))):
+    for ours, whole in zip(
+        *(v if isinstance(v, tuple) else (v,) for v in (got, right)), strict=True
+    ):
         torch.testing.assert_close(ours.flatten(), whole.flatten())
     assert "out_features=(2, 3)" in repr(module)
     own = module(x, target, token_weight=options.get("token_weight"))

@@ -134,7 +134,7 @@ def test_autocast_keeps_logits_in_float32():
 
 def test_wrong_dtypes():
     (x, w), target = problem(torch.bfloat16)
-    with pytest.raises(ValueError, match="logits_dtype is torch.float64; expected one of"):
+    with pytest.raises(ValueError, match=r"logits_dtype is torch.float64; expected one of"):
         so.linear_cross_entropy(x, w, target, logits_dtype=torch.float64)
-    with pytest.raises(TypeError, match="linear_bias is torch.float16; expected torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"linear_bias is torch.float16; expected"):
         so.linear_cross_entropy(x, w, target, linear_bias=torch.zeros(200).half())
