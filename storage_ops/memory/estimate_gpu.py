@@ -24,14 +24,14 @@ from storage_ops.memory.estimate_modes import Simulation
 
 @contextlib.contextmanager
 def following_resizes() -> Iterator[None]:
-    """Let a simulation notice `untyped_storage().resize_`, inside a with block."""
+    """Let modes that keep books notice `untyped_storage().resize_`, inside a with block."""
     plain = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         result = plain(storage, size)
-        simulation = _simulation()
-        if simulation is not None:
-            simulation.follow_resize(storage)
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "follow_resize"):
+                mode.follow_resize(storage)
         return result
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]

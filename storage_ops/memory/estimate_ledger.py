@@ -103,7 +103,7 @@ class Ledger:
         key = storage._cdata
         if key in self._bound or (self._outer is not None and key in self._outer._bound):
             return
-        block = self._block(t, storage.nbytes(), made_by)
+        block = self.block(t, storage.nbytes(), made_by)
         reference = weakref.ref(storage, partial(self._gone, key))
         self._bound[key] = bound = _Bound(reference, storage.nbytes(), block)
         if is_input:
@@ -114,7 +114,7 @@ class Ledger:
 
     def temporary(self, t: Tensor, made_by: str) -> None:
         """Book a block as large as a tensor that lives only inside a kernel."""
-        block = self._block(t, t.nbytes, made_by)
+        block = self.block(t, t.nbytes, made_by)
         self._event(block, True)
         self._event(block, False)
 
@@ -128,7 +128,8 @@ class Ledger:
                 nbytes = self.round_up(bound.nbytes)
                 self._bind(bound, replace(bound.first, nbytes=nbytes, _storages=0))
 
-    def _block(self, t: Tensor, nbytes: int, made_by: str) -> Block:
+    def block(self, t: Tensor, nbytes: int, made_by: str) -> Block:
+        """A block for so many bytes that are made for a tensor now; not booked."""
         call = self.calls[-1] if self.calls else None
         return Block(self.round_up(nbytes), tuple(t.shape), t.dtype, made_by, call, nbytes)
 

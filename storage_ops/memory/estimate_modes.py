@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.memory import estimate_cpu
 from storage_ops.memory.estimate_assume import Assumption, Source, unanswered
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
@@ -152,6 +154,9 @@ class Simulation(TorchDispatchMode):
         made: Tensor = self.unseen(view)
         return made
 
+    def _see(self, func: Any, t: Tensor) -> None:
+        self.ledger.see(t, str(func))
+
     def imitate(self, new: Tensor, t: Tensor) -> None:
         """Let a tensor have the known values of another, of which it is a copy."""
         with no_dispatch():
@@ -206,10 +211,12 @@ class Simulation(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, FakeTensor) and leaf.layout == torch.strided:
                     self.ledger.follow_resize(leaf.untyped_storage())
+        if not self._on_gpu:
+            estimate_cpu.book(self.ledger, func, args, out, partial(self._see, func))
         for leaf in tree_leaves(out):
             if isinstance(leaf, FakeTensor):
                 _check_layout(func, leaf)
-                self.ledger.see(leaf, str(func))
+                self._see(func, leaf)
         self.values.follow(func, args, kwargs, out)
         if self._on_gpu and func is _aten._softmax_backward_data.default:
             # The CUDA kernel multiplies gradient and output first.

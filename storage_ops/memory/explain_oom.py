@@ -201,8 +201,8 @@ class Explaining(Tracking):
 
 
 def _maker_of(block: Block) -> str:
-    if block.call is not None:
-        return f"activations of {block.call.name}"
     if block.made_by == "input":
         return f"input {tuple(block.shape)} {str(block.dtype).removeprefix('torch.')}"
+    if block.call is not None:
+        return f"activations of {block.call.name}"
     return f"temporaries of {block.made_by}"

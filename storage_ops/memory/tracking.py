@@ -92,6 +92,10 @@ class Tracking(TorchDispatchMode):
                 self.ledger.see(t, str(func))
         return out
 
+    def follow_resize(self, storage: torch.UntypedStorage) -> None:
+        """Book that a storage was resized, which is not an op."""
+        self.ledger.follow_resize(storage)
+
     def _meet(self, t: Tensor) -> None:
         """Book a tensor that an op was given, and all that was there before with it."""
         self.ledger.see(t, "input")

@@ -1,0 +1,78 @@
+"""What kernels of the CPU take only while they run, where that is as large as their tensors.
+
+oneDNN convolves copies of its operands that lie in blocks of channels, and copies the result back.
+Observed with torch 2.13 by allocation events, on AVX-512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops.memory.estimate_ledger import Ledger
+
+_aten = torch.ops.aten
+_FEW_CHANNELS = 8  # an input of fewer is read as it is
+
+
+class _Scratch:
+    """Copies of tensors that live inside a kernel."""
+
+    def __init__(self, ledger: Ledger, func: Any) -> None:
+        self._ledger, self._name = ledger, str(func)
+
+    def take(self, *tensors: Tensor, times: int = 1) -> list[Any]:
+        made = [self._ledger.block(t, t.nbytes * times, self._name) for t in tensors]
+        return [self._ledger.take(block) for block in made]
+
+    def give_back(self, blocks: list[Any]) -> None:
+        for block in blocks:
+            self._ledger.give_back(block)
+
+
+def book(ledger: Ledger, func: Any, args: Any, out: Any, see: Callable[[Tensor], None]) -> None:
+    """Book what an op takes besides its results, in the order in which it takes it."""
+    scratch = _Scratch(ledger, func)
+    if func is _aten.convolution.default and _is_blocked(args[0], args[1]):
+        _convolution(scratch, args, out, see)
+    elif func is _aten.convolution_backward.default and _is_blocked(args[1], args[2]):
+        _convolution_backward(scratch, args, out, see)
+
+
+def _is_blocked(x: Tensor, weight: Tensor) -> bool:
+    return weight[0, 0].numel() > 1 or weight.dtype != torch.float32
+
+
+def _convolution(scratch: _Scratch, args: Any, out: Tensor, see: Any) -> None:
+    x, weight, transposed = args[0], args[1], args[6]
+    operands = scratch.take(*([x] if x.shape[1] >= _FEW_CHANNELS else []), weight)
+    result = scratch.take(out)
+    scratch.give_back(operands)
+    again = scratch.take(out) if transposed else []
+    see(out)
+    scratch.give_back(again + result)
+
+
+def _convolution_backward(scratch: _Scratch, args: Any, out: Any, see: Any) -> None:
+    grad, x, weight, strides = args[0], args[1], args[2], args[4]
+    of_x, of_weight, of_bias = out
+    if of_x is not None:
+        operands = scratch.take(grad, weight)
+        result = scratch.take(x)
+        scratch.give_back(operands)
+        again = scratch.take(x) if max(strides) > 1 and not args[7] else []
+        see(of_x)
+        scratch.give_back(again + result)
+    if of_weight is not None:
+        operands = scratch.take(grad, *([x] if x.shape[1] >= _FEW_CHANNELS else []))
+        result = scratch.take(weight)
+        # Sums of 16-bit numbers are in float32.
+        scratch.give_back(scratch.take(weight, times=2 if weight.itemsize == 2 else 0))
+        scratch.give_back(operands)
+        see(of_weight)
+        scratch.give_back(result)
+    if of_bias is not None:
+        see(of_bias)

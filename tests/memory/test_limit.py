@@ -1,0 +1,146 @@
+"""limit and explain_oom: out of memory where a device of that size would be, and who held it."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import storage_ops as so
+from storage_ops.memory import explain_oom, limit, simulate_step
+from tests.memory.models import MODELS, made, run
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_limit_is_the_peak(name):
+    """A second step fits into what is simulated, and not into one per cent less."""
+    model, batch, loss = made(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run(model, batch, loss, optimizer)
+    optimizer.zero_grad()
+    # Convolutions take copies while they run, which nobody can see from outside.
+    peak = simulate_step(model, batch, loss=loss, optimizer=optimizer).peak_bytes
+    with limit(peak):
+        run(model, batch, loss, optimizer)
+    optimizer.zero_grad()
+    share = 0.85 if name == "unet" else 0.99
+    with pytest.raises(torch.OutOfMemoryError, match="limit: out of memory. Tried"), \
+            limit(peak * share):  # fmt: skip
+        run(model, batch, loss, optimizer)
+    optimizer.zero_grad()
+    run(model, batch, loss, optimizer)  # nothing is left behind
+
+
+def test_what_counts():
+    kept = torch.zeros(MIB)  # belongs to nothing that is used below
+    with limit("5 MiB"):
+        for _ in range(10):  # is given back each time
+            torch.zeros(MIB).view(2, -1)[1].mul_(2)
+        other = torch.zeros(MIB // 4).untyped_storage()
+        with pytest.raises(torch.OutOfMemoryError):
+            other.resize_(5 * MIB)
+            torch.zeros(256)
+        other.resize_(0)
+        with pytest.raises(torch.OutOfMemoryError):
+            kept.add_(torch.zeros(MIB))
+    del kept
+
+
+def test_discarded_storages_do_not_count(path):
+    with limit("9 MiB"):
+        first = torch.zeros(MIB)
+        so.discard_storage(first)
+        second = torch.zeros(MIB)
+        so.share_storage(first, second)
+        del second
+        torch.zeros(MIB // 4)
+        assert first.sum() == 0
+        so.discard_storage(first)
+        torch.zeros(2 * MIB)
+
+
+def test_limits_in_limits_other_threads_and_compiled_functions():
+    with limit("8 MiB"), limit("100 MiB"):
+        with pytest.raises(torch.OutOfMemoryError, match="of 8 MiB"):
+            torch.zeros(4 * MIB)
+        thread = threading.Thread(target=torch.zeros, args=(4 * MIB,))
+        thread.start()
+        thread.join()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.compile(lambda x: (x + 1).sin(), fullgraph=True)(torch.zeros(MIB))
+    torch.zeros(4 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("many",), "nbytes is 'many'"),
+        (("1 GiB", "meta"), "device is 'meta'; expected 'cpu' or a CUDA device"),
+    ],
+)
+def test_wrong_arguments(args, message):
+    with pytest.raises(ValueError, match=message), limit(*args):
+        pass
+
+
+@pytest.mark.parametrize("share", [0.95, 0.7, 0.5])
+@pytest.mark.parametrize("order", ["inside", "outside"])
+@pytest.mark.parametrize("name", MODELS)
+def test_who_held_it(name, order, share):
+    model, batch, loss = made(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run(model, batch, loss, optimizer)
+    optimizer.zero_grad()
+    peak = simulate_step(model, batch, loss=loss, optimizer=optimizer).peak_bytes
+    share *= 0.85 if name == "unet" else 1
+    inner, outer = limit(peak * share), explain_oom()
+    with pytest.raises(torch.OutOfMemoryError, match="limit: out of memory. Tried") as raised:
+        if order == "inside":
+            with inner, outer as report:
+                run(model, batch, loss, optimizer)
+        else:
+            with outer as report, inner:
+                run(model, batch, loss, optimizer)
+    assert type(raised.value) is torch.OutOfMemoryError
+    if hasattr(raised.value, "__notes__"):
+        assert raised.value.__notes__ == [str(report)]
+    owners = report.by_owner
+    assert sum(owners.values()) == report.in_use_bytes
+    # The rest of it is what the op asked for.
+    assert 0.6 * peak * share < report.in_use_bytes <= peak * share
+    kinds = ("parameters", "gradients", "optimizer state", "activations of", "temporaries of aten.",
+             "input", "buffers")  # fmt: skip
+    known = sum(n for owner, n in owners.items() if owner.startswith(kinds))
+    assert known >= 0.95 * report.in_use_bytes and report.attributed_share >= 0.95
+    held = sum(n for owner, n in owners.items() if owner.startswith("parameters"))
+    assert held == sum(p.nbytes for p in model.parameters())
+    state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    assert owners["optimizer state of AdamW"] == state
+
+
+def test_activations_have_the_names_of_their_modules():
+    model = nn.ModuleDict({"up": nn.Linear(256, 1024), "down": nn.Linear(1024, 256)})
+    x = torch.randn(1024, 256)
+    with pytest.raises(torch.OutOfMemoryError), limit("12 MiB"), explain_oom() as report:
+        model["down"](F.gelu(model["up"](x)))
+    assert report.by_owner["activations of up"] == 4 * MIB
+    assert report.by_owner["temporaries of aten.gelu.default"] == 4 * MIB
+    assert report.by_owner["input (1024, 256) float32"] == MIB
+    assert report.failed == "aten.addmm.default of down"
+
+
+def test_no_error_no_report():
+    with explain_oom() as report:
+        torch.zeros(4)
+    assert not report.by_owner and report.in_use_bytes == 0
+    with pytest.raises(KeyboardInterrupt), explain_oom() as report:
+        raise KeyboardInterrupt
+    assert not report.by_owner
+    with pytest.raises(torch.OutOfMemoryError, match="mine"), explain_oom() as report:
+        kept = torch.zeros(MIB)
+        raise torch.OutOfMemoryError("mine")
+    assert report.by_owner["temporaries of aten.zeros.default"] == kept.nbytes
+    assert report.failed == "code outside of ops"

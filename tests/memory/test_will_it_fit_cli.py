@@ -1,0 +1,58 @@
+"""`python -m storage_ops will-it-fit`."""
+
+import json
+
+import pytest
+
+from storage_ops import cli
+
+pytest.importorskip("transformers")
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1024,
+}  # fmt: skip
+
+
+@pytest.fixture
+def command(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return ["will-it-fit", "--hf-config", str(path), "--batch", "2", "--seq", "128"]
+
+
+def test_a_table(command, capsys):
+    assert cli.main([*command, "--budget", "1GiB"]) == 0
+    assert "fits, " in (shown := capsys.readouterr().out)
+    assert "optimizer state" in shown and "model.layers.*.mlp" in shown
+    assert cli.main([*command, "--budget", "10MiB"]) == 1
+    assert "does not fit, " in capsys.readouterr().out
+
+
+def test_json(command, capsys):
+    facts = {}
+    for optimizer in ("adamw", "sgd", "none"):
+        cli.main([*command, "--optimizer", optimizer, "--json", "--dtype", "fp32"])
+        facts[optimizer] = json.loads(capsys.readouterr().out)
+    assert facts["adamw"]["fits"] and facts["adamw"]["budget_bytes"] == 80 << 30
+    assert "optimizer state" not in facts["none"]["by_owner"]
+    peaks = [facts[name]["peak_bytes"] for name in ("adamw", "sgd")]
+    assert peaks[0] - peaks[1] >= 2 * facts["none"]["by_owner"]["parameters"]
+    assert sum(facts["sgd"]["by_owner"].values()) == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--optimizer", "best"], "--optimizer is best; expected none or one of"),
+        (["--batch", "0"], "--batch is 0 and --seq 128; expected 1 or more"),
+        (["--dtype", "int3"], "int3"),
+        (["--budget", "all"], "budget is 'all'"),
+        (["--device", "h1"], "device is 'h1'"),
+        (["--hf-config", "no.json"], "--hf-config is no.json, of which no model can be made"),
+    ],
+)
+def test_complaints(command, options, complaint, capsys):
+    assert cli.main([*command, *options]) == 2
+    assert complaint in capsys.readouterr().err
