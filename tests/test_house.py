@@ -117,6 +117,7 @@ def test_the_examples_of_the_readme_run():
     [
         "autochunk",
         "checkpointing",
+        "it-does-not-fit",
         "linear-cross-entropy",
         "measuring",
         "preference-rl-and-distillation",

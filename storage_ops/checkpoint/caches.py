@@ -6,7 +6,6 @@ import functools
 import warnings
 from typing import Any
 
-import torch
 from torch import nn
 
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -27,14 +26,13 @@ def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     empty = [name for name in given if not kwargs[name].get_seq_length(layer)]
     if not empty:
         return kwargs
-    if not torch.compiler.is_compiling():
-        _warn_once(type(module).__name__)
     switched = {"use_cache": False} if "use_cache" in kwargs else {}
     return {**kwargs, **dict.fromkeys(empty), **switched}
 
 
 @functools.cache
-def _warn_once(kind: str) -> None:
+def warn_once(kind: str) -> None:
+    """Say, the first time, that layers of a class run without the cache that their model made."""
     warnings.warn(
         f"{kind} is checkpointed, and its model was called with use_cache=True: in training the "
         "layer runs without the cache, as with gradient_checkpointing_enable(). use_cache=False "

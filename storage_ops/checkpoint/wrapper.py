@@ -18,7 +18,7 @@ from torch import nn
 
 from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint import discard_scope
-from storage_ops.checkpoint.caches import without_cache
+from storage_ops.checkpoint.caches import warn_once, without_cache
 from storage_ops.checkpoint.config import ActivationCheckpointConfig, Mode
 from storage_ops.checkpoint.execution import is_disabled
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
@@ -68,7 +68,9 @@ class Checkpointing:
         name, options = type(module).__name__, self.options
         discards = self.mode == "output_discard"
         if torch.is_grad_enabled() and not is_disabled():
-            kwargs = without_cache(module, kwargs)
+            given, kwargs = kwargs, without_cache(module, kwargs)
+            if kwargs is not given and not torch.compiler.is_compiling():
+                warn_once(name)
         if torch.compiler.is_compiling():
             if not torch.is_grad_enabled():
                 return fn(*args, **kwargs)

@@ -149,8 +149,11 @@ class Probe:
         del leaves, new, entered
         marks.append(books.mark())
         with torch.enable_grad(), times:
-            outputs = call.unit.module(*args, **kwargs)
-            marks.append(books.mark())
+            with contextlib.ExitStack() as stack:
+                for device_type, dtype in call.autocast:
+                    stack.enter_context(torch.autocast(device_type, dtype))
+                outputs = call.unit.module(*args, **kwargs)
+                marks.append(books.mark())
             made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
             made = [t for t in made if id(t) not in inputs and t.requires_grad]
             root = _Exit.apply(call.gradients, *made) if made else None  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from storage_ops.checkpoint.caches import without_cache
 from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit
 from storage_ops.loss.devices import Rates
@@ -56,6 +57,7 @@ class Call:
         forward, backward: first and last moment.
         gradient_bytes: of the gradients that the backward gets.
         gradients: what they are, one for each output that has one.
+        autocast: kinds of devices for which it is on, and the dtypes.
         inputs: the blocks of the tensors among the arguments.
         shared: which of them somebody else holds in its place.
     """
@@ -67,6 +69,7 @@ class Call:
     backward: tuple[int, int] | None = None
     gradient_bytes: int = 0
     gradients: tuple[Like, ...] = ()
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
     inputs: list[Block | None] = field(default_factory=list)
     shared: tuple[int, ...] = ()
 
@@ -196,13 +199,21 @@ class Recorder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
+            # A layer that is checkpointed gets none, and what one run leaves in it the next would see.
+            kwargs = without_cache(unit.module, kwargs)
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            autocast = tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in ("cpu", "cuda")
+                if torch.is_autocast_enabled(kind)
+            )
             like = tree_map_only(Tensor, Like.of, (args, kwargs))
             kind = (unit.print, *(x if isinstance(x, Like) else repr(x) for x in leaves_of(like)))
-            call = Call(unit, kind, like)
+            call = Call(unit, (*kind, autocast), like, autocast=autocast)
             blocks = self.simulation.blocks_of
             call.inputs = [next(iter(blocks(t)), None) for t in given]
             start = self.books.mark()
+            kind = call.kind
             if kind not in self._outputs:
                 before = self._times.seconds
                 self._outputs[kind] = _outputs_of(plain(*args, **kwargs), given)
