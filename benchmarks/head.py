@@ -36,6 +36,7 @@ from storage_ops.divergence.run import Run
 
 # Tokens, width of student and of teacher, classes; the tokens are four sequences for DPO.
 SHAPES = {"H1": (1024, 2048, 2048, 32000), "H2": (512, 4096, 4096, 64000)}
+GPU_SHAPES = {"H3": (8192, 4096, 4096, 151936)}
 QUICK_SHAPES = {"quick": (256, 256, 512, 8000)}
 FLOOR, COMPILED = "floor (products of both heads)", "plain torch, compiled"
 DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
@@ -160,7 +161,7 @@ def rows_of(
 
 def inputs(shape: str, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
     """Random hidden states and heads of student and teacher, and targets."""
-    tokens, hidden, teacher, vocab = (SHAPES | QUICK_SHAPES)[shape]
+    tokens, hidden, teacher, vocab = (SHAPES | GPU_SHAPES | QUICK_SHAPES)[shape]
     made = []
     for width in (hidden, teacher):
         made.append(torch.randn(tokens, width, device=device).to(dtype))
@@ -183,13 +184,14 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure, write and print."""
     options = parser(__doc__)
-    options.add_argument("--shapes", nargs="+", choices=[*SHAPES, *QUICK_SHAPES])
+    options.add_argument("--shapes", nargs="+", choices=[*SHAPES, *GPU_SHAPES, *QUICK_SHAPES])
     options.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
     options.add_argument("--shares", nargs="+", type=int, default=[4, 16],
                          help="budgets of DPO: the logits' bytes divided by these")  # fmt: skip
     arguments = options.parse_args()
-    arguments.shapes = arguments.shapes or list(QUICK_SHAPES if arguments.quick else SHAPES)
-    full = ["float32", "bfloat16"]
+    full_shapes = GPU_SHAPES if arguments.device == "cuda" else SHAPES
+    arguments.shapes = arguments.shapes or list(QUICK_SHAPES if arguments.quick else full_shapes)
+    full = ["bfloat16"] if arguments.device == "cuda" else ["float32", "bfloat16"]
     arguments.dtypes = arguments.dtypes or (full[:1] if arguments.quick else full)
     finish("head", all_rows(arguments), arguments)
 

@@ -18,8 +18,8 @@ Where things are: `tokens` scores tokens and adds up sequences, `preference` has
 judged sequences are trained with, `policy` what rewards are, `supervised` targets and teachers.
 """
 
-from storage_ops.losses.policy import grpo
+from storage_ops.losses.policy import dapo, dr_grpo, grpo, gspo
 from storage_ops.losses.preference import cpo, dpo, kto, orpo, simpo
 from storage_ops.losses.supervised import kd, sft
 
-__all__ = ["cpo", "dpo", "grpo", "kd", "kto", "orpo", "sft", "simpo"]
+__all__ = ["cpo", "dapo", "dpo", "dr_grpo", "grpo", "gspo", "kd", "kto", "orpo", "sft", "simpo"]

@@ -147,6 +147,85 @@ def grpo(
     return (loss, logps.detach()) if return_logps else loss
 
 
+def dapo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
+) -> Any:
+    """`grpo` as DAPO has it: the sum over tokens divided by their number, clips of 0.2 and 0.28.
+
+    Yu et al. 2025, DAPO: An Open-Source LLM Reinforcement Learning System at Scale, equation 8.
+
+    Args:
+        input, linear_weight, target, advantages: as in `grpo`.
+        options: of `grpo`; those named above can be changed.
+
+    Returns:
+        As `grpo`.
+
+    Raises:
+        TypeError, ValueError: as `grpo`.
+
+    Example:
+        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> tokens, advantages = torch.randint(100, (4, 9)), torch.randn(4)
+        >>> storage_ops.losses.dapo(hidden, head, tokens, advantages, shift=True).backward()
+    """
+    options = {"clip_low": 0.2, "clip_high": 0.28, "normalize": "token", **options}
+    return grpo(input, linear_weight, target, advantages, **options)
+
+
+def dr_grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
+) -> Any:
+    """`grpo` as Dr. GRPO has it: the sum over tokens divided by S times max_length.
+
+    Liu et al. 2025, Understanding R1-Zero-Like Training: A Critical Perspective, section 3.2. That
+    advantages are not divided by their standard deviation is up to the caller.
+
+    Args:
+        input, linear_weight, target, advantages: as in `grpo`.
+        options: of `grpo`, such as max_length.
+
+    Returns:
+        As `grpo`.
+
+    Raises:
+        TypeError, ValueError: as `grpo`.
+
+    Example:
+        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> tokens, advantages = torch.randint(100, (4, 9)), torch.randn(4)
+        >>> storage_ops.losses.dr_grpo(hidden, head, tokens, advantages, max_length=9).backward()
+    """
+    options = {"normalize": "length", **options}
+    return grpo(input, linear_weight, target, advantages, **options)
+
+
+def gspo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
+) -> Any:
+    """`grpo` as GSPO has it: importance weights of whole completions, clips of 3e-4 and 4e-4.
+
+    Zheng et al. 2025, Group Sequence Policy Optimization, equations 5 and 7, and section 5.1.
+
+    Args:
+        input, linear_weight, target, advantages: as in `grpo`.
+        options: of `grpo`; those named above can be changed.
+
+    Returns:
+        As `grpo`.
+
+    Raises:
+        TypeError, ValueError: as `grpo`.
+
+    Example:
+        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
+        >>> tokens, advantages = torch.randint(100, (4, 9)), torch.randn(4)
+        >>> storage_ops.losses.gspo(hidden, head, tokens, advantages, shift=True).backward()
+    """
+    options = {"clip_low": 3e-4, "clip_high": 4e-4, "importance": "sequence", **options}
+    return grpo(input, linear_weight, target, advantages, **options)
+
+
 def _ratios(scored: Scored, change: Tensor, importance: str) -> Tensor:
     """Importance weights of tokens, from the change of their log-probabilities."""
     change = torch.where(scored.mask, change, 0)

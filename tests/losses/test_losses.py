@@ -343,3 +343,20 @@ def test_bounds_that_are_none():
             losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor(bounds))
     with pytest.raises(ValueError, match="the number of sequences is 3"):
         losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor([0, 4, 9, 12]))
+
+
+def test_named_settings_of_grpo():
+    hidden, head = torch.randn(4, 9, 16), torch.randn(50, 16)
+    target, advantages, old = torch.randint(50, (4, 9)), torch.randn(4), -torch.rand(4, 9)
+    target[0, :3] = -100
+    call = hidden, head, target, advantages
+    for made, options in (
+        (losses.dapo, {"normalize": "token", "clip_low": 0.2, "clip_high": 0.28}),
+        (losses.dr_grpo, {"normalize": "length", "max_length": 12}),
+        (losses.gspo, {"importance": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
+    ):
+        given = {"old_logps": old, "max_length": options.get("max_length")}
+        right = losses.grpo(*call, old_logps=old, **options)
+        assert torch.equal(made(*call, **given), right)
+        plain = losses.grpo(*call, old_logps=old, max_length=options.get("max_length"))
+        assert not torch.equal(plain, right)
