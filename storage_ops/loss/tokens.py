@@ -78,7 +78,7 @@ class Tokens:
             values = values.new_full((total, *rest), fill).index_copy_(0, self.kept, values)
         elif len(values) < total:
             values = _padded(values, total - len(values), len(rest))
-        values = values.view(*self.shape, *rest)
+        values = values.view((*self.shape, *rest))
         if self.shift:
             left = max(self.shape[-1] - self.shift, 0)
             values = values.narrow(len(self.shape) - 1, 0, left).contiguous()
