@@ -262,8 +262,12 @@ class _TransformableBackward(_NotTwice):
         return tuple(result) if isinstance(result, (tuple, list)) else result
 
 
-class _Transformable(torch.autograd.Function):
-    """The op for torch.func, which takes no other autograd formula than a Function's."""
+class _Differentiable(torch.autograd.Function):
+    """The op for eager code, and for torch.func, which takes no formula but a Function's.
+
+    With the formula of an op, torch walks through its schema in every call, for longer than a
+    small loss takes.
+    """
 
     generate_vmap_rule = True
     backward = staticmethod(_autograd)
@@ -283,10 +287,10 @@ def transforming() -> bool:
 
 def apply(call: Call) -> tuple[Tensor, ...]:
     """The forward op, in a form that eager code, torch.compile and torch.func all take."""
-    if transforming():
-        outputs: tuple[Tensor, ...] = _Transformable.apply(*call)  # type: ignore[no-untyped-call]
-        return outputs
-    return tuple(_OPS.linear_cross_entropy(*call))
+    if torch.compiler.is_compiling():
+        return tuple(_OPS.linear_cross_entropy(*call))
+    outputs: tuple[Tensor, ...] = _Differentiable.apply(*call)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 def _looped(op: Callable[..., Any]) -> Callable[..., Any]:
