@@ -34,11 +34,11 @@ struct RowArguments {
   T* logits;
   const int64_t* index;    // one class per row, or nullptr
   const A* probabilities;  // or one distribution per row
-  const T* bias;       // of the classes; or in the type of the arithmetic,
-  const A* wide_bias;  // one of them or none
-  const A* weight;     // of the classes
-  const A* upstream;  // element (k, i) at k * upstream_outer + i * upstream_inner
-  A* state;           // element (k, i) at k * state_stride + i
+  const T* bias;           // of the classes; or in the type of the arithmetic,
+  const A* wide_bias;      // one of them or none
+  const A* weight;         // of the classes
+  const A* upstream;       // element (k, i) at k * upstream_outer + i * upstream_inner
+  A* state;                // element (k, i) at k * state_stride + i
   int64_t* argmax;
   int64_t rows, columns, stride, probabilities_stride;
   int64_t upstream_count, upstream_outer, upstream_inner, state_stride;

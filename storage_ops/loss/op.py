@@ -186,8 +186,12 @@ def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tupl
     return made, call_once(_OPS.linear_cross_entropy_backward_target, *arguments)
 
 
-class _Transformable(torch.autograd.Function):
-    """The op for torch.func, which takes no other autograd formula than a Function's."""
+class _Differentiable(torch.autograd.Function):
+    """The op for eager code, and for torch.func, which takes no formula but a Function's.
+
+    With the formula of an op, torch walks through its schema in every call, for longer than a
+    small loss takes.
+    """
 
     generate_vmap_rule = True
     backward = staticmethod(_autograd)
@@ -202,10 +206,10 @@ class _Transformable(torch.autograd.Function):
 
 def apply(call: Call) -> tuple[Tensor, ...]:
     """The forward op, in a form that eager code, torch.compile and torch.func all take."""
-    if transforming():
-        outputs: tuple[Tensor, ...] = _Transformable.apply(*call)  # type: ignore[no-untyped-call]
-        return outputs
-    return tuple(_OPS.linear_cross_entropy(*call))
+    if torch.compiler.is_compiling():
+        return tuple(_OPS.linear_cross_entropy(*call))
+    outputs: tuple[Tensor, ...] = _Differentiable.apply(*call)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 _FALLBACKS: dict[str, Callable[..., None]] = {

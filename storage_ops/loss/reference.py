@@ -22,10 +22,7 @@ def logits_of(products: Tensor, bias: Tensor | None, softcap: float, logit_scale
     """Logits from matrix products."""
     z = products if bias is None else products + bias
     z = z if logit_scale == 1 else z * logit_scale
-    if not softcap:
-        return z
-    capped: Tensor = softcap * torch.tanh(z / softcap)
-    return capped
+    return torch.tanh(z / softcap).mul_(softcap) if softcap else z
 
 
 def slope_of(z: Tensor, softcap: float, logit_scale: float) -> Tensor | float:
@@ -41,7 +38,7 @@ def row_gradient(z: Tensor, share: Tensor | None, state: Tensor, upstream: Tenso
     p = (z - shift).exp() / total
     factor = to_target + _weighted(spread, mass) + to_lse
     factor = factor + _weighted(square, shift + total.log())
-    result = p * factor - _weighted(entropy, _weighted(p, z - shift - slope / total))
+    result: Tensor = p * factor - _weighted(entropy, _weighted(p, z - shift - slope / total))
     return result if share is None else result - _weighted(spread, share)
 
 

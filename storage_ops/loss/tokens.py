@@ -86,8 +86,8 @@ class Tokens:
         if self.sharded is not None:
             dim, ranks = self.sharded
             sizes = [n // ranks if d == dim else n for d, n in enumerate(self.shape)]
-            values = values.view(ranks, *sizes, *rest).movedim(0, dim).flatten(dim, dim + 1)
-        values = values.view(*self.shape, *rest)
+            values = values.view((ranks, *sizes, *rest)).movedim(0, dim).flatten(dim, dim + 1)
+        values = values.view((*self.shape, *rest))
         if self.shift:
             left = max(self.shape[-1] - self.shift, 0)
             values = values.narrow(len(self.shape) - 1, 0, left).contiguous()
