@@ -108,7 +108,8 @@ def test_the_examples_of_the_readme_run():
 
 # What traced-steps.md prints is compared by a test of its own.
 @pytest.mark.parametrize(
-    "name", ["autochunk", "checkpointing", "linear-cross-entropy", "measuring"]
+    "name",
+    ["autochunk", "checkpointing", "it-does-not-fit", "linear-cross-entropy", "measuring"],
 )
 def test_the_examples_of_a_page_run(name):
     assert run_examples(ROOT / "docs" / f"{name}.md")[0]
