@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from storage_ops._subclass import Replaced, like
-from storage_ops.checkpoint import discard_scope
+from storage_ops.checkpoint import caches, discard_scope
 from storage_ops.checkpoint.config import ActivationCheckpointConfig, Mode
 from storage_ops.checkpoint.execution import is_disabled
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
@@ -71,6 +71,10 @@ class Checkpointing:
                 return fn(*args, **kwargs)
             rng, context_fn = options.preserve_rng_state, self._context_fn(name)
             return compiled_region(fn, args, kwargs, rng, context_fn, discards)
+        if torch.is_grad_enabled() and not is_disabled() and caches.has_cache(args, kwargs):
+            if not module.training:
+                return fn(*args, **kwargs)
+            args, kwargs = caches.without_cache(module, args, kwargs)
         if regions.tracing() and not is_disabled():
             return traced_region(fn, args, kwargs, self._context_fn(name), discards)
         if not is_repeatable():
@@ -101,7 +105,8 @@ class CheckpointWrapper(Replaced):
     dict, hooks and attributes stay. Copies and pickles are checkpointed as well. Without grad mode,
     under the transforms of `torch.func` and in `storage_ops.disable_checkpointing` its forward is
     the plain one. What the forward changes besides returning tensors happens once, as with
-    `OutputDiscardCheckpoint`. `remove_activation_checkpoint` undoes it.
+    `OutputDiscardCheckpoint`. A layer of transformers that trains gets no cache of keys and values,
+    as with `gradient_checkpointing_enable`. `remove_activation_checkpoint` undoes it.
 
     Args:
         module: the module; changed in place and returned.
