@@ -1,4 +1,4 @@
-"""Layers of transformers that are checkpointed, with a cache of keys and values as is the default."""
+"""Checkpointed layers of transformers, with a cache of keys and values as is the default."""
 
 import warnings
 
