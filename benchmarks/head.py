@@ -35,7 +35,11 @@ from storage_ops.divergence.call import Call
 from storage_ops.divergence.run import Run
 
 # Tokens, width of student and of teacher, classes; the tokens are four sequences for DPO.
-SHAPES = {"H1": (1024, 2048, 2048, 32000), "H2": (512, 4096, 4096, 64000)}
+SHAPES = {
+    "H0": (512, 1024, 1024, 32000),
+    "H1": (1024, 2048, 2048, 32000),
+    "H2": (512, 4096, 4096, 64000),
+}
 GPU_SHAPES = {"H3": (8192, 4096, 4096, 151936)}
 QUICK_SHAPES = {"quick": (256, 256, 512, 8000)}
 FLOOR, COMPILED = "floor (products of both heads)", "plain torch, compiled"
@@ -136,9 +140,9 @@ def dpo_rows(
             name = f"liger chunked DPO{', compiled' if compiled else ''}"
             cases[name] = step(
                 lambda liger=liger: liger(
-                    w, x.view(4, length, -1), target, ref_input=t.view(4, length, -1),
+                    w, x.view(4, length, -1), target.clone(), ref_input=t.view(4, length, -1),
                     ref_weight=head,
-                )[0],
+                )[0],  # a clone: it marks its target as dynamic
                 leaves,
             )  # fmt: skip
     seconds = interleave(cases, arguments.repeats, arguments.device, f"{label}, DPO")
@@ -171,14 +175,17 @@ def inputs(shape: str, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
     return x.requires_grad_(), w.requires_grad_(), t, head, target
 
 
+PARTS = {"divergence": divergence_rows, "dpo": dpo_rows}
+
+
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Shape by shape."""
-    expect(2 * len(arguments.dtypes) * len(arguments.shapes))
+    expect(len(arguments.parts) * len(arguments.dtypes) * len(arguments.shapes))
     for name in arguments.dtypes:
         for shape in arguments.shapes:
             torch._dynamo.reset()
-            for part in (divergence_rows, dpo_rows):
-                yield from part(shape, f"{shape} {name}", arguments, getattr(torch, name))
+            for part in arguments.parts:
+                yield from PARTS[part](shape, f"{shape} {name}", arguments, getattr(torch, name))
 
 
 def main() -> None:
@@ -188,6 +195,7 @@ def main() -> None:
     options.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
     options.add_argument("--shares", nargs="+", type=int, default=[4, 16],
                          help="budgets of DPO: the logits' bytes divided by these")  # fmt: skip
+    options.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     arguments = options.parse_args()
     full_shapes = GPU_SHAPES if arguments.device == "cuda" else SHAPES
     arguments.shapes = arguments.shapes or list(QUICK_SHAPES if arguments.quick else full_shapes)

@@ -144,5 +144,5 @@ def _check_teacher(call: Call, tokens: tuple[int, ...], vocab: int) -> None:
         rule = f"{vocab} classes, as linear_weight, or valid_classes that both have"
         raise _wrong(ValueError, "teacher_weight has shape", tuple(weight.shape), rule)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        found = tuple(bias.shape)
-        raise _wrong(ValueError, "teacher_bias has shape", found, str((weight.shape[0],)))
+        rule = str((weight.shape[0],))
+        raise _wrong(ValueError, "teacher_bias has shape", tuple(bias.shape), rule)

@@ -136,7 +136,9 @@ class Run:
         """(n,) the divergence of each token times its weight, 0 for those that are ignored."""
         weight = self.tokens.token_weight
         loss = self.loss if weight is None else self.loss * weight
-        return loss if self._ignored is None else loss.masked_fill(self._ignored, 0)
+        loss = loss if self._ignored is None else loss.masked_fill(self._ignored, 0)
+        broken = self.tokens.broken  # more tokens are valid than was promised
+        return loss if broken is None else loss.masked_fill(broken, torch.nan)
 
     def _take(self, schedule: Schedule, steps: Iterable[Step]) -> None:
         size = schedule.rows * padded(schedule.columns)

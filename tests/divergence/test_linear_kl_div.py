@@ -6,6 +6,7 @@ import torch
 
 import storage_ops as so
 from storage_ops.divergence import reference
+from storage_ops.loss import tokens as loss_tokens
 
 DIVERGENCES = ["forward", "reverse", "jsd", "tvd"]
 # Relative error against float64. The sign in tvd's gradient flips where 16-bit logits are equal.
@@ -252,3 +253,25 @@ def test_frozen_arguments(frozen):
     for (name, leaf), wanted in zip(leaves.items(), right, strict=True):
         assert leaf.grad is None if name in frozen else torch.allclose(leaf.grad, wanted)
     assert all(t.grad is None for t in teacher)
+
+
+@pytest.mark.parametrize("teacher", ["hidden", "topk"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_as_on_a_gpu_where_nobody_may_count(monkeypatch, shift, reduction, teacher):
+    """There ignored tokens are worked on, or the first so many are, and have no effect."""
+    made, weight = problem(torch.float64)
+    options = {"token_weight": weight, "shift": shift, "reduction": reduction}
+    if teacher == "topk":
+        options["teacher_topk"] = stored(made, 4)
+    expected = run(so.linear_kl_div, made, **options)
+    count = int((weight[:, 1:] if shift else weight).count_nonzero())
+    with pytest.raises(RuntimeError, match=f"max_valid is {count - 1}"):
+        run(so.linear_kl_div, made, max_valid=count - 1, **options)
+    monkeypatch.setattr(loss_tokens, "_may_count", lambda target: False)
+    for max_valid in (None, "sync", count, count + 2):
+        torch.testing.assert_close(
+            run(so.linear_kl_div, made, max_valid=max_valid, **options), expected
+        )
+    loss, _ = run(so.linear_kl_div, made, max_valid=count - 1, **options)
+    assert loss.isnan().any()

@@ -100,8 +100,9 @@ PAIRS = {
     "sigmoid": lambda h, beta, e: -(1 - e) * log_sigmoid(beta * h) - e * log_sigmoid(-beta * h),
     "hinge": lambda h, beta, e: (1 - beta * h).clamp_min(0),
     "ipo": lambda h, beta, e: (h - 1 / (2 * beta)) ** 2,
-    "robust": lambda h, beta, e: (-(1 - e) * log_sigmoid(beta * h) + e * log_sigmoid(-beta * h))
-    / (1 - 2 * e),
+    "robust": lambda h, beta, e: (
+        (-(1 - e) * log_sigmoid(beta * h) + e * log_sigmoid(-beta * h)) / (1 - 2 * e)
+    ),
 }
 
 

@@ -1,0 +1,101 @@
+"""The row kernel of divergences, the native one where there is one, against its definition."""
+
+import pytest
+import torch
+
+from storage_ops.divergence import rows
+
+DIVERGENCES = ["forward", "reverse", "jsd", "tvd"]
+OPS = torch.ops.storage_ops
+UPDATE, GRADIENT = 1, 2
+
+
+def tiles(dtype, columns, count=7, bias=True):
+    """Arguments of the kernel up to upstream, in matrices with longer rows than they need."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    heads = [(torch.randn(count, columns + 9) * 3).to(dtype)[:, :columns] for _ in range(2)]
+    offsets = [torch.randn(columns, dtype=wide) if bias else None for _ in range(2)]
+    state = torch.full((3, count), torch.nan, dtype=wide)
+    return *heads, *offsets, state, torch.full((count,), torch.nan, dtype=wide)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rows_against_plain_torch_in_float64(dtype, divergence, columns):
+    given = tiles(dtype, columns, bias=columns % 2 > 0)
+    wide = given[4].dtype
+    double = [None if t is None else t.to(torch.float64, copy=True) for t in given]
+    upstream = torch.randn(7, dtype=wide)
+    options = (divergence, 0.3, 0.7)
+    rows.divergence_rows(*double, upstream.double(), *options, UPDATE | GRADIENT)
+    before = given[0].clone()
+    for phases in ([UPDATE | GRADIENT], [UPDATE, GRADIENT]):
+        logits = torch.full((7, columns + 3), 9.0, dtype=dtype)
+        logits[:, :columns] = before
+        poisoned = [torch.full_like(t, torch.nan) for t in given[4:]]
+        own = [logits[:, :columns], *given[1:4], *poisoned]
+        for phase in phases:
+            OPS._divergence_rows(*own, upstream, *options, phase)
+        close = {"rtol": 1e-12, "atol": 1e-12} if wide == torch.float64 else {}
+        close = close or {"rtol": 2e-5, "atol": 2e-6}
+        torch.testing.assert_close(own[4], double[4].to(wide), **close)
+        torch.testing.assert_close(own[5], double[5].to(wide), **close)
+        error = (own[0].double() - double[0]).norm() / double[0].norm().clamp_min(1e-30)
+        if not (divergence == "tvd" and columns == 1) and double[0].norm() > 0:
+            assert error < {2: 5e-3, 4: 2e-5, 8: 1e-12}[dtype.itemsize]
+        assert (logits[:, columns:] == 9).all()
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_parts_of_rows_from_the_statistics_of_whole_ones(divergence):
+    given = tiles(torch.float64, 3000)
+    upstream = torch.randn(1, dtype=torch.float64)
+    options = (divergence, 0.6, 1.0)
+    parts = given[0].clone()
+    OPS._divergence_rows(*given, upstream, *options, UPDATE | GRADIENT)
+    for part in (slice(0, 1000), slice(1000, 3000)):
+        heads = (parts[:, part], given[1][:, part], given[2][part], given[3][part])
+        OPS._divergence_rows(*heads, *given[4:], upstream, *options, GRADIENT)
+    torch.testing.assert_close(parts, given[0])
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_rows_of_infinities_and_nans(divergence):
+    """As in plain torch, element by element; rows without weight are 0."""
+    results = []
+    for kernel in (OPS._divergence_rows, rows.divergence_rows):
+        torch.manual_seed(0)
+        logits, teacher = torch.randn(9, 2000), torch.randn(9, 2000)
+        logits[1, 7] = teacher[1, 7] = -torch.inf
+        logits[2, 1500] = -torch.inf
+        teacher[3, 1500] = -torch.inf
+        logits[4, 3] = torch.nan
+        teacher[5, 1999] = torch.nan
+        logits[6, 3] = torch.inf
+        logits[7] = -torch.inf
+        logits[8, 0] = torch.nan  # of a row without weight
+        state, loss, upstream = torch.zeros(3, 9), torch.zeros(9), torch.ones(9)
+        upstream[8] = 0
+        kernel(logits, teacher, None, None, state, loss, upstream, divergence, 0.5, 1.0, 3)
+        results.append((loss, logits))
+    (ours, dz), (right, wanted) = results
+    torch.testing.assert_close(ours, right, equal_nan=True)
+    assert ours[1].isfinite() and ours[4:8].isnan().all() and not dz[8].any()
+    finite = ours.isfinite()
+    torch.testing.assert_close(dz[finite], wanted[finite])
+    assert dz[4].isnan().any() and dz[7].isnan().any()
+    infinite = {"forward": 2, "reverse": 3}.get(divergence)
+    assert infinite is None or ours[infinite].isinf()
+
+
+def test_the_vector_logarithm():
+    """Of jsd: from probabilities of every size, in float32 against float64."""
+    logits = torch.linspace(-86, 0, 4096).view(1, -1)
+    teacher = logits.flip(1).contiguous()
+    loss, double = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    for dtype, out in ((torch.float32, loss), (torch.float64, double)):
+        heads = [t.to(dtype, copy=True) for t in (logits, teacher)]
+        OPS._divergence_rows(*heads, None, None, torch.zeros(3, 1, dtype=dtype), out, None, "jsd",
+                             0.37, 1.0, UPDATE)  # fmt: skip
+    torch.testing.assert_close(loss.double(), double, rtol=2e-6, atol=0)

@@ -1,0 +1,59 @@
+"""Checkpointed layers of transformers, with a cache of keys and values as is the default."""
+
+import warnings
+
+import pytest
+import torch
+
+import storage_ops as so
+from storage_ops.checkpoint import caches
+
+from .models import GROUPED, V, tf
+
+SMALL = {**GROUPED, "num_hidden_layers": 2, "head_dim": 8}
+MODELS = {
+    "LlamaDecoderLayer": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)),
+    "Qwen3DecoderLayer": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL)),
+    "Gemma3DecoderLayer": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**SMALL)),
+}
+MODES = {
+    "full": {}, "reentrant": {"use_reentrant": True}, "selective": {"ops_to_save": ["aten.mm"]},
+    "output_discard": {"mode": "output_discard"},
+}  # fmt: skip
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    return out, [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("layer", list(MODELS))
+def test_gradients_with_the_default_use_cache(layer, mode):
+    model, ids = MODELS[layer]().train(), torch.randint(V, (2, 32))
+    expected, right = gradients(model, ids)
+    assert expected.past_key_values.get_seq_length() == 32
+    caches.warn_once.cache_clear()
+    so.apply_activation_checkpoint(model, {"layer_classes": [layer], **MODES[mode]})
+    with pytest.warns(UserWarning, match=f"{layer} is checkpointed, and its model was called with use_cache"):
+        out, grads = gradients(model, ids)
+    torch.testing.assert_close((out.loss, grads), (expected.loss, right))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert gradients(model, ids)[0].past_key_values.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("layer", list(MODELS))
+def test_what_does_not_train_has_its_cache(layer):
+    model, ids = MODELS[layer](), torch.randint(1, V, (2, 8))
+    expected, right = gradients(model.eval(), ids)
+    text = model.generate(ids, max_new_tokens=4, do_sample=False)
+    so.apply_activation_checkpoint(model, {"layer_classes": [layer]})
+    out, grads = gradients(model, ids)
+    torch.testing.assert_close((out.loss, grads), (expected.loss, right))
+    assert out.past_key_values.get_seq_length() == 8
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), text)
+    with torch.no_grad():
+        assert model.train()(ids).past_key_values.get_seq_length() == 8
