@@ -9,7 +9,15 @@ it makes (`estimate_modes.py`) in a *ledger*, of blocks that live from when to w
 that take other memory on a GPU are in `estimate_gpu.py`, sparse tensors in `estimate_sparse.py`.
 Sizes that depend on values are exact where the values are *known* (`estimate_values.py`); of the
 others the caller *assumes* something (`estimate_assume.py`), and `estimate_sizes.py` turns that
-into sizes.
+into sizes. What kernels of a CPU take besides is in `estimate_cpu.py`.
+
+`step.py` simulates a whole training step of a model; `estimate_calls.py` tells it whose call an op
+belongs to. Alike calls of modules (`alike.py`) are run once: `recording.py` writes down what the
+first does to the ledger, `replay.py` carries it out for the others, `quick.py` decides which.
+`will_it_fit.py` compares the peak with a budget.
+
+`tracking.py` keeps the same ledger for real ops: `limit.py` raises where it exceeds a size, and
+`explain_oom.py` says who held what.
 """
 
 from storage_ops.memory.estimate import Estimate, estimate

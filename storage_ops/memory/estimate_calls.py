@@ -16,8 +16,9 @@ Around = Callable[[nn.Module, str, Callable[..., Any], Any, Any], Any]
 def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
     """Let `around(module, name, call, args, kwargs)` stand for each call of a module, in a block.
 
-    `call(*args, **kwargs)` is the call itself, with its hooks and whatever else the class does around it: that of
-    the outermost `__call__` which a class of the model defines. Only in this thread.
+    `call(*args, **kwargs)` is the call itself, with its hooks and whatever else the class does
+    around it: that of the outermost `__call__` which a class of the model defines. Only in this
+    thread.
     """
     names = {id(module): name for name, module in model.named_modules()}
     definers = {next(c for c in type(m).__mro__ if "__call__" in vars(c)) for m in model.modules()}
@@ -25,7 +26,7 @@ def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
     inside: list[nn.Module] = []  # an inner __call__ of the same module is part of the call
 
     def over(plain: Any) -> Any:
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
             is_part = inside and inside[-1] is self
             if is_part or threading.get_ident() != thread or id(self) not in names:
                 return plain(self, *args, **kwargs)
@@ -45,5 +46,5 @@ def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
         for cls in definers:
             plain = vars(cls)["__call__"]
             stack.callback(setattr, cls, "__call__", plain)
-            cls.__call__ = over(plain)  # type: ignore[method-assign, assignment]
+            cls.__call__ = over(plain)  # type: ignore[method-assign]
         yield

@@ -136,8 +136,8 @@ class Simulation(TorchDispatchMode):
             self._bytes[storage._cdata] = self.unseen(
                 torch.empty, storage.nbytes(), dtype=torch.uint8, device=t.device
             )
-        where = (t.shape, t.stride(), t.storage_offset(), t.dtype)
-        return self.viewed(self._bytes[storage._cdata], *where)
+        whole, offset = self._bytes[storage._cdata], int(t.storage_offset())
+        return self.viewed(whole, t.shape, t.stride(), offset, t.dtype)
 
     def viewed(self, base: Tensor, shape: Any, stride: Any, offset: int, dtype: Any) -> Tensor:
         """A tensor, without a history, that lies somewhere in the storage of another."""
@@ -145,9 +145,7 @@ class Simulation(TorchDispatchMode):
         def view() -> Tensor:
             with torch.no_grad():
                 nbytes = base.untyped_storage().nbytes()
-                whole = base
-                if base.dtype != torch.uint8 or base.dim() != 1:
-                    whole = base.detach().as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0).view(torch.uint8)
+                whole = base.as_strided((nbytes // base.itemsize,), (1,), 0).view(torch.uint8)
                 elements = whole[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
                 return elements.as_strided(shape, stride, offset)
 

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from storage_ops.checkpoint import discard_scope
 from storage_ops.memory.alike import Kinds, Unlike, arguments_key
 from storage_ops.memory.estimate_modes import Simulation
-from storage_ops.memory.replay import Recording, check_edges, record, replayed
+from storage_ops.memory.recording import Recording, record
+from storage_ops.memory.replay import check_edges, replayed
 
 
 class Quick:

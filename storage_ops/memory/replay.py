@@ -1,357 +1,32 @@
-"""Calls that do to the books what the first call of their kind did, without its ops.
+"""Calls that do to the books what their recording says, without running their ops.
 
-The first call of a kind is run twice: once by itself, forward and backward, on books of its own.
-From these comes a *recording*, a list of what is taken and given back, by *slot*: a block that is
-made inside, or one that the call shares with its surroundings: inputs, outputs, their gradients and
-those of parameters. Each call of the kind, the first one too, is then one node of autograd that
-carries the recording out: it books the inner blocks, makes the tensors that leave the call, and
+Each is one node of autograd. It books the inner blocks, makes the tensors that leave the call, and
 holds inputs and outputs for as long as the call's own nodes would.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
-from storage_ops.memory.alike import SIMPLE, Place, Unlike, comparable
-from storage_ops.memory.estimate_ledger import Block, Call, Ledger
+from storage_ops.memory.alike import Unlike
+from storage_ops.memory.estimate_ledger import Block, Call
 from storage_ops.memory.estimate_modes import Simulation
-
-INSIDE, INPUT, OUTPUT, GRAD_OUT, GRAD_IN, PARAMETER = (
-    "inside", "input", "output", "gradient of output", "gradient of input", "parameter"
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A block of a recording.
-
-    Attributes:
-        role: whose it is; number: of the input, output or parameter.
-        block: as the first call had it.
-        call: the name below the module's of the call that made it and that it outlived, or None.
-    """
-
-    role: str
-    number: int
-    block: Block
-    call: str | None = None
-
-
-@dataclass(frozen=True)
-class View:
-    """A tensor that leaves the call: where it lies in the storage of a slot."""
-
-    slot: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    needs_grad: bool
-
-    @staticmethod
-    def of(t: Tensor, slot: int) -> View:
-        """The view that a tensor is."""
-        where = (tuple(t.shape), t.stride(), t.storage_offset())
-        return View(slot, *where, t.dtype, t.requires_grad)
-
-    def storage(self, simulation: Simulation, nbytes: int, device: torch.device) -> Tensor:
-        """A tensor with a new storage that this one lies in, itself if it fills it."""
-        # A view that a node of autograd made could not be written to in place.
-        sizes = sorted(zip(self.stride, self.shape, strict=True))
-        expected = 1
-        for stride, size in sizes:
-            expected = expected * size if size == 1 or stride == expected else -1
-        if self.offset == 0 and expected * self.dtype.itemsize == nbytes:
-            make, like = torch.empty_strided, {"dtype": self.dtype, "device": device}
-            made: Tensor = simulation.unseen(make, self.shape, self.stride, **like)
-        else:
-            made = simulation.unseen(torch.empty, nbytes, dtype=torch.uint8, device=device)
-        return made
-
-    def on(self, simulation: Simulation, t: Tensor) -> Tensor:
-        """This view of the storage of a tensor."""
-        where = (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
-        if where == (self.shape, self.stride, self.offset, self.dtype):
-            return t
-        return simulation.viewed(t, self.shape, self.stride, self.offset, self.dtype)
-
-
-@dataclass
-class Recording:
-    """What a call does to the books.
-
-    Attributes:
-        slots: its blocks.
-        forward, backward: the numbers of slots, and whether each is taken or given back.
-        outputs: for each leaf of what it returns a View, the number of an input tensor that it is,
-            or ("value", it).
-        form: of what it returns.
-        held: slots of inputs and outputs that its nodes hold until backward.
-        edges: how often a gradient arrives at the input.
-        gradients: by the number of an input that needs one, its View; None where there is none.
-        parameters: views of their gradients; None where there is none.
-    """
-
-    slots: list[Slot]
-    forward: list[tuple[int, bool]]
-    outputs: list[Any]
-    form: Any
-    held: set[int]
-    edges: int = 0
-    backward: list[tuple[int, bool]] = field(default_factory=list)
-    gradients: dict[int, View | None] = field(default_factory=dict)
-    parameters: list[View | None] = field(default_factory=list)
-
-    @property
-    def needs_grad(self) -> bool:
-        """Whether it has a backward."""
-        return any(isinstance(o, View) and o.needs_grad for o in self.outputs)
-
-    def storage_of(self, number: int, simulation: Simulation, device: torch.device) -> Tensor:
-        """A tensor with a new storage as that of a slot, of the first view in it."""
-        views = (*self.outputs, *self.gradients.values(), *self.parameters)
-        first = next(v for v in views if isinstance(v, View) and v.slot == number)
-        return first.storage(simulation, self.slots[number].block.asked, device)
-
-
-class _Enter(torch.autograd.Function):
-    """Makes given tensors the inputs of a call, whose gradients arrive here.
-
-    They are no leaves, which autograd would hold to the end.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, arrived: list[Any], inputs: list[Tensor], anchor: Tensor) -> Any:
-        ctx.arrived = arrived
-        ctx.set_materialize_grads(False)
-        return tuple(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.arrived += gradients
-        return None, None, None
-
-
-class _Leave(torch.autograd.Function):
-    """The outputs of a call, and where their gradients come from."""
-
-    @staticmethod
-    def forward(ctx: Any, begin: Callable[[list[Tensor]], None], *outputs: Tensor) -> Tensor:
-        ctx.begin = begin
-        ctx.likes = [(t.shape, t.stride(), t.dtype, t.device) for t in outputs]
-        return outputs[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
-        made = [torch.empty_strided(s, st, dtype=d, device=w) for s, st, d, w in ctx.likes]
-        ctx.begin(made)
-        return (None, *made)
-
-
-def record(
-    simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Any,
-    kwargs: Any, places: list[tuple[nn.Module, str]],
-) -> Recording:  # fmt: skip
-    """Run a call by itself and write down what it does to the books.
-
-    Raises:
-        Unlike: it does more than that, such as keeping something.
-    """
-    before = [(p, p.grad) for p in module.parameters()]
-    for p, _ in before:
-        p.grad = None
-    outer = simulation.ledger
-    simulation.ledger = side = Ledger(outer.round_up, outer)
-    try:
-        with _hidden(places):
-            return _Recorder(simulation, side, module, name).run(call, args, kwargs)
-    finally:
-        simulation.ledger = outer
-        for p, gradient in before:
-            p.grad = gradient
-
-
-@contextlib.contextmanager
-def _hidden(places: list[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Let nobody look at the numbers of layers in a block."""
-    plain = [vars(module)[name] for module, name in places]
-    for module, name in places:
-        vars(module)[name] = Place()
-    try:
-        yield
-    finally:
-        for (module, name), value in zip(places, plain, strict=True):
-            vars(module)[name] = value
-
-
-class _Recorder:
-    """One call, run by itself on books of its own."""
-
-    def __init__(self, simulation: Simulation, side: Ledger, module: nn.Module, name: str) -> None:
-        self._simulation, self._side = simulation, side
-        self._module, self._name = module, name
-        self._roles: dict[Block, tuple[str, int]] = {}
-        self._numbers: dict[Block, int] = {}  # of slots
-        self._grads_there = 0  # the moment when the gradients of the outputs were there
-
-    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Recording:
-        """Run it and write down what it does."""
-        events, arrived = self._side.events, list[Any]()
-        given, needing, args, kwargs = self._inputs(args, kwargs, arrived)
-        versions = [t._version for t in given]
-        start = len(events)
-        with self._side.call(self._name):
-            result = call(*args, **kwargs)
-        stop = len(events)
-        if versions != [t._version for t in given]:
-            raise Unlike
-        leaves, form = tree_flatten(result)
-        outputs = [self._output(leaf, given) for leaf in leaves]
-        edges = 0
-        last = self._leave(
-            [t for t, v in zip(leaves, outputs, strict=True) if isinstance(v, View) and v.needs_grad]
-        )
-        if last is not None and needing:
-            edges = _edges(last)[0][given[needing[0]].grad_fn, 0]
-        # From here on only the nodes of autograd hold inputs and outputs.
-        del given, args, kwargs, result, leaves
-        dropped = {block for _, block, taken in events[stop:] if not taken}
-        gradients: dict[int, View | None] = {}
-        parameters: list[View | None] = []
-        begin = end = len(events)
-        if last is not None:
-            last.backward()  # type: ignore[no-untyped-call]
-            begin, end = self._grads_there, len(events)
-            gradients = {
-                i: self._leaving(g, GRAD_IN, i) for i, g in zip(needing, arrived, strict=True)
-            }
-            for i, p in enumerate(self._module.parameters()):
-                parameters.append(self._leaving(p.grad, PARAMETER, i))
-                p.grad = None
-        arrived.clear()
-        last = None
-        self._check_nothing_is_kept(dropped)
-        theirs = {block for _, block, taken in events[stop:begin] if taken} - self._roles.keys()
-        forward = self._numbered(events[start:stop], theirs)
-        backward = self._numbered(events[begin:end], theirs)
-        held = {
-            self._number(block)
-            for block, (role, _) in self._roles.items()
-            if role in (INPUT, OUTPUT) and block not in dropped
-        }
-        slots = [self._slot(block) for block in self._numbers]
-        return Recording(slots, forward, outputs, form, held, edges, backward, gradients, parameters)
-
-    def _inputs(
-        self, args: Any, kwargs: Any, arrived: list[Any]
-    ) -> tuple[list[Tensor], list[int], Any, Any]:
-        """Copies to call with, the numbers of those that need a gradient, and the arguments."""
-        leaves, form = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        given = self._copies([leaves[i] for i in places])
-        needing = [k for k, i in enumerate(places) if leaves[i].requires_grad]
-        if len(needing) > 1:
-            raise Unlike  # their gradients leave at different moments, and a node has one
-        if needing:
-            with torch.enable_grad():
-                anchor = self._simulation.unseen(torch.empty, (), device=given[0].device)
-                entered = _Enter.apply(  # type: ignore[no-untyped-call]
-                    arrived, [given[k] for k in needing], anchor.requires_grad_()
-                )
-            for k, t in zip(needing, entered, strict=True):
-                given[k] = t
-        for i, t in zip(places, given, strict=True):
-            leaves[i] = t
-        return given, needing, *tree_unflatten(leaves, form)
-
-    def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Tensors like these, with the same values, of storages of their own."""
-        bases: dict[int, Tensor] = {}
-        copies = []
-        for number, t in enumerate(tensors):
-            storage, view = t.untyped_storage(), View.of(t, 0)
-            key = storage._cdata
-            if key not in bases:
-                bases[key] = base = view.storage(self._simulation, storage.nbytes(), t.device)
-                self._side.see(base, "input")
-                block = self._side.block_of(base)
-                if block is not None:
-                    self._roles[block] = (INPUT, number)
-            copies.append(view.on(self._simulation, bases[key]))
-            self._simulation.imitate(copies[-1], t)
-        return copies
-
-    def _output(self, leaf: Any, given: list[Tensor]) -> Any:
-        """What a leaf of the result is."""
-        if not isinstance(leaf, Tensor):
-            comparable(leaf)
-            if not isinstance(leaf, SIMPLE):
-                raise Unlike
-            return ("value", leaf)
-        for number, t in enumerate(given):
-            if leaf is t:
-                return number
-        block = self._side.block_of(leaf) if leaf.layout == torch.strided else None
-        if block is None or self._roles.get(block, (OUTPUT, 0))[0] != OUTPUT:
-            raise Unlike
-        self._roles[block] = (OUTPUT, 0)
-        return View.of(leaf, self._number(block))
-
-    def _leave(self, leaving: list[Tensor]) -> Tensor | None:
-        if not leaving:
-            return None
-        with torch.enable_grad():
-            last: Tensor = _Leave.apply(self._gradients_of_outputs, *leaving)  # type: ignore[no-untyped-call]
-        return last
-
-    def _gradients_of_outputs(self, made: list[Tensor]) -> None:
-        for k, t in enumerate(made):
-            block = self._side.block_of(t)
-            if block is not None:
-                self._roles[block] = (GRAD_OUT, k)
-        self._grads_there = len(self._side.events)
-
-    def _leaving(self, t: Tensor | None, role: str, number: int) -> View | None:
-        """Where a gradient that leaves the call lies."""
-        if t is None:
-            return None
-        block = self._side.block_of(t) if t.layout == torch.strided else None
-        if block is None or self._roles.get(block, (role, number))[0] not in (role, GRAD_OUT):
-            raise Unlike
-        self._roles.setdefault(block, (role, number))
-        return View.of(t, self._number(block))
-
-    def _check_nothing_is_kept(self, dropped: set[Block]) -> None:
-        alive = set()
-        for _, block, taken in self._side.events:
-            (alive.add if taken else alive.remove)(block)
-        if alive or any(self._roles.get(b, ("", 0))[0] not in (INPUT, OUTPUT) for b in dropped):
-            raise Unlike
-
-    def _numbered(self, events: Any, theirs: set[Block]) -> list[tuple[int, bool]]:
-        return [(self._number(b), taken) for _, b, taken in events if b not in theirs]
-
-    def _number(self, block: Block) -> int:
-        return self._numbers.setdefault(block, len(self._numbers))
-
-    def _slot(self, block: Block) -> Slot:
-        role, number = self._roles.get(block, (INSIDE, 0))
-        call = None
-        if block.call is not None and block.call.end is not None:
-            freed = next(i for i, e in enumerate(self._side.events) if e[1] is block and not e[2])
-            if freed >= block.call.end:
-                call = block.call.name[len(self._name) :]
-        return Slot(role, number, block, call)
+from storage_ops.memory.recording import (
+    GRAD_OUT,
+    INPUT,
+    INSIDE,
+    Recording,
+    Slot,
+    View,
+    edges_behind,
+)
 
 
 class Replay:
@@ -411,8 +86,9 @@ class Replay:
                 ledger.see_as(t, self._block(slot))
                 del t
             elif slot.role == GRAD_OUT:
-                if gradients[slot.number] is not None and _is_last(gradients, slot.number):
-                    ledger.release(gradients[slot.number])
+                given = gradients[slot.number]
+                if given is not None and _uses(given) <= _uses_of_the_last():
+                    ledger.release(given)
             elif number in self._held:
                 del self._held[number]
         return made
@@ -461,69 +137,48 @@ class _Replayed(torch.autograd.Function):
         return (None, *found) if found else (None,) * (1 + ctx.count)
 
 
-def _edges(last: Tensor) -> tuple[Counter[Any], set[Any]]:
-    """How many edges lead to each input of the nodes behind a tensor, and the nodes."""
-    counts: Counter[Any] = Counter()
-    nodes: set[Any] = set()
-    left = [last.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in nodes:
-            continue
-        nodes.add(node)
-        counts.update(edge for edge in node.next_functions if edge[0] is not None)
-        left += [following for following, _ in node.next_functions]
-    return counts, nodes
-
-
 def check_edges(last: Tensor) -> None:
     """Look whether gradients are added up in the order that recordings have.
 
     Raises:
         Unlike: an input gets several gradients from within a call and others from outside.
     """
-    counts, nodes = _edges(last)
+    counts, nodes = edges_behind(last)
     for node in nodes:
         replay = getattr(node, "replay", None)
-        if isinstance(replay, Replay) and replay.recording.edges > 1:
-            if any(counts[edge] > 1 for edge in node.next_functions):
-                raise Unlike
+        several = isinstance(replay, Replay) and replay.recording.edges > 1
+        if several and any(counts[edge] > 1 for edge in node.next_functions):
+            raise Unlike
 
 
-def _uses(gradients: tuple[Tensor | None, ...], number: int) -> tuple[int, int]:
+def _uses(t: Any) -> int:
     """References to the gradient that a node got, and to its storage."""
-    t: Any = gradients[number]
-    return t._use_count(), torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    storage: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    return int(t._use_count()) + storage
 
 
 class _Counting(torch.autograd.Function):
     """A node that notes how many references there are if nobody else has the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, found: list[Any], t: Tensor) -> Tensor:
+    def forward(ctx: Any, found: list[int], t: Tensor) -> Tensor:
         ctx.found = found
         return t.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        given = tuple(gradients[k] for k in (0,))
-        ctx.found.append(_uses(given, 0))
+        given = gradients[0]
+        ctx.found.append(_uses(given))
         return None, None
 
 
 @functools.cache
-def _uses_of_the_last() -> tuple[int, int]:
-    found: list[Any] = []
+def _uses_of_the_last() -> int:
+    found: list[int] = []
     with no_dispatch(), torch.enable_grad():
         t = torch.zeros(2, requires_grad=True)
         (_Counting.apply(found, t) * t.detach()).sum().backward()  # type: ignore[no-untyped-call]
-    result: tuple[int, int] = found[0]
-    return result
-
-
-def _is_last(gradients: tuple[Tensor | None, ...], number: int) -> bool:
-    """Whether a node is the only one that has a gradient."""
-    return all(n <= most for n, most in zip(_uses(gradients, number), _uses_of_the_last(), strict=True))
+    return found[0]
 
 
 def replayed(

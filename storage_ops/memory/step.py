@@ -19,7 +19,7 @@ from storage_ops.memory.estimate import call_simulated, settle, simulating
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import around_calls
 from storage_ops.memory.estimate_inputs import Held
-from storage_ops.memory.estimate_ledger import Block, Ledger, rounded
+from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.measure import Measurement
 from storage_ops.memory.quick import Quick
@@ -27,6 +27,8 @@ from storage_ops.memory.quick import Quick
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
 LOSS = "loss"  # what the loss makes, as a module would
+# Arguments and keywords of the model, loss, optimizer, whether on a GPU, and what is assumed.
+_How = tuple[Any, Any, Any, Optimizer | None, bool, Assumption]
 
 
 @dataclass
@@ -117,7 +119,7 @@ def simulate_step(
         args, kwargs = arguments(one)
         made = optimizer_of(model, optimizer)
         how = (args, kwargs, loss or loss_of, made, on_gpu, assumption)
-        step = _quickly(model, *how) or _simulate(model, *how)
+        step = _quickly(model, how) or _simulate(model, how)
         step.batch = index
         steps.append(step)
     return max(steps, key=lambda step: step.peak_bytes)
@@ -183,7 +185,8 @@ def optimizer_of(
     if optimizer is None or isinstance(optimizer, Optimizer):
         return optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
-    made = optimizer(trained) if callable(optimizer) and trained else None
+    make: Any = optimizer
+    made = make(trained) if callable(make) and trained else None
     if trained and not isinstance(made, Optimizer):
         raise TypeError(
             f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, its class, or None"
@@ -208,11 +211,11 @@ def loss_of(output: Any) -> Tensor:
     return sum((t.sum() for t in numbers[1:]), first.sum())
 
 
-def _quickly(model: nn.Module, *how: Any) -> StepEstimate | None:
-    """The same with alike layers simulated once; None where that may not be the same."""
+def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
+    """As `_simulate`, with alike layers simulated once; None where that may not be the same."""
     quick = Quick(model)
     try:
-        step = _simulate(model, *how, quick)
+        step = _simulate(model, how, quick)
     except Exception:
         if quick.count == 0:
             raise
@@ -220,14 +223,10 @@ def _quickly(model: nn.Module, *how: Any) -> StepEstimate | None:
     return step
 
 
-def _simulate(
-    model: nn.Module, args: Any, kwargs: Any, loss: Any, optimizer: Optimizer | None,
-    on_gpu: bool, assumption: Assumption, quick: Quick | None = None,
-) -> StepEstimate:  # fmt: skip
+def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
+    args, kwargs, loss, optimizer, on_gpu, assumption = how
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
     held = Held((model, loss, optimizer), args, kwargs)
-    batch = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    batch_storages = {t.untyped_storage()._cdata for t in batch if t.layout == torch.strided}
     roles: dict[Block, str] = {}
 
     def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
@@ -251,17 +250,18 @@ def _simulate(
             optimizer.step()
             note(STATE, tree_leaves(list(optimizer.state.values())), simulation)
 
-    with without_gradients(model.parameters()), around_calls(model, around):
-        with simulating(ledger, held, args, kwargs, assumption, on_gpu) as (simulation, *moved):
-            note(PARAMETERS, model.parameters(), simulation)
-            note(BUFFERS, model.buffers(), simulation)
-            note(BATCH, tree_leaves(moved), simulation)
-            args, kwargs = moved
-            del moved
-            call_simulated(step, args, kwargs)
-            made = {block for block, role in roles.items() if role == STATE}
-            _was_there(ledger, made.difference(ledger.inputs))
-            settled = settle(ledger)
+    simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu)
+    gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
+    with gradients, calls, simulated as (simulation, *moved):
+        note(PARAMETERS, model.parameters(), simulation)
+        note(BUFFERS, model.buffers(), simulation)
+        note(BATCH, tree_leaves(moved), simulation)
+        args, kwargs = moved
+        del moved
+        call_simulated(step, args, kwargs)
+        made = {block for block, role in roles.items() if role == STATE}
+        _was_there(ledger, made.difference(ledger.inputs))
+        settled = settle(ledger)
     if quick is not None and quick.count and ledger.discards:
         # Who frees outputs looks for those who saved them, and does not find recordings.
         raise RuntimeError("outputs are discarded across layers")
@@ -285,7 +285,7 @@ def _backward(
         raise ValueError(f"loss returned {shown}; expected a scalar tensor")
     if quick is not None:
         quick.check(value)
-    value.backward()  # type: ignore[no-untyped-call]
+    value.backward()
 
 
 def _activation_of(block: Block, freed: dict[Block, int]) -> str:

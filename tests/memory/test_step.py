@@ -184,7 +184,7 @@ def test_nothing_is_left_behind():
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert torch.equal(torch.get_rng_state(), state) and nn.Module.__call__ is call
     assert [dict(vars(m)) for m in model.modules()] == attributes
-    with pytest.raises(RuntimeError, match="must have same reduction dim|mat1 and mat2"):
+    with pytest.raises(RuntimeError, match=r"must have same reduction dim|mat1 and mat2"):
         simulate_step(nn.Sequential(*[Kept() for _ in range(2)]), torch.randn(2, 3))
     assert nn.Module.__call__ is call
 

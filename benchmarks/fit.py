@@ -1,0 +1,190 @@
+"""Simulated peaks of whole training steps against measured ones, and what simulating takes.
+
+Models of six families (GPT, Llama, Mixtral, ViT, T5 of transformers, and a UNet), in fp32 and bf16,
+without and with full checkpoints: the peak of a second step with AdamW, everything on the device
+included, as `simulate_step` has it, against allocation events of a real step. And the CPU seconds
+of `will_it_fit` for Llama-8B on the meta device, with 32 and 80 layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import storage_ops
+from benchmarks._harness import expect, finish, group_done, parser, skip, tick
+
+MIB = 1 << 20
+LAYERS = ["GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer", "T5Block",
+          "Residual"]  # fmt: skip
+Made = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
+
+
+class Residual(nn.Module):
+    """Two convolutions around which the input goes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        half = [(nn.GroupNorm(8, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))] * 2
+        self.body = nn.Sequential(*(type_of for part in half for type_of in part))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, width, height, width) to the same."""
+        return x + self.body(x)
+
+
+class UNet(nn.Module):
+    """Two levels, with a skip connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 1)
+        self.down = nn.Sequential(Residual(width), Residual(width))
+        self.shrink = nn.Conv2d(width, 2 * width, 3, 2, 1)
+        self.middle = nn.Sequential(*(Residual(2 * width) for _ in range(4)))
+        self.grow = nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.up = nn.Sequential(Residual(width), Residual(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images to images of the same size."""
+        skip_ = self.down(self.enter(x))
+        return self.leave(self.up(self.grow(self.middle(self.shrink(skip_))) + skip_))
+
+
+def models(quick: bool) -> dict[str, Callable[[], Made]]:
+    """What makes each model, a batch and a loss."""
+    import transformers as t
+
+    tokens, width, layers = (128, 128, 3) if quick else (256, 256, 4)
+    vocab, size = 4096, 64 if quick else 96
+    heads = {"num_attention_heads": 8, "num_hidden_layers": layers, "hidden_size": width}
+    llama = {**heads, "num_key_value_heads": 4, "intermediate_size": 3 * width, "vocab_size": vocab}
+
+    def text(cls: Any, config: Any) -> Made:
+        ids = torch.randint(0, vocab, (4, tokens))
+        return cls(config), {"input_ids": ids, "labels": ids}, None
+
+    def images() -> torch.Tensor:
+        return torch.randn(8, 3, size, size)
+
+    vit = {**heads, "intermediate_size": 4 * width, "image_size": size}
+    t5 = {"d_model": width, "d_ff": 4 * width, "d_kv": width // 8, "num_layers": layers}
+    gpt = t.GPT2Config(n_embd=width, n_layer=layers, n_head=8, vocab_size=vocab)
+    t5_config = t.T5Config(**t5, vocab_size=vocab, decoder_start_token_id=0)
+    return {
+        "GPT": lambda: text(t.GPT2LMHeadModel, gpt),
+        "Llama": lambda: text(t.LlamaForCausalLM, t.LlamaConfig(**llama)),
+        "Mixtral": lambda: text(
+            t.MixtralForCausalLM, t.MixtralConfig(**llama, num_local_experts=4)
+        ),
+        "ViT": lambda: (
+            t.ViTForImageClassification(t.ViTConfig(**vit)),
+            {"pixel_values": images(), "labels": torch.zeros(8, dtype=torch.int64)}, None,
+        ),
+        "T5": lambda: text(t.T5ForConditionalGeneration, t5_config),
+        "UNet": lambda: (UNet(64), {"x": images()}, lambda y: y.square().mean()),
+    }  # fmt: skip
+
+
+def measured(model: nn.Module, batch: Any, loss: Any) -> int:
+    """The peak of a second step by allocation events, with all that is there before."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        def value() -> torch.Tensor:
+            output = model(**batch)
+            return output.loss if loss is None else loss(output)
+
+        value().backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    there = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in (*model.parameters(), *model.buffers(), *state, *batch.values())
+    }
+    with storage_ops.memory.measure() as m:
+        step()
+    optimizer.zero_grad()
+    return sum(there.values()) + m.peak_bytes
+
+
+def compare(name: str, make: Callable[[], Made], dtype: torch.dtype, way: str) -> dict[str, Any]:
+    """A row: simulated and measured peak of a model."""
+    torch.manual_seed(0)
+    model, batch, loss = make()
+    model = model.to(dtype)
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    if way == "full":
+        cfg = storage_ops.ActivationCheckpointConfig(LAYERS, allow_no_match=True)
+        storage_ops.apply_activation_checkpoint(model, cfg)
+    began = time.process_time()
+    assume = {"topk": 0.25} if name == "Mixtral" else None
+    e = storage_ops.memory.simulate_step(
+        model, batch, loss=loss, optimizer=torch.optim.AdamW, assume=assume
+    )
+    seconds = time.process_time() - began
+    peak = measured(model, batch, loss)
+    return {
+        "case": name, "dtype": str(dtype).removeprefix("torch."), "checkpoint": way,
+        "simulated_MiB": round(e.peak_bytes / MIB, 2), "measured_MiB": round(peak / MIB, 2),
+        "error_percent": round(100 * (e.peak_bytes / peak - 1), 3),
+        "cpu_seconds": round(seconds, 2),
+    }  # fmt: skip
+
+
+def llama(layers: int) -> dict[str, Any]:
+    """A row: what will_it_fit takes for Llama-8B, or for the same with more layers."""
+    import transformers as t
+
+    config = t.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, vocab_size=128256,
+        num_attention_heads=32, num_key_value_heads=8, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = t.LlamaForCausalLM(config).bfloat16()
+    ids = torch.empty(4, 8192, dtype=torch.int64, device="meta")
+    began = time.process_time()
+    report = storage_ops.memory.will_it_fit(model, {"input_ids": ids, "labels": ids})
+    return {
+        "case": f"Llama-8B, {layers} layers", "dtype": "bfloat16", "checkpoint": "none",
+        "simulated_MiB": round(report.peak_bytes / MIB, 2),
+        "cpu_seconds": round(time.process_time() - began, 2),
+    }  # fmt: skip
+
+
+def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Models of every family, then the times of will_it_fit."""
+    try:
+        made = models(arguments.quick)
+    except ImportError as error:
+        skip("all models", f"transformers is not installed: {error}")
+        return
+    ways = [(d, w) for d in (torch.float32, torch.bfloat16) for w in ("none", "full")]
+    expect(len(made) * len(ways) + 2)
+    for name, make in made.items():
+        for dtype, way in ways:
+            tick(f"{name}, {dtype}, {way}", 0.0)
+            yield compare(name, make, dtype, way)
+            group_done()
+    for layers in (32, 80):
+        tick(f"Llama-8B, {layers} layers", 0.0)
+        yield llama(layers)
+        group_done()
+
+
+def main() -> None:
+    """Measure, write and print."""
+    arguments = parser(__doc__).parse_args()
+    finish("fit", all_rows(arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()
