@@ -48,7 +48,7 @@ def fit(
     """Choose for each layer what it recomputes, so that a training step fits at the least cost.
 
     Nothing is computed and nothing of that size is allocated: each distinct layer is simulated once
-    per action, the best plan is found from these numbers, and the whole step is simulated with it.
+    per action on fake tensors, which its hooks see as well, the best plan is found from these numbers, and the whole step is simulated with it.
     The plan changes the model when it is applied.
 
     Layers are modules with modules in them that stand in a `ModuleList` or `Sequential`, and such
@@ -83,10 +83,10 @@ def fit(
         >>> model = torch.nn.Sequential(
         ...     *(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True) for _ in range(4))
         ... )
-        >>> plan = storage_ops.fit(model, torch.randn(8, 64, 64), budget="9MiB")
-        >>> plan.peak_bytes <= 9 << 20
+        >>> plan = storage_ops.fit(model, torch.randn(8, 64, 64), budget="40MiB")
+        >>> plan.peak_bytes <= 40 << 20
         True
-        >>> plan.apply()
+        >>> model = plan.apply()
     """
     limit = parse_bytes(budget, "budget")
     return Search(model, batch, loss, optimizer, device, actions).plan(limit)

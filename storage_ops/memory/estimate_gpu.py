@@ -140,7 +140,10 @@ class _FusedAttention(torch.autograd.Function):
         # By an op of a GPU, so that policies of checkpoints see it; its output has heads after
         # tokens in memory, as the layer that follows wants them.
         keys, values = (t.detach().expand(len(q), *t.shape[1:]) for t in (k, v))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values)
+        results: Any = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values)
+        out: Tensor = results[0]
+        lse = results[1]
+        del results
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return out
 
