@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.lattice import Conflict
-from storage_ops.autochunk.values import Size, reached, shape, tangents_of
+from storage_ops.autochunk.values import Size, ends, leading_to, reached, shape, tangents_of
 
 _OPERATORS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv}
 
@@ -131,6 +131,14 @@ def sort(graph: fx.Graph) -> None:
             if not waiting[user]:
                 heapq.heappush(ready, (order[user], user))
     place(nodes)
+
+
+def retire(graph: fx.Graph) -> None:
+    """Let nodes that nobody needs any more read nothing; they go with the dead code."""
+    alive = leading_to(ends(graph))
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in alive:
+            node.args, node.kwargs = (), {}
 
 
 def place(nodes: list[fx.Node]) -> None:

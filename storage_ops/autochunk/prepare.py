@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder, sort
+from storage_ops.autochunk.edit import Builder, Sizes, sort
 from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import RULES
 from storage_ops.autochunk.spans import LARGE, is_product, stops
 from storage_ops.autochunk.values import (
+    argument,
     ends,
     is_tensor,
     leading_to,
@@ -57,7 +58,7 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node.op != "call_function" or not _values(node):
             continue
         with graph.inserting_before(node):
-            if _rows_indexed(graph, node) or _selected(graph, node):
+            if any(write(graph, node) for write in (_rows_indexed, _selected, _split, _stacked)):
                 replaced.add(node)
                 continue
             if name_of(node) not in RULES:
@@ -214,6 +215,56 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
         part = call(_ATEN.unsqueeze.default, args[1], dim)
         made = call(_ATEN.slice_scatter.default, x, part, dim, index, end)
     node.replace_all_uses_with(made)
+    return True
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> bool:
+    """One of the parts of x is a slice of it, and every k-th index is one of another dimension."""
+    call, args = _caller(graph, node), node.args
+    size = Sizes(call, [n for n in graph.nodes if n.op == "placeholder"])
+    made: Any = args[0]
+    if name_of(node) == "getitem" and name_of(made).startswith("aten.split"):
+        x, dim = made.args[0], argument(made, 2, "dim", 0) % len(shape(node))
+        before = [v.shape[dim] for v in made.meta["val"][: args[1]]]
+        begin = sum(before)
+        try:
+            ends = [size(begin), size(begin + shape(node)[dim])]
+        except Conflict:
+            return False
+        new = call(_ATEN.slice.Tensor, x, dim, *ends)
+    elif name_of(node) == "aten.slice.Tensor" and len(args) == 5:
+        x, dim, begin, end, step = args
+        sizes = shape(x)
+        whole = [*sizes[:dim], sizes[dim] // step, step, *sizes[dim + 1 :]]
+        kept = shape(node)[dim] * step
+        if step == 1 or not same(kept, sizes[dim]) or not 0 <= begin < step:
+            return False
+        if not all(isinstance(s, int) for s in whole):
+            return False
+        new = call(_ATEN.slice.Tensor, call(_ATEN.reshape.default, x, whole), dim + 1, begin, begin + 1)
+        new = call(_ATEN.squeeze.dim, new, dim + 1)
+    else:
+        return False
+    node.replace_all_uses_with(new)
+    return True
+
+
+def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
+    """Parts side by side, seen along another dimension, are put along that."""
+    made, args = node.args[0] if node.args else None, node.args
+    if RULES.get(name_of(node), RULES["getitem"]).labels is not None or not is_tensor(made):
+        return False
+    if name_of(made) != "aten.cat.default":
+        return False
+    parts: Any = made.args[0]
+    sizes, dim = shape(parts[0]), argument(made, 1, "dim", 0) % len(shape(made))
+    if len(parts) < 2 or any(shape(p) != sizes for p in parts):
+        return False
+    if shape(node) != [*sizes[:dim], len(parts), *sizes[dim:]]:
+        return False
+    call = _caller(graph, node)
+    seen = [call(_ATEN.unsqueeze.default, p, dim) for p in parts]
+    node.replace_all_uses_with(call(_ATEN.cat.default, seen, dim))
     return True
 
 

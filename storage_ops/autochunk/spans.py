@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -83,6 +83,11 @@ def candidates(graph: fx.Graph, ignored: set[fx.Node]) -> list[fx.Node]:
     return sorted(found, key=numel, reverse=True)
 
 
+def axes_of(product: fx.Node) -> list[int]:
+    """The dimensions of a product that may be its tokens."""
+    return [1, 0] if "bmm" in name_of(product) else [0]
+
+
 def labels_of(node: fx.Node) -> Labelled:
     """The labels of a call of an op that is no view."""
     labels = rule_of(node).labels
@@ -104,7 +109,7 @@ def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
         if all(label is not None and label in labelled.out for label in found):
             lo = labelled.out.index(found[0])
             if labelled.out[lo : lo + len(found)] == found:
-                return canonical(Rows(lo, lo + len(found), rows.per), shape(node))
+                return canonical(replace(rows, lo=lo, hi=lo + len(found)), shape(node))
         if all(label in labelled.sums for label in found):
             return Partial(labelled.mean)
     return None
@@ -183,6 +188,9 @@ class _Propagation:
     def accept(self, node: fx.Node, out: Layout) -> None:
         """Take a node into the span, and what it reads if that is large."""
         reads = self.needs(node, out)
+        for _, layout in [(node, out), *reads]:
+            if isinstance(layout, Rows) and not same(layout.outer, 1):
+                raise Conflict("has its tokens side by side several times", node)
         for arg, layout in reads:
             inside = self.span.layouts.get(arg)
             if inside is not None and not equal(inside, layout) and arg in self.span.large:
@@ -293,8 +301,7 @@ def propagate(graph: fx.Graph, amplifier: fx.Node, chunks: int) -> Span:
         Conflict: there is none, and why.
     """
     conflict: Conflict | None = None
-    axes = [1, 0] if "bmm" in name_of(amplifier) else [0]
-    for axis in axes:
+    for axis in axes_of(amplifier):
         try:
             return _propagate_along(graph, {amplifier: Rows(axis, axis + 1)}, chunks)
         except Conflict as error:
