@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -215,20 +216,27 @@ class _Work:
         size = sum(map(nbytes, self.parts.get(amplifier, [amplifier])))
         return budget_of(size, self.memory_budget)
 
+    def count(self, amplifiers: Collection[fx.Node]) -> int:
+        """How many chunks are wanted of products, which may be ranges of others."""
+        if self.num_chunks is None:
+            budget = max(self.budget(next(iter(amplifiers))), 1)
+            return max(2, -(-sum(map(nbytes, amplifiers)) // budget))
+        known = [self.parts.get(n, [n]) for n in amplifiers]
+        whole = sum(sum(map(numel, parts)) for parts in {id(p): p for p in known}.values())
+        return -(-self.num_chunks * sum(map(numel, amplifiers)) // whole)
+
     def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node]) -> int:
         """Chunk what an amplifier leads to; into how many chunks."""
-        graph, budget, count = self.graph, self.budget(amplifier), self.num_chunks
+        graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
-        if count is not None:  # of the whole product, of which this may be a part
-            count = -(-count * numel(amplifier) // self.whole(amplifier))
-        wanted = max(2, -(-nbytes(amplifier) // max(budget, 1)))
-        span = propagate(graph, amplifier, count or wanted)
+        span = propagate(graph, amplifier, self.count)
         read = {arg for reads in span.reads.values() for arg, _ in reads}
         for arg in read:
             if owner(arg) in self.changed:
                 raise Conflict("is changed in place by the function", arg)
         mutations.check_reads(read, span.layouts)
         ordered = order(graph, span, tangents)
+        count = None if self.num_chunks is None else self.count(span.amplifiers)
         counts = rewrite(graph, span, ordered, Limits(count, budget))
         mutations.check_order(graph)
         return max(counts)

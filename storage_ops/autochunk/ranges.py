@@ -91,14 +91,14 @@ def leave_out(graph: fx.Graph, product: fx.Node) -> fx.Node:
 
 def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | None:
     """The products of one more cut, of which there is one if `small`; None: nothing is changed."""
-    for axis in axes_of(product):
+    for axis, stacks in itertools.product(axes_of(product), (True, False)):
         undo, mutations = Undo(graph), Mutations(graph)
         try:
-            ranges = _Ranges(graph, product, axis, small)
+            ranges = _Ranges(graph, product, axis, small, stacks)
             if not ranges.links:
-                continue
+                return None
             found = ranges.run()
-            if small and len(found) > 1:
+            if small and (len(found) > 1 or found == [product]):
                 raise Conflict("all tokens are read", product)
             mutations.check_order(graph)
             return found
@@ -118,9 +118,11 @@ class _Ranges:
         parts: ranges of values, by where they begin; None: zeros.
     """
 
-    def __init__(self, graph: fx.Graph, product: fx.Node, axis: int, small: bool):
-        self.graph, self.product, self.small = graph, product, small
-        self.after = reached([product], lambda n: not stops(n))
+    def __init__(
+        self, graph: fx.Graph, product: fx.Node, axis: int, small: bool, stacks: bool
+    ) -> None:
+        self.graph, self.product, self.small, self.stacks = graph, product, small, stacks
+        self.after = reached([product], lambda n: not stops(n)) & leading_to(ends(graph))
         self.width = numel(product) // max(hint(shape(product)[axis]), 1)
         self.links: dict[fx.Node, tuple[Rows, list[_Link]]] = {}
         self.sums: dict[fx.Node, fx.Node] = {}  # over tokens, and what is summed
@@ -144,6 +146,8 @@ class _Ranges:
                 chosen = self._choice(node, known[0], rows[known[0]])
                 if chosen is None:
                     found = follow(node, known[0], rows[known[0]])
+                elif not (self.small or self.is_wide(known[0], rows[known[0]])):
+                    continue  # it reads all
                 elif link:
                     found = self._linked(node, rows[known[0]], *chosen)
                 else:
@@ -162,10 +166,11 @@ class _Ranges:
 
     def _choice(self, node: fx.Node, arg: fx.Node, rows: Rows) -> tuple[int, list[_Link]] | None:
         """The dimension of the tokens along which an op chooses, and what."""
-        if not (self.small or self.is_wide(arg, rows)) or (found := _choice_of(node)) is None:
+        found, lo = _choice_of(node), rows.lo
+        if found is None:
             return None
-        lo = rows.lo
-        while lo and same(shape(arg)[lo - 1], 1):  # of one sequence, which may become one of many
+        stacks = name_of(node) == "aten.cat.default" and self.stacks
+        while lo and same(shape(arg)[lo - 1], 1) and not stacks:  # one sequence among several
             lo -= 1
         return found if lo <= found[0] < rows.hi else None
 
@@ -193,9 +198,8 @@ class _Ranges:
         self.builder = Builder(self.graph, [self.product])
         self.call = self.builder.call
         nodes = [n for n in self.graph.nodes if n in self.after]
-        alive = leading_to(ends(self.graph))
         for node in nodes:  # in this order, or the recursion were deep
-            for begin, end in self.intervals(node) if node in self.rows and node in alive else ():
+            for begin, end in self.intervals(node) if node in self.rows else ():
                 try:
                     self.part(node, begin, end)
                 except Conflict as conflict:
@@ -206,7 +210,7 @@ class _Ranges:
                 new = self.whole(node)
             elif node in self.sums:
                 new = self.total(node)
-            elif node in self.rows or not known or node not in alive:
+            elif node in self.rows or not known:
                 continue
             else:
                 whole = {a: self.whole(a, node) for a in known}
@@ -235,7 +239,8 @@ class _Ranges:
             if node not in self.links:
                 given = self.rows.get(node) or self.rows[self.sums[node]]
                 length = self.length(node if node in self.rows else self.sums[node], given)
-                together += [(node, _Link(0, length, a, 0)) for a in node.all_input_nodes]
+                together += [(node, _Link(0, length, a, 0)) for a in node.all_input_nodes
+                             if a in self.rows and same(self.length(a, self.rows[a]), length)]
         together = [(node, link) for node, link in together if link.source in self.rows]
         grown = True
         while grown:
@@ -291,7 +296,7 @@ class _Ranges:
         if arg not in self.rows:
             return self.outside(arg, rows, begin, end)
         if not equal(canonical(self.rows[arg], shape(arg)), canonical(rows, shape(arg))):
-            raise Conflict(f"reads {arg} in another way", node)
+            return self.sliced(self.whole(arg, node), rows, begin, end)
         return self.part(arg, begin, end)
 
     def outside(self, arg: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node | None:
@@ -324,6 +329,7 @@ class _Ranges:
         for arg in zeros:
             new[arg] = self.zeros(arg, self.sizes(arg, reads[arg][0], begin, end))
         if all(arg is value for arg, value in new.items()):
+            self.products += [node] if node is self.product else []
             return node
         if rule.labels is None:
             made = self.reshaped(*new.values(), self.sizes(node, rows, begin, end))

@@ -140,7 +140,7 @@ def parts_of(forward: Forward, amplifier: fx.Node) -> tuple[Head, Tail]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            head = Head(forward, propagate(forward.graph, amplifier, 1))
+            head = Head(forward, propagate(forward.graph, amplifier, lambda _: 1))
             with unset_fake_temporarily():
                 head.fit()
             tail = Tail(forward, head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -294,8 +295,10 @@ class _Propagation:
         return Spread(canonical(Rows(first, end, per), sizes), tuple(sizes))
 
 
-def propagate(graph: fx.Graph, amplifier: fx.Node, chunks: int) -> Span:
-    """The span of an amplifier.
+def propagate(
+    graph: fx.Graph, amplifier: fx.Node, chunks: Callable[[Collection[fx.Node]], int]
+) -> Span:
+    """The span of an amplifier; `chunks`: how many are wanted of the products in it.
 
     Raises:
         Conflict: there is none, and why.
@@ -310,7 +313,9 @@ def propagate(graph: fx.Graph, amplifier: fx.Node, chunks: int) -> Span:
     raise conflict
 
 
-def _propagate_along(graph: fx.Graph, amplifiers: dict[fx.Node, Rows], chunks: int) -> Span:
+def _propagate_along(
+    graph: fx.Graph, amplifiers: dict[fx.Node, Rows], chunks: Callable[[Collection[fx.Node]], int]
+) -> Span:
     step: Size = 1
     cut = False
     for _ in range(16):
@@ -325,7 +330,7 @@ def _propagate_along(graph: fx.Graph, amplifiers: dict[fx.Node, Rows], chunks: i
             amplifiers = {**amplifiers, found.node: found.rows}
         except Regroup as group:
             # Few large groups make few chunks. Then what mixes tokens is read between two passes.
-            if not cut and hint(attempt.tokens) // hint(group.step) < chunks:
+            if not cut and hint(attempt.tokens) // hint(group.step) < chunks(amplifiers):
                 cut = True
             elif same(step, group.step):
                 raise Conflict(str(group)) from None

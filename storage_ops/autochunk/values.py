@@ -62,7 +62,10 @@ def is_zero(node: Any) -> bool:
     if name in filled:
         value = node.args[filled[name]]
         return isinstance(value, (int, float)) and value == 0
-    return name in ("aten.zeros.default", "aten.zeros_like.default")
+    if name in ("aten.zeros.default", "aten.zeros_like.default"):
+        return True
+    base = viewed(node)
+    return base is not None and is_zero(base)
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
