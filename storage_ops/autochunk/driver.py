@@ -16,11 +16,11 @@ from storage_ops.autochunk.op_plan import budget_of
 from storage_ops.autochunk.passes import order
 from storage_ops.autochunk.predict import peak, wide_sums
 from storage_ops.autochunk.prepare import Mutations, new_values, owner, prepare, starts
-from storage_ops.autochunk.program import Program
 from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
 from storage_ops.autochunk.run import in_body
+from storage_ops.autochunk.sums import Term, add_up
 from storage_ops.autochunk.spans import LARGE, TRIES, candidates, propagate
 from storage_ops.autochunk.values import (
     ends,
@@ -189,10 +189,12 @@ class _Work:
                 if product not in self.parts:
                     parts = take_apart(self.graph, product)
                     self.parts.update(dict.fromkeys([product, *parts], parts))
+            terms: list[Term] = []
             for part in self.parts[amplifier]:
                 if part in leading_to(ends(self.graph)):
-                    outcome.count += self.rewrite(part, tangents)
+                    outcome.count += self.rewrite(part, tangents, terms)
                     retire(self.graph)
+            add_up(self.graph, terms)
             self.graph.lint()
             if self.num_chunks is None:
                 _check_saving(self.graph, self.whole(amplifier))
@@ -225,8 +227,8 @@ class _Work:
         whole = sum(sum(map(numel, parts)) for parts in {id(p): p for p in known}.values())
         return -(-self.num_chunks * sum(map(numel, amplifiers)) // whole)
 
-    def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node]) -> int:
-        """Chunk what an amplifier leads to; into how many chunks."""
+    def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node], terms: list[Term]) -> int:
+        """Chunk what an amplifier leads to; into how many chunks. Its sums join the terms."""
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
         span = propagate(graph, amplifier, self.count)
@@ -237,7 +239,7 @@ class _Work:
         mutations.check_reads(read, span.layouts)
         ordered = order(graph, span, tangents)
         count = None if self.num_chunks is None else self.count(span.amplifiers)
-        counts = rewrite(graph, span, ordered, Limits(count, budget))
+        counts = rewrite(graph, span, ordered, Limits(count, budget), terms)
         mutations.check_order(graph)
         return max(counts)
 
@@ -247,7 +249,7 @@ def _check_saving(graph: fx.Graph, elements: int) -> None:
     whole = 4 * elements
     for node in graph.nodes:
         if name_of(node) == "storage_ops._chunked_span.default":
-            sums = wide_sums(node, Program.decode(str(node.args[4])))
+            sums = wide_sums(node)
             if sums > whole:
                 raise Conflict(
                     f"has {readable(whole)} in fp32, less than chunks would take: their 16-bit "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from torch import fx
 
-from storage_ops.autochunk.program import Program
+from storage_ops.autochunk.program import decode, results_of
 from storage_ops.autochunk.rules import RULES
 from storage_ops.autochunk.values import (
     elements,
@@ -96,9 +97,9 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 def _inside(node: fx.Node) -> int:
     """What an op of ours holds while it runs, besides its results."""
     if name_of(node) == "storage_ops._chunked_span.default":
-        program, groups = Program.decode(str(node.args[4])), hint(_value(node.args[3]))
-        held = -(-groups // program.count(groups)) * program.group_bytes
-        return held + wide_sums(node, program)
+        counts = [hint(_value(groups)) for groups in node.args[3]]  # type: ignore[union-attr]
+        programs = zip(decode(str(node.args[4])), counts, strict=True)
+        return wide_sums(node) + max(-(-n // p.count(n)) * p.group_bytes for p, n in programs)
     if name_of(node) == "storage_ops.linear_cross_entropy.default":
         from storage_ops.autochunk.op_plan import scratch
 
@@ -106,20 +107,25 @@ def _inside(node: fx.Node) -> int:
     return 0
 
 
-def wide_sums(node: fx.Node, program: Program) -> int:
+def wide_sums(node: fx.Node) -> int:
     """Bytes of the fp32 sums that 16-bit results of a chunked span are rounded from."""
-    tensors: Any = node.args[0]
-    inputs = [([hint(s) for s in v.shape], v.element_size()) for t in tensors for v in values_of(t)]
-    results = [(spec, v) for spec, v in zip(program.outputs, values_of(node), strict=True)
-               if v.element_size() == 2]  # fmt: skip
-    waiting = [spec for spec, v in results
-               if program.waits(spec, [hint(s) for s in v.shape], inputs)]  # fmt: skip
-    late = any(map(program.holds_product, waiting))
-    return sum(
-        4 * elements(v)
-        for spec, v in results
-        if (spec.rows is None and spec not in waiting) or (late and program.shares_factor(spec))
-    )
+    programs, values, wide = decode(str(node.args[4])), values_of(node), dict[int, int]()
+    alone = {each[0].place for each in results_of(programs) if len(each) == 1}
+    given: Any = node.args[0]
+    tensors = iter([v for t in given for v in values_of(t)])
+    for program in programs:
+        inputs = [([hint(s) for s in v.shape], v.element_size())
+                  for v in islice(tensors, len(program.inputs))]  # fmt: skip
+        specs = [spec for spec in program.outputs if values[spec.place].element_size() == 2]
+        waiting = [spec for spec in specs if spec.place in alone
+                   and program.waits(spec, [hint(s) for s in values[spec.place].shape], inputs)]  # fmt: skip
+        late = any(map(program.holds_product, waiting))
+        for spec in specs:
+            if (spec.rows is None and spec not in waiting) or (
+                late and program.shares_factor(spec)
+            ):  # fmt: skip
+                wide[spec.place] = 4 * elements(values[spec.place])
+    return sum(wide.values())
 
 
 def _value(item: Any) -> Any:

@@ -6,6 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class Output(NamedTuple):
         dtype: of the result, by name.
         value: index among the body's values, or None.
         factors: of a product made outside the body, straight into the result.
+        place: which result of the op it is; terms of a sum may come from several outputs.
     """
 
     rows: Slice | None
@@ -51,6 +53,7 @@ class Output(NamedTuple):
     dtype: str
     value: int | None
     factors: tuple[Factor, Factor] | None = None
+    place: int = 0
 
 
 class Program(NamedTuple):
@@ -126,25 +129,40 @@ class Program(NamedTuple):
             return False
         return output.factors[0] == Factor("value", self.over, transposed)
 
-    def encode(self) -> str:
-        """As text."""
-        return json.dumps(self, separators=(",", ":"))
-
-    @staticmethod
-    def decode(text: str) -> Program:
-        """From text."""
-        inputs, outputs, *fields = json.loads(text)
-        program = Program(
-            tuple(cut and Slice(*cut) for cut in inputs),
-            tuple(_output(*output) for output in outputs),
-            *fields,
-        )
-        return program._replace(formed=program.formed and tuple(program.formed))
+    @property
+    def num_ints(self) -> int:
+        """How many integers the body takes."""
+        given = sum(kind == "input" for kind, *_ in self.body)
+        return given - len(self.inputs) - (self.formed is not None)
 
 
-def _output(rows: Any, rank: int, dtype: str, value: int | None, factors: Any) -> Output:
+def encode(programs: Sequence[Program]) -> str:
+    """Programs as text."""
+    return json.dumps(programs, separators=(",", ":"))
+
+
+def decode(text: str) -> list[Program]:
+    """Programs from text."""
+    return [_program(*fields) for fields in json.loads(text)]
+
+
+def _program(inputs: Any, outputs: Any, *fields: Any) -> Program:
+    cuts, results = tuple(cut and Slice(*cut) for cut in inputs), tuple(starmap(_output, outputs))
+    program = Program(cuts, results, *fields)
+    return program._replace(formed=program.formed and tuple(program.formed))
+
+
+def _output(rows: Any, rank: int, dtype: str, value: int | None, factors: Any, place: int) -> Output:
     pair = factors and (Factor(*factors[0]), Factor(*factors[1]))
-    return Output(rows and Slice(*rows), rank, dtype, value, pair)
+    return Output(rows and Slice(*rows), rank, dtype, value, pair, place)
+
+
+def results_of(programs: Sequence[Program]) -> list[list[Output]]:
+    """The outputs of each result."""
+    found: dict[int, list[Output]] = {}
+    for output in (o for p in programs for o in p.outputs):
+        found.setdefault(output.place, []).append(output)
+    return [found[place] for place in range(len(found))]
 
 
 def encode_graph(graph: fx.Graph) -> list[Any]:

@@ -16,7 +16,15 @@ from torch.library import register_fake
 from storage_ops import _schemas
 from storage_ops.autochunk import inductor
 from storage_ops.autochunk.assemble import Input, Product, Result, Waiting
-from storage_ops.autochunk.program import Factor, Program, decode_graph
+from storage_ops.autochunk.program import (
+    Factor,
+    Output,
+    Program,
+    decode,
+    decode_graph,
+    encode,
+    results_of,
+)
 
 BLOCK = {"cpu": 2 << 20, "cuda": 64 << 20}  # bytes of a product that the body works on at a time
 LEAST = 32 << 10
@@ -34,7 +42,7 @@ class Compiled:
     """The span for one chunk, compiled at its first call."""
 
     def __init__(self, text: str):
-        self.program = Program.decode(text)
+        (self.program,) = decode(text)
         self._compiled: dict[bool, Callable[..., Any]] = {}
 
     def __call__(
@@ -121,14 +129,21 @@ def body_of(text: str) -> Compiled:
     return Compiled(text)
 
 
+@functools.lru_cache(maxsize=64)
+def bodies_of(text: str) -> list[tuple[Program, Compiled]]:
+    """Programs and their bodies, which those share that differ in their results only."""
+    bare: dict[str, Any] = {"outputs": (), "num_chunks": None, "chunk_bytes": 0, "group_bytes": 0}
+    return [(p, body_of(encode([p._replace(**bare)]))) for p in decode(text)]
+
+
 def _number(reference: int, ints: Sequence[int]) -> int:
     return reference if reference >= 0 else ints[-1 - reference]
 
 
-def shapes_of(program: Program, sizes: Sequence[Any]) -> list[list[Any]]:
-    """The shape of every output from the flat list."""
+def shapes_of(programs: Sequence[Program], sizes: Sequence[Any]) -> list[list[Any]]:
+    """The shape of every result from the flat list."""
     shapes, place = [], 0
-    for spec in program.outputs:
+    for spec, *_ in results_of(programs):
         shapes.append(list(sizes[place : place + spec.rank]))
         place += spec.rank
     return shapes
@@ -148,11 +163,17 @@ def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
 
 
 def chunked_span(
-    inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[int], groups: int, program: str
-) -> list[Tensor]:
-    """Evaluate a program on all chunks of the tokens, one after another."""
-    body = body_of(program)
-    p = body.program
+    inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[int], groups: Sequence[int],
+    program: str,
+) -> list[Tensor]:  # fmt: skip
+    """Evaluate programs, one after another, each on all chunks of its tokens.
+
+    Inputs and integers of the programs come one program after another.
+    """
+    bodies = bodies_of(program)
+    programs = [p for p, _ in bodies]
+    of_result = results_of(programs)
+    shapes, results = shapes_of(programs, sizes), dict[int, Result | Waiting]()
     device = next(t.device for t in inputs)
     # Compiled chunks are guarded by the dispatch keys in force, which differ between a forward, a
     # backward and a plain call: without these guards each would compile anew. torch's own compiled
@@ -161,34 +182,39 @@ def chunked_span(
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     below = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys)
     with below[0], below[1], torch.no_grad(), torch.autocast(device.type, enabled=False):
-        cuts = [Input(t, c, 1 if c is None else _number(c.per, ints))
-                for t, c in zip(inputs, p.inputs, strict=True)]  # fmt: skip
-        ends, given = p.bounds(groups), [(t.shape, t.element_size()) for t in inputs]
-        results: list[Result | Waiting] = []
-        for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True):
-            if len(ends) > 2 and p.waits(spec, shape, given):
-                assert spec.factors is not None
-                cut = cuts[spec.factors[1].place]
-                results.append(Waiting(spec, shape, cut.per, cut.tensor, len(ends) - 1))
-                continue
-            per = 1 if spec.rows is None else _number(spec.rows.per, ints)
-            results.append(Result(spec, shape, per, device))
-        _Run(body, cuts, ints, results)(ends)
-        for result in results:
-            if isinstance(result, Waiting):
-                result.settle()
-        return [result.finish() for result in results]
+        for (p, body), count in zip(bodies, groups, strict=True):
+            own, inputs = inputs[: len(p.inputs)], inputs[len(p.inputs) :]
+            numbers, ints = ints[: p.num_ints], ints[p.num_ints :]
+            cuts = [Input(t, c, 1 if c is None else _number(c.per, numbers))
+                    for t, c in zip(own, p.inputs, strict=True)]  # fmt: skip
+            ends, given = p.bounds(count), [(t.shape, t.element_size()) for t in own]
+            for spec in p.outputs:
+                shape, alone = shapes[spec.place], len(of_result[spec.place]) == 1
+                if alone and len(ends) > 2 and p.waits(spec, shape, given):
+                    assert spec.factors is not None
+                    cut = cuts[spec.factors[1].place]
+                    waiting = Waiting(spec, shape, cut.per, cut.tensor, len(ends) - 1)
+                    results[spec.place] = waiting
+                elif spec.place not in results:
+                    per = 1 if spec.rows is None else _number(spec.rows.per, numbers)
+                    results[spec.place] = Result(spec, shape, per, device)
+            mine = [(spec, results[spec.place]) for spec in p.outputs]
+            _Run(p, body, cuts, numbers, mine)(ends)
+            for _, result in mine:
+                if isinstance(result, Waiting):
+                    result.settle()
+        return [results[place].finish() for place in range(len(results))]
 
 
 class _Run:
     """All chunks, one after another."""
 
     def __init__(
-        self, body: Compiled, cuts: list[Input], ints: Sequence[int],
-        results: list[Result | Waiting],
+        self, program: Program, body: Compiled, cuts: list[Input], ints: Sequence[int],
+        results: list[tuple[Output, Result | Waiting]],
     ) -> None:  # fmt: skip
         self.body, self.cuts, self.ints, self.results = body, cuts, ints, results
-        p = body.program
+        self.program = p = program
         used = [f for spec in p.outputs for f in spec.factors or ()]
         self.in_blocks = p.formed is not None and all(
             f.source == "input" or f.place == p.over for f in used
@@ -196,24 +222,24 @@ class _Run:
         self.dynamic = p.dynamic
         self.waiting = self._holder()
         late = [] if self.waiting is None else [other for other, _ in self.waiting.others]
-        self.products = [r for r in results if r.spec.factors is not None and r not in late]
+        self.products = [(s, r) for s, r in results if s.factors is not None and r not in late]
 
     def _holder(self) -> Waiting | None:
         """The sum that the large product waits in, told of what has the same factors."""
-        p = self.body.program
-        for result in self.results:
-            if isinstance(result, Waiting) and p.holds_product(result.spec):
-                for other in self.results:
-                    if isinstance(other, Result) and p.shares_factor(other.spec):
-                        assert other.spec.factors is not None
-                        right = self.cuts[other.spec.factors[1].place].tensor
+        p = self.program
+        for held, result in self.results:
+            if isinstance(result, Waiting) and p.holds_product(held):
+                for spec, other in self.results:
+                    if isinstance(other, Result) and p.shares_factor(spec):
+                        assert spec.factors is not None
+                        right = self.cuts[spec.factors[1].place].tensor
                         result.others.append((other, right))
                 return result
         return None
 
     def __call__(self, ends: list[int]) -> None:
         """Work through the groups between these places."""
-        p = self.body.program
+        p = self.program
         product = Product(p, self.waiting)
         if self.waiting is not None and p.formed is not None:
             *bias, left, right = (self.cuts[i].tensor for i in p.formed)
@@ -244,18 +270,18 @@ class _Run:
                 rows = len(product) // places[-1]
                 part = product[i * rows : j * rows]
             values = self._block(part, begin + i, begin + j)
-        if self.body.program.over is not None:
+        if self.program.over is not None:
             assert product is not None
-            values[self.body.program.over] = product
+            values[self.program.over] = product
         return values
 
     def _block(self, product: Tensor | None, begin: int, end: int) -> list[Tensor]:
         tensors = [cut(begin, end) for cut in self.cuts]
         values = self.body(product, tensors, self.ints, self.dynamic)
-        for result in self.results:
-            if isinstance(result, Result) and result.spec.factors is None:
-                assert result.spec.value is not None
-                result.put(values[result.spec.value], begin, end)
+        for spec, result in self.results:
+            if isinstance(result, Result) and spec.factors is None:
+                assert spec.value is not None
+                result.put(values[spec.value], begin, end)
         return values
 
     def _multiply(self, values: list[Tensor], tensors: list[Tensor], begin: int, end: int) -> None:
@@ -263,9 +289,9 @@ class _Run:
             found = (values if f.source == "value" else tensors)[f.place]
             return found.t() if f.transposed else found
 
-        for result in self.products:
-            assert result.spec.factors is not None
-            left, right = result.spec.factors
+        for spec, result in self.products:
+            assert spec.factors is not None
+            left, right = spec.factors
             result.multiply(factor(left), factor(right), begin, end)
 
 
@@ -276,8 +302,8 @@ _schemas.library.impl("_chunked_span", chunked_span, "CompositeExplicitAutograd"
 def _(
     inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[Any], groups: Any, program: str
 ) -> list[Tensor]:
-    p = Program.decode(program)
+    programs = decode(program)
     return [
         inputs[0].new_empty(shape, dtype=getattr(torch, spec.dtype))
-        for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True)
+        for (spec, *_), shape in zip(results_of(programs), shapes_of(programs, sizes), strict=True)
     ]
