@@ -20,8 +20,8 @@ from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
 from storage_ops.autochunk.run import in_body
-from storage_ops.autochunk.sums import Term, add_up
 from storage_ops.autochunk.spans import LARGE, TRIES, candidates, propagate
+from storage_ops.autochunk.sums import Term, add_up
 from storage_ops.autochunk.values import (
     ends,
     leading_to,

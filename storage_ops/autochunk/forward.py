@@ -279,25 +279,3 @@ def sweep(forward: Forward) -> None:
     for node in reversed([n for n in graph.nodes if n in forward.values]):
         if not node.users:
             graph.erase_node(node)
-
-
-def put(forward: Forward, replaced: dict[fx.Node, fx.Node]) -> None:
-    """Write to Dynamo's graph what has taken the place of slices in the ATen graph."""
-    values = {}
-    for node, value in forward.values.items():
-        while value in replaced:
-            value = replaced[value]
-        values[node] = value
-    new = set(replaced.values())
-    late = reached(new) | new
-    splice = Splice(forward, forward.product)
-    for node, value in values.items():
-        first = value in late and any(
-            a in values and values[a] not in late for a in node.all_input_nodes
-        )
-        if first and value in leading_to([forward.output]):
-            splice.before = node
-            node.replace_all_uses_with(splice.copy(value))
-    for node in splice.made:
-        if str(node.target).startswith("prims.") and _value(node).is_floating_point():
-            raise Conflict("has no gradient as it is traced", node)

@@ -117,13 +117,13 @@ def wide_sums(node: fx.Node) -> int:
         inputs = [([hint(s) for s in v.shape], v.element_size())
                   for v in islice(tensors, len(program.inputs))]  # fmt: skip
         specs = [spec for spec in program.outputs if values[spec.place].element_size() == 2]
-        waiting = [spec for spec in specs if spec.place in alone
-                   and program.waits(spec, [hint(s) for s in values[spec.place].shape], inputs)]  # fmt: skip
+        sizes = {spec: [hint(s) for s in values[spec.place].shape] for spec in specs}
+        waiting = [spec for spec in specs
+                   if spec.place in alone and program.waits(spec, sizes[spec], inputs)]  # fmt: skip
         late = any(map(program.holds_product, waiting))
         for spec in specs:
-            if (spec.rows is None and spec not in waiting) or (
-                late and program.shares_factor(spec)
-            ):  # fmt: skip
+            total = spec.rows is None and spec not in waiting
+            if total or (late and program.shares_factor(spec)):
                 wide[spec.place] = 4 * elements(values[spec.place])
     return sum(wide.values())
 

@@ -252,7 +252,7 @@ def _divides(step: int, size: Any, begin: Any) -> bool:
 
 def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
     """Parts side by side, seen along another dimension, are put along that."""
-    made, args = node.args[0] if node.args else None, node.args
+    made: Any = node.args[0] if node.args else None
     if RULES.get(name_of(node), RULES["getitem"]).labels is not None or not is_tensor(made):
         return False
     if name_of(made) != "aten.cat.default":
@@ -355,8 +355,7 @@ def _written(node: fx.Node) -> set[fx.Node]:
     if schema is None or not schema.is_mutable:
         return set()
     found: list[fx.Node] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(given, found.append)
+    for i, each in enumerate(schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            fx.map_arg(argument(node, i, each.name, None), found.append)
     return {owner(n) for n in found}

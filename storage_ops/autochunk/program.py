@@ -152,7 +152,7 @@ def _program(inputs: Any, outputs: Any, *fields: Any) -> Program:
     return program._replace(formed=program.formed and tuple(program.formed))
 
 
-def _output(rows: Any, rank: int, dtype: str, value: int | None, factors: Any, place: int) -> Output:
+def _output(rows: Any, rank: int, dtype: str, value: Any, factors: Any, place: int) -> Output:
     pair = factors and (Factor(*factors[0]), Factor(*factors[1]))
     return Output(rows and Slice(*rows), rank, dtype, value, pair, place)
 

@@ -3,8 +3,8 @@
 `z[:256]`, `z.chunk(2)`, `for l in z` and `torch.cat([z, y])` only choose tokens: each of theirs is
 one of an argument. So do the gradients of such ops, which put ranges into zeros or side by side.
 What any other op makes of a range of tokens is a range of what it makes of all. So a product is
-formed in ranges that nothing cuts, from ranges of its input, `z[:256] = x[:256] @ w`, and all that it
-leads to as well. Then nothing large is cut along its tokens any more.
+formed in ranges that nothing cuts, from ranges of its input, `z[:256] = x[:256] @ w`, and all that
+it leads to as well. Then nothing large is cut along its tokens any more.
 
 A range that nobody reads, such as the last token of every sequence where `logits[:, :-1]` is all
 that is used, is not formed. Its gradient is zero, and zero times anything is taken for zero: the
@@ -98,10 +98,11 @@ def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | 
             if not ranges.links:
                 return None
             found = ranges.run()
-            if small and (len(found) > 1 or found == [product]):
-                raise Conflict("all tokens are read", product)
             mutations.check_order(graph)
-            return found
+            if not small or (len(found) == 1 and found != [product]):
+                return found
+            undo()  # all tokens are read
+            return None
         except Conflict as conflict:
             undo()
             log.debug("%s: stays in one, %s: %s", product, conflict.node, conflict)
@@ -131,16 +132,21 @@ class _Ranges:
         self.products: list[fx.Node] = []
         first = Rows(axis, axis + 1)
         self.finest: Size = 1
-        self.rows = self._follow(first)
-        self.rows = self._follow(replace(first, outer=self.finest), link=True)
+        self.rows = {product: first}
+        self._follow(link=False)
+        self.rows, found = {product: replace(first, outer=self.finest)}, 0
+        while found < len(self.rows):
+            found = len(self.rows)
+            self._follow(link=True)
+            self._pull()
 
-    def _follow(self, first: Rows, link: bool = False) -> dict[fx.Node, Rows]:
-        """Where tokens are; then, with `link`, where ops that choose some take them from."""
-        rows = {self.product: first}
+    def _follow(self, link: bool) -> None:
+        """Find where tokens are; with `link` also where ops that choose some take them from."""
+        rows = self.rows
         for node in self.graph.nodes:
             known = [a for a in node.all_input_nodes
                      if a in rows and (a is self.product or not stops(a))]  # fmt: skip
-            if node not in self.after or not known or not is_tensor(node):
+            if node not in self.after or node in rows or not known or not is_tensor(node):
                 continue
             try:
                 chosen = self._choice(node, known[0], rows[known[0]])
@@ -162,7 +168,30 @@ class _Ranges:
                 rows[node] = found
             elif isinstance(found, Partial) and link:
                 self.sums[node] = known[0]
-        return rows
+
+    def _pull(self) -> None:
+        """Find the tokens in what is large and read beside them."""
+        for node in reversed(self.graph.nodes):
+            if node in self.links:
+                rows, links = self.links[node]
+                reads = [(link.source, rows) for link in links if link.source is not None]
+            elif node in self.rows or node in self.sums:
+                given = self.rows.get(node) or self.rows[self.sums[node]]
+                try:
+                    reads = [(a, r) for a, (r, unit) in self.reads(node, given).items() if unit == 1]
+                except Conflict:
+                    continue
+            else:
+                continue
+            for arg, rows in reads:
+                if arg in self.rows or arg.op != "call_function" or not self.is_wide(arg, rows):
+                    continue
+                try:
+                    chosen = self._choice(arg, arg, rows)
+                    found = canonical(rows, shape(arg))
+                    self.rows[arg] = self._linked(arg, rows, *chosen) if chosen else found
+                except Conflict as conflict:
+                    log.debug("%s: %s", arg, conflict)
 
     def _choice(self, node: fx.Node, arg: fx.Node, rows: Rows) -> tuple[int, list[_Link]] | None:
         """The dimension of the tokens along which an op chooses, and what."""
@@ -177,11 +206,20 @@ class _Ranges:
     def _linked(self, node: fx.Node, rows: Rows, dim: int, links: list[_Link]) -> Rows:
         if dim > rows.lo or not same(rows.outer, 1):
             raise Conflict("chooses along another dimension")
-        unit = quotient(math.prod(shape(node)[dim + 1 : rows.hi]), rows.per)
-        self.links[node] = replace(rows, lo=dim), [
-            _Link(begin * unit, end * unit, source, shift * unit)
-            for begin, end, source, shift in links
-        ]
+        if not links:
+            raise Conflict("works on no tokens")
+        inner = math.prod(shape(node)[dim + 1 : rows.hi])
+
+        def token(index: Size) -> Size:
+            return _exactly(index * inner, rows.per)
+
+        self.links[node] = (
+            replace(rows, lo=dim),
+            [
+                _Link(token(begin), token(end), source, token(shift))
+                for begin, end, source, shift in links
+            ],
+        )
         return canonical(replace(rows, lo=dim), shape(node))
 
     def is_wide(self, node: fx.Node, rows: Rows) -> bool:
@@ -239,8 +277,11 @@ class _Ranges:
             if node not in self.links:
                 given = self.rows.get(node) or self.rows[self.sums[node]]
                 length = self.length(node if node in self.rows else self.sums[node], given)
-                together += [(node, _Link(0, length, a, 0)) for a in node.all_input_nodes
-                             if a in self.rows and same(self.length(a, self.rows[a]), length)]
+                together += [
+                    (node, _Link(0, length, a, 0))
+                    for a in node.all_input_nodes
+                    if a in self.rows and same(self.length(a, self.rows[a]), length)
+                ]
         together = [(node, link) for node, link in together if link.source in self.rows]
         grown = True
         while grown:
@@ -279,6 +320,8 @@ class _Ranges:
         """A range of a value."""
         key = node, str(begin)
         if key not in self.parts:
+            if is_zero(node):
+                return None
             rows, links = self.links.get(node, (self.rows[node], None))
             if links is None:
                 self.parts[key] = self.form(node, rows, begin, end)
@@ -305,10 +348,11 @@ class _Ranges:
             return None
         if same(begin, 0) and same(end, self.length(arg, rows)):
             return arg
+        if arg.op == "call_function" and self.is_wide(arg, rows):
+            raise Conflict("would be read whole", arg)
         key = arg, f"{begin} of {rows}"
         if key not in self.parts:
-            wide = arg.op == "call_function" and self.is_wide(arg, rows)
-            self.parts[key] = (self.form if wide else self.sliced)(arg, rows, begin, end)
+            self.parts[key] = self.sliced(arg, rows, begin, end)
         return self.parts[key]
 
     def form(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node | None:
@@ -356,6 +400,8 @@ class _Ranges:
             return {source: (self.rows.get(source) or reshape(rows, shape(node), shape(source)), 1)}
         labelled, found = rule.labels(node), {}
         labels = (labelled.out if own is None else labelled.args[own][0])[rows.lo : rows.hi]
+        if any(label is None for label in labels):
+            raise Conflict("mixes tokens", node)
         for arg, each in labelled.args.items():
             places = [[i for i, label in enumerate(row) if label in labels] for row in each]
             if any(p != places[0] for p in places):

@@ -52,7 +52,7 @@ def _sums(graph: fx.Graph, terms: list[Term]) -> dict[fx.Node, list[Term]]:
         if name_of(node) != "aten.add.Tensor" or node.kwargs:
             continue
         parts = [known.get(a, []) for a in node.args]  # type: ignore[arg-type]
-        group = sum(parts, [])
+        group = [term for part in parts for term in part]
         alike = {(t.kind, t.raw.meta["val"].dtype, str(shape(t.raw))) for t in group}
         if all(parts) and len(alike) == 1 and len(set(group)) == len(group):
             known[node] = found[node] = group
@@ -82,8 +82,7 @@ def _unite(builder: Builder, calls: list[fx.Node], sums: dict[fx.Node, list[Term
     sizes: dict[int, list[Any]] = {}
     programs: list[Program] = []
     for call in calls:
-        inputs, ints, flat, groups, text = call.args
-        own = decode(str(text))
+        flat, own = call.args[2], decode(str(call.args[4]))
         for index, (spec, *_) in enumerate(results_of(own)):
             place = places.setdefault((call, index), len({*places.values()}))
             sizes[place], flat = list(flat[: spec.rank]), flat[spec.rank :]  # type: ignore[index]
