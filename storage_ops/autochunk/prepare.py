@@ -214,7 +214,7 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _taken(graph: fx.Graph, node: fx.Node) -> bool:
     """One of the parts of x is a slice of it, and every k-th index is one of another dimension."""
-    call, args = _caller(graph, node), node.args
+    call, args = _caller(graph, node), list[Any](node.args)
     size = Sizes(call, [n for n in graph.nodes if n.op == "placeholder"])
     made: Any = args[0]
     if name_of(node) == "getitem" and name_of(made).startswith("aten.split"):

@@ -132,8 +132,8 @@ class Program(NamedTuple):
     @property
     def num_ints(self) -> int:
         """How many integers the body takes."""
-        given = sum(kind == "input" for kind, *_ in self.body)
-        return given - len(self.inputs) - (self.formed is not None)
+        given = [kind for kind, *_ in self.body if kind == "input"]
+        return len(given) - len(self.inputs) - (self.formed is not None)
 
 
 def encode(programs: Sequence[Program]) -> str:

@@ -20,14 +20,14 @@ class Term(NamedTuple):
     """A sum over tokens among the results of an op.
 
     Attributes:
-        call, index: the op, and which of its results it is.
+        call, result: the op, and which of its results it is.
         raw: that result.
         value: the same as its readers have it, in its dtype and times the upstream gradient.
         kind: terms of one kind become values in the same way.
     """
 
     call: fx.Node
-    index: int
+    result: int
     raw: fx.Node
     value: fx.Node
     kind: tuple[bool, float]
@@ -51,18 +51,18 @@ def _sums(graph: fx.Graph, terms: list[Term]) -> dict[fx.Node, list[Term]]:
     for node in graph.nodes:
         if name_of(node) != "aten.add.Tensor" or node.kwargs:
             continue
-        parts = [known.get(a, []) for a in node.args]  # type: ignore[arg-type]
+        parts = [known.get(a, []) for a in node.all_input_nodes]
         group = [term for part in parts for term in part]
         alike = {(t.kind, t.raw.meta["val"].dtype, str(shape(t.raw))) for t in group}
-        if all(parts) and len(alike) == 1 and len(set(group)) == len(group):
+        if len(parts) == 2 and all(parts) and len(alike) == 1 and len(set(group)) == len(group):
             known[node] = found[node] = group
             for arg in node.all_input_nodes:
                 found.pop(arg, None)
-    last = set(ends(graph))
-    return {
-        total: group for total, group in found.items()
-        if not reached([t.raw for t in group], lambda n, total=total: n is not total) & last
-    }  # fmt: skip
+    return {total: group for total, group in found.items() if _only_read_by(total, group, graph)}
+
+
+def _only_read_by(total: fx.Node, group: list[Term], graph: fx.Graph) -> bool:
+    return not reached([t.raw for t in group], lambda n: n is not total) & set(ends(graph))
 
 
 def _connected(sums: dict[fx.Node, list[Term]]) -> list[dict[fx.Node, list[Term]]]:
@@ -78,14 +78,15 @@ def _connected(sums: dict[fx.Node, list[Term]]) -> list[dict[fx.Node, list[Term]
 
 def _unite(builder: Builder, calls: list[fx.Node], sums: dict[fx.Node, list[Term]]) -> None:
     """Make one op of several, with one result for each sum."""
-    places = {(t.call, t.index): i for i, group in enumerate(sums.values()) for t in group}
+    places = {(t.call, t.result): i for i, group in enumerate(sums.values()) for t in group}
     sizes: dict[int, list[Any]] = {}
     programs: list[Program] = []
     for call in calls:
-        flat, own = call.args[2], decode(str(call.args[4]))
+        given: Any = call.args
+        flat, own = list(given[2]), decode(given[4])
         for index, (spec, *_) in enumerate(results_of(own)):
             place = places.setdefault((call, index), len({*places.values()}))
-            sizes[place], flat = list(flat[: spec.rank]), flat[spec.rank :]  # type: ignore[index]
+            sizes[place], flat = flat[: spec.rank], flat[spec.rank :]
         for program in own:
             outputs = (o._replace(place=places[call, o.place]) for o in program.outputs)
             programs.append(program._replace(outputs=tuple(outputs)))
@@ -99,7 +100,7 @@ def _unite(builder: Builder, calls: list[fx.Node], sums: dict[fx.Node, list[Term
         while node is not first.raw:
             steps.append(node)
             node = node.args[0]  # type: ignore[assignment]
-        value = results[places[first.call, first.index]]
+        value = results[places[first.call, first.result]]
         for step in reversed(steps):
             value = builder.call(step.target, value, *step.args[1:], **step.kwargs)
         total.replace_all_uses_with(value)
