@@ -120,10 +120,10 @@ def wide_sums(node: fx.Node) -> int:
         sizes = {spec: [hint(s) for s in values[spec.place].shape] for spec in specs}
         waiting = [spec for spec in specs
                    if spec.place in alone and program.waits(spec, sizes[spec], inputs)]  # fmt: skip
-        late = any(map(program.holds_product, waiting))
+        late = {program.holds_product(spec) for spec in waiting} - {None}
         for spec in specs:
             total = spec.rows is None and spec not in waiting
-            if total or (late and program.shares_factor(spec)):
+            if total or program.shares_factor(spec) in late:
                 wide[spec.place] = 4 * elements(values[spec.place])
     return sum(wide.values())
 

@@ -67,8 +67,8 @@ class Program(NamedTuple):
         group_bytes: what a group needs of it.
         dynamic: sizes differ from call to call.
         body: nodes of the graph.
-        formed: inputs (bias,) left and right whose product is the body's first argument, or None.
-        over: which of the body's values it writes over that product, or None.
+        formed: inputs (bias,) left and right of products that are the body's first arguments.
+        over: which of the body's values it writes over each of them, or None.
     """
 
     inputs: tuple[Slice | None, ...]
@@ -78,8 +78,8 @@ class Program(NamedTuple):
     group_bytes: int
     dynamic: bool
     body: list[Any]
-    formed: tuple[int, ...] | None = None
-    over: int | None = None
+    formed: tuple[tuple[int, ...], ...] = ()
+    over: tuple[int | None, ...] = ()
 
     def count(self, groups: int) -> int:
         """How many chunks so many groups make."""
@@ -113,27 +113,30 @@ class Program(NamedTuple):
         wide = int(getattr(torch, output.dtype).itemsize)
         return math.prod(given[: cut.hi]) * itemsize <= sizes[1] * wide
 
-    def holds_product(self, output: Output) -> bool:
-        """Whether the left factors of a sum of products are what overwrites the large product."""
+    def holds_product(self, output: Output) -> int | None:
+        """The product that what overwrites it is the left factors of a sum of products with."""
         return self._multiplies_overwritten(output, transposed=True)
 
-    def shares_factor(self, output: Output) -> bool:
-        """Whether rows are products of what overwrites the large product, and all of an input."""
-        if output.rows is None or not self._multiplies_overwritten(output, transposed=False):
-            return False
-        right = output.factors[1]  # type: ignore[index]
-        return right.source == "input" and self.inputs[right.place] is None
+    def shares_factor(self, output: Output) -> int | None:
+        """The product that rows are products of what overwrites it with, and all of an input."""
+        if output.rows is None or output.factors is None:
+            return None
+        right = output.factors[1]
+        whole = right.source == "input" and self.inputs[right.place] is None
+        return self._multiplies_overwritten(output, transposed=False) if whole else None
 
-    def _multiplies_overwritten(self, output: Output, transposed: bool) -> bool:
-        if self.over is None or output.factors is None:
-            return False
-        return output.factors[0] == Factor("value", self.over, transposed)
+    def _multiplies_overwritten(self, output: Output, transposed: bool) -> int | None:
+        left = None if output.factors is None else output.factors[0]
+        for product, place in enumerate(self.over):
+            if place is not None and left == Factor("value", place, transposed):
+                return product
+        return None
 
     @property
     def num_ints(self) -> int:
         """How many integers the body takes."""
         given = [kind for kind, *_ in self.body if kind == "input"]
-        return len(given) - len(self.inputs) - (self.formed is not None)
+        return len(given) - len(self.inputs) - len(self.formed)
 
 
 def encode(programs: Sequence[Program]) -> str:
@@ -149,7 +152,7 @@ def decode(text: str) -> list[Program]:
 def _program(inputs: Any, outputs: Any, *fields: Any) -> Program:
     cuts, results = tuple(cut and Slice(*cut) for cut in inputs), tuple(starmap(_output, outputs))
     program = Program(cuts, results, *fields)
-    return program._replace(formed=program.formed and tuple(program.formed))
+    return program._replace(formed=tuple(map(tuple, program.formed)), over=tuple(program.over))
 
 
 def _output(rows: Any, rank: int, dtype: str, value: Any, factors: Any, place: int) -> Output:

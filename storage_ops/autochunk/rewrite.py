@@ -107,10 +107,12 @@ def rewrite(
     return result
 
 
-def group_bytes(span: Span, nodes: list[fx.Node], values: list[fx.Node], over: int | None) -> int:
+def group_bytes(
+    span: Span, nodes: list[fx.Node], values: list[fx.Node], over: tuple[int | None, ...]
+) -> int:
     """What a group takes of a chunk: the products and the values that leave the compiled body."""
     kept = {n for n in nodes if n in span.large and is_product(n)}
-    kept |= {n for i, n in enumerate(values) if n in span.large and i != over}
+    kept |= {n for i, n in enumerate(values) if n in span.large and i not in over}
     total = sum(nbytes(n) for n in kept)
     return -(-total // max(hint(span.groups), 1))
 

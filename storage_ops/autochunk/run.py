@@ -46,9 +46,9 @@ class Compiled:
         self._compiled: dict[bool, Callable[..., Any]] = {}
 
     def __call__(
-        self, product: Tensor | None, tensors: list[Tensor], ints: Sequence[int], dynamic: bool
+        self, products: list[Tensor], tensors: list[Tensor], ints: Sequence[int], dynamic: bool
     ) -> list[Tensor]:
-        """The values of one chunk. `product`: the first argument, where the body takes one."""
+        """The values of one chunk, of its large products and of the slices of its inputs."""
         run = self._compiled.get(dynamic)
         if run is None:
             device = tensors[0].device.type
@@ -57,13 +57,12 @@ class Compiled:
             for tensor, cut in zip(tensors, self.program.inputs, strict=True):
                 if cut is not None:
                     torch._dynamo.maybe_mark_dynamic(tensor, cut.hi - 1)
-            if product is not None:
+            for product in products:
                 torch._dynamo.maybe_mark_dynamic(product, 0)
         mark = _in_body.set(True)
         try:
-            first = () if product is None else (product,)
             with inductor.mended():
-                return list(run(*first, *tensors, *ints))
+                return list(run(*products, *tensors, *ints))
         finally:
             _in_body.reset(mark)
 
@@ -81,11 +80,11 @@ def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callab
     def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
         return torch.compile(graph, dynamic=None if dynamic else False)
 
-    ways = []
-    if program.over is None or torch.__version__ >= "2.12":
+    ways, over = [], [(i, value) for i, value in enumerate(program.over) if value is not None]
+    if not over or torch.__version__ >= "2.12":
         ways.append(compiled(body))
-    if program.over is not None:
-        ways.append(_overwriting(compiled(_without_copy(program)), program.over))
+    if over:
+        ways.append(_overwriting(compiled(_without_copy(program)), over))
     ways.append(decode_graph(program.body))
 
     def run(*args: Any) -> Any:
@@ -107,17 +106,18 @@ def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callab
 
 def _without_copy(program: Program) -> fx.GraphModule:
     gm = decode_graph(program.body)
-    (copy,) = (n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default)
-    copy.replace_all_uses_with(copy.args[1])
-    gm.graph.erase_node(copy)
+    for copy in [n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default]:
+        copy.replace_all_uses_with(copy.args[1])
+        gm.graph.erase_node(copy)
     gm.recompile()
     return gm
 
 
-def _overwriting(body: Callable[..., Any], over: int) -> Callable[..., Any]:
-    def run(product: Tensor, *args: Any) -> list[Tensor]:
-        values = list(body(product, *args))
-        values[over] = product.copy_(values[over])
+def _overwriting(body: Callable[..., Any], over: list[tuple[int, int]]) -> Callable[..., Any]:
+    def run(*args: Any) -> list[Tensor]:
+        values = list(body(*args))
+        for product, value in over:
+            values[value] = args[product].copy_(values[value])
         return values
 
     return run
@@ -216,36 +216,38 @@ class _Run:
         self.body, self.cuts, self.ints, self.results = body, cuts, ints, results
         self.program = p = program
         used = [f for spec in p.outputs for f in spec.factors or ()]
-        self.in_blocks = p.formed is not None and all(
-            f.source == "input" or f.place == p.over for f in used
+        self.in_blocks = bool(p.formed) and all(
+            f.source == "input" or f.place in p.over for f in used
         )
         self.dynamic = p.dynamic
-        self.waiting = self._holder()
-        late = [] if self.waiting is None else [other for other, _ in self.waiting.others]
+        self.waiting = self._holders()
+        late = [other for held in self.waiting.values() for other, _ in held.others]
         self.products = [(s, r) for s, r in results if s.factors is not None and r not in late]
 
-    def _holder(self) -> Waiting | None:
-        """The sum that the large product waits in, told of what has the same factors."""
-        p = self.program
+    def _holders(self) -> dict[int, Waiting]:
+        """The sums that large products wait in, told of what has the same factors."""
+        p, found = self.program, dict[int, Waiting]()
         for held, result in self.results:
-            if isinstance(result, Waiting) and p.holds_product(held):
+            product = p.holds_product(held)
+            if isinstance(result, Waiting) and product is not None and product not in found:
+                found[product] = result
                 for spec, other in self.results:
-                    if isinstance(other, Result) and p.shares_factor(spec):
+                    if isinstance(other, Result) and p.shares_factor(spec) == product:
                         assert spec.factors is not None
                         right = self.cuts[spec.factors[1].place].tensor
                         result.others.append((other, right))
-                return result
-        return None
+        return found
 
     def __call__(self, ends: list[int]) -> None:
         """Work through the groups between these places."""
         p = self.program
-        product = Product(p, self.waiting)
-        if self.waiting is not None and p.formed is not None:
-            *bias, left, right = (self.cuts[i].tensor for i in p.formed)
-            self.waiting.form(left, right, bias)
+        products = [Product(places, self.waiting.get(i)) for i, places in enumerate(p.formed)]
+        for i, held in self.waiting.items():
+            *bias, left, right = (self.cuts[place].tensor for place in p.formed[i])
+            held.form(left, right, bias)
         chunks = list(itertools.pairwise(ends))
-        width = product.group_bytes([cut(*chunks[0]) for cut in self.cuts], *chunks[0])
+        first = [cut(*chunks[0]) for cut in self.cuts]
+        width = sum(product.group_bytes(first, *chunks[0]) for product in products)
         device = self.cuts[0].tensor.device
         places = [
             blocks(end - begin, width, device) if self.in_blocks else [0, end - begin]
@@ -256,28 +258,26 @@ class _Run:
         largest = max(end - begin for begin, end in chunks)
         for (begin, end), each in zip(chunks, places, strict=True):
             tensors = [cut(begin, end) for cut in self.cuts]
-            formed = product(tensors, begin, end, largest)
+            formed = [product(tensors, begin, end, largest) for product in products]
             values = self._values(formed, begin, each)
             self._multiply(values, tensors, begin, end)
             del values, formed  # before the next chunk makes its own
 
-    def _values(self, product: Tensor | None, begin: int, places: list[int]) -> list[Tensor]:
-        """Run the body, in blocks where nothing but the product leaves it as a whole."""
+    def _values(self, products: list[Tensor], begin: int, places: list[int]) -> list[Tensor]:
+        """Run the body, in blocks where nothing but products leaves it as a whole."""
         values: list[Tensor] = []
+        rows = [len(product) // places[-1] for product in products]
         for i, j in itertools.pairwise(places):
-            part = product
-            if product is not None:
-                rows = len(product) // places[-1]
-                part = product[i * rows : j * rows]
-            values = self._block(part, begin + i, begin + j)
-        if self.program.over is not None:
-            assert product is not None
-            values[self.program.over] = product
+            parts = [p[i * n : j * n] for p, n in zip(products, rows, strict=True)]
+            values = self._block(parts, begin + i, begin + j)
+        for product, place in zip(products, self.program.over, strict=True):
+            if place is not None:
+                values[place] = product
         return values
 
-    def _block(self, product: Tensor | None, begin: int, end: int) -> list[Tensor]:
+    def _block(self, products: list[Tensor], begin: int, end: int) -> list[Tensor]:
         tensors = [cut(begin, end) for cut in self.cuts]
-        values = self.body(product, tensors, self.ints, self.dynamic)
+        values = self.body(products, tensors, self.ints, self.dynamic)
         for spec, result in self.results:
             if isinstance(result, Result) and spec.factors is None:
                 assert spec.value is not None

@@ -327,7 +327,7 @@ def _propagate_along(
                 attempt.tokens, math.prod(shape(found.node)[found.rows.lo : found.rows.hi])
             ):
                 raise Conflict("amplifies other tokens", found.node) from None
-            amplifiers = {**amplifiers, found.node: found.rows}
+            amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, False
         except Regroup as group:
             # Few large groups make few chunks. Then what mixes tokens is read between two passes.
             if not cut and hint(attempt.tokens) // hint(group.step) < chunks(amplifiers):
