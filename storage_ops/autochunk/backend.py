@@ -86,8 +86,7 @@ def chunk(
     Give it to Inductor as `torch._inductor.config.joint_custom_pre_pass`, or call it on a graph of
     a whole step, forward and backward, that `make_fx` or `storage_ops.graph.trace_step` made.
     Autograd has taken the loss apart there. Only `torch.compile(backend="storage_ops")` sees it as
-    it was written, lets linear cross-entropy become its op, and drops tokens before the product
-    that are dropped after it (`logits[:, :-1]`): here chunks are whole sequences then.
+    it was written, and lets linear cross-entropy become its op.
 
     Args:
         joint_gm: a GraphModule, or its Graph, of ATen ops with their values in `node.meta["val"]`.

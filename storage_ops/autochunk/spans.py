@@ -317,8 +317,8 @@ def _propagate_along(
     graph: fx.Graph, amplifiers: dict[fx.Node, Rows], chunks: Callable[[Collection[fx.Node]], int]
 ) -> Span:
     step: Size = 1
-    cut = False
-    for _ in range(16):
+    cut, regrouped = False, 0
+    while regrouped < 16:
         attempt = _Propagation(graph, amplifiers, step, cut)
         try:
             return attempt.run()
@@ -329,6 +329,7 @@ def _propagate_along(
                 raise Conflict("amplifies other tokens", found.node) from None
             amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, False
         except Regroup as group:
+            regrouped += 1
             # Few large groups make few chunks. Then what mixes tokens is read between two passes.
             if not cut and hint(attempt.tokens) // hint(group.step) < chunks(amplifiers):
                 cut = True
