@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Report:
     Attributes:
         chunked: whether a span of it is evaluated in chunks.
         num_chunks: into how many; 0 if it is not.
+        num_passes: how often the logits are formed.
         reason: why it is not; empty if it is.
         error: what was raised where nothing should be, and is the reason.
         peak_before: predicted bytes that are held at most above the inputs.
@@ -43,6 +45,7 @@ class Report:
 
     chunked: bool = False
     num_chunks: int = 0
+    num_passes: int = 0
     reason: str = ""
     error: Exception | None = None
     peak_before: int = 0
@@ -114,6 +117,7 @@ def _chunk(
     total.peak_before = total.peak_after + recognised.saved
     total.num_chunks, largest = recognised.num_chunks, recognised.largest
     total.chunked = total.num_chunks > 0
+    total.num_passes = int(total.chunked)
     tried: set[fx.Node] = set()
     while True:
         found = candidates(graph, reached(tangents or starts(graph)) | tried)
@@ -130,16 +134,18 @@ def _chunk(
             _fail(total, outcome.error)
         else:
             graph.eliminate_dead_code()
-            total.chunked, total.num_chunks = True, max(outcome.count, total.num_chunks)
+            total.chunked = True
+            total.num_chunks = max([total.num_chunks, *outcome.counts])
+            total.num_passes = max(total.num_passes, len(outcome.counts))
             total.peak_after = outcome.peak
     total.reason = total.reason or "no matrix product is larger than its input"
 
 
 @dataclass
 class _Outcome:
-    """What became of an amplifier: a number of chunks and the peak, or an error and no change."""
+    """What became of an amplifier: the chunks of each pass and the peak, or an error, no change."""
 
-    count: int = 0
+    counts: Sequence[int] = ()
     peak: int = 0
     error: Exception | None = None
 
@@ -160,7 +166,7 @@ class _Work:
         try:
             self.check(amplifier)
             tangents = prepare(self.graph, amplifier, self.tangents)
-            outcome.count = self.rewrite(amplifier, tangents)
+            outcome.counts = self.rewrite(amplifier, tangents)
             self.graph.lint()
             if self.num_chunks is None:
                 _check_saving(self.graph, amplifier)
@@ -181,8 +187,8 @@ class _Work:
     def budget(self, amplifier: fx.Node) -> int:
         return budget_of(nbytes(amplifier), self.memory_budget)
 
-    def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node]) -> int:
-        """Chunk what an amplifier leads to; into how many chunks."""
+    def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node]) -> list[int]:
+        """Chunk what an amplifier leads to; into how many chunks, for each pass."""
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
         wanted = max(2, -(-nbytes(amplifier) // max(budget, 1)))
@@ -196,7 +202,7 @@ class _Work:
         limits = Limits(self.num_chunks, budget)
         counts = rewrite(graph, span, ordered, limits)
         mutations.check_order(graph)
-        return max(counts)
+        return counts
 
 
 def _check_saving(graph: fx.Graph, amplifier: fx.Node) -> None:
