@@ -21,7 +21,7 @@ from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
 from storage_ops.autochunk.run import in_body
 from storage_ops.autochunk.spans import LARGE, TRIES, candidates, propagate
-from storage_ops.autochunk.values import name_of, nbytes, numel, reached, tangents_of
+from storage_ops.autochunk.values import name_of, nbytes, numel, tangents_of
 from storage_ops.quantities import readable
 
 
@@ -120,7 +120,7 @@ def _chunk(
     total.num_passes = int(total.chunked)
     tried: set[fx.Node] = set()
     while True:
-        found = candidates(graph, reached(tangents or starts(graph)) | tried)
+        found = candidates(graph, set(tangents or starts(graph)), tried)
         largest = max([largest, *map(numel, found[:1])])
         found = [n for n in found if numel(n) * LARGE > largest]
         if not found or len(tried) == TRIES:

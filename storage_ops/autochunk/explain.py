@@ -20,9 +20,9 @@ class Explanation:
     Attributes:
         chunked: whether its logits exist in chunks only.
         num_chunks: into how many chunks they are cut; 0 if not chunked.
-        num_passes: how often they are formed: once more where chunks wait for a sum over all tokens,
-            and once more in the backward where several upstream gradients, or one per token, meet.
-            Then detach results that are only logged. Linear cross-entropy counts as one.
+        num_passes: how often they are formed: once more where chunks wait for a sum over all
+            tokens, and once more in the backward where several upstream gradients, or one per
+            token, meet; detach results that are only logged. Linear cross-entropy counts as once.
         reason: why not, with the node, its op and the line it comes from; empty if chunked.
         peak_before: predicted bytes that forward and backward hold at most above their inputs.
         peak_after: the same after chunking.

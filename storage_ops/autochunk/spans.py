@@ -77,10 +77,27 @@ def amplifies(node: fx.Node) -> bool:
     return numel(node) > numel(left)
 
 
-def candidates(graph: fx.Graph, ignored: set[fx.Node]) -> list[fx.Node]:
-    """Products that are larger than their left factor, the largest first."""
-    found = [n for n in graph.nodes if is_product(n) and n not in ignored and amplifies(n)]
+def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> list[fx.Node]:
+    """What is larger than all that it is made of, the largest first.
+
+    Products, as they lead to a loss, and upstream gradients that are expanded or scattered; such a
+    gradient is not part of a product's span if that is linear in the logits, such as their sum.
+    """
+    after = reached(tangents)
+    found = [
+        n for n in graph.nodes
+        if n not in tried and (is_product(n) and n not in after and amplifies(n)
+                               or _spreads(n, tangents | after))
+    ]  # fmt: skip
     return sorted(found, key=numel, reverse=True)
+
+
+def _spreads(node: fx.Node, upstream: set[fx.Node]) -> bool:
+    """Whether a node makes more of upstream gradients, and is no product."""
+    given = [numel(a) for a in node.all_input_nodes if a in upstream]
+    return bool(given) and name_of(node) in rules.RULES and (
+        not stops(node) and numel(node) > max(given)
+    )  # fmt: skip
 
 
 def labels_of(node: fx.Node) -> Labelled:
@@ -293,10 +310,11 @@ def propagate(graph: fx.Graph, amplifier: fx.Node, chunks: int) -> Span:
         Conflict: there is none, and why.
     """
     conflict: Conflict | None = None
-    axes = [1, 0] if "bmm" in name_of(amplifier) else [0]
-    for axis in axes:
+    last = len(shape(amplifier)) - 1
+    every = [Rows(1, 2), Rows(0, 1)] if "bmm" in name_of(amplifier) else [Rows(0, max(last, 1))]
+    for rows in every:
         try:
-            return _propagate_along(graph, {amplifier: Rows(axis, axis + 1)}, chunks)
+            return _propagate_along(graph, {amplifier: rows}, chunks)
         except Conflict as error:
             conflict = conflict or error
     assert conflict is not None
