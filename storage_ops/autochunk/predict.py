@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
-from storage_ops.autochunk.program import Program
+from storage_ops.autochunk.program import Program, blocks
 from storage_ops.autochunk.rules import RULES
 from storage_ops.autochunk.values import (
     elements,
@@ -23,9 +24,13 @@ _VIEWS = ("view", "expand", "permute", "getitem")
 
 
 def kind_of(node: fx.Node) -> str:
-    """The kind of a node's op; "opaque" if it has no rule."""
+    """The kind of a node's op; "opaque" if it has no rule and is not element by element."""
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
-    return "opaque" if rule is None else rule.kind
+    if rule is not None:
+        return rule.kind
+    tags = getattr(node.target, "tags", ())
+    fused = torch.Tag.pointwise in tags or name_of(node) == "prims.iota.default"
+    return "elementwise" if fused else "opaque"
 
 
 def peak(graph: fx.Graph) -> int:
@@ -97,13 +102,27 @@ def _inside(node: fx.Node) -> int:
     """What an op of ours holds while it runs, besides its results."""
     if name_of(node) == "storage_ops._chunked_span.default":
         program, groups = Program.decode(str(node.args[4])), hint(_value(node.args[3]))
-        held = -(-groups // program.count(groups)) * program.group_bytes
-        return held + wide_sums(node, program)
+        size = -(-groups // program.count(groups))
+        return _chunk(node, program, size) + wide_sums(node, program)
     if name_of(node) == "storage_ops.linear_cross_entropy.default":
         from storage_ops.autochunk.op_plan import scratch
 
         return scratch(node)
     return 0
+
+
+def _chunk(node: fx.Node, program: Program, size: int) -> int:
+    """Bytes of a chunk of so many groups."""
+    held = size * program.group_bytes
+    if program.in_blocks:  # what the body makes beside the product is as large as a block of it
+        device = values_of(node)[0].device
+        held += program.group_bytes * blocks(size, program.group_bytes, device)[1]
+    # Terms of sums that the body forms are there beside the sum.
+    return held + sum(
+        elements(v) * v.element_size()
+        for spec, v in zip(program.outputs, values_of(node), strict=True)
+        if spec.rows is None and spec.factors is None
+    )
 
 
 def wide_sums(node: fx.Node, program: Program) -> int:

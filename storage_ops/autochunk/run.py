@@ -16,11 +16,7 @@ from torch.library import register_fake
 from storage_ops import _schemas
 from storage_ops.autochunk import inductor
 from storage_ops.autochunk.assemble import Input, Product, Result, Waiting
-from storage_ops.autochunk.program import Factor, Program, decode_graph
-
-BLOCK = {"cpu": 2 << 20, "cuda": 64 << 20}  # bytes of a product that the body works on at a time
-LEAST = 32 << 10
-
+from storage_ops.autochunk.program import Factor, Program, blocks, decode_graph
 
 _in_body: ContextVar[bool] = ContextVar("in_body", default=False)
 
@@ -134,19 +130,6 @@ def shapes_of(program: Program, sizes: Sequence[Any]) -> list[list[Any]]:
     return shapes
 
 
-def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
-    """Where blocks of a chunk of so many groups begin, and the end of the last.
-
-    A block stays in a processor's cache while the body works on it, and what the body stores on the
-    way is no larger. Blocks are equal if that takes at most twice as many of them.
-    """
-    total = size * group_bytes
-    most = min(BLOCK.get(device.type, BLOCK["cuda"]), max(total // 16, LEAST))
-    least = max(1, min(size, -(-total // most)))
-    count = next((n for n in range(least, 2 * least + 1) if size % n == 0), least)
-    return [i * size // count for i in range(count + 1)]
-
-
 def chunked_span(
     inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[int], groups: int, program: str
 ) -> list[Tensor]:
@@ -189,10 +172,6 @@ class _Run:
     ) -> None:  # fmt: skip
         self.body, self.cuts, self.ints, self.results = body, cuts, ints, results
         p = body.program
-        used = [f for spec in p.outputs for f in spec.factors or ()]
-        self.in_blocks = p.formed is not None and all(
-            f.source == "input" or f.place == p.over for f in used
-        )
         self.dynamic = p.dynamic
         self.waiting = self._holder()
         late = [] if self.waiting is None else [other for other, _ in self.waiting.others]
@@ -222,7 +201,7 @@ class _Run:
         width = product.group_bytes([cut(*chunks[0]) for cut in self.cuts], *chunks[0])
         device = self.cuts[0].tensor.device
         places = [
-            blocks(end - begin, width, device) if self.in_blocks else [0, end - begin]
+            blocks(end - begin, width, device) if p.in_blocks else [0, end - begin]
             for begin, end in chunks
         ]
         sizes = {j - i for each in places for i, j in itertools.pairwise(each)}

@@ -86,7 +86,7 @@ def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> 
     after = reached(tangents)
     found = [
         n for n in graph.nodes
-        if n not in tried and (is_product(n) and n not in after and amplifies(n)
+        if n not in tried and ((is_product(n) and n not in after and amplifies(n))
                                or _spreads(n, tangents | after))
     ]  # fmt: skip
     return sorted(found, key=numel, reverse=True)
