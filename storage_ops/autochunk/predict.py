@@ -16,10 +16,14 @@ from storage_ops.autochunk.values import (
     leading_to,
     name_of,
     nbytes,
+    numel,
+    reached,
+    tangents_of,
     values_of,
 )
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
+_REDUCTIONS = ("sum", "reduce")
 _VIEWS = ("view", "expand", "permute", "getitem")
 
 
@@ -38,8 +42,9 @@ def peak(graph: fx.Graph) -> int:
 
     Element by element ops are fused into what reads them, as Inductor does, and exist only where a
     product, a reduction or the graph's end reads them. A value made from one of its own size that
-    nothing else reads takes over its memory.
+    nothing else reads takes over its memory, unless the loop that makes it also reduces that one.
     """
+    backward = reached(tangents_of(graph))
     alive = leading_to(ends(graph))
     nodes = [n for n in graph.nodes if n in alive]
     stored = {n for n in nodes if _is_stored(n)}
@@ -47,6 +52,7 @@ def peak(graph: fx.Graph) -> int:
     owned = {r for each in results.values() for r in each}
     sources: dict[fx.Node, set[fx.Node]] = {}
     last: dict[fx.Node, int] = {}
+    reduced: set[tuple[fx.Node, bool]] = set()
     for place, node in enumerate(nodes):
         last |= dict.fromkeys(results.get(node, ()), place)
         read: set[fx.Node] = set()
@@ -56,6 +62,8 @@ def peak(graph: fx.Graph) -> int:
         if node in stored or node.op == "output":
             for each in read:
                 last[each] = place
+        if kind_of(node) in _REDUCTIONS:
+            reduced.update((each, node in backward) for each in read)
     level = highest = 0
     dying: dict[int, list[fx.Node]] = {}
     for node, place in last.items():
@@ -63,7 +71,8 @@ def peak(graph: fx.Graph) -> int:
     for place, node in enumerate(nodes):
         if node in stored:
             level += sum(map(nbytes, results[node]))
-            gone_sizes = [nbytes(n) for n in dying.get(place, ()) if n is not node]
+            gone_sizes = [nbytes(n) for n in dying.get(place, ())
+                          if n is not node and (n, node in backward) not in reduced]  # fmt: skip
             over = kind_of(node) in _FUSED and nbytes(node) in gone_sizes
             highest = max(highest, level - over * nbytes(node) + _inside(node))
         for gone in dying.get(place, ()):
@@ -78,11 +87,18 @@ def _items(node: fx.Node) -> list[fx.Node]:
 
 def _is_stored(node: fx.Node) -> bool:
     kind = kind_of(node)
-    if node.op != "call_function" or kind in _VIEWS:
+    if node.op != "call_function":
         return False
-    if kind in _FUSED:
-        return any(kind_of(u) in ("product", "opaque") for u in _readers(node))
-    return True
+    if kind in _FUSED or kind == "expand":
+        readers = [kind_of(u) for u in _readers(node)]
+        if kind == "expand":  # no product reads one number as a matrix
+            return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
+        # On a CPU Inductor evaluates an exponential once, and not in each loop that reads it.
+        once = len(readers) > 1 and "sum" in readers and name_of(node) == "aten.exp.default"
+        if once and any(v.device.type == "cpu" for v in values_of(node)):
+            return True
+        return "product" in readers or "opaque" in readers
+    return kind not in _VIEWS
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
