@@ -20,7 +20,7 @@ from storage_ops.autochunk.program import Program
 from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
 from storage_ops.autochunk.run import in_body
-from storage_ops.autochunk.spans import LARGE, TRIES, candidates, propagate
+from storage_ops.autochunk.spans import LARGE, TRIES, candidates, is_product, propagate
 from storage_ops.autochunk.values import name_of, nbytes, numel, tangents_of
 from storage_ops.quantities import readable
 
@@ -122,7 +122,8 @@ def _chunk(
     while True:
         found = candidates(graph, set(tangents or starts(graph)), tried)
         largest = max([largest, *map(numel, found[:1])])
-        found = [n for n in found if numel(n) * LARGE > largest]
+        found = [n for n in found if numel(n) * LARGE > largest
+                 and (is_product(n) or not total.reason)]  # fmt: skip
         if not found or len(tried) == TRIES:
             break
         tried.add(found[0])

@@ -84,20 +84,21 @@ def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> 
     gradient is not part of a product's span if that is linear in the logits, such as their sum.
     """
     after = reached(tangents)
-    found = [
-        n for n in graph.nodes
-        if n not in tried and ((is_product(n) and n not in after and amplifies(n))
-                               or _spreads(n, tangents | after))
-    ]  # fmt: skip
+    upstream = after | tangents
+    results: dict[fx.Node, int] = {}  # elements of the products that a node is a factor of
+    for node in reversed(graph.nodes):
+        sizes = [numel(u) if is_product(u) else results.get(u, 0) for u in node.users]
+        results[node] = 0 if stops(node) else max(sizes, default=0)
+    found = []
+    for node in graph.nodes:
+        if is_product(node):
+            larger = node not in after and amplifies(node)
+        else:
+            given = [numel(a) for a in node.all_input_nodes if a in upstream]
+            larger = bool(given and results[node]) and numel(node) > max(*given, results[node])
+        if larger and node not in tried:
+            found.append(node)
     return sorted(found, key=numel, reverse=True)
-
-
-def _spreads(node: fx.Node, upstream: set[fx.Node]) -> bool:
-    """Whether a node makes more of upstream gradients, and is no product."""
-    given = [numel(a) for a in node.all_input_nodes if a in upstream]
-    return bool(given) and name_of(node) in rules.RULES and (
-        not stops(node) and numel(node) > max(given)
-    )  # fmt: skip
 
 
 def labels_of(node: fx.Node) -> Labelled:

@@ -129,3 +129,24 @@ def test_memory():
     assert m.peak_bytes <= 1.1 * (size / 16 + 4 * hidden * (n + classes))
     found = explain(with_z_loss, x, w, t, num_chunks=16)
     assert found.num_passes == 2 and "16 chunks, logits formed 2 times" in str(found)
+
+
+def total(x, w, t):
+    return logits(x, w).sum()
+
+
+def weighed(x, w, t):
+    return (logits(x, w) * torch.linspace(0, 1, w.shape[0])).mean()
+
+
+@pytest.mark.parametrize("f", [total, weighed], ids=lambda f: f.__name__)
+def test_an_upstream_gradient_that_is_spread_over_the_logits(f):
+    """No product leads to what the backward multiplies."""
+    torch._dynamo.reset()
+    x, w, t = arguments()
+    reports, ops = [], []
+    got = with_upstream(interpreted(f, reports=reports, ops=ops), x, w, t, 1)
+    exact = with_upstream(f, x.double(), w.double(), t, 1)
+    for ours, want in zip(got, exact, strict=True):
+        torch.testing.assert_close(ours, want.to(ours.dtype), rtol=1e-4, atol=1e-5)
+    assert ops.count("storage_ops._chunked_span.default") == 2 and reports[0].chunked
