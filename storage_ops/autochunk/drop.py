@@ -3,7 +3,7 @@
 Causal losses often form the logits of all tokens and then drop some of every sequence:
 `logits[:, :-1]`. Chunks would have to be whole sequences. But a row of a product needs one row of
 its input: `(x @ w)[:, a:b] = x[:, a:b] @ w`, so the slice moves up to the input, through what works
-on each token alone. Autograd then puts the zeros around the small gradient of the input. The result
+on each token alone. So does a mask of tokens, `logits[mask]`. Autograd then puts the zeros around the small gradient of the input. The result
 differs only where a dropped token is not finite: zero times that is zero.
 """
 
@@ -103,6 +103,20 @@ class _Kept:
         return result
 
 
+@dataclass(frozen=True)
+class _Masked:
+    """Those of all tokens for which a mask is true: `count` of them, as the last of their dimensions."""
+
+    mask: fx.Node
+    count: Size
+
+    def sizes(self, sizes: Sequence[Size], rows: Rows) -> list[Size]:
+        """The sizes of what is kept of a value of these sizes."""
+        if not same(rows.per, 1):
+            raise Conflict("keeps parts of groups")
+        return [*sizes[: rows.lo], *[1] * (rows.hi - rows.lo - 1), self.count, *sizes[rows.hi :]]
+
+
 class _Reach:
     """What a product leads to, up to the slices.
 
@@ -115,12 +129,14 @@ class _Reach:
     def __init__(self, graph: fx.Graph, amplifier: fx.Node):
         self.amplifier = amplifier
         self.rows: dict[fx.Node, Rows] = {amplifier: Rows(0, 1)}
-        self.kept: _Kept | None = None
+        self.kept: _Kept | _Masked | None = None
         self.slices: list[fx.Node] = []
         after = reached([amplifier])
         for node in graph.nodes:
             known = [a for a in node.all_input_nodes if a in self.rows]
-            if node not in after or not is_tensor(node) or not known or self.take_slice(node):
+            if node not in after or not is_tensor(node) or not known:
+                continue
+            if self.take_mask(node) or self.take_slice(node):
                 continue
             try:
                 found = follow(node, known[0], self.rows[known[0]])
@@ -128,6 +144,22 @@ class _Reach:
                 continue
             if isinstance(found, Rows):
                 self.rows[node] = found
+
+    def take_mask(self, node: fx.Node) -> bool:
+        """Whether a node keeps the tokens of a mask; the first one says which."""
+        if name_of(node) != "aten.index.Tensor":
+            return False
+        source, (mask, *others) = node.args[:2]  # type: ignore[misc]
+        rows = self.rows.get(source)  # type: ignore[arg-type]
+        if rows is None or others or mask is None or mask.meta["val"].dtype != torch.bool:
+            return False
+        if rows.lo or not same(math.prod(shape(mask)), shape(self.amplifier)[0]):
+            raise Conflict("drops parts of tokens", node)
+        self.kept = self.kept or _Masked(mask, shape(node)[0])
+        if not isinstance(self.kept, _Masked) or self.kept.mask is not mask:
+            raise Conflict("keeps other tokens", node)
+        self.slices.append(node)
+        return True
 
     def take_slice(self, node: fx.Node) -> bool:
         """Whether a node drops tokens; the first one says which."""
@@ -149,7 +181,11 @@ class _Reach:
             )
             if same(self.kept.count, 0):
                 raise Conflict("keeps no tokens", node)
-        if tuple(bounds) != self.kept.bounds or self.kept.place(sizes, rows) != dim:
+        if (
+            not isinstance(self.kept, _Kept)
+            or tuple(bounds) != self.kept.bounds
+            or self.kept.place(sizes, rows) != dim
+        ):
             raise Conflict("keeps other tokens", node)
         self.slices.append(node)
         return True
@@ -158,11 +194,12 @@ class _Reach:
 class _Moving:
     """Moves slices up."""
 
-    def __init__(self, graph: fx.Graph, reach: _Reach, kept: _Kept):
+    def __init__(self, graph: fx.Graph, reach: _Reach, kept: _Kept | _Masked):
         self.graph, self.reach, self.kept = graph, reach, kept
         self.amplifier = reach.amplifier
         # Sizes come from what the product is made of: all else may come later where this is put.
-        later = set(graph.nodes) - leading_to([self.amplifier])
+        made_of = [self.amplifier, *([kept.mask] if isinstance(kept, _Masked) else [])]
+        later = set(graph.nodes) - leading_to(made_of)
         self.builder = Builder(graph, [self.amplifier], later)
         self.call = self.builder.call
         self.parts: dict[fx.Node, fx.Node] = {}
@@ -170,7 +207,7 @@ class _Moving:
 
     def run(self) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
         """The product of the tokens that are kept, and what takes the place of the slices."""
-        replaced = {node: self.part(node.args[0]) for node in self.reach.slices}
+        replaced = {node: self.of_shape(self.part(node.args[0]), node) for node in self.reach.slices}
         if self.amplifier in leading_to(ends(self.graph), replaced):
             raise Conflict("is read for tokens that are dropped elsewhere", self.amplifier)
         for node, value in replaced.items():
@@ -227,12 +264,25 @@ class _Moving:
                 raise Conflict("would be read whole", arg)
             return self.form(arg, rows)
         sizes, kept = shape(arg), self.kept
+        if isinstance(kept, _Masked):
+            # Indexed by the mask itself: what else the function indexes by it has as many tokens.
+            split = [*sizes[: rows.lo], *shape(kept.mask), *sizes[rows.hi :]]
+            whole = arg if split == sizes else self.reshape(arg, split)
+            part = self.call(_ATEN.index.Tensor, whole, [None] * rows.lo + [kept.mask])
+            self.builder.size.known.setdefault(str(kept.count), (part, rows.lo))
+            return self.reshape(part, kept.sizes(sizes, rows))
         dim = kept.place(sizes, rows)
         if dim is not None:
             return self.call(_ATEN.slice.Tensor, arg, dim, *kept.bounds)
         split = [*sizes[: rows.lo], kept.outer, kept.tokens, kept.inner, *sizes[rows.hi :]]
         part = self.call(_ATEN.slice.Tensor, self.reshape(arg, split), rows.lo + 1, *kept.bounds)
         return self.reshape(part, kept.sizes(sizes, rows))
+
+    def of_shape(self, part: fx.Node, node: fx.Node) -> fx.Node:
+        """A value in the shape of a node: a mask makes one dimension of all that tokens have."""
+        if len(shape(part)) == len(shape(node)):
+            return part
+        return self.reshape(part, [-1, *shape(node)[1:]])
 
     def reshape(self, node: fx.Node, sizes: list[Size]) -> fx.Node:
         return self.call(_ATEN.reshape.default, node, self.numbers(sizes))

@@ -90,6 +90,23 @@ def products(graph: fx.Graph) -> list[fx.Node]:
     return sorted(found, key=found.__getitem__, reverse=True)
 
 
+def forget_bounds(graph: fx.Graph) -> None:
+    """Drop Dynamo's checks that a mask keeps no more than there is: they read the logits' size."""
+    for check in [n for n in graph.nodes if str(n.target) == "aten._assert_scalar.default"]:
+        (bound,) = check.all_input_nodes or [check]
+        (size,) = bound.all_input_nodes if len(bound.all_input_nodes) == 1 else [check]
+        if str(size.target) != "aten.sym_size.int":
+            continue
+        kept = size.args[0]
+        mask = kept.args[1] if _name(kept) == "getitem" else None
+        if not isinstance(mask, fx.Node) or not _is_tensor(mask) or _value(mask).dtype != torch.bool:
+            continue
+        if (_name(bound), bound.args[1]) in (("ge", 0), ("le", numel(mask))):
+            for node in (check, bound, size):
+                if not node.users:
+                    graph.erase_node(node)
+
+
 def _end(nodes: list[fx.Node]) -> int:
     """How many nodes there are until a number is all that the others read; 0 if that never is."""
     place = {node: i for i, node in enumerate(nodes)}

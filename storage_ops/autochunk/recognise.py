@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import fx
 
 from storage_ops.autochunk.drop import Dropped, drop
 from storage_ops.autochunk.edit import Builder, Undo
-from storage_ops.autochunk.forward import Forward, Splice, products, put, slice_of, sweep
+from storage_ops.autochunk.forward import Forward, Splice, forget_bounds, products, put, slice_of, sweep
 from storage_ops.autochunk.head import Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
@@ -67,6 +67,7 @@ def recognise(
     general: list[tuple[Forward, Dropped]] = []
     if in_body():
         return found
+    forget_bounds(gm.graph)
     for product in products(gm.graph)[:TRIES]:
         size, largest = numel(product), max(largest, numel(product))
         small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
@@ -112,8 +113,11 @@ def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[Callable[[Forward], No
         graph.lint()
         sweep(forward)
 
+    sizes = product.meta["example_value"].fake_mode.shape_env
     try:
-        yield done
+        # Masks make sizes in what is only tried, which the graph does not have.
+        with sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext():
+            yield done
     except Conflict as conflict:
         undo()
         log.debug("%s: no linear cross-entropy, %s: %s", product, conflict.node, conflict)
