@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import logging
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -61,9 +62,12 @@ def apply(
     strict: bool,
     visible: int | None = None,
     recognised: Recognised = NOTHING,
+    graph_break: str = "",
 ) -> Report:
     """Chunk a graph in place; report, warn or raise where that is not possible."""
     report = chunk_graph(graph, num_chunks, memory_budget, visible, recognised)
+    if not report.chunked:
+        report.reason += graph_break
     reports = _reports.get()
     if reports is not None:
         reports.append(report)
@@ -187,7 +191,7 @@ def _circumstances() -> list[Any]:
 
 def _make_pass(
     options: tuple[int | None, int | None, bool], visible: int, earlier: Any,
-    recognised: Recognised = NOTHING, words: Words | None = None,
+    recognised: Recognised = NOTHING, words: Words | None = None, graph_break: str = "",
 ) -> Any:  # fmt: skip
     """A pass for Inductor's joint graph, with an id that its caches can keep."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -196,13 +200,13 @@ def _make_pass(
         if earlier is not None:
             earlier(graph)
         with (words or Words()).heard() as reasons:
-            reasons.append(apply(graph, *options, visible, recognised).reason)
+            reasons.append(apply(graph, *options, visible, recognised, graph_break).reason)
 
     def uuid() -> str | None:
         if _reports.get() is not None:
             return None  # explain must see the graph, which a cache would keep from it
         logs = log.isEnabledFor(logging.DEBUG)  # what was not said cannot be repeated
-        known = options, visible, astuple(recognised), _circumstances(), logs
+        known = options, visible, astuple(recognised), _circumstances(), logs, graph_break
         own = f"{_source_hash()}{json.dumps(known)}"
         if earlier is None:
             return own
@@ -210,6 +214,16 @@ def _make_pass(
         return f"{own}{earlier.uuid()}" if isinstance(earlier, CustomGraphPass) else None
 
     return _pass(run, uuid)
+
+
+def _graph_break(gm: fx.GraphModule) -> str:
+    """Where and why Dynamo's graph ends before the function does; empty if it does not."""
+    end = getattr(gm, "compile_subgraph_reason", None)
+    if end is None or not end.graph_break:
+        return ""
+    said = end.reason.partition("Developer debug context")[0].partition("For more information")[0]
+    place = "".join(f" at {at.filename}:{at.lineno}" for at in end.user_stack[-1:])
+    return f"; the graph breaks{place}: {textwrap.shorten(said, 400)}"
 
 
 def _pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) -> Any:
@@ -264,7 +278,7 @@ def backend(
     chosen = checked(*own)
     recognised = recognise(gm, chosen[0], chosen[1])
     words = Words()
-    patches[_PASS] = _make_pass(chosen, visible, earlier, recognised, words)
+    patches[_PASS] = _make_pass(chosen, visible, earlier, recognised, words, _graph_break(gm))
     if patches.get(_LATER, getattr(config, _LATER)) is None:  # else a warm cache says nothing
         patches[_LATER] = _pass(lambda graph: words.count(), lambda: "storage_ops.autochunk")
     compiled: Any = compile_fx(

@@ -3,8 +3,9 @@
 Causal losses often form the logits of all tokens and then drop some of every sequence:
 `logits[:, :-1]`. Chunks would have to be whole sequences. But a row of a product needs one row of
 its input: `(x @ w)[:, a:b] = x[:, a:b] @ w`, so the slice moves up to the input, through what works
-on each token alone. So does a mask of tokens, `logits[mask]`. Autograd then puts the zeros around the small gradient of the input. The result
-differs only where a dropped token is not finite: zero times that is zero.
+on each token alone. So does a mask of tokens, as in `logits[mask]`. Autograd then puts the zeros
+around the small gradient of the input. The result differs only where a dropped token is not finite:
+zero times that is zero.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Masked:
-    """Those of all tokens for which a mask is true: `count` of them, as the last of their dimensions."""
+    """Tokens for which a mask is true: `count` of them, in the last dimension that tokens have."""
 
     mask: fx.Node
     count: Size
@@ -153,7 +154,8 @@ class _Reach:
         rows = self.rows.get(source)  # type: ignore[arg-type]
         if rows is None or others or mask is None or mask.meta["val"].dtype != torch.bool:
             return False
-        if rows.lo or not same(math.prod(shape(mask)), shape(self.amplifier)[0]):
+        every = same(math.prod(shape(mask)), shape(self.amplifier)[0])
+        if rows.hi != len(shape(mask)) or not every:
             raise Conflict("drops parts of tokens", node)
         self.kept = self.kept or _Masked(mask, shape(node)[0])
         if not isinstance(self.kept, _Masked) or self.kept.mask is not mask:
@@ -207,7 +209,9 @@ class _Moving:
 
     def run(self) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
         """The product of the tokens that are kept, and what takes the place of the slices."""
-        replaced = {node: self.of_shape(self.part(node.args[0]), node) for node in self.reach.slices}
+        replaced = {
+            node: self.of_shape(self.part(node.args[0]), node) for node in self.reach.slices
+        }
         if self.amplifier in leading_to(ends(self.graph), replaced):
             raise Conflict("is read for tokens that are dropped elsewhere", self.amplifier)
         for node, value in replaced.items():

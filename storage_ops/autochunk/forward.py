@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.prepare import decompose
-from storage_ops.autochunk.values import leading_to, numel, reached
+from storage_ops.autochunk.values import is_hinted, leading_to, numel, reached
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph
@@ -99,7 +99,11 @@ def forget_bounds(graph: fx.Graph) -> None:
             continue
         kept = size.args[0]
         mask = kept.args[1] if _name(kept) == "getitem" else None
-        if not isinstance(mask, fx.Node) or not _is_tensor(mask) or _value(mask).dtype != torch.bool:
+        if (
+            not isinstance(mask, fx.Node)
+            or not _is_tensor(mask)
+            or _value(mask).dtype != torch.bool
+        ):
             continue
         if (_name(bound), bound.args[1]) in (("ge", 0), ("le", numel(mask))):
             for node in (check, bound, size):
@@ -131,7 +135,9 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> Forward:
     if len(nodes) > MOST or any(_is_product(n) for n in nodes[1:]):
         raise Conflict("leads to more than a loss", product)
     loss = nodes[-1] if end else None
-    run = set(nodes) | _of_integers(nodes)
+    run = set(nodes)
+    if all(is_hinted(s) for n in nodes if _is_tensor(n) for s in _value(n).shape):
+        run |= _of_integers(nodes)  # a mask that is formed again keeps another number of tokens
     order = list(gm.graph.nodes)
     inside = order[order.index(nodes[0]) : order.index(nodes[-1])]
     for node in [*run, *inside]:
@@ -309,10 +315,10 @@ def put(forward: Forward, replaced: dict[fx.Node, fx.Node]) -> None:
     late = reached(new) | new
     splice = Splice(forward, forward.product)
     for node, value in values.items():
-        first = value in late and any(
+        first = value is not forward.values[node] or any(
             a in values and values[a] not in late for a in node.all_input_nodes
         )
-        if first and value in leading_to([forward.output]):
+        if value in late and first and value in leading_to([forward.output]):
             splice.before = node
             node.replace_all_uses_with(splice.copy(value))
     for node in splice.made:

@@ -23,7 +23,15 @@ from torch import fx
 
 from storage_ops.autochunk.drop import Dropped, drop
 from storage_ops.autochunk.edit import Builder, Undo
-from storage_ops.autochunk.forward import Forward, Splice, forget_bounds, products, put, slice_of, sweep
+from storage_ops.autochunk.forward import (
+    Forward,
+    Splice,
+    forget_bounds,
+    products,
+    put,
+    slice_of,
+    sweep,
+)
 from storage_ops.autochunk.head import Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log

@@ -137,6 +137,9 @@ def chunked_span(
     body = body_of(program)
     p = body.program
     device = next(t.device for t in inputs)
+    if groups == 0:  # as where a mask keeps no token: sums of nothing
+        return [torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+                for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True)]  # fmt: skip
     # Compiled chunks are guarded by the dispatch keys in force, which differ between a forward, a
     # backward and a plain call: without these guards each would compile anew. torch's own compiled
     # functions run in the same way, under the same two names in 2.10, 2.13 and 2.15; there is no

@@ -100,12 +100,15 @@ def leading_to(
     return found
 
 
+def is_hinted(size: Size) -> bool:
+    """Whether a size is known, if only for an example; what a mask keeps is not."""
+    return isinstance(size, int) or bool(size.node.has_hint())
+
+
 def hint(size: Size) -> int:
     """A size as a number: that of the example if it is symbolic, else the most there can be."""
-    if isinstance(size, int):
-        return size
-    if size.node.has_hint():
-        return int(size.node.hint)
+    if is_hinted(size):
+        return size if isinstance(size, int) else int(size.node.hint)
     most = size.node.shape_env.bound_sympy(size.node.expr).upper  # of what a mask keeps: all
     return int(most) if most.is_Integer else _UNBOUNDED
 
