@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def peak(graph: fx.Graph) -> int:
     backward = reached(tangents_of(graph))
     alive = leading_to(ends(graph))
     nodes = [n for n in graph.nodes if n in alive]
-    stored = {n for n in nodes if _is_stored(n)}
+    stored = {n for n in nodes if _is_stored(n, backward)}
     results = {n: _items(n) or [n] for n in stored}  # several have a life each
     owned = {r for each in results.values() for r in each}
     sources: dict[fx.Node, set[fx.Node]] = {}
@@ -85,7 +86,7 @@ def _items(node: fx.Node) -> list[fx.Node]:
     return [u for u in node.users if name_of(u) == "getitem"]
 
 
-def _is_stored(node: fx.Node) -> bool:
+def _is_stored(node: fx.Node, backward: Container[fx.Node]) -> bool:
     kind = kind_of(node)
     if node.op != "call_function":
         return False
@@ -93,12 +94,20 @@ def _is_stored(node: fx.Node) -> bool:
         readers = [kind_of(u) for u in _readers(node)]
         if kind == "expand":  # no product reads one number as a matrix
             return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
-        # On a CPU Inductor evaluates an exponential once, and not in each loop that reads it.
-        once = len(readers) > 1 and "sum" in readers and name_of(node) == "aten.exp.default"
-        if once and any(v.device.type == "cpu" for v in values_of(node)):
-            return True
-        return "product" in readers or "opaque" in readers
+        once = "sum" in readers and evaluated_once(node, backward)
+        return "product" in readers or "opaque" in readers or once
     return kind not in _VIEWS
+
+
+def evaluated_once(node: fx.Node, backward: Container[fx.Node] = ()) -> bool:
+    """Whether Inductor stores an exponential, and does not evaluate it in each loop that reads it.
+
+    It does so on a CPU, for each of the graphs into which a joint graph is split.
+    """
+    if name_of(node) != "aten.exp.default" or values_of(node)[0].device.type != "cpu":
+        return False
+    late = [u in backward for u in _readers(node)]
+    return late.count(True) > 1 or late.count(False) > 1
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
