@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from torch import fx
@@ -20,17 +21,9 @@ from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
 from storage_ops.autochunk.run import in_body
-from storage_ops.autochunk.spans import LARGE, TRIES, candidates, propagate
+from storage_ops.autochunk.spans import LARGE, TRIES, candidates, is_product, propagate
 from storage_ops.autochunk.sums import Term, add_up
-from storage_ops.autochunk.values import (
-    ends,
-    leading_to,
-    name_of,
-    nbytes,
-    numel,
-    reached,
-    tangents_of,
-)
+from storage_ops.autochunk.values import ends, leading_to, name_of, nbytes, numel, tangents_of
 from storage_ops.quantities import readable
 
 
@@ -45,6 +38,7 @@ class Report:
     Attributes:
         chunked: whether a span of it is evaluated in chunks.
         num_chunks: into how many; 0 if it is not.
+        num_passes: how often the logits are formed.
         reason: why it is not; empty if it is.
         error: what was raised where nothing should be, and is the reason.
         peak_before: predicted bytes that are held at most above the inputs.
@@ -53,6 +47,7 @@ class Report:
 
     chunked: bool = False
     num_chunks: int = 0
+    num_passes: int = 0
     reason: str = ""
     error: Exception | None = None
     peak_before: int = 0
@@ -124,12 +119,14 @@ def _chunk(
     total.peak_before = total.peak_after + recognised.saved
     total.num_chunks, largest = recognised.num_chunks, recognised.largest
     total.chunked = total.num_chunks > 0
+    total.num_passes = int(total.chunked)
     tries, tried = 0, set[fx.Node]()
     while True:
-        found = candidates(graph, reached(tangents or starts(graph)) | tried)
+        found = candidates(graph, set(tangents or starts(graph)), tried)
         found.sort(key=work.whole, reverse=True)
         largest = max([largest, *map(work.whole, found[:1])])
-        found = [n for n in found if work.whole(n) * LARGE > largest]
+        found = [n for n in found if work.whole(n) * LARGE > largest
+                 and (is_product(n) or not total.reason)]  # fmt: skip
         if not found or tries == TRIES:
             break
         tries += 1
@@ -142,16 +139,18 @@ def _chunk(
             _fail(total, outcome.error)
         else:
             graph.eliminate_dead_code()
-            total.chunked, total.num_chunks = True, max(outcome.count, total.num_chunks)
+            total.chunked = True
+            total.num_chunks = max([total.num_chunks, *outcome.counts])
+            total.num_passes = max(total.num_passes, len(outcome.counts))
             total.peak_after = outcome.peak
     total.reason = total.reason or "no matrix product is larger than its input"
 
 
 @dataclass
 class _Outcome:
-    """What became of an amplifier: a number of chunks and the peak, or an error and no change."""
+    """What became of an amplifier: the chunks of each pass and the peak, or an error, no change."""
 
-    count: int = 0
+    counts: Sequence[int] = ()
     peak: int = 0
     error: Exception | None = None
 
@@ -186,13 +185,15 @@ class _Work:
             self.check(amplifier)
             for product in found:
                 tangents = prepare(self.graph, product, self.tangents) or tangents
-                if product not in self.parts:
+                if product not in self.parts and is_product(product):
                     parts = take_apart(self.graph, product)
                     self.parts.update(dict.fromkeys([product, *parts], parts))
             terms: list[Term] = []
-            for part in self.parts[amplifier]:
+            for part in self.parts.get(amplifier, [amplifier]):
                 if part in leading_to(ends(self.graph)):
-                    outcome.count += self.rewrite(part, tangents, terms)
+                    counts = self.rewrite(part, tangents, terms)
+                    both = zip_longest(outcome.counts, counts, fillvalue=0)
+                    outcome.counts = list(map(sum, both))
                     retire(self.graph)
             add_up(self.graph, terms)
             self.graph.lint()
@@ -227,8 +228,8 @@ class _Work:
         whole = sum(sum(map(numel, parts)) for parts in {id(p): p for p in known}.values())
         return -(-self.num_chunks * sum(map(numel, amplifiers)) // whole)
 
-    def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node], terms: list[Term]) -> int:
-        """Chunk what an amplifier leads to; into how many chunks. Its sums join the terms."""
+    def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node], terms: list[Term]) -> list[int]:
+        """Chunk what an amplifier leads to; in how many chunks for each pass. Sums join the terms."""
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
         span = propagate(graph, amplifier, self.count)
@@ -241,7 +242,7 @@ class _Work:
         count = None if self.num_chunks is None else self.count(span.amplifiers)
         counts = rewrite(graph, span, ordered, Limits(count, budget), terms)
         mutations.check_order(graph)
-        return max(counts)
+        return counts
 
 
 def _check_saving(graph: fx.Graph, elements: int) -> None:

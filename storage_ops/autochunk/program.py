@@ -20,6 +20,10 @@ _TYPES = {
 }
 
 
+BLOCK = {"cpu": 2 << 20, "cuda": 64 << 20}  # bytes of a product that the body works on at a time
+LEAST = 32 << 10
+
+
 class Slice(NamedTuple):
     """How an input is cut, or an output put together: dimensions lo to hi - 1 are rows."""
 
@@ -93,6 +97,12 @@ class Program(NamedTuple):
         count = self.count(groups)
         return [i * groups // count for i in range(count + 1)]
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether nothing but products leaves the body as a whole."""
+        used = [f for spec in self.outputs for f in spec.factors or ()]
+        return bool(self.formed) and all(f.source == "input" or f.place in self.over for f in used)
+
     def waits(
         self, output: Output, sizes: Sequence[int], inputs: Sequence[tuple[Sequence[int], int]]
     ) -> bool:
@@ -137,6 +147,19 @@ class Program(NamedTuple):
         """How many integers the body takes."""
         given = [kind for kind, *_ in self.body if kind == "input"]
         return len(given) - len(self.inputs) - len(self.formed)
+
+
+def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
+    """Where blocks of a chunk of so many groups begin, and the end of the last.
+
+    A block stays in a processor's cache while the body works on it, and what the body stores on the
+    way is no larger. Blocks are equal if that takes at most twice as many of them.
+    """
+    total = size * group_bytes
+    most = min(BLOCK.get(device.type, BLOCK["cuda"]), max(total // 16, LEAST))
+    least = max(1, min(size, -(-total // most)))
+    count = next((n for n in range(least, 2 * least + 1) if size % n == 0), least)
+    return [i * size // count for i in range(count + 1)]
 
 
 def encode(programs: Sequence[Program]) -> str:

@@ -26,7 +26,7 @@ from storage_ops.autochunk.lattice import Conflict, Rows, canonical, equal, less
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.prepare import Mutations
 from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.spans import axes_of, stops
+from storage_ops.autochunk.spans import rows_of, stops
 from storage_ops.autochunk.tokens import Tokens, exactly, length
 from storage_ops.autochunk.values import Size, ends, is_zero, leading_to, name_of, shape
 
@@ -58,10 +58,10 @@ def leave_out(graph: fx.Graph, product: fx.Node) -> fx.Node:
 
 def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | None:
     """The products of one more cut, of which there is one if `small`; None: nothing is changed."""
-    for axis, stacks in itertools.product(axes_of(product), (True, False)):
+    for first, stacks in itertools.product(rows_of(product), (True, False)):
         undo, mutations = Undo(graph), Mutations(graph)
         try:
-            tokens = Tokens(graph, product, axis, small, stacks)
+            tokens = Tokens(graph, product, first, small, stacks)
             if not tokens.links:
                 return None
             found = _Parts(graph, tokens).run()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,14 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.edit import Builder, Undo
-from storage_ops.autochunk.forward import Forward, Splice, products, slice_of, sweep
+from storage_ops.autochunk.forward import (
+    Forward,
+    Splice,
+    forget_bounds,
+    products,
+    slice_of,
+    sweep,
+)
 from storage_ops.autochunk.head import Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
@@ -66,6 +73,7 @@ def recognise(
     found, largest, graph = Recognised(), 0, gm.graph
     if in_body():
         return found
+    forget_bounds(graph)
     for product in products(graph)[:TRIES]:
         size, largest = numel(product), max(largest, numel(product))
         small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
@@ -98,8 +106,11 @@ def _amplifier(forward: Forward) -> fx.Node:
 def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
     """Undo changes of a graph that fail."""
     undo = Undo(graph)
+    sizes = product.meta["example_value"].fake_mode.shape_env
     try:
-        yield
+        # Masks make sizes in what is only tried, which the graph does not have.
+        with sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext():
+            yield
     except Conflict as conflict:
         undo()
         log.debug("%s: no linear cross-entropy, %s: %s", product, conflict.node, conflict)

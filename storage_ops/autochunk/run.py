@@ -20,15 +20,12 @@ from storage_ops.autochunk.program import (
     Factor,
     Output,
     Program,
+    blocks,
     decode,
     decode_graph,
     encode,
     results_of,
 )
-
-BLOCK = {"cpu": 2 << 20, "cuda": 64 << 20}  # bytes of a product that the body works on at a time
-LEAST = 32 << 10
-
 
 _in_body: ContextVar[bool] = ContextVar("in_body", default=False)
 
@@ -149,19 +146,6 @@ def shapes_of(programs: Sequence[Program], sizes: Sequence[Any]) -> list[list[An
     return shapes
 
 
-def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
-    """Where blocks of a chunk of so many groups begin, and the end of the last.
-
-    A block stays in a processor's cache while the body works on it, and what the body stores on the
-    way is no larger. Blocks are equal if that takes at most twice as many of them.
-    """
-    total = size * group_bytes
-    most = min(BLOCK.get(device.type, BLOCK["cuda"]), max(total // 16, LEAST))
-    least = max(1, min(size, -(-total // most)))
-    count = next((n for n in range(least, 2 * least + 1) if size % n == 0), least)
-    return [i * size // count for i in range(count + 1)]
-
-
 def chunked_span(
     inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[int], groups: Sequence[int],
     program: str,
@@ -199,7 +183,8 @@ def chunked_span(
                     per = 1 if spec.rows is None else _number(spec.rows.per, numbers)
                     results[spec.place] = Result(spec, shape, per, device)
             mine = [(spec, results[spec.place]) for spec in p.outputs]
-            _Run(p, body, cuts, numbers, mine)(ends)
+            if count:  # a mask may keep no token
+                _Run(p, body, cuts, numbers, mine)(ends)
             for _, result in mine:
                 if isinstance(result, Waiting):
                     result.settle()
@@ -215,10 +200,6 @@ class _Run:
     ) -> None:  # fmt: skip
         self.body, self.cuts, self.ints, self.results = body, cuts, ints, results
         self.program = p = program
-        used = [f for spec in p.outputs for f in spec.factors or ()]
-        self.in_blocks = bool(p.formed) and all(
-            f.source == "input" or f.place in p.over for f in used
-        )
         self.dynamic = p.dynamic
         self.waiting = self._holders()
         late = [other for held in self.waiting.values() for other, _ in held.others]
@@ -250,7 +231,7 @@ class _Run:
         width = sum(product.group_bytes(first, *chunks[0]) for product in products)
         device = self.cuts[0].tensor.device
         places = [
-            blocks(end - begin, width, device) if self.in_blocks else [0, end - begin]
+            blocks(end - begin, width, device) if p.in_blocks else [0, end - begin]
             for begin, end in chunks
         ]
         sizes = {j - i for each in places for i, j in itertools.pairwise(each)}

@@ -78,15 +78,34 @@ def amplifies(node: fx.Node) -> bool:
     return numel(node) > numel(left)
 
 
-def candidates(graph: fx.Graph, ignored: set[fx.Node]) -> list[fx.Node]:
-    """Products that are larger than their left factor, the largest first."""
-    found = [n for n in graph.nodes if is_product(n) and n not in ignored and amplifies(n)]
+def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> list[fx.Node]:
+    """What is larger than all that it is made of, the largest first.
+
+    Products, as they lead to a loss, and upstream gradients that are expanded or scattered; such a
+    gradient is not part of a product's span if that is linear in the logits, such as their sum.
+    """
+    after = reached(tangents)
+    upstream = after | tangents
+    results: dict[fx.Node, int] = {}  # elements of the products that a node is a factor of
+    for node in reversed(graph.nodes):
+        sizes = [numel(u) if is_product(u) else results.get(u, 0) for u in node.users]
+        results[node] = 0 if stops(node) else max(sizes, default=0)
+    found = []
+    for node in graph.nodes:
+        if is_product(node):
+            larger = node not in after and amplifies(node)
+        else:
+            given = [numel(a) for a in node.all_input_nodes if a in upstream]
+            larger = bool(given and results[node]) and numel(node) > max(*given, results[node])
+        if larger and node not in tried:
+            found.append(node)
     return sorted(found, key=numel, reverse=True)
 
 
-def axes_of(product: fx.Node) -> list[int]:
-    """The dimensions of a product that may be its tokens."""
-    return [1, 0] if "bmm" in name_of(product) else [0]
+def rows_of(amplifier: fx.Node) -> list[Rows]:
+    """The dimensions of an amplifier that may be its tokens."""
+    last = len(shape(amplifier)) - 1
+    return [Rows(1, 2), Rows(0, 1)] if "bmm" in name_of(amplifier) else [Rows(0, max(last, 1))]
 
 
 def labels_of(node: fx.Node) -> Labelled:
@@ -304,9 +323,9 @@ def propagate(
         Conflict: there is none, and why.
     """
     conflict: Conflict | None = None
-    for axis in axes_of(amplifier):
+    for rows in rows_of(amplifier):
         try:
-            return _propagate_along(graph, {amplifier: Rows(axis, axis + 1)}, chunks)
+            return _propagate_along(graph, {amplifier: rows}, chunks)
         except Conflict as error:
             conflict = conflict or error
     assert conflict is not None

@@ -51,17 +51,17 @@ class Tokens:
     """
 
     def __init__(
-        self, graph: fx.Graph, product: fx.Node, axis: int, small: bool, stacks: bool
+        self, graph: fx.Graph, product: fx.Node, first: Rows, small: bool, stacks: bool
     ) -> None:
         """Find them. `small`: cut what is not wide as well. `stacks`: tokens stand beside others
         in a stack, and do not follow on them."""
         self.graph, self.product, self.small, self.stacks = graph, product, small, stacks
         self.after = reached([product], lambda n: not stops(n)) & leading_to(ends(graph))
-        self.width = numel(product) // max(hint(shape(product)[axis]), 1)
+        self.width = numel(product) // max(hint(shape(product)[first.lo]), 1)
         self.sums: dict[fx.Node, fx.Node] = {}
         self.links: dict[fx.Node, tuple[Rows, list[Link]]] = {}
         self.cuts: dict[fx.Node, list[Size]] = {}
-        first, self.outer = Rows(axis, axis + 1), 1
+        self.outer: Size = 1
         self.rows = {product: first}
         self._follow(link=False)
         self.rows, found = {product: replace(first, outer=self.outer)}, 0
