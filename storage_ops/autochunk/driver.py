@@ -248,7 +248,7 @@ class _Work:
 def _check_saving(graph: fx.Graph, elements: int) -> None:
     """Raise if sums over chunks take more memory than a whole product does in fp32."""
     whole = 4 * elements
-    for node in graph.nodes:
+    for node in leading_to(ends(graph)):
         if name_of(node) == "storage_ops._chunked_span.default":
             sums = wide_sums(node)
             if sums > whole:
