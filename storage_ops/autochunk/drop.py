@@ -150,8 +150,9 @@ class _Reach:
         """Whether a node keeps the tokens of a mask; the first one says which."""
         if name_of(node) != "aten.index.Tensor":
             return False
-        source, (mask, *others) = node.args[:2]  # type: ignore[misc]
-        rows = self.rows.get(source)  # type: ignore[arg-type]
+        given: Any = node.args[:2]
+        source, (mask, *others) = given
+        rows = self.rows.get(source)
         if rows is None or others or mask is None or mask.meta["val"].dtype != torch.bool:
             return False
         every = same(math.prod(shape(mask)), shape(self.amplifier)[0])
