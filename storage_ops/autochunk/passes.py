@@ -25,7 +25,7 @@ class Turn(NamedTuple):
     """A pass over the tokens: the backward ones come last, and find all of the forward's there."""
 
     backward: bool
-    index: int
+    number: int
 
 
 @dataclass
@@ -99,7 +99,7 @@ def _turns(
 
     def whole(arg: fx.Node) -> Turn:
         if arg in inside and arg not in outside:
-            return inside[arg]._replace(index=inside[arg].index + 1)
+            return inside[arg]._replace(number=inside[arg].number + 1)
         return outside.get(arg, Turn(False, 0))
 
     for node in graph.nodes:
