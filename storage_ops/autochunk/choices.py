@@ -1,9 +1,13 @@
-"""Ops that only choose: ranges along one dimension, from one or several arguments, or zeros."""
+"""Ops that only choose: ranges along one dimension, from one or several arguments, or zeros.
+
+A mask chooses as well. What it keeps counts as a range: the first, were the tokens in another order.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from storage_ops.autochunk.lattice import same
@@ -30,6 +34,19 @@ def choice_of(node: fx.Node) -> tuple[int, list[Link]] | None:
     elif name_of(node) in ("aten.slice.Tensor", "aten.slice_scatter.default"):
         found = _cut_out(node, given[0])
     return found and (found[0], [x for x in found[1] if not same(x.begin, x.end)])
+
+
+def mask_of(node: fx.Node) -> tuple[int, fx.Node] | None:
+    """The mask by which an op takes what it keeps, or puts that into zeros, and from which dim on."""
+    given: Any = node.args
+    if name_of(node) == "aten.index_put.default":
+        known = is_zero(given[0])
+    else:
+        known = name_of(node) == "aten.index.Tensor"
+    if not known or any(index is not None for index in given[1][:-1]):
+        return None
+    mask = given[1][-1]
+    return (len(given[1]) - 1, mask) if mask.meta["val"].dtype == torch.bool else None
 
 
 def _put_together(node: fx.Node, sources: list[fx.Node]) -> tuple[int, list[Link]]:

@@ -154,12 +154,12 @@ class Undo:
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
-        self.nodes = [(node, node.args, node.kwargs) for node in graph.nodes]
+        self.nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
 
     def __call__(self) -> None:
-        """Undo all changes of arguments and of the order, and drop nodes that are new."""
-        for node, args, kwargs in self.nodes:
-            node.args, node.kwargs = args, kwargs
+        """Undo all changes of nodes and of their order, and drop nodes that are new."""
+        for node, args, kwargs, meta in self.nodes:
+            node.args, node.kwargs, node.meta = args, kwargs, meta
         known = {node for node, *_ in self.nodes}
         unused = [n for n in self.graph.nodes if n not in known and not n.users]
         while unused:

@@ -9,12 +9,14 @@ from dataclasses import replace
 
 from torch import fx
 
-from storage_ops.autochunk.choices import Link, choice_of
+from storage_ops.autochunk.choices import Link, choice_of, mask_of
 from storage_ops.autochunk.lattice import (
     Conflict,
     Partial,
     Rows,
+    Spread,
     canonical,
+    equal,
     less,
     quotient,
     reshape,
@@ -22,7 +24,7 @@ from storage_ops.autochunk.lattice import (
 )
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.spans import LARGE, follow, stops
+from storage_ops.autochunk.spans import LARGE, follow, read, stops
 from storage_ops.autochunk.values import (
     Size,
     ends,
@@ -47,6 +49,7 @@ class Tokens:
         rows: where the tokens are, in all that has them there, and in what is wide and read beside.
         sums: over tokens, and what is summed.
         links: of ops that choose tokens where they are there, and what they choose.
+        mask: what keeps them, if that is what chooses; `kept` of them are the first range then.
         cuts: where ranges begin, after the first.
     """
 
@@ -61,6 +64,9 @@ class Tokens:
         self.sums: dict[fx.Node, fx.Node] = {}
         self.links: dict[fx.Node, tuple[Rows, list[Link]]] = {}
         self.cuts: dict[fx.Node, list[Size]] = {}
+        self.mask: fx.Node | None = None
+        self.kept: Size = 0
+        self.sliced = False  # before there was a mask
         self.outer: Size = 1
         self.rows = {product: first}
         self._follow(link=False)
@@ -82,14 +88,19 @@ class Tokens:
                 continue
             rows = self.rows[known[0]]
             try:
-                chosen = self._choice(node, known[0], rows)
-                if chosen is None:
+                chosen, masked = self._choice(node, known[0], rows), self._masked(node, known[0])
+                if masked is not None:
+                    found = masked
+                elif chosen is not None and self.mask is not None:
+                    continue  # in a later attempt
+                elif chosen is None:
                     found = follow(node, known[0], rows)
                 elif not (self.small or self.is_wide(known[0], rows)):
                     continue  # it reads all of them
                 elif link:
                     found = self._linked(node, rows, *chosen)
                 else:
+                    self.sliced = True
                     outer = math.prod(shape(known[0])[rows.lo : chosen[0]])
                     self.outer = max(self.outer, outer, key=hint)
                     found = canonical(replace(rows, lo=min(chosen[0], rows.lo)), shape(node))
@@ -107,8 +118,8 @@ class Tokens:
             if node not in self.rows and node not in self.sums:
                 continue
             try:
-                for arg, (rows, unit) in self.reads(node).items():
-                    if arg in self.rows or arg.op != "call_function" or not same(unit, 1):
+                for arg, rows in self.reads(node).items():
+                    if arg in self.rows or arg.op != "call_function" or isinstance(rows, Spread):
                         continue
                     if self.is_wide(arg, rows):
                         chosen, found = self._choice(arg, arg, rows), canonical(rows, shape(arg))
@@ -126,6 +137,25 @@ class Tokens:
             lo -= 1
         return found if lo <= found[0] < rows.hi else None
 
+    def _masked(self, node: fx.Node, arg: fx.Node) -> Rows | None:
+        """Where the tokens are in what takes those that a mask keeps, or puts them into zeros."""
+        found = mask_of(node)
+        if found is None or self.sliced or found[1] in self.after:
+            return None
+        (lo, mask), rows = found, self.rows[arg]
+        every, kept = Rows(lo, lo + len(shape(mask))), Rows(lo, lo + 1)
+        taken = name_of(node) == "aten.index.Tensor"
+        count = shape(node if taken else arg)[lo]
+        if self.mask is None and taken:
+            self.mask, self.kept = mask, count
+        given = canonical(every if taken else kept, shape(arg))
+        if mask is not self.mask or not equal(canonical(rows, shape(arg)), given):
+            raise Conflict("keeps other tokens, or parts of them", node)
+        end = math.prod(shape(mask))
+        links = [Link(0, count, arg, 0), *([] if taken else [Link(count, end, None, 0)])]
+        self.links[node] = given, links
+        return canonical(kept if taken else every, shape(node))
+
     def _linked(self, node: fx.Node, rows: Rows, dim: int, links: list[Link]) -> Rows:
         if dim > rows.lo or not same(rows.outer, 1):
             raise Conflict("chooses along another dimension")
@@ -134,7 +164,10 @@ class Tokens:
         inner = math.prod(shape(node)[dim + 1 : rows.hi])
 
         def token(index: Size) -> Size:
-            return exactly(index * inner, rows.per)
+            found = quotient(index * inner, rows.per)
+            if not same(found * rows.per, index * inner):
+                raise Conflict("drops parts of tokens")
+            return found
 
         self.links[node] = (
             replace(rows, lo=dim),
@@ -145,31 +178,24 @@ class Tokens:
         )
         return canonical(replace(rows, lo=dim), shape(node))
 
-    def reads(self, node: fx.Node) -> dict[fx.Node, tuple[Rows, Size]]:
-        """Where tokens are in the arguments of a node, and how many of them are one there."""
+    def reads(self, node: fx.Node) -> dict[fx.Node, Rows | Spread]:
+        """Where tokens are in the arguments of a node that have some."""
         if node in self.links:
             rows, links = self.links[node]
-            return {x.source: (rows, 1) for x in links if x.source is not None}
+            return {x.source: rows for x in links if x.source is not None}
         rule, own = rule_of(node), self.sums.get(node)
         rows = self.rows[node if own is None else own]
         if rule.labels is None:
             (source,) = tensors(node)
-            return {source: (self.rows.get(source) or reshape(rows, shape(node), shape(source)), 1)}
-        labelled, found = rule.labels(node), dict[fx.Node, tuple[Rows, Size]]()
+            return {source: self.rows.get(source) or reshape(rows, shape(node), shape(source))}
+        labelled, found = rule.labels(node), dict[fx.Node, Rows | Spread]()
         labels = (labelled.out if own is None else labelled.args[own][0])[rows.lo : rows.hi]
-        if any(label is None for label in labels):
-            raise Conflict("mixes tokens", node)
         for arg, each in labelled.args.items():
-            places = [[i for i, label in enumerate(row) if label in labels] for row in each]
-            if any(p != places[0] for p in places):
+            layouts = [read(node, arg, row, labels, rows) for row in each]
+            if any(not equal(x, layouts[0]) for x in layouts[1:]):
                 raise Conflict(f"reads {arg} in two ways", node)
-            if [each[0][i] for i in places[0]] == labels:
-                lo = places[0][0]
-                found[arg] = replace(rows, lo=lo, hi=lo + len(labels)), 1
-            elif labels[0] in each[0]:  # it is the same along the other dimensions of the tokens
-                lo, sizes = each[0].index(labels[0]), shape(own or node)
-                unit = exactly(math.prod(sizes[rows.lo + 1 : rows.hi]), rows.per)
-                found[arg] = Rows(lo, lo + 1), unit
+            if isinstance(layouts[0], (Rows, Spread)):
+                found[arg] = layouts[0]
         return found
 
     def is_wide(self, node: fx.Node, rows: Rows) -> bool:
@@ -212,7 +238,8 @@ class Tokens:
             place = sum(less(old, new) for old in cuts)
             if same(new, 0) or same(new, end) or any(same(new, old) for old in cuts):
                 continue
-            if not (less(0, new) and less(new, end) and all(less(new, p) for p in cuts[place:])):
+            known = less(0, new) and less(new, end) and all(less(new, p) for p in cuts[place:])
+            if not known and self.mask is None:
                 raise Conflict("is cut into ranges whose order is not known", node)
             cuts.insert(place, new)
         if len(cuts) >= _MOST:
@@ -223,14 +250,6 @@ class Tokens:
 def length(node: fx.Node, rows: Rows) -> Size:
     """How many tokens a value has, once of those that it has several times."""
     return quotient(quotient(math.prod(shape(node)[rows.lo : rows.hi]), rows.outer), rows.per)
-
-
-def exactly(size: Size, divisor: Size) -> Size:
-    """A quotient; raises Conflict if something is left over."""
-    found = quotient(size, divisor)
-    if not same(found * divisor, size):
-        raise Conflict("has its tokens in several dimensions")
-    return found
 
 
 def _within(position: Size, begin: Size, end: Size) -> bool:
