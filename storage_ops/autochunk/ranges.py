@@ -22,12 +22,21 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.edit import Builder, Undo, retire, sort
-from storage_ops.autochunk.lattice import Conflict, Rows, canonical, equal, less, quotient, same
+from storage_ops.autochunk.lattice import (
+    Conflict,
+    Rows,
+    Spread,
+    canonical,
+    equal,
+    less,
+    quotient,
+    same,
+)
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.prepare import Mutations
 from storage_ops.autochunk.rules import rule_of
 from storage_ops.autochunk.spans import axes_of, stops
-from storage_ops.autochunk.tokens import Tokens, exactly, length
+from storage_ops.autochunk.tokens import Tokens, length
 from storage_ops.autochunk.values import Size, ends, is_zero, leading_to, name_of, shape
 
 _ATEN = torch.ops.aten
@@ -139,9 +148,13 @@ class _Parts:
         return self.parts[key]
 
     def take(
-        self, node: fx.Node, arg: fx.Node, rows: Rows, begin: Size, end: Size
+        self, node: fx.Node, arg: fx.Node, rows: Rows | Spread, begin: Size, end: Size
     ) -> fx.Node | None:
         """A range of an argument of a node; None: zeros."""
+        if isinstance(rows, Spread):
+            whole = self.whole(arg, node) if arg in self.rows else arg
+            spread = self.call(_ATEN.expand.default, whole, self.numbers(rows.sizes))
+            return self.sliced(spread, rows.rows, begin, end)
         if arg not in self.rows:
             return self.outside(arg, rows, begin, end)
         if equal(*(canonical(r, shape(arg)) for r in (self.rows[arg], rows))):
@@ -152,9 +165,11 @@ class _Parts:
         """A range of what the product does not lead to."""
         if is_zero(arg):
             return None
-        if same(begin, 0) and same(end, length(arg, rows)):
-            return arg
-        if arg.op == "call_function" and self.tokens.is_wide(arg, rows):
+        if (
+            not _is_all(arg, rows, begin, end)
+            and arg.op == "call_function"
+            and self.tokens.is_wide(arg, rows)
+        ):
             raise Conflict("would be read whole", arg)
         key = arg, f"{begin} of {rows}"
         if key not in self.parts:
@@ -165,8 +180,7 @@ class _Parts:
         """What an op makes of a range of its arguments; None: zeros."""
         rule, reads = rule_of(node), self.tokens.reads(node)
         new: dict[fx.Node, Any] = {
-            arg: self.take(node, arg, given, exactly(begin, unit), exactly(end, unit))
-            for arg, (given, unit) in reads.items()
+            arg: self.take(node, arg, given, begin, end) for arg, given in reads.items()
         }
         zeros = [arg for arg, value in new.items() if value is None]
         if zeros and rule.degree(node, lambda a: None if a in zeros or is_zero(a) else 0) is None:
@@ -178,11 +192,13 @@ class _Parts:
             if left and shape(left) == sizes and left.meta["val"].dtype == like:
                 return left  # type: ignore[no-any-return]
         for arg in zeros:
-            new[arg] = self.zeros(arg, self.sizes(arg, reads[arg][0], begin, end))
+            given = reads[arg]
+            assert isinstance(given, Rows)
+            new[arg] = self.zeros(arg, self.sizes(arg, given, begin, end))
         made = node
         if rule.labels is None:
             (source,) = new
-            made = node if new[source] is source else self.reshaped(new[source], sizes)
+            made = self.reshaped(new[source], sizes)
         elif any(arg is not value for arg, value in new.items()):
             made = self.call(
                 self.target(node),
@@ -219,23 +235,17 @@ class _Parts:
 
     def whole(self, node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
         """All ranges side by side."""
-        rows, parts = self.rows[node], []
-        for begin, end in self.tokens.intervals(node):
-            part = self.part(node, begin, end)
-            sizes = self.sizes(node, rows, begin, end)
-            parts.append((part or self.zeros(node, sizes), end - begin))
-        if len(parts) == 1:
-            return parts[0][0]
-        if self.tokens.is_wide(node, rows) and reader is not None:
+        rows, intervals = self.rows[node], [*self.tokens.intervals(node)]
+        if self.tokens.is_wide(node, rows) and len(intervals) > 1 and reader is not None:
             raise Conflict("works on all of what should exist in ranges only", reader)
-        if same(rows.outer, 1):
-            return self.call(_ATEN.cat.default, [p for p, _ in parts], rows.lo)
-        sizes = shape(node)
-        split = [
-            self.reshaped(p, [*sizes[: rows.lo], rows.outer, n * rows.per, *sizes[rows.hi :]])
-            for p, n in parts
-        ]
-        return self.reshaped(self.call(_ATEN.cat.default, split, rows.lo + 1), sizes)
+        sizes, dim, places = _in_one_dimension(node, rows, [0, *(end for _, end in intervals)])
+        parts = []
+        for (begin, end), (first, last) in zip(intervals, itertools.pairwise(places), strict=True):
+            part = self.part(node, begin, end)
+            part = part or self.zeros(node, self.sizes(node, rows, begin, end))
+            parts.append(self.reshaped(part, [*sizes[:dim], last - first, *sizes[dim + 1 :]]))
+        made = parts[0] if len(parts) == 1 else self.call(_ATEN.cat.default, parts, dim)
+        return self.reshaped(made, shape(node))
 
     def zeros(self, like: fx.Node, sizes: list[Size]) -> fx.Node:
         value = like.meta["val"]
@@ -243,23 +253,22 @@ class _Parts:
         return self.call(_ATEN.full.default, self.numbers(sizes), 0, **options)
 
     def sizes(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> list[Size]:
-        """The sizes of a range of a value."""
-        sizes = shape(node)
-        first, last = _place(sizes, rows, begin), _place(sizes, rows, end)
-        sizes[rows.lo] = rows.outer * (last - first)
-        return sizes
+        """The sizes of a range of a value: the last dimension of the tokens has them all."""
+        sizes, count = shape(node), rows.outer * (end - begin) * rows.per
+        return [*sizes[: rows.lo], *[1] * (rows.hi - rows.lo - 1), count, *sizes[rows.hi :]]
 
     def sliced(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node:
-        sizes = shape(node)
-        first, last = (self.builder.size(_place(sizes, rows, p)) for p in (begin, end))
-        if same(rows.outer, 1):
-            return self.call(_ATEN.slice.Tensor, node, rows.lo, first, last)
-        length = quotient(sizes[rows.lo], rows.outer)
-        split = self.reshaped(node, [*sizes[: rows.lo], rows.outer, length, *sizes[rows.hi :]])
-        part = self.call(_ATEN.slice.Tensor, split, rows.lo + 1, first, last)
+        part = node
+        if not _is_all(node, rows, begin, end):
+            sizes, dim, places = _in_one_dimension(node, rows, [begin, end])
+            bounds = self.numbers(places)
+            part = self.call(_ATEN.slice.Tensor, self.reshaped(node, sizes), dim, *bounds)
         return self.reshaped(part, self.sizes(node, rows, begin, end))
 
     def reshaped(self, node: fx.Node, sizes: list[Size]) -> fx.Node:
+        own = shape(node)
+        if len(own) == len(sizes) and all(map(same, own, sizes)):
+            return node
         return self.call(_ATEN.reshape.default, node, self.numbers(sizes))
 
     def numbers(self, sizes: Iterable[Size]) -> list[int | fx.Node]:
@@ -267,8 +276,23 @@ class _Parts:
         return [self.builder.size(s) for s in sizes]
 
 
-def _place(sizes: list[Size], rows: Rows, token: Size) -> Size:
-    """Where a token begins, in indices of the first dimension of the tokens."""
-    if rows.hi - rows.lo > 1 and not same(rows.outer, 1):
-        raise Conflict("has its tokens in several dimensions")
-    return exactly(token * rows.per, math.prod(sizes[rows.lo + 1 : rows.hi]))
+def _is_all(node: fx.Node, rows: Rows, begin: Size, end: Size) -> bool:
+    """Whether a range has all tokens."""
+    return same(begin, 0) and same(end, length(node, rows))
+
+
+def _in_one_dimension(
+    node: fx.Node, rows: Rows, tokens: list[Size]
+) -> tuple[list[Size], int, list[Size]]:
+    """Sizes to see a value in with its tokens along a dimension; this, and where some tokens are.
+
+    Its own, if the tokens begin there where an index of the first of their dimensions does.
+    """
+    sizes = shape(node)
+    inner = math.prod(sizes[rows.lo + 1 : rows.hi])
+    places = [quotient(token * rows.per, inner) for token in tokens]
+    whole = (same(p * inner, t * rows.per) for p, t in zip(places, tokens, strict=True))
+    if same(rows.outer, 1) and all(whole):
+        return sizes, rows.lo, places
+    split = [*sizes[: rows.lo], rows.outer, length(node, rows) * rows.per, *sizes[rows.hi :]]
+    return split, rows.lo + 1, [token * rows.per for token in tokens]

@@ -256,43 +256,44 @@ class _Propagation:
             return [(arg, reshape(out, shape(node), shape(arg)))]
         labelled = rule.labels(node)
         if isinstance(out, Rows):
-            found, per = labelled.out[out.lo : out.hi], out.per
+            rows, found = out, labelled.out[out.lo : out.hi]
         else:
             arg = next(a for a in labelled.args if isinstance(self.span.layouts.get(a), Rows))
-            rows = self.span.layouts[arg]
-            assert isinstance(rows, Rows)
-            labels = next(x for x in labelled.args[arg] if x[rows.lo] in labelled.sums)
-            found, per = labels[rows.lo : rows.hi], rows.per
+            given = self.span.layouts[arg]
+            assert isinstance(given, Rows)
+            labels = next(x for x in labelled.args[arg] if x[given.lo] in labelled.sums)
+            rows, found = given, labels[given.lo : given.hi]
         reads: list[tuple[fx.Node, Layout]] = []
-        for arg, given in labelled.args.items():
-            for labels in given:
-                layout = self.read(node, arg, labels, found, per)
+        for arg, each in labelled.args.items():
+            for labels in each:
+                layout = read(node, arg, labels, found, rows)
                 if any(a is arg and not equal(seen, layout) for a, seen in reads):
                     raise Conflict(f"reads {arg} in two ways", node)
                 reads.append((arg, layout))
         return reads
 
-    def read(
-        self, node: fx.Node, arg: fx.Node, labels: list[object], rows: list[object], per: Size
-    ) -> Layout:
-        """The layout of an argument that has some of the rows' labels."""
-        if any(label is None for label in rows):
-            raise Conflict("mixes tokens", node)
-        present = [label for label in rows if label in labels]
-        if not present:
-            return Whole()
-        lo = labels.index(present[0])
-        if present == rows and labels[lo : lo + len(rows)] == rows:
-            return canonical(Rows(lo, lo + len(rows), per), shape(arg))
-        if rule_of(node).labels is not rules.aligned:
-            raise Conflict(f"mixes tokens of {arg}", node)
-        # Of several row dimensions an argument of a broadcasting op may lack some.
-        out, own = shape(node), shape(arg)
-        own = [1] * (len(out) - len(own)) + own
-        first = int(rows[0])  # type: ignore[call-overload]
-        end = first + len(rows)
-        sizes = [*own[:first], *out[first:end], *own[end:]]
-        return Spread(canonical(Rows(first, end, per), sizes), tuple(sizes))
+
+def read(
+    node: fx.Node, arg: fx.Node, labels: list[object], found: list[object], rows: Rows
+) -> Layout:
+    """The layout of an argument that has some of the labels that are found along rows."""
+    if any(label is None for label in found):
+        raise Conflict("mixes tokens", node)
+    present = [label for label in found if label in labels]
+    if not present:
+        return Whole()
+    lo = labels.index(present[0])
+    if present == found and labels[lo : lo + len(found)] == found:
+        return canonical(replace(rows, lo=lo, hi=lo + len(found)), shape(arg))
+    if rule_of(node).labels is not rules.aligned:
+        raise Conflict(f"mixes tokens of {arg}", node)
+    # Of several row dimensions an argument of a broadcasting op may lack some.
+    out, own = shape(node), shape(arg)
+    own = [1] * (len(out) - len(own)) + own
+    first = int(found[0])  # type: ignore[call-overload]
+    end = first + len(found)
+    sizes = [*own[:first], *out[first:end], *own[end:]]
+    return Spread(canonical(replace(rows, lo=first, hi=end), sizes), tuple(sizes))
 
 
 def propagate(

@@ -14,7 +14,9 @@ from storage_ops.autochunk.lattice import (
     Conflict,
     Partial,
     Rows,
+    Spread,
     canonical,
+    equal,
     less,
     quotient,
     reshape,
@@ -22,7 +24,7 @@ from storage_ops.autochunk.lattice import (
 )
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.spans import LARGE, follow, stops
+from storage_ops.autochunk.spans import LARGE, follow, read, stops
 from storage_ops.autochunk.values import (
     Size,
     ends,
@@ -107,8 +109,8 @@ class Tokens:
             if node not in self.rows and node not in self.sums:
                 continue
             try:
-                for arg, (rows, unit) in self.reads(node).items():
-                    if arg in self.rows or arg.op != "call_function" or not same(unit, 1):
+                for arg, rows in self.reads(node).items():
+                    if arg in self.rows or arg.op != "call_function" or isinstance(rows, Spread):
                         continue
                     if self.is_wide(arg, rows):
                         chosen, found = self._choice(arg, arg, rows), canonical(rows, shape(arg))
@@ -134,7 +136,10 @@ class Tokens:
         inner = math.prod(shape(node)[dim + 1 : rows.hi])
 
         def token(index: Size) -> Size:
-            return exactly(index * inner, rows.per)
+            found = quotient(index * inner, rows.per)
+            if not same(found * rows.per, index * inner):
+                raise Conflict("drops parts of tokens")
+            return found
 
         self.links[node] = (
             replace(rows, lo=dim),
@@ -145,31 +150,24 @@ class Tokens:
         )
         return canonical(replace(rows, lo=dim), shape(node))
 
-    def reads(self, node: fx.Node) -> dict[fx.Node, tuple[Rows, Size]]:
-        """Where tokens are in the arguments of a node, and how many of them are one there."""
+    def reads(self, node: fx.Node) -> dict[fx.Node, Rows | Spread]:
+        """Where tokens are in the arguments of a node that have some."""
         if node in self.links:
             rows, links = self.links[node]
-            return {x.source: (rows, 1) for x in links if x.source is not None}
+            return {x.source: rows for x in links if x.source is not None}
         rule, own = rule_of(node), self.sums.get(node)
         rows = self.rows[node if own is None else own]
         if rule.labels is None:
             (source,) = tensors(node)
-            return {source: (self.rows.get(source) or reshape(rows, shape(node), shape(source)), 1)}
-        labelled, found = rule.labels(node), dict[fx.Node, tuple[Rows, Size]]()
+            return {source: self.rows.get(source) or reshape(rows, shape(node), shape(source))}
+        labelled, found = rule.labels(node), dict[fx.Node, Rows | Spread]()
         labels = (labelled.out if own is None else labelled.args[own][0])[rows.lo : rows.hi]
-        if any(label is None for label in labels):
-            raise Conflict("mixes tokens", node)
         for arg, each in labelled.args.items():
-            places = [[i for i, label in enumerate(row) if label in labels] for row in each]
-            if any(p != places[0] for p in places):
+            layouts = [read(node, arg, row, labels, rows) for row in each]
+            if any(not equal(x, layouts[0]) for x in layouts[1:]):
                 raise Conflict(f"reads {arg} in two ways", node)
-            if [each[0][i] for i in places[0]] == labels:
-                lo = places[0][0]
-                found[arg] = replace(rows, lo=lo, hi=lo + len(labels)), 1
-            elif labels[0] in each[0]:  # it is the same along the other dimensions of the tokens
-                lo, sizes = each[0].index(labels[0]), shape(own or node)
-                unit = exactly(math.prod(sizes[rows.lo + 1 : rows.hi]), rows.per)
-                found[arg] = Rows(lo, lo + 1), unit
+            if isinstance(layouts[0], (Rows, Spread)):
+                found[arg] = layouts[0]
         return found
 
     def is_wide(self, node: fx.Node, rows: Rows) -> bool:
@@ -223,14 +221,6 @@ class Tokens:
 def length(node: fx.Node, rows: Rows) -> Size:
     """How many tokens a value has, once of those that it has several times."""
     return quotient(quotient(math.prod(shape(node)[rows.lo : rows.hi]), rows.outer), rows.per)
-
-
-def exactly(size: Size, divisor: Size) -> Size:
-    """A quotient; raises Conflict if something is left over."""
-    found = quotient(size, divisor)
-    if not same(found * divisor, size):
-        raise Conflict("has its tokens in several dimensions")
-    return found
 
 
 def _within(position: Size, begin: Size, end: Size) -> bool:
