@@ -7,7 +7,7 @@ formed in ranges that nothing cuts, from ranges of its input, `z[:256] = x[:256]
 it leads to as well. Then nothing large is cut along its tokens any more.
 
 A range that nobody reads, such as the last token of every sequence where `logits[:, :-1]` is all
-that is used, is not formed. Its gradient is zero, and zero times anything is taken for zero: the
+that is used, is not formed; nor is what a mask leaves out. Its gradient is zero, and zero times anything is taken for zero: the
 result differs only where a token that is left out is not finite.
 """
 
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import CallMethodKey
+from torch.utils._pytree import SequenceKey
 
 from storage_ops.autochunk.edit import Builder, Undo, retire, sort
 from storage_ops.autochunk.lattice import (
@@ -33,7 +35,7 @@ from storage_ops.autochunk.lattice import (
     same,
 )
 from storage_ops.autochunk.log import log
-from storage_ops.autochunk.prepare import Mutations
+from storage_ops.autochunk.prepare import Mutations, own_sizes
 from storage_ops.autochunk.rules import rule_of
 from storage_ops.autochunk.spans import rows_of, stops
 from storage_ops.autochunk.tokens import Tokens, length
@@ -91,6 +93,7 @@ class _Parts:
     Attributes:
         parts: ranges of values, by where they begin; None: zeros.
         products: what takes the place of the product.
+        vectors: indices of what a mask keeps.
     """
 
     def __init__(self, graph: fx.Graph, tokens: Tokens):
@@ -99,11 +102,18 @@ class _Parts:
         self.call = self.builder.call
         self.parts: dict[tuple[fx.Node, str], fx.Node | None] = {}
         self.products: list[fx.Node] = []
+        self.vectors: list[fx.Node] = []
 
     def run(self) -> list[fx.Node]:
         """Form everything in ranges; the products that take the place of this one."""
         tokens = self.tokens
         tokens.cut()
+        if tokens.mask is not None:
+            self.vectors = self.find(tokens.mask)
+            sort(self.graph)
+            own_sizes(self.graph, tokens.product)
+            self.builder = Builder(self.graph, [tokens.product])
+            self.call = self.builder.call
         nodes = [n for n in self.graph.nodes if n in tokens.after]
         for node in nodes:  # in this order, or the recursion were deep
             try:
@@ -142,7 +152,9 @@ class _Parts:
                 if source is None:
                     self.parts[key] = None
                 elif source in self.rows:
-                    self.parts[key] = self.part(source, first, last)
+                    part = self.part(source, first, last)
+                    sizes = self.sizes(node, self.rows[node], begin, end)
+                    self.parts[key] = part and self.reshaped(part, sizes)
                 else:
                     self.parts[key] = self.outside(source, rows, first, last)
         return self.parts[key]
@@ -178,13 +190,14 @@ class _Parts:
 
     def form(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node | None:
         """What an op makes of a range of its arguments; None: zeros."""
-        rule, reads = rule_of(node), self.tokens.reads(node)
-        new: dict[fx.Node, Any] = {
-            arg: self.take(node, arg, given, begin, end) for arg, given in reads.items()
-        }
-        zeros = [arg for arg, value in new.items() if value is None]
-        if zeros and rule.degree(node, lambda a: None if a in zeros or is_zero(a) else 0) is None:
-            return None
+        rule, reads, new = rule_of(node), self.tokens.reads(node), dict[fx.Node, Any]()
+        zeros: list[fx.Node] = []
+        for arg in sorted(reads, key=lambda a: a not in self.rows):
+            new[arg] = self.take(node, arg, reads[arg], begin, end)
+            if new[arg] is None:
+                zeros.append(arg)
+                if rule.degree(node, lambda a: None if a in zeros or is_zero(a) else 0) is None:
+                    return None
         sizes = [] if node in self.tokens.sums else self.sizes(node, rows, begin, end)
         if len(zeros) == 1 and name_of(node) == "aten.add.Tensor" and not node.kwargs:
             (left,) = [value for value in new.values() if value is not None] or [None]
@@ -238,6 +251,8 @@ class _Parts:
         rows, intervals = self.rows[node], [*self.tokens.intervals(node)]
         if self.tokens.is_wide(node, rows) and len(intervals) > 1 and reader is not None:
             raise Conflict("works on all of what should exist in ranges only", reader)
+        if self.tokens.mask is not None and len(intervals) > 1:
+            return self.put_back(node, rows)
         sizes, dim, places = _in_one_dimension(node, rows, [0, *(end for _, end in intervals)])
         parts = []
         for (begin, end), (first, last) in zip(intervals, itertools.pairwise(places), strict=True):
@@ -246,6 +261,45 @@ class _Parts:
             parts.append(self.reshaped(part, [*sizes[:dim], last - first, *sizes[dim + 1 :]]))
         made = parts[0] if len(parts) == 1 else self.call(_ATEN.cat.default, parts, dim)
         return self.reshaped(made, shape(node))
+
+    def put_back(self, node: fx.Node, rows: Rows) -> fx.Node:
+        """What a mask keeps, between zeros."""
+        (begin, end), left_out = self.tokens.intervals(node)
+        part, sizes = self.part(node, begin, end), shape(node)
+        if self.part(node, *left_out) is not None:
+            raise Conflict("is read where a mask leaves tokens out", node)
+        whole = self.zeros(node, self.seen(node, rows))
+        if part is not None:
+            part = self.reshaped(part, [*sizes[: rows.lo], end, *sizes[rows.hi :]])
+            whole = self.call(_ATEN.index_put.default, whole, self.indices(rows), part)
+        return self.reshaped(whole, sizes)
+
+    def seen(self, node: fx.Node, rows: Rows) -> list[Size]:
+        """The sizes of a value with the dimensions of the mask for its tokens."""
+        sizes, mask = shape(node), self.tokens.mask
+        if mask is None or not same(rows.per * rows.outer, 1):
+            raise Conflict("keeps parts of groups", node)
+        return [*sizes[: rows.lo], *shape(mask), *sizes[rows.hi :]]
+
+    def indices(self, rows: Rows) -> list[fx.Node | None]:
+        return [*[None] * rows.lo, *self.vectors]
+
+    def find(self, mask: fx.Node) -> list[fx.Node]:
+        """Where a mask is true, along each of its dimensions; all that it indexes reads this."""
+        call, value, symbols = self.graph.call_function, mask.meta["val"], dict[Any, Any]()
+        found = call(_ATEN.nonzero.default, (mask,))
+        with self.builder.mode:
+            found.meta["val"] = value.new_empty(self.tokens.kept, value.dim(), dtype=torch.int64)
+        vectors = [self.call(_ATEN.select.int, found, 1, i) for i in range(value.dim())]
+        for user in [u for u in mask.users if name_of(u).startswith("aten.index")]:
+            given: Any = user.args[1]
+            each = (vectors if index is mask else [index] for index in given)
+            user.update_arg(1, list(itertools.chain(*each)))
+            symbols |= user.meta.pop("unbacked_bindings", {})
+        if symbols:  # what is known at run time only is known from here on
+            path = CallMethodKey("size"), SequenceKey(0)
+            found.meta["unbacked_bindings"] = dict.fromkeys(symbols, path)
+        return vectors
 
     def zeros(self, like: fx.Node, sizes: list[Size]) -> fx.Node:
         value = like.meta["val"]
@@ -260,9 +314,15 @@ class _Parts:
     def sliced(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node:
         part = node
         if not _is_all(node, rows, begin, end):
-            sizes, dim, places = _in_one_dimension(node, rows, [begin, end])
-            bounds = self.numbers(places)
-            part = self.call(_ATEN.slice.Tensor, self.reshaped(node, sizes), dim, *bounds)
+            if self.tokens.mask is not None:
+                if not same(begin, 0):
+                    raise Conflict("is read where a mask leaves tokens out", node)
+                split = self.reshaped(node, self.seen(node, rows))
+                part = self.call(_ATEN.index.Tensor, split, self.indices(rows))
+            else:
+                sizes, dim, places = _in_one_dimension(node, rows, [begin, end])
+                bounds = self.numbers(places)
+                part = self.call(_ATEN.slice.Tensor, self.reshaped(node, sizes), dim, *bounds)
         return self.reshaped(part, self.sizes(node, rows, begin, end))
 
     def reshaped(self, node: fx.Node, sizes: list[Size]) -> fx.Node:
