@@ -23,6 +23,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import CallMethodKey
 from torch.utils._pytree import SequenceKey
 
+from storage_ops.autochunk.choices import mask_of
 from storage_ops.autochunk.edit import Builder, Undo, retire, sort
 from storage_ops.autochunk.lattice import (
     Conflict,
@@ -190,6 +191,8 @@ class _Parts:
 
     def form(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node | None:
         """What an op makes of a range of its arguments; None: zeros."""
+        if mask_of(node) is not None and _is_all(node, rows, begin, end):
+            return node
         rule, reads, new = rule_of(node), self.tokens.reads(node), dict[fx.Node, Any]()
         zeros: list[fx.Node] = []
         for arg in sorted(reads, key=lambda a: a not in self.rows):

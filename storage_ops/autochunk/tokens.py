@@ -67,6 +67,7 @@ class Tokens:
         self.mask: fx.Node | None = None
         self.kept: Size = 0
         self.sliced = False  # before there was a mask
+        self.aside: dict[fx.Node, fx.Node] = {}  # by mask: what it keeps some of, in a later attempt
         self.outer: Size = 1
         self.rows = {product: first}
         self._follow(link=False)
@@ -84,7 +85,12 @@ class Tokens:
         for node in self.graph.nodes:
             known = [a for a in node.all_input_nodes
                      if a in self.rows and (a is self.product or not stops(a))]  # fmt: skip
-            if node not in self.after or node in self.rows or not known or not is_tensor(node):
+            if node not in self.after or node in self.rows or not is_tensor(node):
+                continue
+            source = self.aside.get((mask_of(node) or (0, node))[1])
+            if source is not None and source in self.rows and shape(node) == shape(source):
+                self.rows[node] = self.rows[source]
+            if node in self.rows or not known:
                 continue
             rows = self.rows[known[0]]
             try:
@@ -140,9 +146,12 @@ class Tokens:
     def _masked(self, node: fx.Node, arg: fx.Node) -> Rows | None:
         """Where the tokens are in what takes those that a mask keeps, or puts them into zeros."""
         found = mask_of(node)
-        if found is None or self.sliced or found[1] in self.after:
+        if found is None or found[1] in self.after:
             return None
         (lo, mask), rows = found, self.rows[arg]
+        if self.sliced:
+            self.aside[mask] = arg
+            return None
         every, kept = Rows(lo, lo + len(shape(mask))), Rows(lo, lo + 1)
         taken = name_of(node) == "aten.index.Tensor"
         count = shape(node if taken else arg)[lo]
