@@ -66,7 +66,7 @@ def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     """Take sizes of what an amplifier leads to from other tensors of that size."""
     after = reached([amplifier]) | {amplifier}
     asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
-             and n.args[0] in after]  # fmt: skip
+             and n.args and n.args[0] in after]  # fmt: skip
     if not asked:
         return
     builder = Builder(graph, [amplifier])
