@@ -201,11 +201,12 @@ class _Parts:
                 zeros.append(arg)
                 if rule.degree(node, lambda a: None if a in zeros or is_zero(a) else 0) is None:
                     return None
-        sizes = [] if node in self.tokens.sums else self.sizes(node, rows, begin, end)
+        total = node in self.tokens.sums
+        sizes = shape(node) if total else self.sizes(node, rows, begin, end)
         if len(zeros) == 1 and name_of(node) == "aten.add.Tensor" and not node.kwargs:
             (left,) = [value for value in new.values() if value is not None] or [None]
             like = node.meta["val"].dtype
-            if left and shape(left) == sizes and left.meta["val"].dtype == like:
+            if left and _has_sizes(left, sizes) and left.meta["val"].dtype == like:
                 return left  # type: ignore[no-any-return]
         for arg in zeros:
             given = reads[arg]
@@ -215,13 +216,15 @@ class _Parts:
         if rule.labels is None:
             (source,) = new
             made = self.reshaped(new[source], sizes)
-        elif any(arg is not value for arg, value in new.items()):
+        elif any(a is not value for a, value in new.items()) or not _has_sizes(node, sizes):
             made = self.call(
                 self.target(node),
                 *(self.numbers(sizes) if i == rule.sizes else fx.map_arg(a, lambda a: new.get(a, a))
                   for i, a in enumerate(node.args)),
                 **node.kwargs,
             )  # fmt: skip
+        if not _has_sizes(made, sizes):
+            raise Conflict("is no range of its own value", node)
         made.meta["stack_trace"] = node.meta.get("stack_trace")
         if node is self.tokens.product:
             self.products.append(made)
@@ -329,14 +332,17 @@ class _Parts:
         return self.reshaped(part, self.sizes(node, rows, begin, end))
 
     def reshaped(self, node: fx.Node, sizes: list[Size]) -> fx.Node:
-        own = shape(node)
-        if len(own) == len(sizes) and all(map(same, own, sizes)):
+        if _has_sizes(node, sizes):
             return node
         return self.call(_ATEN.reshape.default, node, self.numbers(sizes))
 
     def numbers(self, sizes: Iterable[Size]) -> list[int | fx.Node]:
         """Sizes as arguments of a call."""
         return [self.builder.size(s) for s in sizes]
+
+
+def _has_sizes(node: fx.Node, sizes: list[Size]) -> bool:
+    return len(shape(node)) == len(sizes) and all(map(same, shape(node), sizes))
 
 
 def _is_all(node: fx.Node, rows: Rows, begin: Size, end: Size) -> bool:

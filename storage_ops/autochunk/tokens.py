@@ -104,12 +104,13 @@ class Tokens:
                 elif not (self.small or self.is_wide(known[0], rows)):
                     continue  # it reads all of them
                 elif link:
-                    found = self._linked(node, rows, *chosen)
+                    found = self._linked(node, *chosen)
                 else:
                     self.sliced = True
-                    outer = math.prod(shape(known[0])[rows.lo : chosen[0]])
+                    rows, dim, _ = chosen
+                    outer = math.prod(shape(known[0])[rows.lo : dim])
                     self.outer = max(self.outer, outer, key=hint)
-                    found = canonical(replace(rows, lo=min(chosen[0], rows.lo)), shape(node))
+                    found = canonical(rows, shape(node))
             except Conflict as conflict:
                 log.debug("%s: %s", node, conflict)
                 continue
@@ -129,19 +130,25 @@ class Tokens:
                         continue
                     if self.is_wide(arg, rows):
                         chosen, found = self._choice(arg, arg, rows), canonical(rows, shape(arg))
-                        self.rows[arg] = self._linked(arg, rows, *chosen) if chosen else found
+                        self.rows[arg] = self._linked(arg, *chosen) if chosen else found
             except Conflict as conflict:
                 log.debug("%s: %s", node, conflict)
 
-    def _choice(self, node: fx.Node, arg: fx.Node, rows: Rows) -> tuple[int, list[Link]] | None:
-        """Along which dimension of the tokens an op chooses, and what."""
-        found, lo = choice_of(node), rows.lo
-        if found is None:
+    def _choice(
+        self, node: fx.Node, arg: fx.Node, rows: Rows
+    ) -> tuple[Rows, int, list[Link]] | None:
+        """The tokens of an argument that an op chooses along a dimension of, and what."""
+        found = choice_of(node)
+        if found is None or rows.lo <= found[0] < rows.hi:
+            return found and (rows, *found)
+        dim, sizes = found[0], shape(arg)
+        if name_of(node) == "aten.cat.default" and self.stacks:
             return None
-        stacks = name_of(node) == "aten.cat.default" and self.stacks
-        while lo and same(shape(arg)[lo - 1], 1) and not stacks:  # one sequence among several
-            lo -= 1
-        return found if lo <= found[0] < rows.hi else None
+        if dim < rows.lo and all(same(s, 1) for s in sizes[dim : rows.lo]):
+            return replace(rows, lo=dim), *found  # one sequence among several
+        if same(sizes[dim], 1) and same(length(arg, rows), 1):
+            return replace(rows, lo=dim, hi=dim + 1), *found  # one token
+        return None
 
     def _masked(self, node: fx.Node, arg: fx.Node) -> Rows | None:
         """Where the tokens are in what takes those that a mask keeps, or puts them into zeros."""
