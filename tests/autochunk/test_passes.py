@@ -8,7 +8,7 @@ import storage_ops
 from storage_ops.autochunk import explain
 from storage_ops.autochunk.backend import backend
 
-from .losses import arguments, flat, interpreted, log_probs, logits
+from .losses import arguments, flat, interpreted, largest_fifth, log_probs, logits
 
 
 def per_token(x, w, t):
@@ -43,7 +43,7 @@ def top_entropy(x, w, t):
     """GRPO for the fifth of the tokens with the largest entropy."""
     p = torch.log_softmax(logits(x, w).float(), -1)
     entropy = -(p.exp() * p).sum(-1).detach()
-    mask = (entropy >= torch.quantile(entropy, 0.8)).float()
+    mask = largest_fifth(entropy)
     now = p.gather(-1, t.clamp(min=0)[..., None])[..., 0]
     ratio = (now - now.detach() - 0.05).exp()
     advantage = torch.linspace(-1, 1, len(x))[:, None]
