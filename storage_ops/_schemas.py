@@ -82,7 +82,7 @@ SCHEMAS: dict[str, str] = {
         "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
     ),
     "_chunked_span": (
-        "(Tensor[] inputs, SymInt[] ints, SymInt[] sizes, SymInt groups, str program) -> Tensor[]"
+        "(Tensor[] inputs, SymInt[] ints, SymInt[] sizes, SymInt[] groups, str program) -> Tensor[]"
     ),
 }
 

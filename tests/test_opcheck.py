@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from storage_ops.autochunk.program import Factor, Output, Program, Slice
+from storage_ops.autochunk.program import Factor, Output, Program, Slice, encode
 
 from .conftest import PATHS
 
@@ -110,11 +110,11 @@ def span(dtype=torch.float32):
     value = Factor("value", 0, False)
     outputs = (
         Output(Slice(0, 1, 1), 2, name, None, (value, Factor("input", 1, False))),
-        Output(None, 2, name, None, (Factor("value", 0, True), Factor("input", 0, False))),
+        Output(None, 2, name, None, (Factor("value", 0, True), Factor("input", 0, False)), 1),
     )
     program = Program((Slice(0, 1, 1), None), outputs, 3, 0, 0, False, nodes)
     tensors = [torch.randn(8, 3).to(dtype), torch.randn(3, 5).to(dtype)]
-    return tensors, [], [8, 5, 3, 3], 8, program.encode()
+    return tensors, [], [8, 5, 3, 3], [8], encode([program])
 
 
 # op name -> argument tuples. The house test asserts that every schema has an entry.

@@ -13,22 +13,28 @@ cross-entropy, which has an op of its own::
 
     for product in the largest products of Dynamo's graph:
         forward = trace(what lies between product and loss)        # forward: ATen ops, and back
-        move slices of tokens (logits[:, :-1]) before the product  # drop
+        leave out tokens that nobody reads, or a mask does not     # ranges
         head, tail = logits -> a few numbers per token, those -> the loss
         if head is (lse - z_t, lse, ...) on random tokens, and tail is linear in them:
             loss = linear_cross_entropy(x, w, t, token_weight=gradient of tail) + tail(0)
 
 Every other loss is chunked in the joint graph of forward and backward::
 
-    for amplifier in the largest products:                         # driver
+    for amplifier in the largest products, and spread gradients:   # driver
         write ops without a rule as ops that have one              # prepare
-        span = label(amplifier): for each node after it            # spans, by the table in rules
-            Rows: a slice of it belongs to a chunk of tokens       # lattice
-            Partial: each chunk has a term of a sum
-            Whole: the same for all chunks; it stays outside
-        gradients = upstream * f(tokens): take upstream for 1      # passes, by the laws in rules
-        body = the nodes of the span, for one chunk                # body
-        replace the span by one op that runs the body              # rewrite, program
+        form it in the ranges of tokens that are sliced after it,  # choices, tokens, ranges
+            or of the tokens that a mask keeps
+        for each range:
+            span = label(amplifier): for each node after it        # spans, by the table in rules
+                Rows: a slice of it belongs to a chunk of tokens   # lattice
+                Partial: each chunk has a term of a sum
+                Whole: the same for all chunks; it stays outside
+            gradients = upstream * f(tokens): take upstream for 1  # passes, by the laws in rules
+                several upstream gradients, or one per token:
+                form the logits once more in the backward
+            body = the nodes of the span, for one chunk            # body
+            replace the span by one op that runs the body          # rewrite, program
+        add up in one place what ops add to the same gradient      # sums
     at run time, for each chunk:                                   # run
         form the product in a buffer, run the compiled body on it,
         put rows in their place, add terms up                      # assemble
@@ -39,12 +45,16 @@ Terms:
     span: the nodes that are evaluated once per chunk.
     rows: the dimensions of a value that are its tokens.
     group: tokens that an op mixes, such as a sequence; a chunk takes whole groups.
-    pass: one way through all tokens; a second one can read sums of the first.
+    range: tokens that follow each other, such as the chosen half of a batch; in all that is large
+        they are formed, and chunked, by themselves. Those that a mask keeps count as the first.
+    wide: what has many numbers for each token, more than a quarter of the vocabulary.
+    pass: one way through all tokens; the next one can read sums of those before.
+    spread: an upstream gradient expanded or scattered over the logits, which no product leads to.
     degree: 1 for what is proportional to the upstream gradient, 0 for what does not depend on it.
     waiting: factors of a gradient lie in its memory until all are there (`assemble.Waiting`).
 
-A loss in a graph that is traced already, forward and backward, is not recognised, and its tokens
-are not dropped before the product: `chunk` on such a graph chunks it like any other.
+A loss in a graph that is traced already, forward and backward, is not recognised: `chunk` on such a
+graph chunks it like any other.
 
 `edit` adds nodes to graphs, orders them and undoes changes; `values` is what is asked of a node;
 `predict` is the peak of a graph; `op_plan` the op's tiles; `backend` and `explain` are for users,

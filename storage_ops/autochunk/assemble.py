@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from storage_ops import matmul
-from storage_ops.autochunk.program import Output, Program, Slice
+from storage_ops.autochunk.program import Output, Slice
 from storage_ops.loss.problem import parts
 from storage_ops.loss.schedule import unpadded
 from storage_ops.matmul import aten, packed, scratch
@@ -42,24 +42,21 @@ class Input:
 
 
 class Product:
-    """The large product of a chunk, in memory that all chunks share."""
+    """A large product of a chunk, in memory that all chunks share."""
 
-    def __init__(self, program: Program, waiting: Waiting | None) -> None:
-        self.program, self.waiting = program, waiting
+    def __init__(self, places: tuple[int, ...], waiting: Waiting | None) -> None:
+        """Of the inputs in these places: (bias,) left and right."""
+        self.places, self.waiting = places, waiting
         self.buffer: Tensor | None = None
 
     def group_bytes(self, tensors: list[Tensor], begin: int, end: int) -> int:
         """Bytes of it that a group has."""
-        if self.program.formed is None:
-            return 0
-        *_, left, right = (tensors[i] for i in self.program.formed)
+        *_, left, right = (tensors[i] for i in self.places)
         return len(left) * right.shape[1] * left.element_size() // (end - begin)
 
-    def __call__(self, tensors: list[Tensor], begin: int, end: int, largest: int) -> Tensor | None:
+    def __call__(self, tensors: list[Tensor], begin: int, end: int, largest: int) -> Tensor:
         """That of the groups from begin to end, at most `largest`; `tensors`: their inputs."""
-        if self.program.formed is None:
-            return None
-        *bias, left, right = (tensors[i] for i in self.program.formed)
+        *bias, left, right = (tensors[i] for i in self.places)
         if self.buffer is None:
             rows = math.ceil(len(left) * (largest / (end - begin)))
             self.buffer = left.new_empty(rows, right.shape[1])
@@ -123,7 +120,8 @@ class Result:
     def finish(self) -> Tensor:
         """The result."""
         if self.out is None:
-            assert self.total is not None
+            if self.total is None:  # of no tokens
+                return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             return self.total.to(self.dtype)
         return self.out if self.total is None else self.out.copy_(self.total)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import warnings
+import logging
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,12 +20,13 @@ from torch import fx
 from storage_ops import matmul
 from storage_ops.autochunk.driver import ChunkError, Report, chunk_graph
 from storage_ops.autochunk.inductor import mended
+from storage_ops.autochunk.log import Words, log, warn
 from storage_ops.autochunk.recognise import NOTHING, Recognised, recognise
 from storage_ops.loss import devices
 from storage_ops.quantities import parse_bytes
 
 _reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
-_PASS = "joint_custom_pre_pass"
+_PASS, _LATER = "joint_custom_pre_pass", "post_grad_custom_pre_pass"
 
 
 @contextmanager
@@ -60,17 +62,21 @@ def apply(
     strict: bool,
     visible: int | None = None,
     recognised: Recognised = NOTHING,
+    graph_break: str = "",
 ) -> Report:
     """Chunk a graph in place; report, warn or raise where that is not possible."""
     report = chunk_graph(graph, num_chunks, memory_budget, visible, recognised)
+    if not report.chunked:
+        report.reason += graph_break
     reports = _reports.get()
     if reports is not None:
         reports.append(report)
     elif not report.chunked:
-        message = f"storage_ops.autochunk: not chunked, {report.reason}"
         if strict:
-            raise ChunkError(message) from report.error
-        warnings.warn(message, stacklevel=2)
+            raise ChunkError(
+                f"storage_ops.autochunk: not chunked, {report.reason}"
+            ) from report.error
+        warn(report.reason)
     return report
 
 
@@ -86,8 +92,7 @@ def chunk(
     Give it to Inductor as `torch._inductor.config.joint_custom_pre_pass`, or call it on a graph of
     a whole step, forward and backward, that `make_fx` or `storage_ops.graph.trace_step` made.
     Autograd has taken the loss apart there. Only `torch.compile(backend="storage_ops")` sees it as
-    it was written, lets linear cross-entropy become its op, and drops tokens before the product
-    that are dropped after it (`logits[:, :-1]`): here chunks are whole sequences then.
+    it was written, and lets linear cross-entropy become its op.
 
     Args:
         joint_gm: a GraphModule, or its Graph, of ATen ops with their values in `node.meta["val"]`.
@@ -185,26 +190,50 @@ def _circumstances() -> list[Any]:
 
 def _make_pass(
     options: tuple[int | None, int | None, bool], visible: int, earlier: Any,
-    recognised: Recognised = NOTHING,
+    recognised: Recognised = NOTHING, words: Words | None = None, graph_break: str = "",
 ) -> Any:  # fmt: skip
     """A pass for Inductor's joint graph, with an id that its caches can keep."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
+    def run(graph: fx.Graph) -> None:
+        if earlier is not None:
+            earlier(graph)
+        with (words or Words()).heard() as reasons:
+            reasons.append(apply(graph, *options, visible, recognised, graph_break).reason)
+
+    def uuid() -> str | None:
+        if _reports.get() is not None:
+            return None  # explain must see the graph, which a cache would keep from it
+        logs = log.isEnabledFor(logging.DEBUG)  # what was not said cannot be repeated
+        known = options, visible, astuple(recognised), _circumstances(), logs, graph_break
+        own = f"{_source_hash()}{json.dumps(known)}"
+        if earlier is None:
+            return own
+        # A plain function has no id: then nothing is kept, as when it is used alone.
+        return f"{own}{earlier.uuid()}" if isinstance(earlier, CustomGraphPass) else None
+
+    return _pass(run, uuid)
+
+
+def _graph_break(gm: fx.GraphModule) -> str:
+    """Where and why Dynamo's graph ends before the function does; empty if it does not."""
+    end = getattr(gm, "compile_subgraph_reason", None)
+    if end is None or not end.graph_break:
+        return ""
+    said = end.reason.partition("Developer debug context")[0].partition("For more information")[0]
+    place = "".join(f" at {at.filename}:{at.lineno}" for at in end.user_stack[-1:])
+    return f"; the graph breaks{place}: {textwrap.shorten(said, 400)}"
+
+
+def _pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) -> Any:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
     class Pass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            if earlier is not None:
-                earlier(graph)
-            apply(graph, *options, visible, recognised)
+            run(graph)
 
         def uuid(self) -> Any:
-            if _reports.get() is not None:
-                return None  # explain must see the graph, which a cache would keep from it
-            known = options, visible, astuple(recognised), _circumstances()
-            own = f"{_source_hash()}{json.dumps(known)}"
-            if earlier is None:
-                return own
-            # A plain function has no id: then nothing is kept, as when it is used alone.
-            return f"{own}{earlier.uuid()}" if isinstance(earlier, CustomGraphPass) else None
+            return uuid()
 
     return Pass()
 
@@ -247,8 +276,12 @@ def backend(
     earlier = patches.get(_PASS, getattr(config, _PASS))
     chosen = checked(*own)
     recognised = recognise(gm, chosen[0], chosen[1])
-    patches[_PASS] = _make_pass(chosen, visible, earlier, recognised)
+    words = Words()
+    patches[_PASS] = _make_pass(chosen, visible, earlier, recognised, words, _graph_break(gm))
+    if patches.get(_LATER, getattr(config, _LATER)) is None:  # else a warm cache says nothing
+        patches[_LATER] = _pass(lambda graph: words.count(), lambda: "storage_ops.autochunk")
     compiled: Any = compile_fx(
         gm, example_inputs, inner_compile=mended()(compile_fx_inner), config_patches=patches
     )
+    words.repeat()
     return compiled  # type: ignore[no-any-return]

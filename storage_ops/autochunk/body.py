@@ -243,47 +243,60 @@ class Body:
         return result
 
 
-def share(body: Body) -> tuple[tuple[int, ...] | None, int | None]:
-    """Let a pass take its product as an argument, and write over it what has its size.
+def share(body: Body) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
+    """Let a pass take its products as arguments, and write over them what has their sizes.
 
-    The product is then formed in the same memory for every chunk. Passes with several large
-    products, or with one of a value of their own, stay as they are.
+    They are then formed in the same memory for every chunk. A pass with a large product of values
+    of its own stays as it is.
 
     Returns:
-        The places of the product's arguments among the inputs, and that of the value which is
-        written over it among the values; None where there is no such thing.
+        The places of each product's arguments among the inputs, and that of the value which is
+        written over it among the values, or None.
     """
-    graph, span = body.graph, body.span
-    products = [n for n in span.amplifiers if n in body.env]
     inputs: list[Any] = [p for _, _, p in body.inputs]
-    if len(products) != 1 or name_of(products[0]) not in ("aten.mm.default", "aten.addmm.default"):
-        return None, None
-    amplifier, product = products[0], body.env[products[0]]
-    if product.kwargs or amplifier in body.values or not all(a in inputs for a in product.args):
-        return None, None
-    formed = tuple(inputs.index(a) for a in product.args)
-    layouts = [body.inputs[i][1] for i in formed]
-    if not isinstance(layouts[-2], Rows) or any(isinstance(lay, Rows) for lay in layouts[:-2]):
-        return None, None
-    with graph.inserting_before(inputs[0]):
-        place = graph.placeholder("product")
-    product.replace_all_uses_with(place)
-    graph.erase_node(product)
-    body.env[amplifier] = place
-    return formed, _overwrite(body, amplifier, place)
+    products = {n: body.env[n] for n in body.span.amplifiers if n in body.env}
+    formed = {n: _formed(body, n, product, inputs) for n, product in products.items()}
+    places = tuple(p for p in formed.values() if p is not None)
+    if len(places) < len(products):
+        return (), ()
+    for amplifier, product in products.items():
+        with body.graph.inserting_before(inputs[0]):
+            body.env[amplifier] = body.graph.placeholder("product")
+        product.replace_all_uses_with(body.env[amplifier])
+        body.graph.erase_node(product)
+    over: list[int | None] = []
+    for amplifier in products:
+        over.append(_overwrite(body, amplifier, over))
+    return places, tuple(over)
 
 
-def _overwrite(body: Body, amplifier: fx.Node, place: fx.Node) -> int | None:
+def _formed(
+    body: Body, amplifier: fx.Node, product: fx.Node, inputs: list[Any]
+) -> tuple[int, ...] | None:
+    """The places of a product's arguments among the inputs; None if it is no product of them."""
+    plain = name_of(amplifier) in ("aten.mm.default", "aten.addmm.default") and not product.kwargs
+    if not plain or amplifier in body.values or not all(a in inputs for a in product.args):
+        return None
+    places = tuple(map(inputs.index, product.args))
+    *bias, left, _ = (body.inputs[i][1] for i in places)
+    cut = isinstance(left, Rows) and not any(isinstance(layout, Rows) for layout in bias)
+    return places if cut else None
+
+
+def _overwrite(body: Body, amplifier: fx.Node, taken: list[int | None]) -> int | None:
+    """Write a value over a product; which one, or None."""
     graph, layouts, found = body.graph, body.span.layouts, None
+    place = body.env[amplifier]
     for i, node in enumerate(body.values):
         value, like = node.meta["val"], amplifier.meta["val"]
         sized = value.dim() == 2 and all(map(same, shape(node), shape(amplifier)))
-        sized = sized and equal(layouts[node], layouts[amplifier])
+        sized = sized and equal(layouts[node], layouts[amplifier]) and i not in taken
         if found is None and sized and value.dtype == like.dtype:
             found = i
         elif _is_view(body.env[node], place):
             return None  # and would change with it
-    if found is None or _is_view(body.env[body.values[found]], place):
+    if found is None or any(_is_view(body.env[body.values[found]], body.env[n])
+                            for n in body.span.amplifiers if n in body.env):  # fmt: skip
         return None
     (end,) = (n for n in graph.nodes if n.op == "output")
     values: Any = end.args[0]

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from torch import fx
 
-from storage_ops.autochunk.edit import Undo
+from storage_ops.autochunk.edit import Undo, retire
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of
 from storage_ops.autochunk.passes import order
 from storage_ops.autochunk.predict import peak, wide_sums
 from storage_ops.autochunk.prepare import Mutations, new_values, owner, prepare, starts
-from storage_ops.autochunk.program import Program
+from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
 from storage_ops.autochunk.run import in_body
-from storage_ops.autochunk.spans import LARGE, TRIES, candidates, propagate
-from storage_ops.autochunk.values import name_of, nbytes, numel, reached, tangents_of
+from storage_ops.autochunk.spans import LARGE, TRIES, candidates, is_product, propagate
+from storage_ops.autochunk.sums import Term, add_up
+from storage_ops.autochunk.values import ends, leading_to, name_of, nbytes, numel, tangents_of
 from storage_ops.quantities import readable
 
 
@@ -35,6 +38,7 @@ class Report:
     Attributes:
         chunked: whether a span of it is evaluated in chunks.
         num_chunks: into how many; 0 if it is not.
+        num_passes: how often the logits are formed.
         reason: why it is not; empty if it is.
         error: what was raised where nothing should be, and is the reason.
         peak_before: predicted bytes that are held at most above the inputs.
@@ -43,6 +47,7 @@ class Report:
 
     chunked: bool = False
     num_chunks: int = 0
+    num_passes: int = 0
     reason: str = ""
     error: Exception | None = None
     peak_before: int = 0
@@ -114,15 +119,19 @@ def _chunk(
     total.peak_before = total.peak_after + recognised.saved
     total.num_chunks, largest = recognised.num_chunks, recognised.largest
     total.chunked = total.num_chunks > 0
-    tried: set[fx.Node] = set()
+    total.num_passes = int(total.chunked)
+    tries, tried = 0, set[fx.Node]()
     while True:
-        found = candidates(graph, reached(tangents or starts(graph)) | tried)
-        largest = max([largest, *map(numel, found[:1])])
-        found = [n for n in found if numel(n) * LARGE > largest]
-        if not found or len(tried) == TRIES:
+        found = candidates(graph, set(tangents or starts(graph)), tried)
+        found.sort(key=work.whole, reverse=True)
+        largest = max([largest, *map(work.whole, found[:1])])
+        found = [n for n in found if work.whole(n) * LARGE > largest
+                 and (is_product(n) or not total.reason)]  # fmt: skip
+        if not found or tries == TRIES:
             break
-        tried.add(found[0])
-        outcome = work.chunk(found[0])
+        tries += 1
+        outcome = work.chunk(found)
+        tried |= {found[0], *work.parts.get(found[0], ())}
         if isinstance(outcome.error, Conflict):
             log.debug("%s: %s", found[0], describe(outcome.error))
             total.reason = total.reason or describe(outcome.error)
@@ -130,43 +139,71 @@ def _chunk(
             _fail(total, outcome.error)
         else:
             graph.eliminate_dead_code()
-            total.chunked, total.num_chunks = True, max(outcome.count, total.num_chunks)
+            total.chunked = True
+            total.num_chunks = max([total.num_chunks, *outcome.counts])
+            total.num_passes = max(total.num_passes, len(outcome.counts))
             total.peak_after = outcome.peak
     total.reason = total.reason or "no matrix product is larger than its input"
 
 
 @dataclass
 class _Outcome:
-    """What became of an amplifier: a number of chunks and the peak, or an error and no change."""
+    """What became of an amplifier: the chunks of each pass and the peak, or an error, no change."""
 
-    count: int = 0
+    counts: Sequence[int] = ()
     peak: int = 0
     error: Exception | None = None
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A graph and what is asked for."""
+    """A graph and what is asked for.
+
+    Attributes:
+        parts: of products that were taken apart, all ranges; also of a range, those beside it.
+    """
 
     graph: fx.Graph
     tangents: list[fx.Node]
     changed: set[fx.Node]
     num_chunks: int | None
     memory_budget: int | None
+    parts: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
-    def chunk(self, amplifier: fx.Node) -> _Outcome:
-        """Chunk what an amplifier leads to."""
-        undo, outcome = Undo(self.graph), _Outcome()
+    def whole(self, amplifier: fx.Node) -> int:
+        """Elements of a product, or of the one that it was taken from."""
+        return sum(map(numel, self.parts.get(amplifier, [amplifier])))
+
+    def chunk(self, found: list[fx.Node]) -> _Outcome:
+        """Chunk what the first of some products leads to; ranges of it that it was taken apart to.
+
+        The others are taken apart as well, for they may meet.
+        """
+        amplifier, undo, known = found[0], Undo(self.graph), dict(self.parts)
+        outcome, tangents = _Outcome(), list[fx.Node]()
         try:
             self.check(amplifier)
-            tangents = prepare(self.graph, amplifier, self.tangents)
-            outcome.count = self.rewrite(amplifier, tangents)
+            for product in found:
+                tangents = prepare(self.graph, product, self.tangents) or tangents
+                if product not in self.parts and is_product(product):
+                    parts = take_apart(self.graph, product)
+                    self.parts.update(dict.fromkeys([product, *parts], parts))
+            terms: list[Term] = []
+            for part in self.parts.get(amplifier, [amplifier]):
+                if part in leading_to(ends(self.graph)):
+                    counts = self.rewrite(part, tangents, terms)
+                    both = zip_longest(outcome.counts, counts, fillvalue=0)
+                    outcome.counts = list(map(sum, both))
+                    retire(self.graph)
+            add_up(self.graph, terms)
             self.graph.lint()
             if self.num_chunks is None:
-                _check_saving(self.graph, amplifier)
+                _check_saving(self.graph, self.whole(amplifier))
             outcome.peak = peak(self.graph)
         except Exception as error:
             undo()
+            self.parts.clear()
+            self.parts.update(known)
             outcome.error = error
         return outcome
 
@@ -179,35 +216,43 @@ class _Work:
             raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
 
     def budget(self, amplifier: fx.Node) -> int:
-        return budget_of(nbytes(amplifier), self.memory_budget)
+        size = sum(map(nbytes, self.parts.get(amplifier, [amplifier])))
+        return budget_of(size, self.memory_budget)
 
-    def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node]) -> int:
-        """Chunk what an amplifier leads to; into how many chunks."""
+    def count(self, amplifiers: Collection[fx.Node]) -> int:
+        """How many chunks are wanted of products, which may be ranges of others."""
+        if self.num_chunks is None:
+            budget = max(self.budget(next(iter(amplifiers))), 1)
+            return max(2, -(-sum(map(nbytes, amplifiers)) // budget))
+        known = [self.parts.get(n, [n]) for n in amplifiers]
+        whole = sum(sum(map(numel, parts)) for parts in {id(p): p for p in known}.values())
+        return -(-self.num_chunks * sum(map(numel, amplifiers)) // whole)
+
+    def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node], terms: list[Term]) -> list[int]:
+        """Chunk what an amplifier leads to; in how many chunks for each pass. Sums join the terms."""
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
-        wanted = max(2, -(-nbytes(amplifier) // max(budget, 1)))
-        span = propagate(graph, amplifier, self.num_chunks or wanted)
+        span = propagate(graph, amplifier, self.count)
         read = {arg for reads in span.reads.values() for arg, _ in reads}
         for arg in read:
             if owner(arg) in self.changed:
                 raise Conflict("is changed in place by the function", arg)
         mutations.check_reads(read, span.layouts)
         ordered = order(graph, span, tangents)
-        limits = Limits(self.num_chunks, budget)
-        counts = rewrite(graph, span, ordered, limits)
+        count = None if self.num_chunks is None else self.count(span.amplifiers)
+        counts = rewrite(graph, span, ordered, Limits(count, budget), terms)
         mutations.check_order(graph)
-        return max(counts)
+        return counts
 
 
-def _check_saving(graph: fx.Graph, amplifier: fx.Node) -> None:
-    """Raise if sums over chunks take more memory than the whole product does in fp32."""
-    whole = 4 * numel(amplifier)
-    for node in graph.nodes:
+def _check_saving(graph: fx.Graph, elements: int) -> None:
+    """Raise if sums over chunks take more memory than a whole product does in fp32."""
+    whole = 4 * elements
+    for node in leading_to(ends(graph)):
         if name_of(node) == "storage_ops._chunked_span.default":
-            sums = wide_sums(node, Program.decode(str(node.args[4])))
+            sums = wide_sums(node)
             if sums > whole:
                 raise Conflict(
                     f"has {readable(whole)} in fp32, less than chunks would take: their 16-bit "
                     f"gradients are summed in fp32, in {readable(sums)}",
-                    amplifier,
                 )

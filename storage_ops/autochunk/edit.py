@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.lattice import Conflict
-from storage_ops.autochunk.values import Size, reached, shape, tangents_of
+from storage_ops.autochunk.values import Size, ends, leading_to, reached, shape, tangents_of
 
 _OPERATORS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv}
 
@@ -133,6 +133,14 @@ def sort(graph: fx.Graph) -> None:
     place(nodes)
 
 
+def retire(graph: fx.Graph) -> None:
+    """Let nodes that nobody needs any more read nothing; they go with the dead code."""
+    alive = leading_to(ends(graph))
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in alive:
+            node.args, node.kwargs = (), {}
+
+
 def place(nodes: list[fx.Node]) -> None:
     """Put nodes in this order."""
     last = nodes[0]
@@ -146,12 +154,12 @@ class Undo:
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
-        self.nodes = [(node, node.args, node.kwargs) for node in graph.nodes]
+        self.nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
 
     def __call__(self) -> None:
-        """Undo all changes of arguments and of the order, and drop nodes that are new."""
-        for node, args, kwargs in self.nodes:
-            node.args, node.kwargs = args, kwargs
+        """Undo all changes of nodes and of their order, and drop nodes that are new."""
+        for node, args, kwargs, meta in self.nodes:
+            node.args, node.kwargs, node.meta = args, kwargs, meta
         known = {node for node, *_ in self.nodes}
         unused = [n for n in self.graph.nodes if n not in known and not n.users]
         while unused:

@@ -20,6 +20,9 @@ class Explanation:
     Attributes:
         chunked: whether its logits exist in chunks only.
         num_chunks: into how many chunks they are cut; 0 if not chunked.
+        num_passes: how often they are formed: once more where chunks wait for a sum over all
+            tokens, and once more in the backward where several upstream gradients, or one per
+            token, meet; detach results that are only logged. Linear cross-entropy counts as once.
         reason: why not, with the node, its op and the line it comes from; empty if chunked.
         peak_before: predicted bytes that forward and backward hold at most above their inputs.
         peak_after: the same after chunking.
@@ -27,6 +30,7 @@ class Explanation:
 
     chunked: bool
     num_chunks: int
+    num_passes: int
     reason: str
     peak_before: int
     peak_after: int
@@ -37,6 +41,8 @@ class Explanation:
             return f"not chunked: {self.reason}\n  predicted peak  {before}"
         after = readable(self.peak_after)
         chunks = f"{self.num_chunks} chunk{'s' if self.num_chunks > 1 else ''}"
+        if self.num_passes > 1:
+            chunks += f", logits formed {self.num_passes} times"
         return f"{chunks}\n  predicted peak  {after}, was {before}"
 
 
@@ -79,6 +85,6 @@ def explain(
     with collected() as reports:
         torch.compile(fresh, backend=backend, options=options)(*args, **kwargs)
     if not reports:
-        return Explanation(False, 0, "nothing was compiled", 0, 0)
+        return Explanation(False, 0, 0, "nothing was compiled", 0, 0)
     r = max(reports, key=lambda report: (report.chunked, report.peak_before))
-    return Explanation(r.chunked, r.num_chunks, r.reason, r.peak_before, r.peak_after)
+    return Explanation(r.chunked, r.num_chunks, r.num_passes, r.reason, r.peak_before, r.peak_after)

@@ -7,6 +7,7 @@ sequence.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,11 +38,13 @@ class Rows:
 
     Attributes:
         per: elements of a group.
+        outer: how many times they do, one after another; more than once in no span.
     """
 
     lo: int
     hi: int
     per: Size = 1
+    outer: Size = 1
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,15 @@ def same(left: Size, right: Size) -> bool:
     return bool(statically_known_true(left == right))
 
 
+def less(left: Size, right: Size) -> bool:
+    """Whether a size is smaller than another for every value of their symbols."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left < right
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(left < right))
+
+
 def divides(size: Size, other: Size) -> bool:
     """Whether a size divides another for every value of their symbols."""
     if isinstance(size, int) and isinstance(other, int):
@@ -90,7 +102,8 @@ def divides(size: Size, other: Size) -> bool:
 def equal(left: Layout | None, right: Layout | None) -> bool:
     """Whether two layouts are the same."""
     if isinstance(left, Rows) and isinstance(right, Rows):
-        return (left.lo, left.hi) == (right.lo, right.hi) and same(left.per, right.per)
+        places = (left.lo, left.hi) == (right.lo, right.hi)
+        return places and same(left.per, right.per) and same(left.outer, right.outer)
     if isinstance(left, Spread) or isinstance(right, Spread):
         return False
     return left == right
@@ -98,29 +111,33 @@ def equal(left: Layout | None, right: Layout | None) -> bool:
 
 def canonical(rows: Rows, shape: Sequence[Size]) -> Rows:
     """The coarsest way to say the same: dimensions that a chunk never cuts are none of its rows."""
-    lo, hi, per = rows.lo, rows.hi, rows.per
-    while hi - lo > 1 and same(shape[lo], 1):
+    lo, hi, per, outer = rows.lo, rows.hi, rows.per, rows.outer
+    while hi - lo > 1 and divides(shape[lo], outer):
+        outer = quotient(outer, shape[lo])
         lo += 1
     while hi - lo > 1 and divides(shape[hi - 1], per):
         hi -= 1
-        per = _quotient(per, shape[hi])
-    return Rows(lo, hi, per)
+        per = quotient(per, shape[hi])
+    return Rows(lo, hi, per, outer)
 
 
 def reshape(rows: Rows, old: Sequence[Size], new: Sequence[Size]) -> Rows:
     """Where the rows of a tensor are after a view."""
-    before = math.prod(old[: rows.lo])
-    for finest in range(rows.hi, len(old) + 1):
-        count = math.prod(old[rows.lo : finest])
+    for first, finest in itertools.product(
+        range(rows.lo, -1, -1), range(rows.hi, len(old) + 1)
+    ):  # fmt: skip
+        before, count = math.prod(old[:first]), math.prod(old[first:finest])
+        outer = rows.outer * math.prod(old[first : rows.lo])
         per = rows.per * math.prod(old[rows.hi : finest])
         for lo in range(len(new)):
             if not same(math.prod(new[:lo]), before):
                 continue
             for hi in range(lo + 1, len(new) + 1):
                 if same(math.prod(new[lo:hi]), count):
-                    return canonical(Rows(lo, hi, per), new)
+                    return canonical(Rows(lo, hi, per, outer), new)
     raise Conflict(f"the view from {tuple(old)} to {tuple(new)} mixes tokens")
 
 
-def _quotient(size: Size, divisor: Size) -> Size:
+def quotient(size: Size, divisor: Size) -> Size:
+    """A size divided by one that divides it."""
     return 1 if same(size, divisor) else size if same(divisor, 1) else size // divisor

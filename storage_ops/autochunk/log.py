@@ -1,12 +1,68 @@
-"""`STORAGE_OPS_LOGS=autochunk` prints how the auto-chunker judges a graph."""
+"""What is said of a graph: `STORAGE_OPS_LOGS=autochunk` prints how the auto-chunker judges it."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger("storage_ops.autochunk")
+_COUNTED = "storage_ops.autochunk said "
 
 if "autochunk" in os.environ.get("STORAGE_OPS_LOGS", "").split(","):
     log.setLevel(logging.DEBUG)
     log.addHandler(logging.StreamHandler())
+
+
+def warn(reason: str) -> None:
+    """Say that a graph is not chunked, and why."""
+    warnings.warn(f"storage_ops.autochunk: not chunked, {reason}", stacklevel=1)
+
+
+class Words:
+    """What is said of a graph, and said again where a cache has it compiled.
+
+    Inductor's caches keep what it counts while it compiles a graph, and count it again for a graph
+    that they give. So what was said is counted, under its own text: it travels with the graph.
+    """
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+
+    @contextmanager
+    def heard(self) -> Iterator[list[str]]:
+        """Keep the lines that are logged within, and the reasons that are put in the list."""
+        lines: list[str] = []
+        reasons: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        log.addHandler(handler)
+        try:
+            yield reasons
+        finally:
+            log.removeHandler(handler)
+        self.text = json.dumps([lines, reasons])
+
+    def count(self) -> None:
+        """Count them, for the first graph that Inductor compiles of a joint graph."""
+        from torch._dynamo.utils import counters
+
+        if self.text:
+            counters["inductor"][_COUNTED + self.text] += 1
+            self.text = ""
+
+    def repeat(self) -> None:
+        """Say what came with a graph from a cache; nothing if it was compiled now."""
+        from torch._dynamo.utils import counters
+
+        for key in [key for key in counters["inductor"] if key.startswith(_COUNTED)]:
+            del counters["inductor"][key]
+            if self.text is None:
+                lines, reasons = json.loads(key.removeprefix(_COUNTED))
+                for line in lines:
+                    log.debug("%s", line)
+                for reason in filter(None, reasons):
+                    warn(reason)

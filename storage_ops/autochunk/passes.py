@@ -1,18 +1,31 @@
-"""In what order a span's results can be had, and how they depend on the upstream gradient."""
+"""In what order a span's results can be had, and how they depend on the upstream gradient.
+
+A result that is linear in one number, the upstream gradient of a loss, is formed in the forward,
+with that number taken for 1, and multiplied by it afterwards. All else that depends on upstream
+gradients (several of them, one per token, their square) waits for them: it is formed in the
+backward, in passes that form the logits again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
-from storage_ops.autochunk.lattice import Conflict, Partial
+from storage_ops.autochunk.lattice import Conflict
+from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import Degree, rule_of
-from storage_ops.autochunk.spans import Span, is_product
+from storage_ops.autochunk.spans import Span
 from storage_ops.autochunk.values import is_tensor, is_zero, reached, shape
 
-PASSES = 2
+
+class Turn(NamedTuple):
+    """A pass over the tokens: the backward ones come last, and find all of the forward's there."""
+
+    backward: bool
+    number: int
 
 
 @dataclass
@@ -21,8 +34,8 @@ class Passes:
 
     Attributes:
         outputs: for every pass over the tokens, the nodes of the span that others read.
-        tangent: the upstream gradient that the outputs are linear in, if there is one.
-        scaled: outputs and outside values that carry it as a factor.
+        tangent: the upstream gradient that is taken for 1, if there is one.
+        scaled: nodes of the span, and what it reads, that carry it as a factor.
         dependent: all nodes after it.
     """
 
@@ -33,29 +46,28 @@ class Passes:
 
 
 def order(graph: fx.Graph, span: Span, tangents: list[fx.Node]) -> Passes:
-    """Passes of a span.
+    """Passes of a span, as few as there can be. What would need one more is left to the outside.
 
     Raises:
-        Conflict: a result would be needed before it is there, or the dependence on the upstream
-            gradient is not linear.
+        Conflict: a result would be needed before it is there.
     """
     after = reached(span.amplifiers)
-    outputs = _outputs(span, after)
-    for node in outputs:
+    for node in _outputs(span, after):
         if node in span.large:
             user = next(u for u in node.users if u not in span.layouts)
             if user.op == "output":
                 raise Conflict("is returned, or kept for a backward that is not in the graph", node)
             raise Conflict("works on the whole of what should exist in chunks only", user)
-    numbers = _numbers(graph, span, after)
-    if max(numbers[node] for node in outputs) >= PASSES:
-        late = next(node for node in outputs if numbers[node] >= PASSES)
-        raise Conflict(f"needs more than {PASSES} passes over the tokens", late)
-    grouped = [[n for n in outputs if numbers[n] == i] for i in range(PASSES)]
-    result = Passes([group for group in grouped if group])
-    _scale(span, result, outputs, tangents)
-    if not any(is_product(n) or isinstance(span.layouts[n], Partial) for n in outputs):
-        raise Conflict("no backward: nothing after it is a gradient", next(iter(span.amplifiers)))
+    result, late = Passes([]), set[fx.Node]()
+    try:
+        _scale(span, result, tangents)
+    except Conflict as conflict:
+        log.debug("gradients wait for the backward, for %s: %s", conflict.node, conflict)
+        late = reached(tangents)
+    turns = _turns(graph, span, after, late)
+    outputs = _outputs(span, after)
+    groups = {turn: [n for n in outputs if turns[n] == turn] for turn in turns.values()}
+    result.outputs = [groups[turn] for turn in sorted(groups) if groups[turn]]
     return result
 
 
@@ -74,48 +86,59 @@ def _outputs(span: Span, after: set[fx.Node]) -> list[fx.Node]:
     ]  # fmt: skip
 
 
-def _numbers(graph: fx.Graph, span: Span, after: set[fx.Node]) -> dict[fx.Node, int]:
-    """The pass in which each node of the span can be evaluated."""
-    inside: dict[fx.Node, int] = {}
-    outside: dict[fx.Node, int] = {}  # the first pass that can read the whole of a value
+def _turns(
+    graph: fx.Graph, span: Span, after: set[fx.Node], late: set[fx.Node]
+) -> dict[fx.Node, Turn]:
+    """The pass in which each node of the span can be evaluated; `late`: in the backward only.
 
-    def first_pass(arg: fx.Node) -> int:
-        return inside[arg] + 1 if arg in inside and arg not in outside else outside.get(arg, 0)
+    Small values made of small ones leave the span where they can be had at once outside, when a
+    chunk can have its part: a mask by a quantile of all tokens, and its sum, take no pass.
+    """
+    inside: dict[fx.Node, Turn] = {}
+    outside: dict[fx.Node, Turn] = {}  # the first pass that can read the whole of a value
+
+    def whole(arg: fx.Node) -> Turn:
+        if arg in inside and arg not in outside:
+            return inside[arg]._replace(number=inside[arg].number + 1)
+        return outside.get(arg, Turn(False, 0))
 
     for node in graph.nodes:
+        start = Turn(node in late, 0)
+        alone = max([start, *map(whole, node.all_input_nodes)])
+        led_to = node in after or node in span.amplifiers
         if node in span.layouts:
+            reads = span.reads[node]
             inside[node] = max(
-                (
-                    inside[arg] if span.reads_inside(arg, layout) else first_pass(arg)
-                    for arg, layout in span.reads[node]
-                ),
-                default=0,
+                [start, *(inside[a] if span.reads_inside(a, lay) else whole(a) for a, lay in reads)]
             )
-        if node not in span.layouts or not (node in after or node in span.amplifiers):
-            # What no amplifier leads to can also be had whole.
-            outside[node] = max((first_pass(arg) for arg in node.all_input_nodes), default=0)
+            small = node not in span.large and not any(a in span.large for a, _ in reads)
+            if led_to and small and alone <= inside[node]:
+                del inside[node], span.layouts[node], span.reads[node]
+        if node not in span.layouts or not led_to:
+            outside[node] = alone  # what no amplifier leads to can also be had whole
     return inside
 
 
-def _scale(span: Span, result: Passes, outputs: list[fx.Node], tangents: list[fx.Node]) -> None:
-    """Find the upstream gradient of the span and check that it is a mere factor."""
+def _scale(span: Span, result: Passes, tangents: list[fx.Node]) -> None:
+    """Find the upstream gradient that can be taken for 1, if one is read.
+
+    Raises:
+        Conflict: there are several, or it is no mere factor.
+    """
     read = {arg for reads in span.reads.values() for arg, _ in reads} - set(span.layouts)
     below = {t: reached([t]) | {t} for t in tangents}
     used = [t for t in tangents if below[t] & (read | set(span.layouts))]
     if not used:
         return
     if len(used) > 1:
-        names = ", ".join(str(t) for t in used)
-        raise Conflict(
-            f"{len(used)} upstream gradients ({names}) meet in it: several losses", used[1]
-        )
+        raise Conflict(f"{len(used)} upstream gradients meet in it", used[1])
     (tangent,) = used
     if shape(tangent):
         sizes = tuple(shape(tangent))
         raise Conflict(f"the upstream gradient is not a scalar: its shape is {sizes}", tangent)
+    degree = _degrees(tangent, below[tangent])
+    result.scaled = {n for n in [*read, *span.layouts] if degree(n) == 1}
     result.tangent, result.dependent = tangent, below[tangent]
-    degree = _degrees(tangent, result.dependent)
-    result.scaled = {n for n in [*read, *outputs] if degree(n) == 1}
 
 
 def _degrees(tangent: fx.Node, dependent: set[fx.Node]) -> Callable[[object], Degree]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from itertools import islice
 from typing import Any
 
+import torch
 from torch import fx
 
-from storage_ops.autochunk.program import Program
+from storage_ops.autochunk.program import Program, blocks, decode, results_of
 from storage_ops.autochunk.rules import RULES
 from storage_ops.autochunk.values import (
     elements,
@@ -15,17 +18,25 @@ from storage_ops.autochunk.values import (
     leading_to,
     name_of,
     nbytes,
+    numel,
+    reached,
+    tangents_of,
     values_of,
 )
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
+_REDUCTIONS = ("sum", "reduce")
 _VIEWS = ("view", "expand", "permute", "getitem")
 
 
 def kind_of(node: fx.Node) -> str:
-    """The kind of a node's op; "opaque" if it has no rule."""
+    """The kind of a node's op; "opaque" if it has no rule and is not element by element."""
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
-    return "opaque" if rule is None else rule.kind
+    if rule is not None:
+        return rule.kind
+    tags = getattr(node.target, "tags", ())
+    fused = torch.Tag.pointwise in tags or name_of(node) == "prims.iota.default"
+    return "elementwise" if fused else "opaque"
 
 
 def peak(graph: fx.Graph) -> int:
@@ -33,15 +44,17 @@ def peak(graph: fx.Graph) -> int:
 
     Element by element ops are fused into what reads them, as Inductor does, and exist only where a
     product, a reduction or the graph's end reads them. A value made from one of its own size that
-    nothing else reads takes over its memory.
+    nothing else reads takes over its memory, unless the loop that makes it also reduces that one.
     """
+    backward = reached(tangents_of(graph))
     alive = leading_to(ends(graph))
     nodes = [n for n in graph.nodes if n in alive]
-    stored = {n for n in nodes if _is_stored(n)}
+    stored = {n for n in nodes if _is_stored(n, backward)}
     results = {n: _items(n) or [n] for n in stored}  # several have a life each
     owned = {r for each in results.values() for r in each}
     sources: dict[fx.Node, set[fx.Node]] = {}
     last: dict[fx.Node, int] = {}
+    reduced: set[tuple[fx.Node, bool]] = set()
     for place, node in enumerate(nodes):
         last |= dict.fromkeys(results.get(node, ()), place)
         read: set[fx.Node] = set()
@@ -51,6 +64,8 @@ def peak(graph: fx.Graph) -> int:
         if node in stored or node.op == "output":
             for each in read:
                 last[each] = place
+        if kind_of(node) in _REDUCTIONS:
+            reduced.update((each, node in backward) for each in read)
     level = highest = 0
     dying: dict[int, list[fx.Node]] = {}
     for node, place in last.items():
@@ -58,7 +73,8 @@ def peak(graph: fx.Graph) -> int:
     for place, node in enumerate(nodes):
         if node in stored:
             level += sum(map(nbytes, results[node]))
-            gone_sizes = [nbytes(n) for n in dying.get(place, ()) if n is not node]
+            gone_sizes = [nbytes(n) for n in dying.get(place, ())
+                          if n is not node and (n, node in backward) not in reduced]  # fmt: skip
             over = kind_of(node) in _FUSED and nbytes(node) in gone_sizes
             highest = max(highest, level - over * nbytes(node) + _inside(node))
         for gone in dying.get(place, ()):
@@ -71,13 +87,28 @@ def _items(node: fx.Node) -> list[fx.Node]:
     return [u for u in node.users if name_of(u) == "getitem"]
 
 
-def _is_stored(node: fx.Node) -> bool:
+def _is_stored(node: fx.Node, backward: Container[fx.Node]) -> bool:
     kind = kind_of(node)
-    if node.op != "call_function" or kind in _VIEWS:
+    if node.op != "call_function":
         return False
-    if kind in _FUSED:
-        return any(kind_of(u) in ("product", "opaque") for u in _readers(node))
-    return True
+    if kind in _FUSED or kind == "expand":
+        readers = [kind_of(u) for u in _readers(node)]
+        if kind == "expand":  # no product reads one number as a matrix
+            return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
+        once = "sum" in readers and evaluated_once(node, backward)
+        return "product" in readers or "opaque" in readers or once
+    return kind not in _VIEWS
+
+
+def evaluated_once(node: fx.Node, backward: Container[fx.Node] = ()) -> bool:
+    """Whether Inductor stores an exponential, and does not evaluate it in each loop that reads it.
+
+    It does so on a CPU, for each of the graphs into which a joint graph is split.
+    """
+    if name_of(node) != "aten.exp.default" or values_of(node)[0].device.type != "cpu":
+        return False
+    late = [u in backward for u in _readers(node)]
+    return late.count(True) > 1 or late.count(False) > 1
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
@@ -96,9 +127,9 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 def _inside(node: fx.Node) -> int:
     """What an op of ours holds while it runs, besides its results."""
     if name_of(node) == "storage_ops._chunked_span.default":
-        program, groups = Program.decode(str(node.args[4])), hint(_value(node.args[3]))
-        held = -(-groups // program.count(groups)) * program.group_bytes
-        return held + wide_sums(node, program)
+        counts = [hint(_value(groups)) for groups in node.args[3]]  # type: ignore[union-attr]
+        programs = zip(decode(str(node.args[4])), counts, strict=True)
+        return wide_sums(node) + max(_chunk(node, p, -(-n // p.count(n))) for p, n in programs)
     if name_of(node) == "storage_ops.linear_cross_entropy.default":
         from storage_ops.autochunk.op_plan import scratch
 
@@ -106,20 +137,38 @@ def _inside(node: fx.Node) -> int:
     return 0
 
 
-def wide_sums(node: fx.Node, program: Program) -> int:
-    """Bytes of the fp32 sums that 16-bit results of a chunked span are rounded from."""
-    tensors: Any = node.args[0]
-    inputs = [([hint(s) for s in v.shape], v.element_size()) for t in tensors for v in values_of(t)]
-    results = [(spec, v) for spec, v in zip(program.outputs, values_of(node), strict=True)
-               if v.element_size() == 2]  # fmt: skip
-    waiting = [spec for spec, v in results
-               if program.waits(spec, [hint(s) for s in v.shape], inputs)]  # fmt: skip
-    late = any(map(program.holds_product, waiting))
-    return sum(
-        4 * elements(v)
-        for spec, v in results
-        if (spec.rows is None and spec not in waiting) or (late and program.shares_factor(spec))
+def _chunk(node: fx.Node, program: Program, size: int) -> int:
+    """Bytes of a chunk of so many groups."""
+    held, values = size * program.group_bytes, values_of(node)
+    if program.in_blocks:  # what the body makes beside the product is as large as a block of it
+        held += program.group_bytes * blocks(size, program.group_bytes, values[0].device)[1]
+    # Terms of sums that the body forms are there beside the sum.
+    return held + sum(
+        elements(values[spec.place]) * values[spec.place].element_size()
+        for spec in program.outputs
+        if spec.rows is None and spec.factors is None
     )
+
+
+def wide_sums(node: fx.Node) -> int:
+    """Bytes of the fp32 sums that 16-bit results of a chunked span are rounded from."""
+    programs, values, wide = decode(str(node.args[4])), values_of(node), dict[int, int]()
+    alone = {each[0].place for each in results_of(programs) if len(each) == 1}
+    given: Any = node.args[0]
+    tensors = iter([v for t in given for v in values_of(t)])
+    for program in programs:
+        inputs = [([hint(s) for s in v.shape], v.element_size())
+                  for v in islice(tensors, len(program.inputs))]  # fmt: skip
+        specs = [spec for spec in program.outputs if values[spec.place].element_size() == 2]
+        sizes = {spec: [hint(s) for s in values[spec.place].shape] for spec in specs}
+        waiting = [spec for spec in specs
+                   if spec.place in alone and program.waits(spec, sizes[spec], inputs)]  # fmt: skip
+        late = {program.holds_product(spec) for spec in waiting} - {None}
+        for spec in specs:
+            total = spec.rows is None and spec not in waiting
+            if total or program.shares_factor(spec) in late:
+                wide[spec.place] = 4 * elements(values[spec.place])
+    return sum(wide.values())
 
 
 def _value(item: Any) -> Any:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder, sort
+from storage_ops.autochunk.edit import Builder, Sizes, retire, sort
 from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import RULES
 from storage_ops.autochunk.spans import LARGE, is_product, stops
 from storage_ops.autochunk.values import (
+    argument,
     ends,
     is_tensor,
     leading_to,
@@ -41,35 +42,31 @@ def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> lis
         large = numel(node) > least and not is_product(node)
         if large and any(user in after for user in node.users):
             after.add(node)
-    for node in decompose(graph, after):
-        node.args, node.kwargs = (), {}  # it goes with the dead code
+    decompose(graph, after)
+    retire(graph)
     return tangents or [detach(graph, start) for start in starts(graph)]
 
 
-def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Replace nodes without a rule where torch knows a decomposition; the nodes replaced.
+def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Replace nodes without a rule where torch knows a decomposition.
 
     Inductor has done most of that before it calls the pass; graphs of `make_fx` have not.
     """
     chosen = set(nodes)
-    replaced: set[fx.Node] = set()
     for node in [n for n in graph.nodes if n in chosen]:
         if node.op != "call_function" or not _values(node):
             continue
         with graph.inserting_before(node):
-            if _rows_indexed(graph, node) or _selected(graph, node):
-                replaced.add(node)
-                continue
-            if name_of(node) not in RULES:
-                replaced.update(_inline(graph, node))
-    return replaced
+            written = any(f(graph, node) for f in (_rows_indexed, _selected, _taken, _stacked))
+            if not written and name_of(node) not in RULES:
+                _inline(graph, node)
 
 
 def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     """Take sizes of what an amplifier leads to from other tensors of that size."""
     after = reached([amplifier]) | {amplifier}
     asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
-             and n.args[0] in after]  # fmt: skip
+             and n.args and n.args[0] in after]  # fmt: skip
     if not asked:
         return
     builder = Builder(graph, [amplifier])
@@ -80,7 +77,7 @@ def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
             continue
         if isinstance(found, fx.Node):
             node.replace_all_uses_with(found)
-            node.args = ()  # it goes with the dead code
+    retire(graph)
     sort(graph)
 
 
@@ -119,13 +116,13 @@ def _decomposition(target: Any) -> Any:
     return {**core_aten_decompositions(), **select_decomp_table()}.get(target)
 
 
-def _inline(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+def _inline(graph: fx.Graph, node: fx.Node) -> None:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     decomposition = _decomposition(node.target)
     if decomposition is None:
-        return []
+        return
     tensors = [a for a in node.all_input_nodes if is_tensor(a)]
 
     def run(*given: Any) -> Any:
@@ -136,16 +133,16 @@ def _inline(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
         return decomposition(*args, **kwargs)
 
     if any(isinstance(a.meta["val"], torch.SymInt) for a in node.all_input_nodes):
-        return []
+        return
     values = [a.meta["val"] for a in tensors]
     try:
         with values[0].fake_mode:
             small = make_fx(run, decomposition_table=select_decomp_table())(*values)
     except Exception as error:  # then it is an op without a rule
         log.debug("%s is not decomposed: %s", node, error)
-        return []
+        return
     if any(n.op not in ("placeholder", "call_function", "output") for n in small.graph.nodes):
-        return []
+        return
     placeholders = (n for n in small.graph.nodes if n.op == "placeholder")
     env: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
     result: Any = None
@@ -162,11 +159,9 @@ def _inline(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
             result = fx.map_arg(each.args[0], env.__getitem__)
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
-        return [node]
-    users = [u for u in node.users if u.target is operator.getitem]
-    for user in users:
+        return
+    for user in [u for u in node.users if u.target is operator.getitem]:
         user.replace_all_uses_with(result[user.args[1]])
-    return [node, *users]
 
 
 def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
@@ -214,6 +209,63 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
         part = call(_ATEN.unsqueeze.default, args[1], dim)
         made = call(_ATEN.slice_scatter.default, x, part, dim, index, end)
     node.replace_all_uses_with(made)
+    return True
+
+
+def _taken(graph: fx.Graph, node: fx.Node) -> bool:
+    """One of the parts of x is a slice of it, and every k-th index is one of another dimension."""
+    call, args = _caller(graph, node), list[Any](node.args)
+    size = Sizes(call, [n for n in graph.nodes if n.op == "placeholder"])
+    made: Any = args[0]
+    if name_of(node) == "getitem" and name_of(made).startswith("aten.split"):
+        x, dim = made.args[0], argument(made, 2, "dim", 0) % len(shape(node))
+        before = [v.shape[dim] for v in made.meta["val"][: args[1]]]
+        begin = sum(before)
+        try:
+            ends = [size(begin), size(begin + shape(node)[dim])]
+        except Conflict:
+            return False
+        new = call(_ATEN.slice.Tensor, x, dim, *ends)
+    elif name_of(node) in ("aten.slice.Tensor", "aten.slice_scatter.default"):
+        count = 1 + ("scatter" in name_of(node))
+        given, sizes = args[:count], shape(args[0])
+        dim, begin, step = (argument(node, count + i, "", d) for i, d in ((0, 0), (1, 0), (3, 1)))
+        if step == 1 or not _divides(step, sizes[dim], begin):
+            return False
+        x = call(_ATEN.reshape.default, given[0], [*sizes[:dim], -1, step, *sizes[dim + 1 :]])
+        bounds = dim + 1, begin, begin + 1
+        if name_of(node) == "aten.slice.Tensor":
+            new = call(_ATEN.squeeze.dim, call(_ATEN.slice.Tensor, x, *bounds), dim + 1)
+        else:
+            part = call(_ATEN.unsqueeze.default, given[1], dim + 1)
+            new = call(_ATEN.slice_scatter.default, x, part, *bounds)
+            new = call(_ATEN.reshape.default, new, sizes)
+    else:
+        return False
+    node.replace_all_uses_with(new)
+    return True
+
+
+def _divides(step: int, size: Any, begin: Any) -> bool:
+    return isinstance(size, int) and size % step == 0 and 0 <= begin < step
+
+
+def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
+    """Parts side by side, seen along another dimension, are put along that."""
+    made: Any = node.args[0] if node.args else None
+    if RULES.get(name_of(node), RULES["getitem"]).labels is not None or not is_tensor(made):
+        return False
+    if name_of(made) != "aten.cat.default":
+        return False
+    parts: Any = made.args[0]
+    sizes, dim = shape(parts[0]), argument(made, 1, "dim", 0) % len(shape(made))
+    if len(parts) < 2 or any(shape(p) != sizes for p in parts):
+        return False
+    if shape(node) != [*sizes[:dim], len(parts), *sizes[dim:]]:
+        return False
+    call = _caller(graph, node)
+    seen = [call(_ATEN.unsqueeze.default, p, dim) for p in parts]
+    node.replace_all_uses_with(call(_ATEN.cat.default, seen, dim))
     return True
 
 
@@ -303,8 +355,7 @@ def _written(node: fx.Node) -> set[fx.Node]:
     if schema is None or not schema.is_mutable:
         return set()
     found: list[fx.Node] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(given, found.append)
+    for i, each in enumerate(schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            fx.map_arg(argument(node, i, each.name, None), found.append)
     return {owner(n) for n in found}

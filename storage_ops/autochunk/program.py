@@ -6,6 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,10 @@ _TYPES = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
+
+
+BLOCK = {"cpu": 2 << 20, "cuda": 64 << 20}  # bytes of a product that the body works on at a time
+LEAST = 32 << 10
 
 
 class Slice(NamedTuple):
@@ -44,6 +49,7 @@ class Output(NamedTuple):
         dtype: of the result, by name.
         value: index among the body's values, or None.
         factors: of a product made outside the body, straight into the result.
+        place: which result of the op it is; terms of a sum may come from several outputs.
     """
 
     rows: Slice | None
@@ -51,6 +57,7 @@ class Output(NamedTuple):
     dtype: str
     value: int | None
     factors: tuple[Factor, Factor] | None = None
+    place: int = 0
 
 
 class Program(NamedTuple):
@@ -64,8 +71,8 @@ class Program(NamedTuple):
         group_bytes: what a group needs of it.
         dynamic: sizes differ from call to call.
         body: nodes of the graph.
-        formed: inputs (bias,) left and right whose product is the body's first argument, or None.
-        over: which of the body's values it writes over that product, or None.
+        formed: inputs (bias,) left and right of products that are the body's first arguments.
+        over: which of the body's values it writes over each of them, or None.
     """
 
     inputs: tuple[Slice | None, ...]
@@ -75,8 +82,8 @@ class Program(NamedTuple):
     group_bytes: int
     dynamic: bool
     body: list[Any]
-    formed: tuple[int, ...] | None = None
-    over: int | None = None
+    formed: tuple[tuple[int, ...], ...] = ()
+    over: tuple[int | None, ...] = ()
 
     def count(self, groups: int) -> int:
         """How many chunks so many groups make."""
@@ -89,6 +96,12 @@ class Program(NamedTuple):
         """Where chunks begin, and the end of the last: sizes differ by one group at most."""
         count = self.count(groups)
         return [i * groups // count for i in range(count + 1)]
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether nothing but products leaves the body as a whole."""
+        used = [f for spec in self.outputs for f in spec.factors or ()]
+        return bool(self.formed) and all(f.source == "input" or f.place in self.over for f in used)
 
     def waits(
         self, output: Output, sizes: Sequence[int], inputs: Sequence[tuple[Sequence[int], int]]
@@ -110,41 +123,72 @@ class Program(NamedTuple):
         wide = int(getattr(torch, output.dtype).itemsize)
         return math.prod(given[: cut.hi]) * itemsize <= sizes[1] * wide
 
-    def holds_product(self, output: Output) -> bool:
-        """Whether the left factors of a sum of products are what overwrites the large product."""
+    def holds_product(self, output: Output) -> int | None:
+        """The product that what overwrites it is the left factors of a sum of products with."""
         return self._multiplies_overwritten(output, transposed=True)
 
-    def shares_factor(self, output: Output) -> bool:
-        """Whether rows are products of what overwrites the large product, and all of an input."""
-        if output.rows is None or not self._multiplies_overwritten(output, transposed=False):
-            return False
-        right = output.factors[1]  # type: ignore[index]
-        return right.source == "input" and self.inputs[right.place] is None
+    def shares_factor(self, output: Output) -> int | None:
+        """The product that rows are products of what overwrites it with, and all of an input."""
+        if output.rows is None or output.factors is None:
+            return None
+        right = output.factors[1]
+        whole = right.source == "input" and self.inputs[right.place] is None
+        return self._multiplies_overwritten(output, transposed=False) if whole else None
 
-    def _multiplies_overwritten(self, output: Output, transposed: bool) -> bool:
-        if self.over is None or output.factors is None:
-            return False
-        return output.factors[0] == Factor("value", self.over, transposed)
+    def _multiplies_overwritten(self, output: Output, transposed: bool) -> int | None:
+        left = None if output.factors is None else output.factors[0]
+        for product, place in enumerate(self.over):
+            if place is not None and left == Factor("value", place, transposed):
+                return product
+        return None
 
-    def encode(self) -> str:
-        """As text."""
-        return json.dumps(self, separators=(",", ":"))
-
-    @staticmethod
-    def decode(text: str) -> Program:
-        """From text."""
-        inputs, outputs, *fields = json.loads(text)
-        program = Program(
-            tuple(cut and Slice(*cut) for cut in inputs),
-            tuple(_output(*output) for output in outputs),
-            *fields,
-        )
-        return program._replace(formed=program.formed and tuple(program.formed))
+    @property
+    def num_ints(self) -> int:
+        """How many integers the body takes."""
+        given = [kind for kind, *_ in self.body if kind == "input"]
+        return len(given) - len(self.inputs) - len(self.formed)
 
 
-def _output(rows: Any, rank: int, dtype: str, value: int | None, factors: Any) -> Output:
+def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
+    """Where blocks of a chunk of so many groups begin, and the end of the last.
+
+    A block stays in a processor's cache while the body works on it, and what the body stores on the
+    way is no larger. Blocks are equal if that takes at most twice as many of them.
+    """
+    total = size * group_bytes
+    most = min(BLOCK.get(device.type, BLOCK["cuda"]), max(total // 16, LEAST))
+    least = max(1, min(size, -(-total // most)))
+    count = next((n for n in range(least, 2 * least + 1) if size % n == 0), least)
+    return [i * size // count for i in range(count + 1)]
+
+
+def encode(programs: Sequence[Program]) -> str:
+    """Programs as text."""
+    return json.dumps(programs, separators=(",", ":"))
+
+
+def decode(text: str) -> list[Program]:
+    """Programs from text."""
+    return [_program(*fields) for fields in json.loads(text)]
+
+
+def _program(inputs: Any, outputs: Any, *fields: Any) -> Program:
+    cuts, results = tuple(cut and Slice(*cut) for cut in inputs), tuple(starmap(_output, outputs))
+    program = Program(cuts, results, *fields)
+    return program._replace(formed=tuple(map(tuple, program.formed)), over=tuple(program.over))
+
+
+def _output(rows: Any, rank: int, dtype: str, value: Any, factors: Any, place: int) -> Output:
     pair = factors and (Factor(*factors[0]), Factor(*factors[1]))
-    return Output(rows and Slice(*rows), rank, dtype, value, pair)
+    return Output(rows and Slice(*rows), rank, dtype, value, pair, place)
+
+
+def results_of(programs: Sequence[Program]) -> list[list[Output]]:
+    """The outputs of each result."""
+    found: dict[int, list[Output]] = {}
+    for output in (o for p in programs for o in p.outputs):
+        found.setdefault(output.place, []).append(output)
+    return [found[place] for place in range(len(found))]
 
 
 def encode_graph(graph: fx.Graph) -> list[Any]:

@@ -13,22 +13,29 @@ plus what the tail makes of zeros.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from storage_ops.autochunk.drop import Dropped, drop
 from storage_ops.autochunk.edit import Builder, Undo
-from storage_ops.autochunk.forward import Forward, Splice, products, put, slice_of, sweep
+from storage_ops.autochunk.forward import (
+    Forward,
+    Splice,
+    forget_bounds,
+    products,
+    slice_of,
+    sweep,
+)
 from storage_ops.autochunk.head import Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of, plan_of
 from storage_ops.autochunk.prepare import own_sizes
+from storage_ops.autochunk.ranges import leave_out
 from storage_ops.autochunk.run import in_body
 from storage_ops.autochunk.spans import LARGE, TRIES, is_product, propagate
 from storage_ops.autochunk.tail import Tail
@@ -45,7 +52,7 @@ class Recognised:
     Attributes:
         num_chunks: tiles of the op of linear cross-entropy, where a loss is one; 0: none is.
         largest: elements of the largest logits of such a loss.
-        saved: bytes of the logits that are not formed: those of the op, and of dropped tokens.
+        saved: bytes of the logits that are not formed.
     """
 
     num_chunks: int = 0
@@ -59,38 +66,30 @@ NOTHING = Recognised()
 def recognise(
     gm: fx.GraphModule, num_chunks: int | None = None, memory_budget: int | None = None
 ) -> Recognised:
-    """Let a graph of Dynamo use the op of linear cross-entropy, and form no logits in vain.
+    """Let a graph of Dynamo use the op of linear cross-entropy.
 
     Whatever goes wrong, the graph computes what it did before.
     """
-    found, largest = Recognised(), 0
-    general: list[tuple[Forward, Dropped]] = []
+    found, largest, graph = Recognised(), 0, gm.graph
     if in_body():
         return found
-    for product in products(gm.graph)[:TRIES]:
+    forget_bounds(graph)
+    for product in products(graph)[:TRIES]:
         size, largest = numel(product), max(largest, numel(product))
         small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
         if small or size * LARGE <= largest or not size:
             continue
-        with _tried(gm.graph, product) as done:
+        with _tried(graph, product):
             forward = slice_of(gm, product)
             amplifier = _amplifier(forward)
             own_sizes(forward.graph, amplifier)
-            dropped = drop(forward.graph, amplifier)
-            general.append((forward, dropped))
-            head, tail = parts_of(forward, dropped.amplifier)
+            head, tail = parts_of(forward, leave_out(forward.graph, amplifier))
             count = emit(forward, head, tail, num_chunks, memory_budget)
-            done(forward)
-            general.pop()
+            graph.lint()
+            sweep(forward)
             found.num_chunks = max(found.num_chunks, count)
             found.largest = max(found.largest, size)
             found.saved += nbytes(product)
-    # Values of several products meet: those of fewer tokens would leave the others whole.
-    for forward, dropped in general if all(dropped.complete for _, dropped in general) else []:
-        with _tried(gm.graph, forward.product) as done:
-            put(forward, dropped.replaced)
-            done(forward)
-            found.saved += nbytes(forward.product) - nbytes(dropped.amplifier)
     gm.recompile()
     return found
 
@@ -104,16 +103,14 @@ def _amplifier(forward: Forward) -> fx.Node:
 
 
 @contextmanager
-def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[Callable[[Forward], None]]:
-    """Undo changes of a graph that fail; call what this gives when they are complete."""
+def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
+    """Undo changes of a graph that fail."""
     undo = Undo(graph)
-
-    def done(forward: Forward) -> None:
-        graph.lint()
-        sweep(forward)
-
+    sizes = product.meta["example_value"].fake_mode.shape_env
     try:
-        yield done
+        # Masks make sizes in what is only tried, which the graph does not have.
+        with sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext():
+            yield
     except Conflict as conflict:
         undo()
         log.debug("%s: no linear cross-entropy, %s: %s", product, conflict.node, conflict)
@@ -140,7 +137,7 @@ def parts_of(forward: Forward, amplifier: fx.Node) -> tuple[Head, Tail]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            head = Head(forward, propagate(forward.graph, amplifier, 1))
+            head = Head(forward, propagate(forward.graph, amplifier, lambda _: 1))
             with unset_fake_temporarily():
                 head.fit()
             tail = Tail(forward, head)

@@ -15,8 +15,10 @@ from storage_ops.autochunk.body import Body, share
 from storage_ops.autochunk.edit import Builder, sort
 from storage_ops.autochunk.lattice import Partial
 from storage_ops.autochunk.passes import Passes
-from storage_ops.autochunk.program import Program, encode_graph
+from storage_ops.autochunk.predict import evaluated_once
+from storage_ops.autochunk.program import Program, encode, encode_graph
 from storage_ops.autochunk.spans import Span, is_product
+from storage_ops.autochunk.sums import Term
 from storage_ops.autochunk.values import hint, nbytes, shape, values_of
 
 _ATEN = torch.ops.aten
@@ -60,8 +62,13 @@ class _Outside:
         return self.copies.get(node, node)
 
 
-def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list[int]:
-    """Replace a span by one op per pass over the tokens; in how many chunks each of them works."""
+def rewrite(
+    graph: fx.Graph, span: Span, passes: Passes, limits: Limits, terms: list[Term]
+) -> list[int]:
+    """Replace a span by one op per pass over the tokens; in how many chunks each of them works.
+
+    The sums over tokens among its results join the terms.
+    """
     builder = Builder(graph, span.amplifiers, span.layouts)
     seed = 1.0
     if any(v.dtype == torch.float16 for n in span.large for v in values_of(n)):
@@ -76,7 +83,7 @@ def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list
         formed, over = share(body)
         program = Program(
             tuple(body.slice(layout) for _, layout, _ in body.inputs),
-            tuple(specs),
+            tuple(s._replace(place=i) for i, s in enumerate(specs)),
             limits.num_chunks,
             limits.chunk_bytes,
             group_bytes(span, placed, body.values, over),
@@ -88,28 +95,34 @@ def rewrite(graph: fx.Graph, span: Span, passes: Passes, limits: Limits) -> list
         sizes = [builder.size(s) for n in outputs for s in shape(n)]
         call = builder.call(
             torch.ops.storage_ops._chunked_span.default,
-            body.sources(outside), body.ints, sizes, builder.size(span.groups), program.encode(),
+            body.sources(outside), body.ints, sizes, [builder.size(span.groups)], encode([program]),
         )  # fmt: skip
         for index, node in enumerate(outputs):
-            _replace(
-                builder, span, passes, outside, node, builder.call(operator.getitem, call, index)
-            )
+            raw = builder.call(operator.getitem, call, index)
+            new = _replace(builder, span, passes, outside, node, raw)
+            layout = span.layouts[node]
+            if isinstance(layout, Partial) and not layout.mean:
+                terms.append(Term(call, index, raw, new, (node in passes.scaled, seed)))
         result.append(program.count(hint(span.groups)))
     sort(graph)
     return result
 
 
-def group_bytes(span: Span, nodes: list[fx.Node], values: list[fx.Node], over: int | None) -> int:
+def group_bytes(
+    span: Span, nodes: list[fx.Node], values: list[fx.Node], over: tuple[int | None, ...]
+) -> int:
     """What a group takes of a chunk: the products and the values that leave the compiled body."""
     kept = {n for n in nodes if n in span.large and is_product(n)}
-    kept |= {n for i, n in enumerate(values) if n in span.large and i != over}
+    kept |= {n for i, n in enumerate(values) if n in span.large and i not in over}
+    if not over or None in over:  # else the body works in blocks
+        kept |= {n for n in nodes if n in span.large and evaluated_once(n)}
     total = sum(nbytes(n) for n in kept)
     return -(-total // max(hint(span.groups), 1))
 
 
 def _replace(
     builder: Builder, span: Span, passes: Passes, outside: _Outside, node: fx.Node, new: fx.Node
-) -> None:
+) -> fx.Node:
     """Let the users of an output read the op's result, times the upstream gradient where due."""
     layout, dtype = span.layouts[node], node.meta["val"].dtype
     if isinstance(layout, Partial) and layout.mean:
@@ -129,3 +142,4 @@ def _replace(
     passes.dependent.add(new)
     outside.copies[node] = raw
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in span.layouts)
+    return new

@@ -125,10 +125,10 @@ def _vector(node: fx.Node) -> int:
     """The only dimension that is indexed, by a vector."""
     given: Any = node.args[1]
     dims = [d for d, index in enumerate(given) if index is not None]
+    if not all(given[d].meta["val"].dtype.is_signed for d in dims):
+        raise Conflict("is indexed by a mask: apply it to the hidden states, hidden[mask] @ weight")
     if len(dims) != 1 or len(shape(given[dims[0]])) != 1:
         raise Conflict("indexes several dimensions")
-    if not given[dims[0]].meta["val"].dtype.is_signed:
-        raise Conflict("is indexed by a mask")
     return dims[0]
 
 

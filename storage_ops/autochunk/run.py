@@ -16,11 +16,16 @@ from torch.library import register_fake
 from storage_ops import _schemas
 from storage_ops.autochunk import inductor
 from storage_ops.autochunk.assemble import Input, Product, Result, Waiting
-from storage_ops.autochunk.program import Factor, Program, decode_graph
-
-BLOCK = {"cpu": 2 << 20, "cuda": 64 << 20}  # bytes of a product that the body works on at a time
-LEAST = 32 << 10
-
+from storage_ops.autochunk.program import (
+    Factor,
+    Output,
+    Program,
+    blocks,
+    decode,
+    decode_graph,
+    encode,
+    results_of,
+)
 
 _in_body: ContextVar[bool] = ContextVar("in_body", default=False)
 
@@ -34,13 +39,13 @@ class Compiled:
     """The span for one chunk, compiled at its first call."""
 
     def __init__(self, text: str):
-        self.program = Program.decode(text)
+        (self.program,) = decode(text)
         self._compiled: dict[bool, Callable[..., Any]] = {}
 
     def __call__(
-        self, product: Tensor | None, tensors: list[Tensor], ints: Sequence[int], dynamic: bool
+        self, products: list[Tensor], tensors: list[Tensor], ints: Sequence[int], dynamic: bool
     ) -> list[Tensor]:
-        """The values of one chunk. `product`: the first argument, where the body takes one."""
+        """The values of one chunk, of its large products and of the slices of its inputs."""
         run = self._compiled.get(dynamic)
         if run is None:
             device = tensors[0].device.type
@@ -49,13 +54,12 @@ class Compiled:
             for tensor, cut in zip(tensors, self.program.inputs, strict=True):
                 if cut is not None:
                     torch._dynamo.maybe_mark_dynamic(tensor, cut.hi - 1)
-            if product is not None:
+            for product in products:
                 torch._dynamo.maybe_mark_dynamic(product, 0)
         mark = _in_body.set(True)
         try:
-            first = () if product is None else (product,)
             with inductor.mended():
-                return list(run(*first, *tensors, *ints))
+                return list(run(*products, *tensors, *ints))
         finally:
             _in_body.reset(mark)
 
@@ -73,11 +77,11 @@ def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callab
     def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
         return torch.compile(graph, dynamic=None if dynamic else False)
 
-    ways = []
-    if program.over is None or torch.__version__ >= "2.12":
+    ways, over = [], [(i, value) for i, value in enumerate(program.over) if value is not None]
+    if not over or torch.__version__ >= "2.12":
         ways.append(compiled(body))
-    if program.over is not None:
-        ways.append(_overwriting(compiled(_without_copy(program)), program.over))
+    if over:
+        ways.append(_overwriting(compiled(_without_copy(program)), over))
     ways.append(decode_graph(program.body))
 
     def run(*args: Any) -> Any:
@@ -99,17 +103,18 @@ def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callab
 
 def _without_copy(program: Program) -> fx.GraphModule:
     gm = decode_graph(program.body)
-    (copy,) = (n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default)
-    copy.replace_all_uses_with(copy.args[1])
-    gm.graph.erase_node(copy)
+    for copy in [n for n in gm.graph.nodes if n.target is torch.ops.aten.copy_.default]:
+        copy.replace_all_uses_with(copy.args[1])
+        gm.graph.erase_node(copy)
     gm.recompile()
     return gm
 
 
-def _overwriting(body: Callable[..., Any], over: int) -> Callable[..., Any]:
-    def run(product: Tensor, *args: Any) -> list[Tensor]:
-        values = list(body(product, *args))
-        values[over] = product.copy_(values[over])
+def _overwriting(body: Callable[..., Any], over: list[tuple[int, int]]) -> Callable[..., Any]:
+    def run(*args: Any) -> list[Tensor]:
+        values = list(body(*args))
+        for product, value in over:
+            values[value] = args[product].copy_(values[value])
         return values
 
     return run
@@ -121,38 +126,38 @@ def body_of(text: str) -> Compiled:
     return Compiled(text)
 
 
+@functools.lru_cache(maxsize=64)
+def bodies_of(text: str) -> list[tuple[Program, Compiled]]:
+    """Programs and their bodies, which those share that differ in their results only."""
+    bare: dict[str, Any] = {"outputs": (), "num_chunks": None, "chunk_bytes": 0, "group_bytes": 0}
+    return [(p, body_of(encode([p._replace(**bare)]))) for p in decode(text)]
+
+
 def _number(reference: int, ints: Sequence[int]) -> int:
     return reference if reference >= 0 else ints[-1 - reference]
 
 
-def shapes_of(program: Program, sizes: Sequence[Any]) -> list[list[Any]]:
-    """The shape of every output from the flat list."""
+def shapes_of(programs: Sequence[Program], sizes: Sequence[Any]) -> list[list[Any]]:
+    """The shape of every result from the flat list."""
     shapes, place = [], 0
-    for spec in program.outputs:
+    for spec, *_ in results_of(programs):
         shapes.append(list(sizes[place : place + spec.rank]))
         place += spec.rank
     return shapes
 
 
-def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
-    """Where blocks of a chunk of so many groups begin, and the end of the last.
-
-    A block stays in a processor's cache while the body works on it, and what the body stores on the
-    way is no larger. Blocks are equal if that takes at most twice as many of them.
-    """
-    total = size * group_bytes
-    most = min(BLOCK.get(device.type, BLOCK["cuda"]), max(total // 16, LEAST))
-    least = max(1, min(size, -(-total // most)))
-    count = next((n for n in range(least, 2 * least + 1) if size % n == 0), least)
-    return [i * size // count for i in range(count + 1)]
-
-
 def chunked_span(
-    inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[int], groups: int, program: str
-) -> list[Tensor]:
-    """Evaluate a program on all chunks of the tokens, one after another."""
-    body = body_of(program)
-    p = body.program
+    inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[int], groups: Sequence[int],
+    program: str,
+) -> list[Tensor]:  # fmt: skip
+    """Evaluate programs, one after another, each on all chunks of its tokens.
+
+    Inputs and integers of the programs come one program after another.
+    """
+    bodies = bodies_of(program)
+    programs = [p for p, _ in bodies]
+    of_result = results_of(programs)
+    shapes, results = shapes_of(programs, sizes), dict[int, Result | Waiting]()
     device = next(t.device for t in inputs)
     # Compiled chunks are guarded by the dispatch keys in force, which differ between a forward, a
     # backward and a plain call: without these guards each would compile anew. torch's own compiled
@@ -161,68 +166,72 @@ def chunked_span(
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     below = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys)
     with below[0], below[1], torch.no_grad(), torch.autocast(device.type, enabled=False):
-        cuts = [Input(t, c, 1 if c is None else _number(c.per, ints))
-                for t, c in zip(inputs, p.inputs, strict=True)]  # fmt: skip
-        ends, given = p.bounds(groups), [(t.shape, t.element_size()) for t in inputs]
-        results: list[Result | Waiting] = []
-        for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True):
-            if len(ends) > 2 and p.waits(spec, shape, given):
-                assert spec.factors is not None
-                cut = cuts[spec.factors[1].place]
-                results.append(Waiting(spec, shape, cut.per, cut.tensor, len(ends) - 1))
-                continue
-            per = 1 if spec.rows is None else _number(spec.rows.per, ints)
-            results.append(Result(spec, shape, per, device))
-        _Run(body, cuts, ints, results)(ends)
-        for result in results:
-            if isinstance(result, Waiting):
-                result.settle()
-        return [result.finish() for result in results]
+        for (p, body), count in zip(bodies, groups, strict=True):
+            own, inputs = inputs[: len(p.inputs)], inputs[len(p.inputs) :]
+            numbers, ints = ints[: p.num_ints], ints[p.num_ints :]
+            cuts = [Input(t, c, 1 if c is None else _number(c.per, numbers))
+                    for t, c in zip(own, p.inputs, strict=True)]  # fmt: skip
+            ends, given = p.bounds(count), [(t.shape, t.element_size()) for t in own]
+            for spec in p.outputs:
+                shape, alone = shapes[spec.place], len(of_result[spec.place]) == 1
+                if alone and len(ends) > 2 and p.waits(spec, shape, given):
+                    assert spec.factors is not None
+                    cut = cuts[spec.factors[1].place]
+                    waiting = Waiting(spec, shape, cut.per, cut.tensor, len(ends) - 1)
+                    results[spec.place] = waiting
+                elif spec.place not in results:
+                    per = 1 if spec.rows is None else _number(spec.rows.per, numbers)
+                    results[spec.place] = Result(spec, shape, per, device)
+            mine = [(spec, results[spec.place]) for spec in p.outputs]
+            if count:  # a mask may keep no token
+                _Run(p, body, cuts, numbers, mine)(ends)
+            for _, result in mine:
+                if isinstance(result, Waiting):
+                    result.settle()
+        return [results[place].finish() for place in range(len(results))]
 
 
 class _Run:
     """All chunks, one after another."""
 
     def __init__(
-        self, body: Compiled, cuts: list[Input], ints: Sequence[int],
-        results: list[Result | Waiting],
+        self, program: Program, body: Compiled, cuts: list[Input], ints: Sequence[int],
+        results: list[tuple[Output, Result | Waiting]],
     ) -> None:  # fmt: skip
         self.body, self.cuts, self.ints, self.results = body, cuts, ints, results
-        p = body.program
-        used = [f for spec in p.outputs for f in spec.factors or ()]
-        self.in_blocks = p.formed is not None and all(
-            f.source == "input" or f.place == p.over for f in used
-        )
+        self.program = p = program
         self.dynamic = p.dynamic
-        self.waiting = self._holder()
-        late = [] if self.waiting is None else [other for other, _ in self.waiting.others]
-        self.products = [r for r in results if r.spec.factors is not None and r not in late]
+        self.waiting = self._holders()
+        late = [other for held in self.waiting.values() for other, _ in held.others]
+        self.products = [(s, r) for s, r in results if s.factors is not None and r not in late]
 
-    def _holder(self) -> Waiting | None:
-        """The sum that the large product waits in, told of what has the same factors."""
-        p = self.body.program
-        for result in self.results:
-            if isinstance(result, Waiting) and p.holds_product(result.spec):
-                for other in self.results:
-                    if isinstance(other, Result) and p.shares_factor(other.spec):
-                        assert other.spec.factors is not None
-                        right = self.cuts[other.spec.factors[1].place].tensor
+    def _holders(self) -> dict[int, Waiting]:
+        """The sums that large products wait in, told of what has the same factors."""
+        p, found = self.program, dict[int, Waiting]()
+        for held, result in self.results:
+            product = p.holds_product(held)
+            if isinstance(result, Waiting) and product is not None and product not in found:
+                found[product] = result
+                for spec, other in self.results:
+                    if isinstance(other, Result) and p.shares_factor(spec) == product:
+                        assert spec.factors is not None
+                        right = self.cuts[spec.factors[1].place].tensor
                         result.others.append((other, right))
-                return result
-        return None
+        return found
 
     def __call__(self, ends: list[int]) -> None:
         """Work through the groups between these places."""
-        p = self.body.program
-        product = Product(p, self.waiting)
-        if self.waiting is not None and p.formed is not None:
-            *bias, left, right = (self.cuts[i].tensor for i in p.formed)
-            self.waiting.form(left, right, bias)
+        p = self.program
+        products = [Product(places, self.waiting.get(i)) for i, places in enumerate(p.formed)]
+        for i, held in self.waiting.items():
+            *bias, left, right = (self.cuts[place].tensor for place in p.formed[i])
+            held.form(left, right, bias)
         chunks = list(itertools.pairwise(ends))
-        width = product.group_bytes([cut(*chunks[0]) for cut in self.cuts], *chunks[0])
+        first = [cut(*chunks[0]) for cut in self.cuts]
+        width = sum(product.group_bytes(first, *chunks[0]) for product in products)
         device = self.cuts[0].tensor.device
         places = [
-            blocks(end - begin, width, device) if self.in_blocks else [0, end - begin]
+            blocks(end - begin, width, device) if p.in_blocks else [0, end - begin]
             for begin, end in chunks
         ]
         sizes = {j - i for each in places for i, j in itertools.pairwise(each)}
@@ -230,32 +239,30 @@ class _Run:
         largest = max(end - begin for begin, end in chunks)
         for (begin, end), each in zip(chunks, places, strict=True):
             tensors = [cut(begin, end) for cut in self.cuts]
-            formed = product(tensors, begin, end, largest)
+            formed = [product(tensors, begin, end, largest) for product in products]
             values = self._values(formed, begin, each)
             self._multiply(values, tensors, begin, end)
             del values, formed  # before the next chunk makes its own
 
-    def _values(self, product: Tensor | None, begin: int, places: list[int]) -> list[Tensor]:
-        """Run the body, in blocks where nothing but the product leaves it as a whole."""
+    def _values(self, products: list[Tensor], begin: int, places: list[int]) -> list[Tensor]:
+        """Run the body, in blocks where nothing but products leaves it as a whole."""
         values: list[Tensor] = []
+        rows = [len(product) // places[-1] for product in products]
         for i, j in itertools.pairwise(places):
-            part = product
-            if product is not None:
-                rows = len(product) // places[-1]
-                part = product[i * rows : j * rows]
-            values = self._block(part, begin + i, begin + j)
-        if self.body.program.over is not None:
-            assert product is not None
-            values[self.body.program.over] = product
+            parts = [p[i * n : j * n] for p, n in zip(products, rows, strict=True)]
+            values = self._block(parts, begin + i, begin + j)
+        for product, place in zip(products, self.program.over, strict=True):
+            if place is not None:
+                values[place] = product
         return values
 
-    def _block(self, product: Tensor | None, begin: int, end: int) -> list[Tensor]:
+    def _block(self, products: list[Tensor], begin: int, end: int) -> list[Tensor]:
         tensors = [cut(begin, end) for cut in self.cuts]
-        values = self.body(product, tensors, self.ints, self.dynamic)
-        for result in self.results:
-            if isinstance(result, Result) and result.spec.factors is None:
-                assert result.spec.value is not None
-                result.put(values[result.spec.value], begin, end)
+        values = self.body(products, tensors, self.ints, self.dynamic)
+        for spec, result in self.results:
+            if isinstance(result, Result) and spec.factors is None:
+                assert spec.value is not None
+                result.put(values[spec.value], begin, end)
         return values
 
     def _multiply(self, values: list[Tensor], tensors: list[Tensor], begin: int, end: int) -> None:
@@ -263,9 +270,9 @@ class _Run:
             found = (values if f.source == "value" else tensors)[f.place]
             return found.t() if f.transposed else found
 
-        for result in self.products:
-            assert result.spec.factors is not None
-            left, right = result.spec.factors
+        for spec, result in self.products:
+            assert spec.factors is not None
+            left, right = spec.factors
             result.multiply(factor(left), factor(right), begin, end)
 
 
@@ -276,8 +283,8 @@ _schemas.library.impl("_chunked_span", chunked_span, "CompositeExplicitAutograd"
 def _(
     inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[Any], groups: Any, program: str
 ) -> list[Tensor]:
-    p = Program.decode(program)
+    programs = decode(program)
     return [
         inputs[0].new_empty(shape, dtype=getattr(torch, spec.dtype))
-        for spec, shape in zip(p.outputs, shapes_of(p, sizes), strict=True)
+        for (spec, *_), shape in zip(results_of(programs), shapes_of(programs, sizes), strict=True)
     ]

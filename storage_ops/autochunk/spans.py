@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -77,10 +78,34 @@ def amplifies(node: fx.Node) -> bool:
     return numel(node) > numel(left)
 
 
-def candidates(graph: fx.Graph, ignored: set[fx.Node]) -> list[fx.Node]:
-    """Products that are larger than their left factor, the largest first."""
-    found = [n for n in graph.nodes if is_product(n) and n not in ignored and amplifies(n)]
+def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> list[fx.Node]:
+    """What is larger than all that it is made of, the largest first.
+
+    Products, as they lead to a loss, and upstream gradients that are expanded or scattered; such a
+    gradient is not part of a product's span if that is linear in the logits, such as their sum.
+    """
+    after = reached(tangents)
+    upstream = after | tangents
+    results: dict[fx.Node, int] = {}  # elements of the products that a node is a factor of
+    for node in reversed(graph.nodes):
+        sizes = [numel(u) if is_product(u) else results.get(u, 0) for u in node.users]
+        results[node] = 0 if stops(node) else max(sizes, default=0)
+    found = []
+    for node in graph.nodes:
+        if is_product(node):
+            larger = node not in after and amplifies(node)
+        else:
+            given = [numel(a) for a in node.all_input_nodes if a in upstream]
+            larger = bool(given and results[node]) and numel(node) > max(*given, results[node])
+        if larger and node not in tried:
+            found.append(node)
     return sorted(found, key=numel, reverse=True)
+
+
+def rows_of(amplifier: fx.Node) -> list[Rows]:
+    """The dimensions of an amplifier that may be its tokens."""
+    last = len(shape(amplifier)) - 1
+    return [Rows(1, 2), Rows(0, 1)] if "bmm" in name_of(amplifier) else [Rows(0, max(last, 1))]
 
 
 def labels_of(node: fx.Node) -> Labelled:
@@ -104,7 +129,7 @@ def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
         if all(label is not None and label in labelled.out for label in found):
             lo = labelled.out.index(found[0])
             if labelled.out[lo : lo + len(found)] == found:
-                return canonical(Rows(lo, lo + len(found), rows.per), shape(node))
+                return canonical(replace(rows, lo=lo, hi=lo + len(found)), shape(node))
         if all(label in labelled.sums for label in found):
             return Partial(labelled.mean)
     return None
@@ -183,6 +208,9 @@ class _Propagation:
     def accept(self, node: fx.Node, out: Layout) -> None:
         """Take a node into the span, and what it reads if that is large."""
         reads = self.needs(node, out)
+        for _, layout in [(node, out), *reads]:
+            if isinstance(layout, Rows) and not same(layout.outer, 1):
+                raise Conflict("has its tokens side by side several times", node)
         for arg, layout in reads:
             inside = self.span.layouts.get(arg)
             if inside is not None and not equal(inside, layout) and arg in self.span.large:
@@ -247,66 +275,70 @@ class _Propagation:
             return [(arg, reshape(out, shape(node), shape(arg)))]
         labelled = rule.labels(node)
         if isinstance(out, Rows):
-            found, per = labelled.out[out.lo : out.hi], out.per
+            rows, found = out, labelled.out[out.lo : out.hi]
         else:
             arg = next(a for a in labelled.args if isinstance(self.span.layouts.get(a), Rows))
-            rows = self.span.layouts[arg]
-            assert isinstance(rows, Rows)
-            labels = next(x for x in labelled.args[arg] if x[rows.lo] in labelled.sums)
-            found, per = labels[rows.lo : rows.hi], rows.per
+            given = self.span.layouts[arg]
+            assert isinstance(given, Rows)
+            labels = next(x for x in labelled.args[arg] if x[given.lo] in labelled.sums)
+            rows, found = given, labels[given.lo : given.hi]
         reads: list[tuple[fx.Node, Layout]] = []
-        for arg, given in labelled.args.items():
-            for labels in given:
-                layout = self.read(node, arg, labels, found, per)
+        for arg, each in labelled.args.items():
+            for labels in each:
+                layout = read(node, arg, labels, found, rows)
                 if any(a is arg and not equal(seen, layout) for a, seen in reads):
                     raise Conflict(f"reads {arg} in two ways", node)
                 reads.append((arg, layout))
         return reads
 
-    def read(
-        self, node: fx.Node, arg: fx.Node, labels: list[object], rows: list[object], per: Size
-    ) -> Layout:
-        """The layout of an argument that has some of the rows' labels."""
-        if any(label is None for label in rows):
-            raise Conflict("mixes tokens", node)
-        present = [label for label in rows if label in labels]
-        if not present:
-            return Whole()
-        lo = labels.index(present[0])
-        if present == rows and labels[lo : lo + len(rows)] == rows:
-            return canonical(Rows(lo, lo + len(rows), per), shape(arg))
-        if rule_of(node).labels is not rules.aligned:
-            raise Conflict(f"mixes tokens of {arg}", node)
-        # Of several row dimensions an argument of a broadcasting op may lack some.
-        out, own = shape(node), shape(arg)
-        own = [1] * (len(out) - len(own)) + own
-        first = int(rows[0])  # type: ignore[call-overload]
-        end = first + len(rows)
-        sizes = [*own[:first], *out[first:end], *own[end:]]
-        return Spread(canonical(Rows(first, end, per), sizes), tuple(sizes))
+
+def read(
+    node: fx.Node, arg: fx.Node, labels: list[object], found: list[object], rows: Rows
+) -> Layout:
+    """The layout of an argument that has some of the labels that are found along rows."""
+    if any(label is None for label in found):
+        raise Conflict("mixes tokens", node)
+    present = [label for label in found if label in labels]
+    if not present:
+        return Whole()
+    lo = labels.index(present[0])
+    if present == found and labels[lo : lo + len(found)] == found:
+        return canonical(replace(rows, lo=lo, hi=lo + len(found)), shape(arg))
+    if rule_of(node).labels is not rules.aligned:
+        raise Conflict(f"mixes tokens of {arg}", node)
+    # Of several row dimensions an argument of a broadcasting op may lack some.
+    out, own = shape(node), shape(arg)
+    own = [1] * (len(out) - len(own)) + own
+    first = int(found[0])  # type: ignore[call-overload]
+    end = first + len(found)
+    sizes = [*own[:first], *out[first:end], *own[end:]]
+    return Spread(canonical(replace(rows, lo=first, hi=end), sizes), tuple(sizes))
 
 
-def propagate(graph: fx.Graph, amplifier: fx.Node, chunks: int) -> Span:
-    """The span of an amplifier.
+def propagate(
+    graph: fx.Graph, amplifier: fx.Node, chunks: Callable[[Collection[fx.Node]], int]
+) -> Span:
+    """The span of an amplifier; `chunks`: how many are wanted of the products in it.
 
     Raises:
         Conflict: there is none, and why.
     """
     conflict: Conflict | None = None
-    axes = [1, 0] if "bmm" in name_of(amplifier) else [0]
-    for axis in axes:
+    for rows in rows_of(amplifier):
         try:
-            return _propagate_along(graph, {amplifier: Rows(axis, axis + 1)}, chunks)
+            return _propagate_along(graph, {amplifier: rows}, chunks)
         except Conflict as error:
             conflict = conflict or error
     assert conflict is not None
     raise conflict
 
 
-def _propagate_along(graph: fx.Graph, amplifiers: dict[fx.Node, Rows], chunks: int) -> Span:
+def _propagate_along(
+    graph: fx.Graph, amplifiers: dict[fx.Node, Rows], chunks: Callable[[Collection[fx.Node]], int]
+) -> Span:
     step: Size = 1
-    cut = False
-    for _ in range(16):
+    cut, regrouped = False, 0
+    while regrouped < 16:
         attempt = _Propagation(graph, amplifiers, step, cut)
         try:
             return attempt.run()
@@ -315,10 +347,11 @@ def _propagate_along(graph: fx.Graph, amplifiers: dict[fx.Node, Rows], chunks: i
                 attempt.tokens, math.prod(shape(found.node)[found.rows.lo : found.rows.hi])
             ):
                 raise Conflict("amplifies other tokens", found.node) from None
-            amplifiers = {**amplifiers, found.node: found.rows}
+            amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, False
         except Regroup as group:
+            regrouped += 1
             # Few large groups make few chunks. Then what mixes tokens is read between two passes.
-            if not cut and hint(attempt.tokens) // hint(group.step) < chunks:
+            if not cut and hint(attempt.tokens) // hint(group.step) < chunks(amplifiers):
                 cut = True
             elif same(step, group.step):
                 raise Conflict(str(group)) from None

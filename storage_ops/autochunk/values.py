@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 Size: TypeAlias = Any  # int, or torch.SymInt
+_UNBOUNDED = 8192  # a size that nothing is known of before the graph runs
 
 
 def name_of(node: fx.Node) -> str:
@@ -62,7 +63,10 @@ def is_zero(node: Any) -> bool:
     if name in filled:
         value = node.args[filled[name]]
         return isinstance(value, (int, float)) and value == 0
-    return name in ("aten.zeros.default", "aten.zeros_like.default")
+    if name in ("aten.zeros.default", "aten.zeros_like.default"):
+        return True
+    base = viewed(node)
+    return base is not None and is_zero(base)
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
@@ -99,9 +103,17 @@ def leading_to(
     return found
 
 
+def is_hinted(size: Size) -> bool:
+    """Whether a size is known, if only for an example; what a mask keeps is not."""
+    return isinstance(size, int) or bool(size.node.has_hint())
+
+
 def hint(size: Size) -> int:
-    """A size as a number, that of the example if it is symbolic."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """A size as a number: that of the example if it is symbolic, else the most there can be."""
+    if is_hinted(size):
+        return size if isinstance(size, int) else int(size.node.hint)
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper  # of what a mask keeps: all
+    return int(most) if most.is_Integer else _UNBOUNDED
 
 
 def values_of(node: fx.Node) -> list[torch.Tensor]:

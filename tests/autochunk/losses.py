@@ -29,6 +29,15 @@ def log_probs(x, w, t):
     return torch.log_softmax(logits(x, w).float(), -1).gather(-1, t.clamp(min=0)[..., None])[..., 0]
 
 
+def largest_fifth(values):
+    """A mask of the largest fifth of all values."""
+    if torch.__version__ < "2.12":  # Dynamo breaks the graph at a quantile
+        least = values.flatten().topk(-(-values.numel() // 5))[0].min()
+    else:
+        least = torch.quantile(values, 0.8)
+    return (values >= least).float()
+
+
 def cross_entropy(x, w, t):
     return F.cross_entropy(flat(x, w).float(), t.flatten())
 

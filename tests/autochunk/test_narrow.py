@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from storage_ops.autochunk import chunk, recognise
+from storage_ops.autochunk import chunk, driver, recognise
 
 from .losses import D, V, arguments, interpreted, run
 
@@ -158,18 +158,24 @@ def check(loss, given, dtype, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("loss", NARROWED, ids=lambda f: f.__name__)
 def test_gradients(loss, dtype, batch, monkeypatch):
-    narrowed = []
-    drop = recognise.drop
+    narrowed = {}
 
-    def watched(graph, amplifier):
-        dropped = drop(graph, amplifier)
-        product = dropped.amplifier
-        narrowed.append(product if product is not amplifier else None)
-        return dropped
+    def watch(module, name):
+        original = getattr(module, name)
 
-    monkeypatch.setattr(recognise, "drop", watched)
+        def watched(graph, product):
+            found = original(graph, product)
+            (left,) = found if isinstance(found, list) else [found]
+            narrowed.setdefault(name, []).append(left if left is not product else None)
+            return found
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(recognise, "leave_out")
+    watch(driver, "take_apart")
     data = given(dtype, 4 if loss in (sequences, last_token, first_token) else batch)
     ops, report = check(loss, data, dtype)
+    narrowed = narrowed["leave_out" if LINEAR in ops else "take_apart"]
     assert narrowed and all(narrowed)
     # As the op, up to D tokens wait in the weight's gradient: they need few tiles.
     waits = LINEAR in ops and narrowed[-1].meta["val"].shape[0] <= D
