@@ -199,7 +199,7 @@ class Recorder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
-            # A layer that is checkpointed gets none, and what one run leaves in it the next would see.
+            # What one run leaves in a cache the next would see; a checkpointed layer gets none.
             kwargs = without_cache(unit.module, kwargs)
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             autocast = tuple(

@@ -26,7 +26,6 @@ from storage_ops._autograd import (
     retained,
     roots,
     times,
-    transforming,
 )
 from storage_ops.loss import formulas, reference
 from storage_ops.loss.call import Call, arithmetic

@@ -107,7 +107,7 @@ class Picked:
 
     def _take(self, rows: slice, values: Sequence[Tensor], ids: Sequence[Tensor]) -> None:
         """The largest of some logits, and of equal ones those of the lowest classes."""
-        found, classes = torch.cat(values, 1), torch.cat(ids, 1)
+        found, classes = torch.cat(list(values), 1), torch.cat(list(ids), 1)
         order = classes.argsort(1)
         found, classes = found.gather(1, order), classes.gather(1, order)
         order = found.sort(dim=1, descending=True, stable=True).indices[:, : self.top.shape[1]]
