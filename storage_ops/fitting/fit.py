@@ -48,8 +48,8 @@ def fit(
     """Choose for each layer what it recomputes, so that a training step fits at the least cost.
 
     Nothing is computed and nothing of that size is allocated: each distinct layer is simulated once
-    per action on fake tensors, which its hooks see as well, the best plan is found from these numbers, and the whole step is simulated with it.
-    The plan changes the model when it is applied.
+    per action on fake tensors, which its hooks see as well, the best plan is found from these
+    numbers, and the whole step is simulated with it. The plan changes the model when it is applied.
 
     Layers are modules with modules in them that stand in a `ModuleList` or `Sequential`, and such
     beside them. An action keeps what autograd keeps ("keep"), frees the outputs of norms and
