@@ -66,6 +66,7 @@ def models(quick: bool) -> dict[str, Callable[[], Made]]:
     llama = {**heads, "num_key_value_heads": 4, "intermediate_size": 3 * width, "vocab_size": vocab}
 
     def text(cls: Any, config: Any) -> Made:
+        config.use_cache = False  # a recompute would fill it again
         ids = torch.randint(0, vocab, (4, tokens))
         return cls(config), {"input_ids": ids, "labels": ids}, None
 

@@ -201,6 +201,8 @@ class Simulation(TorchDispatchMode):
         try:
             if func is _aten.histc.default and not args[0].is_floating_point():
                 out = args[0].new_empty(args[1] if len(args) > 1 else 100)  # GPUs count integers
+            elif func is _GROUPED and args[0].dtype != torch.bfloat16:
+                out = self.unseen(_grouped_product, *args, **kwargs)  # torch's fake wants bf16
             else:
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -277,6 +279,19 @@ _KERNELS_OF_OPS = {
     _OPS.linear_cross_entropy_backward_target.default,
     _OPS.linear_cross_entropy_backward_into.default,
 }
+
+
+_GROUPED = getattr(_aten._grouped_mm, "default", None)
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """The result of products of groups, which lie in rows, in columns or in matrices."""
+    shape = (left.shape[-2], right.shape[-1])
+    if left.dim() == right.dim() == 2 and offsets is not None:
+        return left.new_empty((len(offsets), *shape))
+    return left.new_empty((len(left), *shape) if left.dim() == right.dim() == 3 else shape)
 
 
 def _check_layout(func: Any, t: Tensor) -> None:

@@ -239,3 +239,14 @@ def test_will_it_fit_answers_and_prints():
         assert report.fits is fits and report.peak_bytes == peak and report.budget_bytes == budget
     assert "does not fit" in str(report) and "activations of layers.*.mlp.gate" in str(report)
     assert report.by_owner["parameters"] == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_groups(dtype):
+    """As the experts of transformers have them; torch's fake kernel knows bfloat16 only."""
+    x, w = torch.randn(64, 32, dtype=dtype), torch.randn(4, 32, 48, dtype=dtype)
+    ends = torch.tensor([16, 16, 40, 64], dtype=torch.int32)
+    e = so.memory.estimate(lambda x, w: torch._grouped_mm(x, w, offs=ends), x, w)
+    assert e.kept_bytes - e.input_bytes == 64 * 48 * x.itemsize
+    e = so.memory.estimate(lambda x, y: torch._grouped_mm(x.t(), y, offs=ends), x, x)
+    assert e.kept_bytes - e.input_bytes == 4 * 32 * 32 * x.itemsize
