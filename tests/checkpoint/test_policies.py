@@ -295,3 +295,29 @@ def test_any_config_gives_the_gradients_of_eager(policy, layer, k, discard):
     mode = "output_discard" if discard and policy is None and layer != "Block" else None
     cfg = so.ActivationCheckpointConfig([layer], policy=policy, every_k=k, mode=mode)
     assert_same(step(so.apply_activation_checkpoint(model, cfg), x), right)
+
+
+def test_single_calls_are_saved():
+    saved = []
+
+    def run(x):
+        for _ in range(3):
+            x = (x @ x).sin()
+        return x
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            saved.append(op)
+            return op(*args, **(kwargs or {}))
+
+    x = torch.randn(4, 4, requires_grad=True)
+    policy = policies.save_calls([("aten::mm", 0), ("aten::mm", 2)])
+    context_fn = partial(policies.contexts, policy)
+    y = checkpoint(run, x, use_reentrant=False, context_fn=context_fn)
+    with Seen():
+        y.sum().backward()
+    assert saved.count(torch.ops.aten.mm.default) == 1 + 6  # the second one, and gradients
+    with pytest.raises(TypeError, match="expected pairs such as"):
+        policies.save_calls(["aten::mm"])
+    with pytest.raises(RuntimeError, match="save_calls counts the ops of one region"):
+        policy(None, torch.ops.aten.mm.default)
