@@ -15,7 +15,7 @@ from storage_ops.autochunk.body import Body, share
 from storage_ops.autochunk.edit import Builder, sort
 from storage_ops.autochunk.lattice import Partial
 from storage_ops.autochunk.passes import Passes
-from storage_ops.autochunk.predict import evaluated_once
+from storage_ops.autochunk.predict import evaluated_once, kind_of
 from storage_ops.autochunk.program import Program, encode_graph
 from storage_ops.autochunk.spans import Span, is_product
 from storage_ops.autochunk.values import hint, nbytes, shape, values_of
@@ -104,8 +104,9 @@ def group_bytes(span: Span, nodes: list[fx.Node], values: list[fx.Node], over: i
     """What a group takes of a chunk: the products and the values that leave the compiled body."""
     kept = {n for n in nodes if n in span.large and is_product(n)}
     kept |= {n for i, n in enumerate(values) if n in span.large and i != over}
-    if over is None:  # else the body works in blocks
-        kept |= {n for n in nodes if n in span.large and evaluated_once(n)}
+    if over is None:  # else the body works in blocks; what is summed at once stays in a cache
+        kept |= {n for n in nodes if n in span.large and evaluated_once(n)
+                 and all(kind_of(user) != "sum" for user in n.users)}  # fmt: skip
     total = sum(nbytes(n) for n in kept)
     return -(-total // max(hint(span.groups), 1))
 
