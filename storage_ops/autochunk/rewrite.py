@@ -15,7 +15,7 @@ from storage_ops.autochunk.body import Body, share
 from storage_ops.autochunk.edit import Builder, sort
 from storage_ops.autochunk.lattice import Partial
 from storage_ops.autochunk.passes import Passes
-from storage_ops.autochunk.predict import evaluated_once
+from storage_ops.autochunk.predict import evaluated_once, kind_of
 from storage_ops.autochunk.program import Program, encode, encode_graph
 from storage_ops.autochunk.spans import Span, is_product
 from storage_ops.autochunk.sums import Term
@@ -114,8 +114,9 @@ def group_bytes(
     """What a group takes of a chunk: the products and the values that leave the compiled body."""
     kept = {n for n in nodes if n in span.large and is_product(n)}
     kept |= {n for i, n in enumerate(values) if n in span.large and i not in over}
-    if not over or None in over:  # else the body works in blocks
-        kept |= {n for n in nodes if n in span.large and evaluated_once(n)}
+    if not over or None in over:  # else the body works in blocks; what is summed at once is in a cache
+        kept |= {n for n in nodes if n in span.large and evaluated_once(n)
+                 and all(kind_of(user) != "sum" for user in n.users)}  # fmt: skip
     total = sum(nbytes(n) for n in kept)
     return -(-total // max(hint(span.groups), 1))
 
