@@ -114,7 +114,7 @@ def group_bytes(
     """What a group takes of a chunk: the products and the values that leave the compiled body."""
     kept = {n for n in nodes if n in span.large and is_product(n)}
     kept |= {n for i, n in enumerate(values) if n in span.large and i not in over}
-    if not over or None in over:  # else the body works in blocks; what is summed at once is in a cache
+    if not over or None in over:  # else it works in blocks; what is summed at once is in a cache
         kept |= {n for n in nodes if n in span.large and evaluated_once(n)
                  and all(kind_of(user) != "sum" for user in n.users)}  # fmt: skip
     total = sum(nbytes(n) for n in kept)
