@@ -1,6 +1,6 @@
 """Ops that only choose: ranges along one dimension, from one or several arguments, or zeros.
 
-A mask chooses as well. What it keeps counts as a range: the first, were the tokens in another order.
+A mask chooses as well: what it keeps counts as the first range of tokens in another order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def choice_of(node: fx.Node) -> tuple[int, list[Link]] | None:
 
 
 def mask_of(node: fx.Node) -> tuple[int, fx.Node] | None:
-    """The mask by which an op takes what it keeps, or puts that into zeros, and from which dim on."""
+    """From which dimension on an op takes what a mask keeps, or puts that into zeros; the mask."""
     given: Any = node.args
     if name_of(node) == "aten.index_put.default":
         known = is_zero(given[0])

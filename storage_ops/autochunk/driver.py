@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -229,7 +229,7 @@ class _Work:
         return -(-self.num_chunks * sum(map(numel, amplifiers)) // whole)
 
     def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node], terms: list[Term]) -> list[int]:
-        """Chunk what an amplifier leads to; in how many chunks for each pass. Sums join the terms."""
+        """Chunk what an amplifier leads to; how often, for each pass. Its sums join the terms."""
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
         span = propagate(graph, amplifier, self.count)

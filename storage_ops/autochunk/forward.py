@@ -92,23 +92,19 @@ def products(graph: fx.Graph) -> list[fx.Node]:
 
 def forget_bounds(graph: fx.Graph) -> None:
     """Drop Dynamo's checks that a mask keeps no more than there is: they read the logits' size."""
-    for check in [n for n in graph.nodes if str(n.target) == "aten._assert_scalar.default"]:
-        (bound,) = check.all_input_nodes or [check]
-        (size,) = bound.all_input_nodes if len(bound.all_input_nodes) == 1 else [check]
-        if str(size.target) != "aten.sym_size.int":
-            continue
-        kept = size.args[0]
-        mask = kept.args[1] if _name(kept) == "getitem" else None
-        if (
-            not isinstance(mask, fx.Node)
-            or not _is_tensor(mask)
-            or _value(mask).dtype != torch.bool
-        ):
-            continue
-        if (_name(bound), bound.args[1]) in (("ge", 0), ("le", numel(mask))):
-            for node in (check, bound, size):
-                if not node.users:
-                    graph.erase_node(node)
+    for kept in [n for n in graph.nodes if _name(n) == "getitem" and _is_mask(n.args[1])]:
+        bounds = ("_check_is_size",), ("ge", 0), ("le", numel(kept.args[1]))
+        for size in [u for u in kept.users if str(u.target) == "aten.sym_size.int"]:
+            for check in [u for u in size.users if (_name(u), *u.args[1:]) in bounds]:
+                if all(str(u.target) == "aten._assert_scalar.default" for u in check.users):
+                    for node in [*check.users, check]:
+                        graph.erase_node(node)
+            if not size.users:
+                graph.erase_node(size)
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, fx.Node) and _is_tensor(item) and _value(item).dtype == torch.bool
 
 
 def _end(nodes: list[fx.Node]) -> int:

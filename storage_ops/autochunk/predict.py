@@ -140,8 +140,9 @@ def _inside(node: fx.Node) -> int:
 def _chunk(node: fx.Node, program: Program, size: int) -> int:
     """Bytes of a chunk of so many groups."""
     held, values = size * program.group_bytes, values_of(node)
-    if program.in_blocks:  # what the body makes beside the product is as large as a block of it
-        held += program.group_bytes * blocks(size, program.group_bytes, values[0].device)[1]
+    if program.in_blocks:  # what the body makes beside products is as large as a block of one
+        block = blocks(size, program.group_bytes, values[0].device)[1]
+        held += block * program.group_bytes // len(program.formed)
     # Terms of sums that the body forms are there beside the sum.
     return held + sum(
         elements(values[spec.place]) * values[spec.place].element_size()

@@ -7,8 +7,8 @@ formed in ranges that nothing cuts, from ranges of its input, `z[:256] = x[:256]
 it leads to as well. Then nothing large is cut along its tokens any more.
 
 A range that nobody reads, such as the last token of every sequence where `logits[:, :-1]` is all
-that is used, is not formed; nor is what a mask leaves out. Its gradient is zero, and zero times anything is taken for zero: the
-result differs only where a token that is left out is not finite.
+that is used, is not formed, nor is what a mask leaves out. Its gradient is zero, and zero times
+anything is taken for zero: the result differs only where a token that is left out is not finite.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class _Parts:
             user.update_arg(1, list(itertools.chain(*each)))
             symbols |= user.meta.pop("unbacked_bindings", {})
         if symbols:  # what is known at run time only is known from here on
-            path = CallMethodKey("size"), SequenceKey(0)
+            path: tuple[Any, ...] = CallMethodKey("size"), SequenceKey(0)
             found.meta["unbacked_bindings"] = dict.fromkeys(symbols, path)
         return vectors
 

@@ -15,7 +15,7 @@ from storage_ops.autochunk.body import Body, share
 from storage_ops.autochunk.edit import Builder, sort
 from storage_ops.autochunk.lattice import Partial
 from storage_ops.autochunk.passes import Passes
-from storage_ops.autochunk.predict import evaluated_once
+from storage_ops.autochunk.predict import evaluated_once, kind_of
 from storage_ops.autochunk.program import Program, encode, encode_graph
 from storage_ops.autochunk.spans import Span, is_product
 from storage_ops.autochunk.sums import Term
@@ -86,12 +86,14 @@ def rewrite(
             tuple(s._replace(place=i) for i, s in enumerate(specs)),
             limits.num_chunks,
             limits.chunk_bytes,
-            group_bytes(span, placed, body.values, over),
+            0,
             not isinstance(span.tokens, int),
             encode_graph(body.graph),
             formed,
             over,
         )
+        size = group_bytes(span, placed, body.values, program)
+        program = program._replace(group_bytes=size)
         sizes = [builder.size(s) for n in outputs for s in shape(n)]
         call = builder.call(
             torch.ops.storage_ops._chunked_span.default,
@@ -108,14 +110,13 @@ def rewrite(
     return result
 
 
-def group_bytes(
-    span: Span, nodes: list[fx.Node], values: list[fx.Node], over: tuple[int | None, ...]
-) -> int:
+def group_bytes(span: Span, nodes: list[fx.Node], values: list[fx.Node], program: Program) -> int:
     """What a group takes of a chunk: the products and the values that leave the compiled body."""
     kept = {n for n in nodes if n in span.large and is_product(n)}
-    kept |= {n for i, n in enumerate(values) if n in span.large and i not in over}
-    if not over or None in over:  # else the body works in blocks
-        kept |= {n for n in nodes if n in span.large and evaluated_once(n)}
+    kept |= {n for i, n in enumerate(values) if n in span.large and i not in program.over}
+    if not program.in_blocks:  # else these are small; what is summed at once stays in a cache
+        kept |= {n for n in nodes if n in span.large and evaluated_once(n)
+                 and all(kind_of(user) != "sum" for user in n.users)}  # fmt: skip
     total = sum(nbytes(n) for n in kept)
     return -(-total // max(hint(span.groups), 1))
 

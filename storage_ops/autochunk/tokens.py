@@ -67,7 +67,7 @@ class Tokens:
         self.mask: fx.Node | None = None
         self.kept: Size = 0
         self.sliced = False  # before there was a mask
-        self.aside: dict[fx.Node, fx.Node] = {}  # by mask: what it keeps some of, in a later attempt
+        self.aside: dict[fx.Node, fx.Node] = {}  # what masks choose from in a later attempt
         self.outer: Size = 1
         self.rows = {product: first}
         self._follow(link=False)
@@ -94,13 +94,11 @@ class Tokens:
                 continue
             rows = self.rows[known[0]]
             try:
-                chosen, masked = self._choice(node, known[0], rows), self._masked(node, known[0])
-                if masked is not None:
-                    found = masked
-                elif chosen is not None and self.mask is not None:
+                chosen = self._choice(node, known[0], rows)
+                if chosen is None:
+                    found = self._masked(node, known[0]) or follow(node, known[0], rows)
+                elif self.mask is not None:
                     continue  # in a later attempt
-                elif chosen is None:
-                    found = follow(node, known[0], rows)
                 elif not (self.small or self.is_wide(known[0], rows)):
                     continue  # it reads all of them
                 elif link:
@@ -130,6 +128,8 @@ class Tokens:
                         continue
                     if self.is_wide(arg, rows):
                         chosen, found = self._choice(arg, arg, rows), canonical(rows, shape(arg))
+                        if chosen and self.mask is not None:
+                            continue
                         self.rows[arg] = self._linked(arg, *chosen) if chosen else found
             except Conflict as conflict:
                 log.debug("%s: %s", node, conflict)
@@ -153,7 +153,7 @@ class Tokens:
     def _masked(self, node: fx.Node, arg: fx.Node) -> Rows | None:
         """Where the tokens are in what takes those that a mask keeps, or puts them into zeros."""
         found = mask_of(node)
-        if found is None or found[1] in self.after:
+        if found is None or self.product in leading_to([found[1]]):
             return None
         (lo, mask), rows = found, self.rows[arg]
         if self.sliced:

@@ -54,8 +54,12 @@ def test_the_base_of_a_view_stays_outside(monkeypatch):
         return run_body
 
     monkeypatch.setattr(chunks, "_first_that_compiles", first_that_compiles)
+    chunks.body_of.cache_clear()
+    chunks.bodies_of.cache_clear()
     loss = next(f for f in LOSSES if f.__name__ == "heads")
     run(interpreted(loss), *arguments())
+    chunks.body_of.cache_clear()
+    chunks.bodies_of.cache_clear()
     assert bases and all(base is None for base in bases)
 
 

@@ -226,8 +226,8 @@ def test_dynamic_sizes_that_no_input_has():
 )
 def test_where_narrowing_is_no_help(loss):
     _, report = check(loss, given(torch.float32, 4), torch.float32)
-    assert report.chunked  # in whole sequences
-    assert report.peak_after < report.peak_before
+    assert report.chunked  # in whole sequences: a chunk is a quarter of all logits
+    assert report.peak_after < 1.05 * report.peak_before
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -245,6 +245,5 @@ def test_views():
             assert torch.equal(a.flatten(), b.flatten())
 
 
-def test_a_view_that_mixes_tokens():
-    with pytest.raises(Conflict, match="mixes tokens"):
-        reshape(Rows(1, 2), (4, 6), (24,))
+def test_a_view_with_the_tokens_several_times():
+    assert reshape(Rows(1, 2), (4, 6), (24,)) == Rows(0, 1, outer=4)
