@@ -13,7 +13,7 @@ cross-entropy, which has an op of its own::
 
     for product in the largest products of Dynamo's graph:
         forward = trace(what lies between product and loss)        # forward: ATen ops, and back
-        leave out tokens that nobody reads, or a mask does not     # ranges
+        leave out tokens that are sliced or masked away after it   # ranges
         head, tail = logits -> a few numbers per token, those -> the loss
         if head is (lse - z_t, lse, ...) on random tokens, and tail is linear in them:
             loss = linear_cross_entropy(x, w, t, token_weight=gradient of tail) + tail(0)

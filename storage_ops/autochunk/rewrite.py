@@ -104,7 +104,8 @@ def rewrite(
             new = _replace(builder, span, passes, outside, node, raw)
             layout = span.layouts[node]
             if isinstance(layout, Partial) and not layout.mean:
-                terms.append(Term(call, index, raw, new, (node in passes.scaled, seed)))
+                tangent = passes.tangent if node in passes.scaled else None
+                terms.append(Term(call, index, raw, new, (tangent, seed)))
         result.append(program.count(hint(span.groups)))
     sort(graph)
     return result

@@ -23,14 +23,14 @@ class Term(NamedTuple):
         call, result: the op, and which of its results it is.
         raw: that result.
         value: the same as its readers have it, in its dtype and times the upstream gradient.
-        kind: terms of one kind become values in the same way.
+        kind: the upstream gradient it is multiplied by, and a scale; only those alike are added.
     """
 
     call: fx.Node
     result: int
     raw: fx.Node
     value: fx.Node
-    kind: tuple[bool, float]
+    kind: tuple[fx.Node | None, float]
 
 
 def add_up(graph: fx.Graph, terms: list[Term]) -> None:
