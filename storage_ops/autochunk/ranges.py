@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import CallMethodKey
 from torch.utils._pytree import SequenceKey
 
 from storage_ops.autochunk.choices import mask_of
@@ -303,6 +302,8 @@ class _Parts:
             user.update_arg(1, list(itertools.chain(*each)))
             symbols |= user.meta.pop("unbacked_bindings", {})
         if symbols:  # what is known at run time only is known from here on
+            from torch.fx.experimental.symbolic_shapes import CallMethodKey  # brings sympy
+
             path: tuple[Any, ...] = CallMethodKey("size"), SequenceKey(0)
             found.meta["unbacked_bindings"] = dict.fromkeys(symbols, path)
         return vectors

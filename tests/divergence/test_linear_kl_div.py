@@ -258,7 +258,7 @@ def test_frozen_arguments(frozen):
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("shift", [False, True])
-def test_as_on_a_gpu_where_nobody_may_count(monkeypatch, shift, reduction, teacher):
+def test_as_on_a_gpu_where_nobodymay_count(monkeypatch, shift, reduction, teacher):
     """There ignored tokens are worked on, or the first so many are, and have no effect."""
     made, weight = problem(torch.float64)
     options = {"token_weight": weight, "shift": shift, "reduction": reduction}
@@ -268,7 +268,7 @@ def test_as_on_a_gpu_where_nobody_may_count(monkeypatch, shift, reduction, teach
     count = int((weight[:, 1:] if shift else weight).count_nonzero())
     with pytest.raises(RuntimeError, match=f"max_valid is {count - 1}"):
         run(so.linear_kl_div, made, max_valid=count - 1, **options)
-    monkeypatch.setattr(loss_tokens, "_may_count", lambda target: False)
+    monkeypatch.setattr(loss_tokens, "may_count", lambda target: False)
     for max_valid in (None, "sync", count, count + 2):
         torch.testing.assert_close(
             run(so.linear_kl_div, made, max_valid=max_valid, **options), expected
