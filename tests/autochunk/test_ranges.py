@@ -164,7 +164,7 @@ def kto(x, w, b, y, v, t):
     """Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306."""
     z, good = x @ w.t(), torch.arange(B) % 3 > 0
     gain = sequences(z, t) - sequences(y @ v.t(), t)
-    shown = (z * good.view(-1, 1, 1)).sum().detach()
+    shown = (z.square() * good.view(-1, 1, 1)).sum().detach()  # nothing that cancels
     return (1 - torch.sigmoid(BETA * gain * torch.where(good, 1, -1))).mean(), shown
 
 
