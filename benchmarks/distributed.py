@@ -185,23 +185,11 @@ def _rank(rank: int, ranks: int, port: int, dtype: str, arguments: Any, out: str
             "shape": f"{ranks} ranks, {tokens} x {hidden} x {vocab} {dtype}", "case": name,
             "time / products": round(times[name][0], 3), "peak (MiB)": peak(run),
             "bytes sent per token": round(found, 1),
-            "of them, less the gradient": _without_input(found, name, x, ranks),
         })  # fmt: skip
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _without_input(found: float, name: str, x: Tensor, ranks: int) -> float | str:
-    """Bytes per token but for the input's: gathered where sharded, and its gradient."""
-    if name == FLOOR:
-        return ""
-    wide = name.startswith("storage_ops") and "bf16" not in name
-    width = 4 if wide else x.element_size()
-    share = (ranks - 1) / ranks * x.shape[1]
-    moved = share * (x.element_size() + width) if "sharded" in name else 2 * share * width
-    return round(found - moved, 1)
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
