@@ -19,9 +19,9 @@ def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     `gradient_checkpointing_enable()` of transformers leaves it out as well. A cache that holds
     something belongs to the computation and stays.
     """
-    if not module.training:
-        return kwargs
     given = [name for name in _CACHES if hasattr(kwargs.get(name), "get_seq_length")]
+    if not given or not module.training:
+        return kwargs
     layer = next((m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")), 0)
     empty = [name for name in given if not kwargs[name].get_seq_length(layer)]
     if not empty:

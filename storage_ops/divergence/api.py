@@ -9,7 +9,7 @@ from storage_ops import _autograd
 from storage_ops.divergence import op
 from storage_ops.divergence.call import Call
 from storage_ops.divergence.checks import check_call, check_options, check_types
-from storage_ops.quantities import parse_bytes
+from storage_ops.loss.checks import budget_of
 
 
 def linear_kl_div(
@@ -122,11 +122,7 @@ def linear_kl_div(
     check_options(
         divergence, beta, temperature, reduction, shift, teacher_tail, max_valid, valid_classes
     )
-    counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
-    if memory_budget is not None and not counts:
-        memory_budget = parse_bytes(memory_budget, "linear_kl_div: memory_budget")
-    if isinstance(memory_budget, int):
-        memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
+    memory_budget = budget_of(memory_budget, "linear_kl_div")
     if divergence == "jsd" and beta in (0, 1):
         divergence = "reverse" if beta else "forward"
     if token_weight is not None and not token_weight.is_floating_point():

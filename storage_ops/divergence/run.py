@@ -20,7 +20,7 @@ from storage_ops.loss.ranks import Ranks
 from storage_ops.loss.run import problem_of
 from storage_ops.loss.schedule import GRADIENT, MERGE, UPDATE, Schedule, Step
 from storage_ops.loss.sums import Sums
-from storage_ops.loss.tokens import tokens_of
+from storage_ops.loss.tokens import same_storage, tokens_of
 from storage_ops.matmul.aten import takes
 
 _OPS = torch.ops.storage_ops
@@ -61,9 +61,9 @@ class Run:
             self._ignored = tokens.target == IGNORED
         if given.ids is not None:
             self.coarse = Coarse.of(given, tokens.kept, tokens.target == IGNORED, classes)
-        self.plan = plan.choose(
-            p, self._planned(p), given.memory_budget, rates_of(given.input.device)
-        )
+        teacher = self._planned(p)
+        self._teacher_products = teacher.matmul
+        self.plan = plan.choose(p, teacher, given.memory_budget, rates_of(given.input.device))
         self.schedule = self.plan.sliced or self.plan.whole
         self.loss = x.new_zeros(tokens.count, dtype=given.wide)
         if state is None:
@@ -91,7 +91,7 @@ class Run:
             before = (given.teacher_input, given.teacher_weight, given.teacher_bias)
             for old, new in zip(before, self.teacher, strict=True):
                 if old is not None and new is not None:
-                    size += new.nbytes * (not _same_storage(old, new))
+                    size += new.nbytes * (not same_storage(old, new))
         if given.ids is not None:  # ids and log-probabilities, the state, what is made of them
             size += given.ids.numel() * 8 * (4 + given.wide.itemsize)
         return size
@@ -163,10 +163,8 @@ class Run:
             if self._teacher_tile is None:
                 self._teacher_tile = hidden.new_empty(size)
             other = _shaped(self._teacher_tile, step)
-            products = matmul.of(
-                hidden.dtype, hidden.device.type, self.schedule.problem.matmul.threads
-            )
-            products.logits(hidden, weight[classes], other)
+            assert self._teacher_products is not None
+            self._teacher_products.logits(hidden, weight[classes], other)
             del hidden
         upstream = self.upstream if len(self.upstream) == 1 else self.upstream[step.rows]
         if other is None:
@@ -206,10 +204,6 @@ class Run:
                 coarse.gradient(whole, state, z, step.classes.start)
                 own = upstream if len(upstream) == 1 else upstream[part]
                 rows.store(z, own, scale, tile[part])
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _shaped(memory: Tensor, step: Step) -> Tensor:

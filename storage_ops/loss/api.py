@@ -13,10 +13,15 @@ from torch import Tensor, nn
 from storage_ops._autograd import refuse_forward_mode, transforming
 from storage_ops.loss import op, ranks
 from storage_ops.loss.call import Call, arithmetic
-from storage_ops.loss.checks import check_arguments, check_torch_options, check_types, names_of
+from storage_ops.loss.checks import (
+    budget_of,
+    check_arguments,
+    check_torch_options,
+    check_types,
+    names_of,
+)
 from storage_ops.loss.planner import Plan
 from storage_ops.loss.positions import loss_of_positions
-from storage_ops.quantities import parse_bytes
 
 RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "topk")
 _PER_TOKEN = ("nll", "lse", "entropy", "selected", "topk")  # and differentiable
@@ -195,11 +200,7 @@ def linear_cross_entropy(
         {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
          "logit_scale": logit_scale},
     )  # fmt: skip
-    counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
-    if memory_budget is not None and not counts:
-        memory_budget = parse_bytes(memory_budget, "linear_cross_entropy: memory_budget")
-    if isinstance(memory_budget, int):
-        memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
+    memory_budget = budget_of(memory_budget, "linear_cross_entropy")
     returns = names_of(returns, RETURNS)
     check_torch_options(options)
     keywords: dict[str, Any] = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
+from storage_ops.quantities import parse_bytes
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int64, torch.int32)
@@ -46,6 +47,16 @@ def check_torch_options(options: object) -> None:
     if not (options is None or isinstance(options, kind)):
         rule = "torch.nn.LinearCrossEntropyOptions (torch >= 2.13), or None"
         raise wrong(TypeError, "options is", repr(options), rule)
+
+
+def budget_of(memory_budget: Any, op: str) -> Any:
+    """A memory_budget as a number that the op's schema takes; symbols and None stay."""
+    counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
+    if memory_budget is not None and not counts:
+        memory_budget = parse_bytes(memory_budget, f"{op}: memory_budget")
+    if isinstance(memory_budget, int):
+        memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
+    return memory_budget
 
 
 def names_of(returns: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from storage_ops.loss.formulas import total_weight
+
 Placements = list[Placement]
 
 
@@ -65,7 +67,7 @@ class _Meshed:
 
     def of(self, t: Tensor) -> Placements:
         """Placements of a tensor."""
-        return list(t.placements) if isinstance(t, DTensor) else [Replicate()] * self.mesh.ndim
+        return list(t.placements) if isinstance(t, DTensor) else self.everywhere
 
     def _check_slices(self, classes: int) -> None:
         assert self.vocabulary is not None
@@ -116,6 +118,16 @@ class _Meshed:
     def joined(self, t: Tensor, placements: Placements) -> DTensor:
         """What the ranks have computed, as one tensor."""
         return DTensor.from_local(t, self.mesh, placements, run_check=False)
+
+    @property
+    def everywhere(self) -> Placements:
+        """Placements of what every rank has whole."""
+        return [Replicate()] * self.mesh.ndim
+
+    def total(self, t: Tensor) -> DTensor:
+        """What the ranks have computed for their tokens, added up."""
+        parts = self.joined(t, self.added(self.everywhere, self.summed))
+        return parts.redistribute(self.mesh, self.everywhere)
 
     def added(self, placements: Placements, over: Sequence[int | None]) -> Placements:
         """Placements of a gradient to which the ranks of some dimensions of the mesh add."""
@@ -234,19 +246,9 @@ def _divisor(
     ignore_index: int,
 ) -> Tensor:  # fmt: skip
     """What a mean over all ranks' tokens divides by, as in formulas.py."""
-    if target.is_floating_point():
-        each = torch.ones_like(target[..., 0], dtype=torch.float64)
-    else:
-        valid = target != ignore_index
-        each = valid.double()
-        if classes is not None:
-            everywhere: Placements = [Replicate()] * meshed.mesh.ndim
-            classes = meshed.local(classes, everywhere, everywhere)
-            each = torch.where(valid, classes[torch.where(valid, target, 0).long()].double(), 0)
-    if token_weight is not None:
-        each = each * token_weight
-    total = meshed.joined(each.sum(), meshed.added([Replicate()] * meshed.mesh.ndim, meshed.summed))
-    return total.redistribute(meshed.mesh, [Replicate()] * meshed.mesh.ndim).to_local()
+    classes = meshed.local(classes, meshed.everywhere, meshed.everywhere)
+    each = total_weight(target, -1, classes, token_weight, ignore_index, torch.float64)
+    return meshed.total(each).to_local()
 
 
 def _result(
@@ -257,9 +259,7 @@ def _result(
     `moved`: the dimension that targets were moved along by `shift`.
     """
     if t.dim() == 0:
-        everywhere: Placements = [Replicate()] * meshed.mesh.ndim
-        summed = meshed.joined(t, meshed.added(everywhere, meshed.summed))
-        return summed.redistribute(meshed.mesh, everywhere)
+        return meshed.total(t)
     whole = meshed.joined(t, tokens)
     if moved is None:
         return whole

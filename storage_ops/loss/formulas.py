@@ -40,6 +40,25 @@ def denominator(tokens: Tokens, call: Call) -> Tensor:
     return torch.where(valid, each, 0).sum()
 
 
+def total_weight(
+    target: Tensor, class_dim: int, class_weight: Tensor | None, token_weight: Tensor | None,
+    ignore_index: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """What a mean divides by, of targets in any shape; distributions have a dimension of classes.
+
+    For calls that are put together of several, each of which knows a part of the tokens only.
+    """
+    if target.is_floating_point():
+        each = torch.ones_like(target.select(class_dim, 0), dtype=dtype)
+    else:
+        valid = target != ignore_index
+        each = valid.to(dtype)
+        if class_weight is not None:
+            classes = torch.where(valid, target, 0).long().clamp(0, len(class_weight) - 1)
+            each = each * class_weight.to(dtype)[classes]
+    return (each if token_weight is None else each * token_weight.to(dtype)).sum()
+
+
 def scale_of(tokens: Tokens, call: Call) -> Tensor:
     """What the gradient of a reduced loss with respect to a token's is; 0 where it has none."""
     if not call.divides:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from storage_ops.loss.cost import GROUP, plain_rows, top_rows
 from storage_ops.loss.reference import logits_of, row_gradient, slope_of
-from storage_ops.loss.schedule import Step, slices
+from storage_ops.loss.schedule import Step, slices, within
 from storage_ops.loss.tokens import may_count
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Picked:
         """Take in a tile of products, before the row kernel has it."""
         if self.ids.shape[1]:
             for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
-                rows = _within(part, step.rows)
+                rows = within(part, step.rows)
                 column, here = self._columns(step, part)
                 products = tile[rows].gather(1, column).to(self.logits.dtype)
                 found = self._logits(step, products, column)
@@ -90,7 +90,7 @@ class Picked:
         if k := min(self.top.shape[1], tile.shape[1]):
             bias = None if self._bias is None else self._bias[step.classes].to(self.top.dtype)
             for part in _pieces(step, top_rows(len(tile), tile.shape[1], tile.is_cuda)):
-                z = tile[_within(part, step.rows)].to(self.top.dtype)
+                z = tile[within(part, step.rows)].to(self.top.dtype)
                 z = logits_of(z, bias, self._call.softcap, self._call.logit_scale)
                 value, column = _largest(z, k)
                 del z
@@ -151,7 +151,7 @@ class Picked:
         if self.upstream is None:
             return None
         return torch.cat([
-            tile[_within(part, step.rows)].gather(1, self._columns(step, part)[0])
+            tile[within(part, step.rows)].gather(1, self._columns(step, part)[0])
             for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1]))
         ])  # fmt: skip
 
@@ -159,7 +159,7 @@ class Picked:
         """Replace a tile's gradient at these classes, formed in full before it is rounded."""
         assert self.upstream is not None
         for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
-            rows, call = _within(part, step.rows), self._call
+            rows, call = within(part, step.rows), self._call
             column, here = self._columns(step, part)
             z = self._logits(step, products[rows].to(self._state.dtype), column)
             own = upstream if upstream.shape[1] == 1 else upstream[:, part]
@@ -240,7 +240,3 @@ def _first_largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _pieces(step: Step, size: int) -> list[slice]:
     return slices(step.rows.stop, size, step.rows.start)
-
-
-def _within(part: slice, whole: slice) -> slice:
-    return slice(part.start - whole.start, part.stop - whole.start)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
 from storage_ops.loss.checks import wrong
+from storage_ops.loss.formulas import total_weight
 
 # What has no meaning for positions, or would be another for each of them.
 _SINGLE = ("process_group", "plan", "shift", "accumulate_into", "selected_ids")
@@ -59,7 +60,8 @@ def loss_of_positions(
             raise wrong(ValueError, f"{name} has shape", tuple(t.shape), str(right))
     ignored = -100 if ignore_index is None else ignore_index
     if reduction == "mean":
-        total = _total(input, target, weight, token_weight, ignored)
+        dtype = arithmetic(input.dtype)
+        total = total_weight(target, 1, weight, token_weight, ignored, dtype)
         options["divisor"], reduction = total, "sum"
     weights, biases = _unbound(linear_weight, 1, -1), _unbound(linear_bias, 1)
     targets = _unbound(target, 2 if dense else 1)
@@ -84,22 +86,6 @@ def _unbound(t: Tensor | None, start: int, stop: int | None = None) -> Any:
         return iter(lambda: None, 0)
     stop = t.dim() if stop is None else t.dim() + stop
     return t.flatten(start, stop - 1).unbind(start)
-
-
-def _total(
-    input: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None, ignored: int
-) -> Tensor:
-    """What a mean over all positions divides by."""
-    dtype = arithmetic(input.dtype)
-    if target.is_floating_point():
-        each = torch.ones_like(target[:, 0], dtype=dtype)
-    else:
-        valid = target != ignored
-        each = valid.to(dtype)
-        if weight is not None:
-            classes = torch.where(valid, target, 0).long().clamp(0, len(weight) - 1)
-            each = each * weight.to(dtype)[classes]
-    return (each if token_weight is None else each * token_weight.to(dtype)).sum()
 
 
 def _together(name: str, parts: list[Any], reduction: str, places: list[int]) -> Any:

@@ -26,6 +26,7 @@ from storage_ops.loss.schedule import (
     UPDATE,
     Place,
     Step,
+    within,
 )
 from storage_ops.loss.sums import Sums
 from storage_ops.loss.tokens import Tokens, copy_elements, tokens_of
@@ -221,7 +222,7 @@ class Run:
             memory = self._tile
         high, wide = _length(place.rows), padded(_length(place.classes))
         whole = memory[: high * wide].view(high, wide)
-        return whole[_within(step.rows, place.rows), _within(step.classes, place.classes)]
+        return whole[within(step.rows, place.rows), within(step.classes, place.classes)]
 
     def _gathered(self, step: Step) -> Tensor:
         """The input rows of a step; those of a chunk are gathered once."""
@@ -231,7 +232,7 @@ class Run:
         if chunk != self._rows or self._x is self.tokens.x:
             self._x = self.tokens.x  # before the next rows are gathered
             self._rows, self._x = chunk, self.tokens.gather(chunk)
-        return self._x[_within(step.rows, chunk)]
+        return self._x[within(step.rows, chunk)]
 
     def _row_kernel(self, step: Step, tile: Tensor, phases: int) -> None:
         tokens, call, rows, classes = self.tokens, self.call, step.rows, step.classes
@@ -289,7 +290,3 @@ def _valid_of(sizes: list[int], valid: int | None) -> int:
 
 def _length(part: slice) -> int:
     return int(part.stop - part.start)
-
-
-def _within(part: slice, whole: slice) -> slice:
-    return slice(part.start - whole.start, part.stop - whole.start)

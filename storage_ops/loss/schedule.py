@@ -91,6 +91,11 @@ MULTIPLIED, THERE, COPIED = 0, 1, 2
 Pieces = list[tuple[slice, int]]  # slices, and how many of this size each stands for
 
 
+def within(part: slice, whole: slice) -> slice:
+    """A part of a slice, counted from where that begins."""
+    return slice(part.start - whole.start, part.stop - whole.start)
+
+
 def slices(stop: int, size: int, start: int = 0) -> list[slice]:
     """Pieces of up to this size."""
     return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]

@@ -30,7 +30,7 @@ class Sums:
         self._ranks, self._into = run.ranks, run.call.accumulate_into
         self._bias_dtype = None if run.call.bias is None else run.call.bias.dtype
         self._partial = run.call.input_grad == "partial"
-        # Rows are reduced as soon as they are complete, unless they are scattered to where they go.
+        # Rows go to their rank as soon as they are complete; where tokens are left out, at the end.
         self._scatters = run.call.input_grad == "reduce_scatter"
         self._reduced: list[Any] = []
         self._matmul = run.schedule.problem.matmul

@@ -150,7 +150,8 @@ def _shifted(values: Tensor, by: int, last: float) -> Tensor:
     return result
 
 
-def _same_storage(a: Tensor, b: Tensor) -> bool:
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of one memory."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
@@ -184,7 +185,7 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
     total = shape.numel()
     x = input.reshape(total, input.shape[-1])
     # Of gathered tokens the gradient is scratch memory too, but for this rank's.
-    copied = 0 if _same_storage(x, call.input) else x.nbytes
+    copied = 0 if same_storage(x, call.input) else x.nbytes
     copied += x.nbytes - call.input.nbytes
     if token_weight is not None:
         token_weight = token_weight.to(dtype)
@@ -193,7 +194,7 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         class_weight = class_weight[:classes].to(dtype).contiguous()
     if probabilities:
         flat = target.reshape(total, target.shape[-1])
-        copied += 0 if _same_storage(flat, target) else flat.nbytes
+        copied += 0 if same_storage(flat, target) else flat.nbytes
         flat = flat[:, :classes]
         if call.shift:
             # Row i has the target of row i + shift; the last of each sequence have none.

@@ -56,7 +56,7 @@ def test_logits_are_not_rounded(dtype, bias, key):
     rounded = run(
         so.linear_cross_entropy, leaves, returns=names, **{**options, "logits_dtype": None}
     )
-    assert max(errors(rounded, right)) > 5e-6  # float16 keeps more
+    assert max(errors(rounded, right)) > (2e-5 if dtype == torch.bfloat16 else 5e-6)
     for reduction in ("mean", "none"):
         got = torch.autograd.grad(
             run(so.linear_cross_entropy, leaves, reduction=reduction, **options).sum(), leaves
