@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
-.PHONY: demo test test-all sanitize build lint format bench results wheel test-wheel clean
+.PHONY: demo test test-all sanitize build lint format bench results docs wheel test-wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built  ## train a small GPT with and without storage_ops
@@ -71,6 +71,9 @@ bench: $(VENV)/built  ## measure everything, for hours, into bench-report/
 results: $(VENV)/built  ## take FROM=files into benchmarks/results; reports, README and docs from all there
 	$(BIN)/python -m benchmarks._results $(FROM)
 
+docs: $(VENV)/documented  ## build the documentation site into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 wheel: $(VENV)/installed  ## an sdist, and from it a wheel for every CPython here, into dist/
 	$(BIN)/python -m build_tools.wheel all
 
@@ -87,6 +90,10 @@ clean:  ## remove everything that was built
 $(VENV)/installed: requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	touch $@
+
+$(VENV)/documented: $(VENV)/installed requirements/docs.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(NATIVE)

@@ -1,0 +1,145 @@
+"""Draw the pictures of docs/how-it-works.md: `python -m build_tools.drawings`, from the root.
+
+Memory over time is measured, and tiles are those of real schedules; nothing is drawn by hand but
+the boxes of the first. Colours and paper are those of the benchmarks' pictures.
+"""
+
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib.patches import Rectangle
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import storage_ops
+from benchmarks._pictures import COLORS, INK, OURS, PAPER
+from storage_ops import matmul
+from storage_ops.loss.problem import Problem
+from storage_ops.loss.schedule import RUNNING_RESCALE, TOKEN_CHUNKED, VOCAB_SLICED, Schedule
+from storage_ops.memory import measure, plot_timelines
+
+OUT = Path(__file__).resolve().parent.parent / "docs" / "drawings"
+STYLE = {
+    "svg.hashsalt": "storage_ops",  # the same picture gives the same file
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "axes.prop_cycle": matplotlib.cycler(color=[COLORS[-1], COLORS[0], OURS]),
+    "text.color": INK,
+    "font.size": 9,
+}
+
+
+def storage(axes):
+    """One tensor and its view, before and after its bytes are freed, and with other bytes."""
+    stages = [
+        ("at first", "64 MiB", COLORS[0]),
+        ("discard_storage(h)", "0 bytes", PAPER),
+        ("share_storage(h, again)", "64 MiB, those of `again`", OURS),
+    ]
+    for i, (title, content, color) in enumerate(stages):
+        x = 4.2 * i
+        axes.text(x + 1.7, 3.3, title, ha="center", family="monospace")
+        _box(axes, x, 2.2, 1.4, "h")
+        _box(axes, x + 2, 2.2, 1.4, "view = h[1:]")
+        _box(axes, x + 0.4, 1.1, 2.6, "one storage")
+        _box(axes, x + 0.2, 0, 3, content, color)
+        for start, end in ((x + 0.7, x + 1.2), (x + 2.7, x + 2.2)):
+            axes.annotate("", (end, 1.6), (start, 2.2), arrowprops={"arrowstyle": "->"})
+        axes.annotate("", (x + 1.7, 0.5), (x + 1.7, 1.1), arrowprops={"arrowstyle": "->"})
+    axes.set(xlim=(-0.1, 12), ylim=(-0.2, 3.7))
+    axes.set_axis_off()
+
+
+def _box(axes, x, y, width, text, color=PAPER):
+    axes.add_patch(Rectangle((x, y), width, 0.5, facecolor=color, edgecolor=INK, alpha=0.8))
+    axes.text(x + width / 2, y + 0.25, text, ha="center", va="center", fontsize=8)
+
+
+def discarding(axes):
+    """Four blocks whose wide activation is kept, checkpointed, or freed."""
+    ups, downs = ([nn.Linear(*size) for _ in range(4)] for size in ((256, 2048), (2048, 256)))
+    x = torch.randn(2048, 256, requires_grad=True)
+
+    def run(block):
+        with measure() as found:
+            y = x
+            for up, down in zip(ups, downs, strict=True):
+                y = block(lambda a, up=up: F.gelu(up(a)), down, y)
+            y.sum().backward()
+        x.grad = None
+        for parameter in (p for layer in (*ups, *downs) for p in layer.parameters()):
+            parameter.grad = None
+        return found
+
+    ways = {
+        "plain": lambda act, down, a: down(act(a)),
+        "activation checkpointed": lambda act, down, a: down(
+            checkpoint(act, a, use_reentrant=False)
+        ),
+        "output discarded": lambda act, down, a: storage_ops.output_discard(act, down)(a),
+    }
+    plot_timelines(axes, {name: run(way) for name, way in ways.items()})
+
+
+def schedules(figure):
+    """The tiles of three schedules, numbered in the order in which they are formed."""
+    tiles_of = {TOKEN_CHUNKED: (16, 240), VOCAB_SLICED: (64, 60), RUNNING_RESCALE: (64, 60)}
+    for axes, (name, (rows, columns)) in zip(figure.subplots(1, 3), tiles_of.items(), strict=True):
+        grads = (True, name != RUNNING_RESCALE, False)  # that one is for a frozen weight
+        problem = Problem(64, 32, 240, matmul.of(torch.float32, "cpu"), grads=grads)
+        steps = Schedule(problem, name, rows, columns, columns, 0).steps()
+        tiles = {}
+        for number, step in enumerate((s for s in steps if s.classes.stop > s.classes.start), 1):
+            tiles.setdefault((step.rows.start, step.classes.start), []).append((number, step))
+        for (row, column), found in tiles.items():
+            step = found[0][1]
+            size = step.classes.stop - column, step.rows.stop - row
+            style = {"facecolor": OURS, "edgecolor": INK, "alpha": 0.5 / len(found)}
+            axes.add_patch(Rectangle((column, row), *size, **style))
+            text = ", ".join(str(number) for number, _ in found)
+            axes.text(column + size[0] / 2, row + size[1] / 2, text, ha="center", va="center")
+        axes.set(xlim=(0, 240), ylim=(64, 0), xticks=[], yticks=[], xlabel="classes", title=name)
+    figure.axes[0].set_ylabel("tokens")
+
+
+def chunks(axes):
+    """A focal loss, as it is written and in eight chunks."""
+    head, x, t = nn.Linear(256, 8192), torch.randn(1024, 256), torch.randint(8192, (1024,))
+
+    def focal(x, t):
+        p = torch.log_softmax(head(x), -1).gather(1, t[:, None])
+        return -((1 - p.exp()) ** 2 * p).mean()
+
+    def run(loss):
+        for _ in range(2):  # the first one compiles
+            head.zero_grad()
+            with measure() as found:
+                loss(x, t).backward()
+        return found
+
+    options = {"num_chunks": 8}
+    ways = {
+        "eager": focal,
+        "Inductor": torch.compile(focal),
+        "in 8 chunks": torch.compile(focal, backend="storage_ops", options=options),
+    }
+    plot_timelines(axes, {name: run(way) for name, way in ways.items()})
+
+
+def main() -> None:
+    """Draw all of them."""
+    from matplotlib.figure import Figure
+
+    OUT.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    with matplotlib.rc_context(STYLE):
+        for draw in (storage, discarding, schedules, chunks):
+            figure = Figure(figsize=(7.5, 2.4 if draw is schedules else 3), layout="constrained")
+            draw(figure if draw is schedules else figure.subplots())
+            figure.savefig(OUT / f"{draw.__name__}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

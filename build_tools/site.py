@@ -1,0 +1,113 @@
+"""What the documentation site shows besides docs/: the README, public names, kept results.
+
+mkdocs calls these hooks. Pages of the repository's root become pages of the site, and a link to a
+file that is no page leads to that file; so every text is written once, and a link works in the
+repository as on the site. The reference lists what packages have in `__all__`, by their docstrings.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import griffe
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+REFERENCE = {
+    "storage_ops": "Functions and classes",
+    "storage_ops.memory": "Memory",
+    "storage_ops.policies": "Policies",
+    "storage_ops.losses": "Losses",
+    "storage_ops.autochunk": "Auto-chunker",
+    "storage_ops.graph": "Traced steps",
+    "storage_ops.integrations": "Integrations",
+}
+LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
+
+
+def on_files(files, config):
+    """Add the pages of the root, and the files that pages link to."""
+    docs = Path(config.docs_dir).relative_to(ROOT)
+    written = {name: (ROOT / name).read_text() for name in PAGES}
+    pages = {f"{docs}/{f.src_uri}": f.content_string for f in files.documentation_pages()}
+    texts = {**written, **pages}
+    linked = {_target(page, link) for page, text in texts.items() for link in LINK.findall(text)}
+    for report in [path for path in linked if path.startswith("benchmarks/")]:  # and its pictures
+        linked |= {p.relative_to(ROOT).as_posix() for p in (ROOT / report).parent.glob("*.png")}
+    for name, text in written.items():
+        text = LINK.sub(lambda m, page=name: _on_site(_target(page, m[0]), docs), text)
+        files.append(File.generated(config, PAGES[name], content=text))
+    for path in sorted(linked - set(PAGES)):
+        where = ROOT / path
+        if where.is_file() and not path.startswith(f"{docs}/"):
+            files.append(File.generated(config, path, abs_src_path=str(where)))
+    files.append(File.generated(config, "reference.md", content=_reference()))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files: Files):
+    """Point links that leave docs/ to where `on_files` put the file."""
+    docs = Path(config.docs_dir).relative_to(ROOT)
+    if page.file.generated_by:
+        return markdown
+    up = "../" * page.file.src_uri.count("/")
+    name = f"{docs}/{page.file.src_uri}"
+
+    def moved(match):
+        target = _target(name, match[0])
+        return match[0] if target.startswith(f"{docs}/") else up + _on_site(target, docs)
+
+    return LINK.sub(moved, markdown)
+
+
+def _reference():
+    """A page of all public names, which mkdocstrings fills from where they are written."""
+    parts = ["# Reference\n"]
+    for package, title in REFERENCE.items():
+        parts.append(f"## {title}\n")
+        for name, source in _public(package):
+            heading = f"heading: {package}.{name}\n      toc_label: {name}"
+            parts.append(f"::: {source}.{name}\n    options:\n      {heading}\n")
+    return "\n".join(parts)
+
+
+def _public(package):
+    """The functions and classes in a package's `__all__`, and the modules that define them."""
+    where = ROOT / package.replace(".", "/")
+    path = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
+    tree = ast.parse(path.read_text())
+    sources = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module not in ("storage_ops", package):
+            sources |= {a.asname or a.name: node.module for a in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            sources[node.name] = package
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
+    return [(n, sources[n]) for n in names if n in sources]  # the others are modules
+
+
+def _target(page, link):
+    """The file that a link of a page means, from the root."""
+    path = (ROOT / page).parent / link
+    return path.resolve().relative_to(ROOT).as_posix()
+
+
+def _on_site(path, docs):
+    """Where a file of the repository is on the site."""
+    return PAGES.get(path, path.removeprefix(f"{docs}/"))
+
+
+class Examples(griffe.Extension):
+    """Show what stands under "Example:" as code; griffe knows the heading in the plural."""
+
+    def on_object(self, *, obj, **kwargs):
+        """Called for every documented thing."""
+        if obj.docstring:
+            value = obj.docstring.value
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", value, flags=re.MULTILINE)
