@@ -1,0 +1,64 @@
+"""A block of Megatron-LM whose outputs are discarded: `python examples/megatron_block.py`.
+
+The calls are those of Megatron's CheckpointWithoutOutput, so its import is all that changes. Norm
+and activation have wide outputs that only the product after them reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from report import DEVICE, report
+from torch import nn
+from torch.nn import functional as F
+
+from storage_ops import OutputDiscardCheckpoint as CheckpointWithoutOutput
+from storage_ops.memory import Measurement, measure
+
+TOKENS, WIDTH = 2048, 256
+
+
+class Block(nn.Module):
+    """A norm and a SwiGLU MLP."""
+
+    def __init__(self, discard: bool) -> None:
+        super().__init__()
+        self.discard = discard
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 8 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    @staticmethod
+    def swiglu(x: torch.Tensor) -> torch.Tensor:
+        """The gate times what it lets through."""
+        gate, value = x.chunk(2, -1)
+        return F.silu(gate) * value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The block, with its two checkpoints or without."""
+        if not self.discard:
+            return x + self.down(self.swiglu(self.up(self.norm(x))))
+        norm, activation = CheckpointWithoutOutput(), CheckpointWithoutOutput()
+        up = self.up(norm.checkpoint(self.norm, x))
+        norm.discard_output_and_register_recompute(up)
+        y = self.down(activation.checkpoint(self.swiglu, up))
+        activation.discard_output_and_register_recompute(y)
+        return x + y
+
+
+def main() -> None:
+    """A step of four blocks, whose gradients are the same to the bit."""
+    found: dict[str, Measurement] = {}
+    gradients = []
+    for name, discard in {"plain": False, "outputs discarded": True}.items():
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Block(discard) for _ in range(4))).to(DEVICE)
+        x = torch.randn(TOKENS, WIDTH, device=DEVICE, requires_grad=True)
+        with measure(DEVICE) as found[name]:
+            net(x).square().mean().backward()
+        gradients.append([x.grad, *(p.grad for p in net.parameters())])
+    print("equal gradients:", all(map(torch.equal, *gradients)))
+    report("a step of four blocks", found)
+
+
+if __name__ == "__main__":
+    main()
