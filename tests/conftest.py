@@ -26,13 +26,28 @@ PATHS = [
 
 
 def pytest_collection_modifyitems(items):
-    """CUDA tests skip without a GPU, unless STORAGE_OPS_REQUIRE_CUDA=1 makes that a failure."""
+    """What is not run here: CUDA tests without a GPU, and in CI most cases of slow tests.
+
+    STORAGE_OPS_REQUIRE_CUDA=1 makes the first a failure. Of a slow test CI runs the first case,
+    `make test-all` and the weekly workflow run all.
+    """
+    if os.environ.get("CI"):
+        _one_case_of_slow_tests(items)
     if torch.cuda.is_available() or os.environ.get("STORAGE_OPS_REQUIRE_CUDA") == "1":
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+def _one_case_of_slow_tests(items):
+    skip, seen = pytest.mark.skip(reason="one case in CI; `make test-all` runs all"), set()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") and name in seen:
+            item.add_marker(skip)
+        seen.add(name)
 
 
 @pytest.fixture(params=PATHS)

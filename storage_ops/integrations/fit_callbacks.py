@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -87,11 +88,11 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
     """
     applied = _Applied(plan)
     try:
-        from lightning.pytorch import Callback
+        library = importlib.import_module("lightning.pytorch")
     except ImportError:
-        from pytorch_lightning import Callback
+        library = importlib.import_module("pytorch_lightning")
 
-    class FitCallback(Callback):  # type: ignore[misc]
+    class FitCallback(library.Callback):  # type: ignore[misc]
         """Applies a plan of storage_ops.fit."""
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

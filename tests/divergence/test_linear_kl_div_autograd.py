@@ -135,6 +135,7 @@ def test_no_grad():
     torch.testing.assert_close(loss, so.linear_kl_div(*leaves, *teacher).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

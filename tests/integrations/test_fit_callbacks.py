@@ -74,8 +74,9 @@ def test_a_trainer(tmp_path):
     assert seen and all(seen) and not any(changed(model))
 
 
-def test_a_lightning_trainer():
-    lightning = pytest.importorskip("pytorch_lightning")
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_lightning_trainer(package):
+    lightning = pytest.importorskip(package)
 
     class Module(lightning.LightningModule):
         def __init__(self):
