@@ -19,6 +19,7 @@ from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_steps, unchanged
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import OnMeta, Simulation
+from storage_ops.memory.estimate_ranks import ddp_simulated, fsdp_simulated, propagation_unseen
 from storage_ops.memory.measure import Measurement, Sample
 from storage_ops.storage.storage import share_storage
 
@@ -152,12 +153,15 @@ def simulating(
         on_meta = any(t.is_meta for t in held.tensors)
         if on_gpu or on_meta:  # torch takes fused kernels apart for the meta device
             stack.enter_context(gpu_kernels())
+        stack.enter_context(fsdp_simulated(held.modules))
+        stack.enter_context(propagation_unseen(simulation))
         stack.enter_context(simulation)
         if on_meta:
             stack.enter_context(OnMeta())
         args, kwargs = on_one_device(simulation, held, args, kwargs)
         for t in held.tensors:
             simulation.twin(t)
+        stack.enter_context(ddp_simulated(held.modules, simulation))
         yield simulation, args, kwargs
 
 

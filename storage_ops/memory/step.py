@@ -21,11 +21,13 @@ from storage_ops.memory.estimate_calls import around_calls
 from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.estimate_ranks import is_distributed
 from storage_ops.memory.measure import Measurement
 from storage_ops.memory.quick import Quick
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
+BUCKETS = "gradient buckets"
 LOSS = "loss"  # what the loss makes, as a module would
 # Arguments and keywords of the model, loss, optimizer, whether on a GPU, and what is assumed.
 _How = tuple[Any, Any, Any, Optimizer | None, bool, Assumption]
@@ -45,11 +47,15 @@ class StepEstimate(Measurement):
             and for activations "activations of " and the name of the innermost module whose call
             made them and returned before they were freed.
         at_peak: the blocks at the peak, largest first.
+        sent_bytes: of a model on several ranks, the bytes that this rank sends in the step by
+            collective, as ring algorithms send them: of n bytes in all on R ranks
+            2 n (R - 1) / R for an all_reduce, n (R - 1) / R for the others.
         batch: the index of this batch in the list that was given; 0 if it was none.
     """
 
     by_owner: dict[str, int] = field(default_factory=dict)
     at_peak: list[Block] = field(default_factory=list)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
     batch: int = 0
 
     def by_kind(self) -> dict[str, int]:
@@ -213,6 +219,8 @@ def loss_of(output: Any) -> Tensor:
 
 def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
     """As `_simulate`, with alike layers simulated once; None where that may not be the same."""
+    if is_distributed(model):
+        return None
     quick = Quick(model)
     try:
         step = _simulate(model, how, quick)
@@ -256,12 +264,14 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         note(PARAMETERS, model.parameters(), simulation)
         note(BUFFERS, model.buffers(), simulation)
         note(BATCH, tree_leaves(moved), simulation)
+        note(BUCKETS, simulation.buckets, simulation)
         args, kwargs = moved
         del moved
         call_simulated(step, args, kwargs)
         made = {block for block, role in roles.items() if role == STATE}
         _was_there(ledger, made.difference(ledger.inputs))
         settled = settle(ledger)
+        sent = dict(simulation.sent)
     if quick is not None and quick.count and ledger.discards:
         # Who frees outputs looks for those who saved them, and does not find recordings.
         raise RuntimeError("outputs are discarded across layers")
@@ -270,7 +280,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
     freed = {block: i for i, (_, block, taken) in enumerate(ledger.events) if not taken}
     for block in settled["at_peak"]:
         by_owner[roles.get(block) or _activation_of(block, freed)] += block.nbytes
-    return StepEstimate(by_owner=dict(by_owner.most_common()), **settled)
+    return StepEstimate(by_owner=dict(by_owner.most_common()), sent_bytes=sent, **settled)
 
 
 def _backward(
