@@ -18,6 +18,7 @@ from storage_ops.loss.devices import DEVICES
 from storage_ops.memory.estimate import call_simulated, settle, simulating
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import around_calls
+from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED
 from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
@@ -44,12 +45,11 @@ class StepEstimate(Measurement):
             simulation.
         by_owner: bytes at the peak by their owner, most first; their sum is `peak_bytes`. Owners
             are "parameters", "buffers", "gradients", "optimizer state", "batch", "temporaries",
-            and for activations "activations of " and the name of the innermost module whose call
-            made them and returned before they were freed.
+            with FSDP2 "gathered parameters" and "gradients to reduce", with DDP "gradient
+            buckets", and for activations "activations of " and the name of the innermost module
+            whose call made them and returned before they were freed.
         at_peak: the blocks at the peak, largest first.
-        sent_bytes: of a model on several ranks, the bytes that this rank sends in the step by
-            collective, as ring algorithms send them: of n bytes in all on R ranks
-            2 n (R - 1) / R for an all_reduce, n (R - 1) / R for the others.
+        sent_bytes: what this rank sends to others in the step, as of `Estimate`.
         batch: the index of this batch in the list that was given; 0 if it was none.
     """
 
@@ -82,6 +82,8 @@ def simulate_step(
 ) -> StepEstimate:
     """Simulate forward, loss, backward and optimizer step of a model, and tell what they take.
 
+    Of a model on several ranks (`fully_shard`, DDP, `parallelize_module`) it is the step of this
+    rank, and no collective is carried out: with torch's backend "fake" there need be no others.
     The step is one from the second on: gradients were dropped before it, as by `zero_grad()`, and
     the state that the optimizer makes in its first step is there. The model's output is dropped
     when the loss is there. Simulated is the model as it is: in training mode or not, with its
@@ -300,6 +302,8 @@ def _backward(
 
 def _activation_of(block: Block, freed: dict[Block, int]) -> str:
     call = block.call
+    if call is not None and call.name in (GATHERED, REDUCED):
+        return call.name
     if call is None or call.end is None or freed.get(block, call.end) < call.end:
         return TEMPORARIES
     return f"activations of {call.name}" if call.name else "activations"
