@@ -5,9 +5,10 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -185,3 +186,76 @@ def test_the_peak_of_a_rank_is_estimated_within_a_percent():
 
 def test_the_peak_on_a_mesh_is_estimated_within_a_percent():
     run_on_ranks(every_mesh, 4)
+
+
+def alone(_, work):
+    """Call `work` as one rank of a thousand that are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
+    work()
+    dist.destroy_process_group()
+
+
+def on_no_ranks(work):
+    mp.spawn(alone, (work,), nprocs=1)
+
+
+def sizes_of_many():
+    with torch.device("meta"):
+        model = Model()
+    total = sum(p.nbytes for p in model.parameters())
+    mesh = init_device_mesh("cpu", (512, 2), mesh_dim_names=("dp", "tp"))
+    fsdp(mesh["dp"], model)
+    ids = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
+    step = memory.simulate_step(model, ids, loss=meta_loss, optimizer=torch.optim.AdamW)
+    # Slices of rows: of a vector of 64 one rank in 8 has a number, and this is the first.
+    rows = sum(-(-len(p) // 512) * p[0].numel() * p.itemsize for p in model.parameters())
+    assert rows <= step.by_owner["parameters"] <= rows + 512 * len(list(model.parameters()))
+    assert step.by_owner["gathered parameters"] > total / 8
+    # Each layer is gathered twice, what is left of the root once, and all gradients are reduced.
+    layer = sum(-(-len(p) // 512) * 512 * p[0].numel() * 4 for p in model.layers[0].parameters())
+    whole = rows * 512
+    gathered = (whole + LAYERS * layer) * 511 // 512
+    assert abs(step.sent_bytes["all_gather"] - gathered) < 100, (step.sent_bytes, gathered)
+    assert abs(step.sent_bytes["reduce_scatter"] - whole * 511 // 512) < 100
+    report = memory.will_it_fit(model, ids, "1MiB", loss=meta_loss)
+    assert not report.fits and report.peak_bytes == step.peak_bytes
+    assert all(p.is_meta for p in model.parameters())
+
+
+def meta_loss(logits):
+    return logits.float().logsumexp(-1).mean()
+
+
+def refusals():
+    ids = torch.zeros(TOKENS, dtype=torch.int64)
+    mesh = init_device_mesh("cpu", (1024,))
+
+    def hooked():
+        model = ddp(mesh)
+        model.register_comm_hook(None, lambda _, bucket: bucket)
+        return model
+
+    def older():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
+
+    cases = {
+        "communication hook": hooked,
+        "FSDP1": older,
+        "CPUOffloadPolicy": lambda: fsdp(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    }
+    for name, build in cases.items():
+        model = build()
+        with pytest.raises(RuntimeError, match=f"estimate: .*{name}.*expected"):
+            memory.simulate_step(model, ids, loss=loss, device="cpu")
+
+
+def test_one_rank_of_a_thousand_is_estimated_without_weights():
+    on_no_ranks(sizes_of_many)
+
+
+def test_what_is_not_simulated_is_refused_by_name():
+    on_no_ranks(refusals)
