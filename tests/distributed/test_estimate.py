@@ -228,6 +228,21 @@ def meta_loss(logits):
     return logits.float().logsumexp(-1).mean()
 
 
+def plans():
+    mesh = init_device_mesh("cpu", (512, 2), mesh_dim_names=("dp", "tp"))
+    ids = torch.zeros(8, 32, dtype=torch.int64)
+    how = {"loss": loss, "optimizer": torch.optim.AdamW, "device": "cpu"}
+    for build in (fsdp, ddp):
+        model = build(mesh["dp"])
+        whole = memory.simulate_step(model, ids, **how).peak_bytes
+        plan = so.fit(model, ids, int(0.9 * whole), **how)
+        plan.apply()
+        step = memory.simulate_step(model, ids, **how)
+        assert step.peak_bytes == plan.peak_bytes <= 0.9 * whole, build
+    with pytest.raises(RuntimeError, match=r"fit: layer layers.0 computes with DTensors"):
+        so.fit(tp(mesh["tp"]), ids, "1GiB", **how)
+
+
 def refusals():
     ids = torch.zeros(TOKENS, dtype=torch.int64)
     mesh = init_device_mesh("cpu", (1024,))
@@ -255,6 +270,10 @@ def refusals():
 
 def test_one_rank_of_a_thousand_is_estimated_without_weights():
     on_no_ranks(sizes_of_many)
+
+
+def test_plans_of_one_rank():
+    on_no_ranks(plans)
 
 
 def test_what_is_not_simulated_is_refused_by_name():
