@@ -25,20 +25,25 @@ def is_used() -> bool:
     return _STATE in sys.modules and bool(sys.modules[_MAPPING]._module_state_mapping.data)
 
 
-def _groups() -> Iterator[tuple[Any, Any]]:
-    """Groups of parameters that are gathered together, each with the state of its module.
+def states() -> Iterator[Any]:
+    """What FSDP keeps of modules, in the order in which they were sharded, that of every rank."""
+    if is_used():
+        kind = sys.modules[_STATE].FSDPState
+        mapping = sys.modules[_MAPPING]._module_state_mapping
+        found = dict.fromkeys(reference() for reference in mapping.values())
+        yield from (state for state in found if isinstance(state, kind))
 
-    In the order in which the modules were sharded, which is that of every rank.
-    """
-    kind = sys.modules[_STATE].FSDPState
-    mapping = sys.modules[_MAPPING]._module_state_mapping
-    for state in dict.fromkeys(reference() for reference in mapping.values()):
-        if isinstance(state, kind):
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # before torch 2.12
-                groups = [g for g in (state._fsdp_param_group,) if g is not None]
-            for group in groups:
-                yield state, group
+
+def groups(state: Any) -> list[Any]:
+    """The groups of parameters of a state that are gathered together."""
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:  # before torch 2.12
+        return [g for g in (state._fsdp_param_group,) if g is not None]
+    return list(found)
+
+
+def _groups() -> Iterator[tuple[Any, Any]]:
+    return ((state, group) for state in states() for group in groups(state))
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
-from storage_ops.checkpoint.saved import Saved, compare, fail
+from storage_ops.checkpoint.saved import Saved, compare, fail, without_graph
 from storage_ops.checkpoint.versions import check_unread
 from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
@@ -56,6 +56,7 @@ class _AsFarAsNeeded(BaseException):
     """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
 
 
+_FREED = "out of bounds for storage of size 0"  # as torch says it
 _NOTHING = contextlib.nullcontext()
 _serials = itertools.count()
 # It saves its noise, which its kernel has not written by then, and its input.
@@ -293,7 +294,7 @@ class Region:
         args, kwargs = self._inputs.again(self.name)
 
         def pack(t: Tensor) -> Tensor:
-            saved.append((Saved(t, self._checksums), t if t.grad_fn is None else t.detach()))
+            saved.append((Saved(t, self._checksums), without_graph(t)))
             if stops and len(saved) >= len(first):
                 self._stopped = len(first)
                 raise _AsFarAsNeeded
@@ -311,6 +312,14 @@ class Region:
                 wait_for(leaf)
         except _AsFarAsNeeded:
             pass
+        except RuntimeError as error:
+            if _FREED not in str(error):
+                raise
+            fail(
+                f"{self.name} is repeated where the memory of a tensor that it reads was freed. "
+                "FullyShardedDataParallel (FSDP1) does so to parameters: expected fully_shard "
+                "(FSDP2), or regions chosen after the modules were wrapped, or SHARD_GRAD_OP"
+            )
         finally:
             self._inputs.forget_new_hooks()
         if checks:

@@ -20,6 +20,16 @@ def fail(what: str) -> NoReturn:
     raise RuntimeError(f"checkpoint: {what}")
 
 
+def without_graph(t: Tensor) -> Tensor:
+    """A tensor to keep: detached, if it has autograd nodes or is a view of what has.
+
+    A node may have it for what it saves itself: a cycle that would keep the graph.
+    """
+    base = t._base
+    has_graph = t.grad_fn is not None or (base is not None and base.grad_fn is not None)
+    return t.detach() if has_graph else t
+
+
 def fail_modified(name: str, t: Tensor) -> NoReturn:
     """Raise the error for a tensor that region `name` would read with other contents."""
     fail(

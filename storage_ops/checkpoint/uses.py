@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from storage_ops.checkpoint.guard import storage_key
-from storage_ops.checkpoint.saved import fail
+from storage_ops.checkpoint.saved import fail, without_graph
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region import Region
@@ -19,9 +19,7 @@ class Kept:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without its node, which has this for a saved result of its own: a cycle that would keep
-        # the graph. Autograd puts the node back.
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.tensor = without_graph(tensor)  # autograd puts the node back
         self.version = tensor._version
 
     def read(self) -> Tensor:

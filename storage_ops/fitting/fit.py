@@ -77,7 +77,8 @@ def fit(
         ValueError: nothing fits; the error names the smallest budget that does. Or a wrong
             argument.
         TypeError: a wrong argument.
-        RuntimeError: the model has checkpointed or tiled layers, or as of `memory.estimate`.
+        RuntimeError: the model has checkpointed or tiled layers, or layers of DTensors (tensor
+            parallelism), or as of `memory.estimate`.
 
     Example:
         >>> model = torch.nn.Sequential(

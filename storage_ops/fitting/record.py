@@ -23,6 +23,7 @@ from storage_ops.fitting.units import Unit
 from storage_ops.loss.devices import Rates
 from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.estimate_ranks import is_wrapper
 from storage_ops.memory.step import arguments, without_gradients
 
 
@@ -202,6 +203,13 @@ class Recorder:
             # What one run leaves in a cache the next would see; a checkpointed layer gets none.
             kwargs = without_cache(unit.module, kwargs)
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            parameters = [p for p in unit.module.parameters() if p.requires_grad]
+            if any(map(is_wrapper, (*given, *parameters))):
+                raise RuntimeError(
+                    f"fit: layer {unit.name} computes with DTensors, as parallelize_module makes "
+                    "them, of which no layer is simulated by itself; expected a model without "
+                    "them, or will_it_fit with checkpoints chosen by hand"
+                )
             autocast = tuple(
                 (kind, torch.get_autocast_dtype(kind))
                 for kind in ("cpu", "cuda")
@@ -219,7 +227,6 @@ class Recorder:
                 self._outputs[kind] = _outputs_of(plain(*args, **kwargs), given)
                 self._times.seconds = before
             made, tree = self._outputs[kind]
-            parameters = [p for p in unit.module.parameters() if p.requires_grad]
             before = self._times.seconds
             new = iter(_StandIn.apply(  # type: ignore[no-untyped-call]
                 self, call, [m for m in made if isinstance(m, Like)], *given, *parameters

@@ -7,6 +7,7 @@ after each of them, and `plot.py` draws it.
 it makes (`estimate_modes.py`) in a *ledger*, of blocks that live from when to when
 (`estimate_ledger.py`). What was there before the call is found by `estimate_inputs.py`, kernels
 that take other memory on a GPU are in `estimate_gpu.py`, sparse tensors in `estimate_sparse.py`.
+One rank of several is simulated alone (`estimate_ranks.py`, `estimate_fsdp.py`, `estimate_ddp.py`).
 Sizes that depend on values are exact where the values are *known* (`estimate_values.py`); of the
 others the caller *assumes* something (`estimate_assume.py`), and `estimate_sizes.py` turns that
 into sizes. What kernels of a CPU take besides is in `estimate_cpu.py`.

@@ -15,10 +15,13 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._mode_utils import no_dispatch
 
 from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
+from storage_ops.memory.estimate_ddp import ddp_simulated
+from storage_ops.memory.estimate_fsdp import fsdp_simulated
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_steps, unchanged
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import OnMeta, Simulation
+from storage_ops.memory.estimate_ranks import propagation_unseen
 from storage_ops.memory.measure import Measurement, Sample
 from storage_ops.storage.storage import share_storage
 
@@ -39,10 +42,14 @@ class Estimate(Measurement):
         input_bytes: the arguments and every other tensor that was there before the call, such as
             parameters, gradients and the state of an optimizer.
         at_peak: the blocks in memory at the peak, largest first.
+        sent_bytes: of one rank of several, what it sends to the others by the name of the
+            collective, as ring algorithms send it: of n bytes in all on R ranks 2 n (R - 1) / R
+            for an all_reduce and n (R - 1) / R for the others.
     """
 
     input_bytes: int = 0
     at_peak: list[Block] = field(default_factory=list)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
@@ -71,7 +78,9 @@ def estimate(
     dropout, the temporary of the softmax backward). `flex_attention` is counted as the kernel that
     torch.compile makes of it: it keeps its inputs, its output and a number per query and head, and
     never scores or a mask; everything else runs as it would uncompiled. `discard_storage`,
-    `share_storage` and `OutputDiscardCheckpoint` free and bind as they do here. Not counted are
+    `share_storage` and `OutputDiscardCheckpoint` free and bind as they do here. Of a model on
+    several ranks (`fully_shard`, DDP, `parallelize_module`, DTensors) this rank is counted, with
+    what collectives return and FSDP gathers; no collective is carried out. Not counted are
     what an op takes only while it runs, such as a cuBLAS workspace, a sort or a conversion by a
     convolution, the CUDA context, and fragmentation.
 
@@ -97,11 +106,13 @@ def estimate(
             kin, as in `{"item": 1.0}`.
 
     Raises:
-        RuntimeError: `fn` needs the values of a tensor of which nothing is known and nothing was
+        RuntimeError: a way of training on several ranks is not simulated: FSDP1, a communication
+            hook or mixed_precision of DDP, CPUOffloadPolicy; the error names it. `fn` needs the
+            values of a tensor of which nothing is known and nothing was
             assumed; the error names the op, its line and what to say. Or it asks for a device that
             this machine does not have.
-        TypeError: a tensor is a wrapper subclass or has a layout other than strided and COO, or
-            `assume` is not numbers.
+        TypeError: a tensor is a wrapper subclass other than DTensor or has a layout other than
+            strided and COO, or `assume` is not numbers.
         ValueError: `assume` is out of range or names no op.
 
     Example:
@@ -124,9 +135,11 @@ def estimate(
     """
     ledger = Ledger()
     held = Held(fn, args, kwargs)
-    with simulating(ledger, held, args, kwargs, Assumption(assume)) as (_, args, kwargs):
+    with simulating(ledger, held, args, kwargs, Assumption(assume)) as (
+        simulation, args, kwargs,
+    ):  # fmt: skip
         result = call_simulated(fn, args, kwargs)
-        estimated = Estimate(**settle(ledger))
+        estimated = Estimate(sent_bytes=dict(simulation.sent), **settle(ledger))
         del result
     return estimated
 
@@ -152,12 +165,15 @@ def simulating(
         on_meta = any(t.is_meta for t in held.tensors)
         if on_gpu or on_meta:  # torch takes fused kernels apart for the meta device
             stack.enter_context(gpu_kernels())
+        stack.enter_context(fsdp_simulated(held.modules, simulation))
+        stack.enter_context(propagation_unseen(simulation))
         stack.enter_context(simulation)
         if on_meta:
             stack.enter_context(OnMeta())
         args, kwargs = on_one_device(simulation, held, args, kwargs)
         for t in held.tensors:
             simulation.twin(t)
+        stack.enter_context(ddp_simulated(held.modules, simulation))
         yield simulation, args, kwargs
 
 

@@ -25,10 +25,16 @@ class Held:
 
     def __init__(self, fn: Any, args: Any, kwargs: Any) -> None:
         self.tensors: list[Tensor] = []
+        self._modules: dict[nn.Module, None] = {}
         self.optimizers: list[Optimizer] = []
         self.steppers: list[GradScaler | LRScheduler] = []
         self._seen: set[int] = set()
         self._look([fn, *tree_leaves((args, kwargs))])
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that were found, and the modules in them."""
+        return list(self._modules)
 
     def _look(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -38,6 +44,7 @@ class Held:
             if isinstance(value, Tensor):
                 self.tensors.append(value)
             elif isinstance(value, nn.Module):
+                self._modules.update(dict.fromkeys(value.modules()))
                 self._look([*value.parameters(), *value.buffers()])
             elif isinstance(value, Optimizer):
                 self.optimizers.append(value)

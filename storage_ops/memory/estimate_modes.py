@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from storage_ops.memory import estimate_cpu
+from storage_ops.memory import estimate_cpu, estimate_ranks
 from storage_ops.memory.estimate_assume import Assumption, Source, unanswered
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
@@ -45,7 +46,7 @@ class Simulation(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self._copies = copies
-        self._on_gpu = on_gpu
+        self.on_gpu = on_gpu
         self._assumption = assumption
         self.values = Values(assumption)
         self._sizes = Sizes(self.values, assumption)
@@ -54,6 +55,8 @@ class Simulation(TorchDispatchMode):
         self._paused = False
         # Whether values do not matter, as those of the step counts of an optimizer.
         self.any_value = False
+        self.sent: Counter[str] = Counter()  # bytes from this rank to others, by collective
+        self.buckets: list[Tensor] = []  # of DDP
         # Tensors from outside stay referenced, so that their ids and those of their storages stay
         # theirs. By storage: fake bytes that all twins with this storage are views of.
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
@@ -75,6 +78,8 @@ class Simulation(TorchDispatchMode):
 
     def blocks_of(self, t: Tensor) -> list[Block]:
         """The blocks of a tensor, or of the twin of one from outside."""
+        if estimate_ranks.is_wrapper(t):
+            return [b for part in estimate_ranks.inside(t) for b in self.blocks_of(part)]
         twin = self.twin(t)
         parts = self._sparse.parts(twin) if twin.layout == torch.sparse_coo else [twin]
         found = [self.ledger.block_of(part) for part in parts]
@@ -82,7 +87,7 @@ class Simulation(TorchDispatchMode):
 
     def note_random_state(self, t: Tensor) -> None:
         """Book the state of the CPU's generator, which is copied without an op; not on a GPU."""
-        if not self._on_gpu:
+        if not self.on_gpu:
             self.ledger.see(t, "random state")
 
     def restore_gradients(self) -> None:
@@ -91,7 +96,12 @@ class Simulation(TorchDispatchMode):
             t.grad = gradient
 
     def twin(self, t: Tensor) -> Tensor:
-        """Return the fake tensor that stands for one from outside, and book it as an input."""
+        """Return the fake tensor that stands for one from outside, and book it as an input.
+
+        A wrapper is itself: its class asks for what is inside.
+        """
+        if estimate_ranks.is_wrapper(t):
+            return self._wrapper(t)
         if isinstance(t, FakeTensor) and t.fake_mode is self._fake:
             return t
         if id(t) not in self._twins:
@@ -106,8 +116,19 @@ class Simulation(TorchDispatchMode):
                 self._take_gradient(t)
         return self._twins[id(t)][1]
 
+    def _wrapper(self, t: Tensor) -> Tensor:
+        for part in estimate_ranks.inside(t):
+            self.twin(part)
+        if t.is_leaf and t.requires_grad and id(t) not in self._twins:
+            self._twins[id(t)] = (t, t)
+            self._take_gradient(t)
+        return t
+
     def moved(self, t: Tensor, device: torch.device) -> Tensor:
         """Return a fake tensor of the simulation that is like `t` but on another device."""
+        if estimate_ranks.is_wrapper(t):
+            other = estimate_ranks.rewrapped(t, lambda part: self.moved(part, device))
+            return other.detach().requires_grad_(t.requires_grad)  # type: ignore[no-any-return]
         if t.layout == torch.sparse_coo:
             return self._new_sparse(t, lambda part: self.moved(part, device))
         new: Tensor = self.unseen(
@@ -185,10 +206,15 @@ class Simulation(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
+        if any(issubclass(kind, estimate_ranks.wrapper_types()) for kind in types):
+            return NotImplemented  # it is called again for what is inside
         if func is _aten._local_scalar_dense.default:
             return self._value(func, args[0])
         _check_device(func, kwargs.get("device"))
         args, kwargs = tree_map_only(Tensor, self.twin, (args, kwargs))
+        estimate_ranks.count_sent(self.sent, func, args)
+        if estimate_ranks.is_collective(func):
+            return estimate_ranks.pretended(self, func, args)
         if func.namespace == "storage_ops":
             if func in _KERNELS_OF_OPS:
                 with self:  # what happens inside is simulated as well
@@ -211,14 +237,14 @@ class Simulation(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, FakeTensor) and leaf.layout == torch.strided:
                     self.ledger.follow_resize(leaf.untyped_storage())
-        if not self._on_gpu:
+        if not self.on_gpu:
             estimate_cpu.book(self.ledger, func, args, out, partial(self._see, func))
         for leaf in tree_leaves(out):
             if isinstance(leaf, FakeTensor):
                 _check_layout(func, leaf)
                 self._see(func, leaf)
         self.values.follow(func, args, kwargs, out)
-        if self._on_gpu and func is _aten._softmax_backward_data.default:
+        if self.on_gpu and func is _aten._softmax_backward_data.default:
             # The CUDA kernel multiplies gradient and output first.
             self.ledger.temporary(args[0], str(func))
         return out

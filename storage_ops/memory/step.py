@@ -18,14 +18,17 @@ from storage_ops.loss.devices import DEVICES
 from storage_ops.memory.estimate import call_simulated, settle, simulating
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import around_calls
+from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED
 from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.estimate_ranks import is_distributed
 from storage_ops.memory.measure import Measurement
 from storage_ops.memory.quick import Quick
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
+BUCKETS = "gradient buckets"
 LOSS = "loss"  # what the loss makes, as a module would
 # Arguments and keywords of the model, loss, optimizer, whether on a GPU, and what is assumed.
 _How = tuple[Any, Any, Any, Optimizer | None, bool, Assumption]
@@ -42,14 +45,17 @@ class StepEstimate(Measurement):
             simulation.
         by_owner: bytes at the peak by their owner, most first; their sum is `peak_bytes`. Owners
             are "parameters", "buffers", "gradients", "optimizer state", "batch", "temporaries",
-            and for activations "activations of " and the name of the innermost module whose call
-            made them and returned before they were freed.
+            with FSDP2 "gathered parameters" and "gradients to reduce", with DDP "gradient
+            buckets", and for activations "activations of " and the name of the innermost module
+            whose call made them and returned before they were freed.
         at_peak: the blocks at the peak, largest first.
+        sent_bytes: what this rank sends to others in the step, as of `Estimate`.
         batch: the index of this batch in the list that was given; 0 if it was none.
     """
 
     by_owner: dict[str, int] = field(default_factory=dict)
     at_peak: list[Block] = field(default_factory=list)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
     batch: int = 0
 
     def by_kind(self) -> dict[str, int]:
@@ -76,6 +82,8 @@ def simulate_step(
 ) -> StepEstimate:
     """Simulate forward, loss, backward and optimizer step of a model, and tell what they take.
 
+    Of a model on several ranks (`fully_shard`, DDP, `parallelize_module`) it is the step of this
+    rank, and no collective is carried out: with torch's backend "fake" there need be no others.
     The step is one from the second on: gradients were dropped before it, as by `zero_grad()`, and
     the state that the optimizer makes in its first step is there. The model's output is dropped
     when the loss is there. Simulated is the model as it is: in training mode or not, with its
@@ -213,6 +221,8 @@ def loss_of(output: Any) -> Tensor:
 
 def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
     """As `_simulate`, with alike layers simulated once; None where that may not be the same."""
+    if is_distributed(model):
+        return None
     quick = Quick(model)
     try:
         step = _simulate(model, how, quick)
@@ -256,12 +266,14 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         note(PARAMETERS, model.parameters(), simulation)
         note(BUFFERS, model.buffers(), simulation)
         note(BATCH, tree_leaves(moved), simulation)
+        note(BUCKETS, simulation.buckets, simulation)
         args, kwargs = moved
         del moved
         call_simulated(step, args, kwargs)
         made = {block for block, role in roles.items() if role == STATE}
         _was_there(ledger, made.difference(ledger.inputs))
         settled = settle(ledger)
+        sent = dict(simulation.sent)
     if quick is not None and quick.count and ledger.discards:
         # Who frees outputs looks for those who saved them, and does not find recordings.
         raise RuntimeError("outputs are discarded across layers")
@@ -270,7 +282,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
     freed = {block: i for i, (_, block, taken) in enumerate(ledger.events) if not taken}
     for block in settled["at_peak"]:
         by_owner[roles.get(block) or _activation_of(block, freed)] += block.nbytes
-    return StepEstimate(by_owner=dict(by_owner.most_common()), **settled)
+    return StepEstimate(by_owner=dict(by_owner.most_common()), sent_bytes=sent, **settled)
 
 
 def _backward(
@@ -290,6 +302,8 @@ def _backward(
 
 def _activation_of(block: Block, freed: dict[Block, int]) -> str:
     call = block.call
+    if call is not None and call.name in (GATHERED, REDUCED):
+        return call.name
     if call is None or call.end is None or freed.get(block, call.end) < call.end:
         return TEMPORARIES
     return f"activations of {call.name}" if call.name else "activations"

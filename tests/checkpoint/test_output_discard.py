@@ -376,6 +376,34 @@ def test_memory_is_free_between_forward_and_backward(path):
     y.sum().backward()
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.save_for_backward(by)
+        return x * by
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0], None
+
+
+def test_a_saved_view_without_grad_does_not_keep_the_graph_of_its_base(path):
+    x = torch.randn(1 << 16, requires_grad=True)
+
+    def producer(x):
+        h = x.tanh().exp().sin()
+        with torch.no_grad():
+            view = h.view(-1)  # has no node, but its base has
+        return Scaled.apply(h.cos(), view).sin()
+
+    for step in (producer, so.output_discard(producer, torch.square)):
+        for _ in range(2):
+            x.grad = None
+            with so.memory.measure() as m:
+                step(x).sum().backward()
+            assert m.kept_bytes <= x.nbytes, step
+
+
 def test_nothing_is_alive_after_backward_without_the_garbage_collector(path):
     up, down, x = make()
     gc.collect()

@@ -1,0 +1,154 @@
+"""One rank of many: DTensors, and collectives that are not carried out.
+
+A wrapper of tensors (a DTensor, an AsyncCollectiveTensor) is taken apart by its own class; the ops
+that it calls on what is inside come back to the simulation. A collective is booked and never
+carried out, so the other ranks need not exist: a process group of torch's backend "fake" will do.
+`estimate_fsdp.py` and `estimate_ddp.py` have what FSDP2 and DDP need besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.memory.estimate_ddp import ddp_in
+from storage_ops.memory.estimate_fsdp import states_in
+
+if TYPE_CHECKING:
+    from storage_ops.memory.estimate_modes import Simulation
+
+_WRAPPERS = (
+    ("torch.distributed.tensor", "DTensor"),
+    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
+)
+# What a ring sends from each of R ranks, of n bytes in all: so many times n (R - 1) / R.
+_ROUNDS = {
+    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1,
+    "all_to_all": 1, "gather": 1, "scatter": 1,
+}  # fmt: skip
+_NAMES = (
+    ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"), ("allgather", "all_gather"),
+    ("all_gather", "all_gather"), ("reduce_scatter", "reduce_scatter"), ("alltoall", "all_to_all"),
+    ("all_to_all", "all_to_all"), ("broadcast", "broadcast"), ("reduce_", "reduce"),
+    ("gather", "gather"), ("scatter", "scatter"),
+)  # fmt: skip
+
+
+def wrapper_types() -> tuple[type, ...]:
+    """Classes of tensors that are taken apart; those whose module nobody imported are left out."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _WRAPPERS)
+    return tuple(kind for kind in found if kind is not None)
+
+
+def is_wrapper(t: Any) -> bool:
+    """Whether a tensor is taken apart by its own class."""
+    return isinstance(t, wrapper_types())
+
+
+def inside(t: Any) -> list[Tensor]:
+    """The plain tensors in a wrapper; of a plain one, itself."""
+    if not is_wrapper(t):
+        return [t]
+    names, _ = t.__tensor_flatten__()  # in some versions of torch the mesh is one
+    parts = [getattr(t, name) for name in names]
+    return [one for part in parts if isinstance(part, Tensor) for one in inside(part)]
+
+
+def rewrapped(t: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A wrapper like this one around other tensors; of a plain one, the other."""
+    if not is_wrapper(t):
+        return change(t)
+    names, context = t.__tensor_flatten__()
+    parts = {name: getattr(t, name) for name in names}
+    for name, part in parts.items():
+        if isinstance(part, Tensor):
+            parts[name] = rewrapped(part, change)
+    return type(t).__tensor_unflatten__(parts, context, t.shape, t.stride())
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Whether a model is a part of one that lies on several ranks."""
+    modules = list(model.modules())
+    wrapped = any(map(is_wrapper, model.parameters()))
+    return wrapped or bool(ddp_in(modules)) or bool(states_in(modules))
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an op is a collective that works on tensors in place and returns its handle."""
+    return str(func.namespace) == "c10d"
+
+
+def count_sent(sent: Counter[str], func: Any, args: Any) -> None:
+    """Add the bytes that a collective sends from this rank, if the op is one."""
+    if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
+        return
+    op = func._schema.name.split("::")[1].lstrip("_")
+    given = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
+    if op == "send":
+        sent["send"] += sum(t.nbytes for t in given)
+    name = next((name for start, name in _NAMES if op.startswith(start)), None)
+    ranks = _ranks(func, args)
+    if name is None or ranks < 2:
+        return
+    if func.namespace == "c10d" and name in ("all_gather", "reduce_scatter", "all_to_all"):
+        given = [t for t in tree_leaves(args[1]) if isinstance(t, Tensor)]
+    whole = sum(t.nbytes for t in given) * (ranks if name == "all_gather" else 1)
+    sent[name] += whole * _ROUNDS[name] * (ranks - 1) // ranks
+
+
+def _ranks(func: Any, args: Any) -> int:
+    from torch.distributed import distributed_c10d as c10d
+
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "group_name":
+            find: Any = vars(c10d)["_resolve_process_group"]
+            group = find(value) if isinstance(value, str) else value
+            return int(group.size())
+        if argument.name == "process_group":
+            return int(c10d.ProcessGroup.unbox(value).size())
+    return 1
+
+
+def pretended(simulation: Simulation, func: Any, args: Any) -> Any:
+    """What a collective in place returns, without carrying it out."""
+    from torch._C._distributed_c10d import FakeWork
+
+    op = func._schema.name.split("::")[1]
+    if simulation.on_gpu and op in ("allgather_", "reduce_scatter_"):
+        # NCCL works on one tensor; a list of them is copied into one.
+        many = tree_leaves(args[0] if op == "allgather_" else args[1])
+        if len({t.shape for t in many}) == 1:
+            flat = simulation.unseen(many[0].new_empty, (len(many), *many[0].shape))
+            simulation.ledger.temporary(flat, str(func))
+    handle = FakeWork().boxed()
+    returned = func._schema.returns
+    if len(returned) == 2:
+        return args[0], handle
+    return handle if returned else None
+
+
+@contextlib.contextmanager
+def propagation_unseen(simulation: Simulation) -> Iterator[None]:
+    """Let DTensor ask by ops for the shapes of whole tensors, without any being booked."""
+    module = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if module is None:
+        yield
+        return
+    kind = module.ShardingPropagator
+    name = "_propagate_tensor_meta_non_cached"
+    plain = getattr(kind, name)
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        return simulation.unseen(plain, *args, **kwargs)
+
+    setattr(kind, name, unseen)
+    try:
+        yield
+    finally:
+        setattr(kind, name, plain)
