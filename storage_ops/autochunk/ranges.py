@@ -37,7 +37,7 @@ from storage_ops.autochunk.lattice import (
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.prepare import Mutations, own_sizes
 from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.spans import rows_of, stops
+from storage_ops.autochunk.spans import is_product, rows_of, stops
 from storage_ops.autochunk.tokens import Tokens, length
 from storage_ops.autochunk.values import Size, ends, is_zero, leading_to, name_of, shape
 
@@ -73,11 +73,11 @@ def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | 
         undo, mutations = Undo(graph), Mutations(graph)
         try:
             tokens = Tokens(graph, product, first, small, stacks)
-            if not tokens.links:
+            if not tokens.chosen:
                 return None
             found = _Parts(graph, tokens).run()
             mutations.check_order(graph)
-            if not small or (len(found) == 1 and found != [product]):
+            if not small or (len(found) == 1 and not _has_sizes(found[0], shape(product))):
                 return found
             undo()  # all tokens are read
             return None
@@ -156,7 +156,7 @@ class _Parts:
                     sizes = self.sizes(node, self.rows[node], begin, end)
                     self.parts[key] = part and self.reshaped(part, sizes)
                 else:
-                    self.parts[key] = self.outside(source, rows, first, last)
+                    self.parts[key] = self.outside(node, source, rows, first, last)
         return self.parts[key]
 
     def take(
@@ -168,17 +168,20 @@ class _Parts:
             spread = self.call(_ATEN.expand.default, whole, self.numbers(rows.sizes))
             return self.sliced(spread, rows.rows, begin, end)
         if arg not in self.rows:
-            return self.outside(arg, rows, begin, end)
+            return self.outside(node, arg, rows, begin, end)
         if equal(*(canonical(r, shape(arg)) for r in (self.rows[arg], rows))):
             return self.part(arg, begin, end)
         return self.sliced(self.whole(arg, node), rows, begin, end)
 
-    def outside(self, arg: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node | None:
-        """A range of what the product does not lead to."""
+    def outside(
+        self, node: fx.Node, arg: fx.Node, rows: Rows, begin: Size, end: Size
+    ) -> fx.Node | None:
+        """A range of an argument that the product does not lead to."""
         if is_zero(arg):
             return None
         if (
             not _is_all(arg, rows, begin, end)
+            and not is_product(node)  # hidden states are there, however wide
             and arg.op == "call_function"
             and self.tokens.is_wide(arg, rows)
         ):

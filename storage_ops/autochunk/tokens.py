@@ -24,7 +24,7 @@ from storage_ops.autochunk.lattice import (
 )
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.spans import LARGE, follow, read, stops
+from storage_ops.autochunk.spans import LARGE, follow, is_product, read, stops
 from storage_ops.autochunk.values import (
     Size,
     ends,
@@ -77,6 +77,12 @@ class Tokens:
             self._follow(link=True)
             self._pull()
 
+    @property
+    def chosen(self) -> bool:
+        """Whether ops choose among these tokens. A slice of what the product reads does not."""
+        return any(len(links) > 1 or links[0].source in self.rows
+                   for _, links in self.links.values())  # fmt: skip
+
     def _follow(self, link: bool) -> None:
         """Find tokens in what a product leads to.
 
@@ -118,9 +124,9 @@ class Tokens:
                 self.sums[node] = known[0]
 
     def _pull(self) -> None:
-        """Find tokens in what is wide and read beside that."""
+        """Find tokens in what is wide and read beside that, but for factors of products."""
         for node in reversed(self.graph.nodes):
-            if node not in self.rows and node not in self.sums:
+            if is_product(node) or (node not in self.rows and node not in self.sums):
                 continue
             try:
                 for arg, rows in self.reads(node).items():

@@ -288,3 +288,18 @@ def test_consecutive_tokens_stay_whole():
     got, _ = run(losses.interpreted(steps, 8, reports=reports), given)
     torch.testing.assert_close(got, run(steps, given)[0], rtol=1e-4, atol=1e-6)
     assert reports[0].num_chunks == 8
+
+
+@pytest.mark.parametrize("loss", [dpo, orpo, measured, in_turns], ids=lambda f: f.__name__)
+def test_a_vocabulary_below_four_times_the_hidden_size(loss):
+    """Hidden states are as wide as logits there, and their ranges are not taken apart again."""
+
+    def few(x, w, b, y, v, t):
+        return loss(x.tanh(), w[:100], b[:100], y.tanh(), v[:100], t.where(t < 0, t % 100))
+
+    torch._dynamo.reset()
+    given, reports = data(), []
+    got, _ = run(losses.interpreted(few, 8, reports=reports), given)
+    exact, _ = run(few, [a.double() if a.is_floating_point() else a for a in given])
+    check(got, run(few, given)[0], exact)
+    assert reports[0].chunked
