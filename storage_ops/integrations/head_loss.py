@@ -57,7 +57,7 @@ def head_cross_entropy(
         The results in the order of `returns`.
     """
     dense = target.is_floating_point()
-    keywords = {"reduction": "none", "ignore_index": ignore_index}
+    keywords: dict[str, Any] = {"reduction": "none", "ignore_index": ignore_index}
 
     def piece(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         z = form(hidden)
@@ -66,7 +66,11 @@ def head_cross_entropy(
         found = []
         for name in returns:
             if name == "loss":
-                smoothed = {"weight": weight, "label_smoothing": label_smoothing, **keywords}
+                smoothed: dict[str, Any] = {
+                    "weight": weight,
+                    "label_smoothing": label_smoothing,
+                    **keywords,
+                }
                 found.append(F.cross_entropy(z, target, **smoothed))
             elif name == "nll":
                 found.append(F.cross_entropy(z, target, **keywords))

@@ -8,9 +8,12 @@ says nothing here, and what it refuses is an error of its first forward.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,9 +31,20 @@ def find_refusal(model: nn.Module, options: LossOptions) -> Refused | None:
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     if "input_ids" not in names or hooked:
         return None
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         return _run_on_fakes(model, options, {"use_cache": False} if "use_cache" in names else {})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log of operators that fail on fake tensors; the model is none the worse."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _run_on_fakes(
