@@ -151,17 +151,24 @@ def patch_causal_lm(
 
     The model's own forward and loss function run, so labels are shifted, ignored and averaged as
     they would be (`num_items_in_batch`, `shift_labels`), and auxiliary losses are added. A bias,
-    a scale and a tanh cap of the logits are supported. Parameters, state dict, saved files and the
-    signature of forward do not change; copies of the model, pickled ones too, are patched as well.
+    a scale, one per class too, and a tanh cap of the logits are supported. Parameters, state dict,
+    saved files and the signature of forward do not change; copies of the model, pickled ones too,
+    are patched as well.
 
-    Patch a model before Trainer, PEFT, torch.compile or FSDP wrap it. One that is patched already,
-    with the same options, stays as it is. LoRA on the output layer itself is refused, and so is
-    every library that hooks into that layer (FSDP on it alone, tensor parallelism, ZeRO-3,
-    device_map). Not for a model that two threads call at the same time.
+    Of PEFT, a `PeftModel` stands for the model in it. On the output layer LoRA, DoRA,
+    `trainable_token_indices` and `modules_to_save` are supported. The first three, and a scale per
+    class, run as they are on some tokens at a time, and once more in the backward: the frozen
+    weight has no gradient and no copy but what the layer itself makes. Dropout of such an adapter
+    draws other masks than one call for all tokens would.
+
+    Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. One that is
+    patched already, with the same options, stays as it is. What hooks into the output layer is
+    refused (FSDP on it alone, tensor parallelism, ZeRO-3, device_map), and so are its other
+    adapters. Not for a model that two threads call at the same time.
 
     Args:
         model: a transformers model whose `forward` takes `labels` and whose
-            `get_output_embeddings()` is a `torch.nn.Linear`.
+            `get_output_embeddings()` is a `torch.nn.Linear`, adapted or not, or its `PeftModel`.
         returns: besides "loss" of "nll", "lse", "entropy", "argmax" and "correct": they become
             entries of the output, `outputs.nll` and so on (at its end where it is a tuple), with
             the value of every token in the shape of the labels, 0 (-1 for argmax) where its label
@@ -185,8 +192,9 @@ def patch_causal_lm(
         ValueError: a wrong option.
         RuntimeError: the output layer has hooks, a forward was replaced on the instance, or the
             model is patched with other options.
-        NotImplementedError: from the forward of the patched model, when the model does something
-            to its logits that cannot be done without them.
+        NotImplementedError: the model does something to its logits that cannot be done without
+            them. A copy of it runs on fake tensors to find that out; where it cannot run on these
+            (it reads numbers, or has hooks), the first forward of the patched model raises.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
