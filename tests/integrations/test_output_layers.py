@@ -253,3 +253,20 @@ def test_what_a_model_does_to_its_logits_is_refused_when_patching(monkeypatch):
         storage_ops.patch_causal_lm(model)
     assert type(model) is tf.LlamaForCausalLM and vars(model) == before
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_16_bits(autocast, pieces, batch):
+    model, wrapper = adapted("LoRA", dtype=torch.float32)
+    exact, right = loss_and_gradients(copy.deepcopy(wrapper), lambda model: model(**batch))
+    if not autocast:
+        model.to(torch.bfloat16)
+    storage_ops.patch_causal_lm(wrapper)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = wrapper(**batch)
+    outputs.loss.backward()
+    assert outputs.loss.dtype == torch.float32
+    torch.testing.assert_close(outputs.loss, exact.loss, rtol=0.02, atol=0.02)
+    for name, p in wrapper.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad.float(), right[name], rtol=0.1, atol=0.02)
