@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from storage_ops._subclass import Replaced, like
@@ -20,9 +21,12 @@ from storage_ops.integrations.deferred_logits import (
     autocast_dtype,
 )
 
-_LORA = "peft.tuners.lora.layer.Linear"
-_KNOWN = (_LORA, "peft.utils.other.TrainableTokensWrapper", "transformers.models.dory."
-          "modeling_dory.DoryLMHead")  # fmt: skip
+# With the dtype of their logits where it is not that of the product.
+_KNOWN = {
+    "peft.tuners.lora.layer.Linear": None,
+    "peft.utils.other.TrainableTokensWrapper": None,
+    "transformers.models.dory.modeling_dory.DoryLMHead": torch.float32,
+}
 _VARIANTS = ("DoraLinearVariant",)  # of LoRA's layer; the others look at more than a token
 
 
@@ -49,14 +53,19 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         (hidden,) = args
         autocast = autocast_dtype(hidden)
+        dtype = autocast or hidden.dtype
         if original is nn.Linear.forward:
             origin = Origin(self._deferred_in, self.weight, autocast)
-            return DeferredLogits(origin, hidden, autocast or hidden.dtype, bias=self.bias)
+            return DeferredLogits(origin, hidden, dtype, bias=self.bias)
         origin = Origin(self._deferred_in, _base_layer(self).weight, autocast)
-        deferred = DeferredLogits(origin, hidden, autocast or hidden.dtype)
+        deferred = DeferredLogits(origin, hidden, _KNOWN[_kind(self)] or dtype)
         return deferred.through(lambda hidden: original(self, hidden))
 
     return forward
+
+
+def _kind(head: Any) -> str:
+    return f"{type(head).__module__}.{type(head).__qualname__}"
 
 
 def _base_layer(head: Any) -> Any:
@@ -96,7 +105,7 @@ def patched_head(model: Any, name: str) -> Any:
 
 def _check(head: Any, name: str) -> None:
     """Refuse a layer that might make the logits of a token of more than its hidden state."""
-    kind = f"{type(head).__module__}.{type(head).__qualname__}"
+    kind = _kind(head)
     if kind in _KNOWN and isinstance(_base_layer(head), nn.Linear):
         return
     remedy = ""

@@ -223,25 +223,40 @@ def test_prompt_tuning(batch):
     check(wrapper, lambda model: model(**batch))
 
 
-@pytest.mark.parametrize("name", ["Dory", "ProphetNet"])
-def test_types_of_transformers(name, pieces, batch):
-    if not hasattr(tf, f"{name}Config"):
+def dory():
+    """A model whose output layer scales the logits of each class, in float32."""
+    if not hasattr(tf, "DoryConfig"):
         pytest.skip("an older transformers")
-    if name == "Dory":
-        sizes = {**GROUPED, "head_dim": 8, "num_hidden_layers": 3, "n_input_layers": 1}
-        sizes |= {"n_output_layers": 1, "layer_types": ["full_attention"] * 3}
-        model = tf.DoryForCausalLM(tf.DoryConfig(**sizes))
-        model.lm_head.logit_scale.data.uniform_(0.01, 0.03)
-    else:
-        config = tf.ProphetNetConfig(
-            vocab_size=V, hidden_size=32, num_encoder_layers=1, num_decoder_layers=1,
-            encoder_ffn_dim=48, decoder_ffn_dim=48, num_encoder_attention_heads=2,
-            num_decoder_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-            dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
-        )  # fmt: skip
-        model = tf.ProphetNetForConditionalGeneration(config)
-        del batch["attention_mask"]  # with one its loss is nan in float64
-    check(model.double().train(), lambda model: model(**batch), 1e-5)  # they cast to float32
+    sizes = {**GROUPED, "head_dim": 8, "num_hidden_layers": 3, "n_input_layers": 1}
+    sizes |= {"n_output_layers": 1, "layer_types": ["full_attention"] * 3}
+    model = tf.DoryForCausalLM(tf.DoryConfig(**sizes)).train()
+    model.lm_head.logit_scale.data.uniform_(0.01, 0.03)
+    return model
+
+
+def test_a_scale_per_class(pieces, batch):
+    check(dory().double(), lambda model: model(**batch), 1e-5)  # it casts to float32
+
+
+def test_logits_of_float32_in_a_model_of_16_bits(batch):
+    model = dory().bfloat16()
+    right = model(**batch)
+    storage_ops.patch_causal_lm(model, logits="always")
+    outputs = model(**batch)
+    assert outputs.logits.dtype == right.logits.dtype == torch.float32
+    torch.testing.assert_close(outputs.loss, right.loss, rtol=1e-6, atol=1e-6)
+
+
+def test_logits_of_n_grams(pieces, batch):
+    config = tf.ProphetNetConfig(
+        vocab_size=V, hidden_size=32, num_encoder_layers=1, num_decoder_layers=1,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, num_encoder_attention_heads=2,
+        num_decoder_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+    model = tf.ProphetNetForConditionalGeneration(config).double().train()
+    del batch["attention_mask"]  # with one its loss is nan in float64
+    check(model, lambda model: model(**batch), 1e-5)  # it casts to float32
 
 
 def test_what_a_model_does_to_its_logits_is_refused_when_patching(monkeypatch):
