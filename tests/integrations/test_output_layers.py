@@ -171,7 +171,7 @@ def test_compiled(batch):
     model, _ = adapted("LoRA", dtype=torch.float32)
     expected, grads = loss_and_gradients(model, lambda model: model(**batch))
     storage_ops.patch_causal_lm(model)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     outputs, ours = loss_and_gradients(model, lambda model: compiled(**batch))
     assert outputs.logits is None
     torch.testing.assert_close((outputs.loss, ours), (expected.loss, grads), rtol=1e-4, atol=1e-5)
