@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from storage_ops.integrations.head_loss import head_cross_entropy
 from storage_ops.loss.api import linear_cross_entropy
+
+Head = Callable[[Tensor], Tensor]  # from hidden states (..., D) to logits (..., V), token by token
 
 _IGNORED = -100  # of transformers' losses
 
@@ -36,6 +39,10 @@ class LossOptions:
         weights = self.token_weights
         same = id(weights) if isinstance(weights, Tensor) else weights
         return self.returns, same, self.label_smoothing, self.logits
+
+
+class Refused(NotImplementedError):
+    """The model does something to its logits that cannot be done without them."""
 
 
 class Forward:
@@ -88,15 +95,12 @@ class Forward:
 
 
 class Origin:
-    """One call of an output layer: its parameters and what autocast_dtype() was."""
+    """One call of an output layer: its weight and what autocast_dtype() was."""
 
-    def __init__(
-        self, forward: Forward, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None
-    ) -> None:
+    def __init__(self, forward: Forward, weight: Tensor, autocast: torch.dtype | None) -> None:
         forward.calls += 1
         self.forward = forward
         self.weight = weight
-        self.bias = bias
         self.autocast = autocast
         self.has_loss = False
 
@@ -125,6 +129,7 @@ def _refused(operator: str) -> Callable[..., Any]:
 class DeferredLogits:
     """Stands for `c * tanh(scale * (hidden @ weight.T + bias))`, or that without the tanh.
 
+    With a `head`, for `c * tanh(scale * (head(hidden) + bias))`; `normal`: for log_softmax of it.
     Not a Tensor: whatever is not defined here has no meaning by accident. Plain Python, so that
     torch.compile traces it away.
     """
@@ -137,10 +142,14 @@ class DeferredLogits:
         scale: float = 1.0,
         cap: float | None = None,
         bias: Tensor | None = None,
+        head: Head | None = None,
+        normal: bool = False,
     ) -> None:
         self._origin = origin
         self._hidden = hidden
-        self._bias = origin.bias if bias is None else bias
+        self._bias = bias
+        self._head = head
+        self._normal = normal
         self._dtype = dtype
         self._scale = scale
         self._cap = cap
@@ -149,19 +158,32 @@ class DeferredLogits:
         """These, but for what has changed."""
         own = {
             "origin": self._origin, "hidden": self._hidden, "dtype": self._dtype,
-            "scale": self._scale, "cap": self._cap, "bias": self._bias,
+            "scale": self._scale, "cap": self._cap, "bias": self._bias, "head": self._head,
+            "normal": self._normal,
         }  # fmt: skip
         return DeferredLogits(**{**own, **changed})
 
+    def through(self, head: Head) -> DeferredLogits:
+        """What a function makes of the hidden states, in the place of the logits so far."""
+        return DeferredLogits(self._origin, self._hidden, self._dtype, head=head)
+
     def formed(self) -> Tensor:
         """The logits after all, as the model would have made them."""
-        z = F.linear(self._hidden, self._origin.weight, self._bias)
+        return self._of(self._hidden)
+
+    def _of(self, hidden: Tensor) -> Tensor:
+        if self._head is None:
+            z = F.linear(hidden, self._origin.weight, self._bias)
+        else:
+            z = self._head(hidden)
+            z = z if self._bias is None else z + self._bias
         z = z if self._scale == 1 else z * self._scale
         z = z if self._cap is None else torch.tanh(z) * self._cap
-        return z.to(self._dtype)
+        z = z.to(self._dtype)
+        return z.log_softmax(-1) if self._normal else z
 
-    def _error(self, what: str) -> NotImplementedError:
-        return NotImplementedError(
+    def _error(self, what: str) -> Refused:
+        return Refused(
             f"patch_causal_lm: {self._origin.forward.model} uses {what} on its logits, which "
             "linear_cross_entropy cannot repeat without them; expected scaling by numbers, tanh "
             "and torch.nn.functional.cross_entropy. storage_ops.unpatch_causal_lm(model) gives "
@@ -185,12 +207,21 @@ class DeferredLogits:
         kwargs = kwargs or {}
         if func is torch.tanh:
             return args[0].tanh()
+        if func in (torch.mul, Tensor.mul, Tensor.__rmul__) and len(args) == 2 and not kwargs:
+            left, right = args
+            return left * right if isinstance(left, cls) else right * left
+        if func is F.log_softmax:
+            given = dict(zip(("dim", "_stacklevel", "dtype"), args[1:], strict=False)) | kwargs
+            if given.get("dim") is not None:
+                return args[0].log_softmax(given["dim"], given.get("dtype"))
         if func is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        if func is F.nll_loss and isinstance(args[0], cls) and args[0]._normal:
             return _cross_entropy(*args, **kwargs)
         found = [a for a in (*args, *kwargs.values()) if isinstance(a, cls)]
         name = getattr(func, "__name__", repr(func))
         if not found:  # inside a list, as in torch.stack
-            raise NotImplementedError(f"patch_causal_lm: {name} of logits that are not computed")
+            raise Refused(f"patch_causal_lm: {name} of logits that are not computed")
         raise found[0]._error(f"the function {name!r}")
 
     @property
@@ -239,6 +270,22 @@ class DeferredLogits:
         """Itself."""
         return self
 
+    def is_contiguous(self) -> bool:
+        """Yes; a model that asks would copy them."""
+        return True
+
+    def transpose(self, dim0: int, dim1: int) -> DeferredLogits:
+        """Two dimensions of the tokens exchanged."""
+        if self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim):
+            raise self._error(f"transpose({dim0}, {dim1})")
+        return self._like(hidden=self._hidden.transpose(dim0 % self.ndim, dim1 % self.ndim))
+
+    def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> DeferredLogits:
+        """The log-probabilities; only the loss of them can be computed."""
+        if dim % self.ndim != self.ndim - 1:
+            raise self._error(f"log_softmax in dimension {dim}")
+        return self._like(normal=True, dtype=dtype or self._dtype)
+
     def view(self, *shape: Any) -> DeferredLogits:
         """Another shape of the tokens; the vocabulary stays the last dimension."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -250,20 +297,32 @@ class DeferredLogits:
     reshape = view
 
     def __getitem__(self, index: Any) -> DeferredLogits:
-        """A slice of the tokens, such as `logits[..., :-1, :]`."""
+        """A part of the tokens, such as `logits[..., :-1, :]` or `logits[:, 0]`."""
         items = index if isinstance(index, tuple) else (index,)
-        if not all(item is Ellipsis or isinstance(item, slice) for item in items):
+        if not all(item is Ellipsis or type(item) in (slice, int) for item in items):
             raise self._error(f"the index {index}")
         if any(item is Ellipsis for item in items) or len(items) == self.ndim:
             last = items[-1]
-            if last is Ellipsis or (last.start, last.stop, last.step) != (None, None, None):
+            if last != slice(None):
                 raise self._error(f"the index {index}")
         hidden = self._hidden[index]
         return self._like(hidden=hidden)
 
+    def _is_of_classes(self, other: Tensor) -> bool:
+        """Whether it has one number, or one for each class."""
+        return other.numel() == 1 or other.numel() == other.shape[-1] == self.shape[-1]
+
     def _times(self, factor: Any, inverse: bool) -> DeferredLogits:
+        what = "division" if inverse else "multiplication"
+        if self._normal:
+            raise self._error(f"{what} after log_softmax")
+        if isinstance(factor, Tensor) and self._is_of_classes(factor):
+            by, dtype = factor.reshape(-1), self._dtype
+            if factor.dim():
+                dtype = torch.promote_types(dtype, factor.dtype)
+            made = self.through(lambda x: self._of(x) / by if inverse else self._of(x) * by)
+            return made._like(dtype=dtype)
         if not isinstance(factor, (int, float)):
-            what = "division" if inverse else "multiplication"
             raise self._error(f"{what} by a {type(factor).__name__}")
         scale, cap = self._scale, self._cap
         if cap is not None:
@@ -282,9 +341,10 @@ class DeferredLogits:
 
     def __add__(self, other: Any) -> DeferredLogits:
         """With a number for each class that is a bias, such as `final_logits_bias`."""
-        bare = self._scale == 1 and self._cap is None
-        vector = isinstance(other, Tensor) and other.numel() == other.shape[-1] == self.shape[-1]
-        if not bare or not vector:
+        bare = self._scale == 1 and self._cap is None and not self._normal
+        if not bare or not isinstance(other, Tensor) or other.numel() != self.shape[-1]:
+            raise self._error("the operator +")
+        if not self._is_of_classes(other):
             raise self._error("the operator +")
         bias = other.reshape(-1).to(self._hidden.dtype)
         return self._like(bias=bias if self._bias is None else self._bias + bias)
@@ -303,8 +363,8 @@ class DeferredLogits:
 
     def tanh(self) -> DeferredLogits:
         """Of what was recorded so far; what multiplies it from now on is the cap."""
-        if self._cap is not None:
-            raise self._error("a second tanh")
+        if self._cap is not None or self._normal:
+            raise self._error("a second tanh" if self._cap is not None else "tanh of log_softmax")
         return self._like(cap=1.0)
 
 
@@ -326,8 +386,6 @@ def _cross_entropy(
         raise logits._error(f"cross_entropy in {logits.ndim} dimensions")
     if autocast_dtype(hidden) != origin.autocast:
         raise logits._error("another autocast in the loss than in the output layer")
-    if cap is not None:
-        scale *= cap  # c * tanh(s * x) is the cap c of (s * c) * x
     origin.reaches_loss()
     run = origin.forward
     options, smoothing = run.options, run.options.label_smoothing or label_smoothing
@@ -335,21 +393,23 @@ def _cross_entropy(
         raise logits._error(f"an ignore_index of {ignore_index} with token_weights")
     target, token_weight = run.targets_of(target)
     names = tuple(dict.fromkeys(("loss", *options.returns)))
-    found = linear_cross_entropy(
-        hidden,
-        origin.weight,
-        target,
-        linear_bias=logits._bias,
-        weight=weight,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=smoothing,
-        softcap=cap,
-        logit_scale=scale,
-        token_weight=token_weight,
-        returns=names,
-    )
-    loss, *others = found if isinstance(found, tuple) else (found,)
+    keywords: dict[str, Any] = {
+        "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
+        "label_smoothing": smoothing, "token_weight": token_weight, "returns": names,
+    }  # fmt: skip
+    if logits._head is not None:
+        form = logits._like(normal=False)._of
+        found = head_cross_entropy(form, logits.shape[-1], hidden, target, **keywords)
+    else:
+        if cap is not None:
+            scale *= cap  # c * tanh(s * x) is the cap c of (s * c) * x
+        bias = logits._bias
+        found = linear_cross_entropy(
+            hidden, origin.weight, target, linear_bias=bias, softcap=cap, logit_scale=scale,
+            **keywords,
+        )  # fmt: skip
+        found = found if isinstance(found, tuple) else (found,)
+    loss, *others = found
     run.keep(names[1:], tuple(others))
     # A model that casts float64 logits to float32 has a float32 loss; one in 16 bits keeps the
     # float32 that the loss was computed in.

@@ -23,9 +23,10 @@ from storage_ops.integrations.deferred_logits import (
     DeferredLogits,
     Forward,
     LossOptions,
-    Origin,
-    autocast_dtype,
+    Refused,
 )
+from storage_ops.integrations.output_layers import PatchedHead, patched_head, replaced
+from storage_ops.integrations.probe import find_refusal
 
 
 class _PatchedModel(Replaced):
@@ -36,28 +37,6 @@ class _PatchedModel(Replaced):
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
         return _model_forward(original)
-
-
-class _PatchedHead(Replaced):
-    """An output layer that returns `DeferredLogits` while the forward of its model wants them."""
-
-    _deferred_in: Forward | None = None
-
-    @staticmethod
-    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        return _head_forward(original)
-
-
-def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def forward(self: Any, input: Tensor) -> Any:
-        if self._deferred_in is None:
-            return original(self, input)
-        autocast = autocast_dtype(input)
-        origin = Origin(self._deferred_in, self.weight, self.bias, autocast)
-        return DeferredLogits(origin, input, autocast or input.dtype)
-
-    return forward
 
 
 def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +51,7 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if labels is None or not isinstance(self, _PatchedModel):
             return original(self, *args, **kwargs)
         name, options = type(self).__name__, self._loss_options
-        head = _patched_head(self, name)
+        head = patched_head(self, name)
         if head._deferred_in is not None:  # a patched model around this one waits for them
             return original(self, *args, **kwargs)
         weights = options.token_weights
@@ -94,7 +73,7 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             head._deferred_in = None
         if run.losses < max(run.calls, 1):
             missing = "a cross-entropy of its logits" if run.calls else "get_output_embeddings()"
-            raise NotImplementedError(
+            raise Refused(
                 f"patch_causal_lm: the forward of {name} with labels ended without {missing}; "
                 "expected a causal language modeling loss of the logits of its output layer. "
                 "storage_ops.unpatch_causal_lm(model) gives the model its own loss back"
@@ -132,44 +111,6 @@ def _finished(outputs: Any, formed: bool, results: dict[str, Tensor]) -> Any:
             made[name] = value
         return made
     return outputs
-
-
-def _patched_head(model: Any, name: str) -> Any:
-    """The output layer of the model, patched; it may be another one than at the last call."""
-    head: Any = model.get_output_embeddings()
-    copies = getattr(head, "modules_to_save", None)
-    if isinstance(copies, nn.ModuleDict) and len(copies) == 1:  # PEFT trains a copy of the layer
-        (head,) = copies.values()
-    kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    if not isinstance(head, nn.Linear):
-        raise TypeError(
-            f"patch_causal_lm: the output layer of {name}, get_output_embeddings(), is {kind}; "
-            "expected torch.nn.Linear"
-        )
-    if head._forward_hooks or head._backward_hooks or head._backward_pre_hooks:
-        raise RuntimeError(
-            f"patch_causal_lm: the output layer of {name} has forward or backward hooks, which "
-            "would see no logits or free its weight too early; expected none. Sharding libraries "
-            "set them on every module they shard: let the layer belong to the model around it"
-        )
-    if "forward" in vars(head):
-        raise _replaced(f"the output layer of {name}")
-    if not isinstance(head, _PatchedHead):
-        if type(head).forward is not nn.Linear.forward:
-            raise TypeError(
-                f"patch_causal_lm: the output layer of {name} is {kind} with a forward of its "
-                "own; expected that of torch.nn.Linear"
-            )
-        head.__class__ = _PatchedHead.over(type(head))
-    return head
-
-
-def _replaced(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"patch_causal_lm: the forward of {what} was replaced on the instance; expected that of "
-        "its class. Patch the model before other libraries wrap it; a model that is spread over "
-        "devices by hooks (device_map) cannot be patched"
-    )
 
 
 class CausalLMPatch:
@@ -210,17 +151,24 @@ def patch_causal_lm(
 
     The model's own forward and loss function run, so labels are shifted, ignored and averaged as
     they would be (`num_items_in_batch`, `shift_labels`), and auxiliary losses are added. A bias,
-    a scale and a tanh cap of the logits are supported. Parameters, state dict, saved files and the
-    signature of forward do not change; copies of the model, pickled ones too, are patched as well.
+    a scale, one per class too, and a tanh cap of the logits are supported. Parameters, state dict,
+    saved files and the signature of forward do not change; copies of the model, pickled ones too,
+    are patched as well.
 
-    Patch a model before Trainer, PEFT, torch.compile or FSDP wrap it. One that is patched already,
-    with the same options, stays as it is. LoRA on the output layer itself is refused, and so is
-    every library that hooks into that layer (FSDP on it alone, tensor parallelism, ZeRO-3,
-    device_map). Not for a model that two threads call at the same time.
+    Of PEFT, a `PeftModel` stands for the model in it. On the output layer LoRA, DoRA,
+    `trainable_token_indices` and `modules_to_save` are supported. The first three, and a scale per
+    class, run as they are on some tokens at a time, and once more in the backward: the frozen
+    weight has no gradient and no copy but what the layer itself makes. Dropout of such an adapter
+    draws other masks than one call for all tokens would.
+
+    Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. One that is
+    patched already, with the same options, stays as it is. What hooks into the output layer is
+    refused (FSDP on it alone, tensor parallelism, ZeRO-3, device_map), and so are its other
+    adapters. Not for a model that two threads call at the same time.
 
     Args:
         model: a transformers model whose `forward` takes `labels` and whose
-            `get_output_embeddings()` is a `torch.nn.Linear`.
+            `get_output_embeddings()` is a `torch.nn.Linear`, adapted or not, or its `PeftModel`.
         returns: besides "loss" of "nll", "lse", "entropy", "argmax" and "correct": they become
             entries of the output, `outputs.nll` and so on (at its end where it is a tuple), with
             the value of every token in the shape of the labels, 0 (-1 for argmax) where its label
@@ -244,8 +192,9 @@ def patch_causal_lm(
         ValueError: a wrong option.
         RuntimeError: the output layer has hooks, a forward was replaced on the instance, or the
             model is patched with other options.
-        NotImplementedError: from the forward of the patched model, when the model does something
-            to its logits that cannot be done without them.
+        NotImplementedError: the model does something to its logits that cannot be done without
+            them. A copy of it runs on fake tensors to find that out; where it cannot run on these
+            (it reads numbers, or has hooks), the first forward of the patched model raises.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -260,6 +209,7 @@ def patch_causal_lm(
         >>> outputs.logits is None, outputs.nll.shape
         (True, torch.Size([2, 8]))
     """
+    given, model = model, _inner(model)
     name = type(model).__name__
     options = _options(returns, token_weights, label_smoothing, logits)
     if isinstance(model, _PatchedModel):
@@ -268,14 +218,14 @@ def patch_causal_lm(
                 f"patch_causal_lm: {name} is patched already, with {model._loss_options}; expected "
                 f"the same, {options}, or storage_ops.unpatch_causal_lm(model) first"
             )
-        return CausalLMPatch(model, applied=False)
+        return CausalLMPatch(given, applied=False)
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"patch_causal_lm: model is {name}, without get_output_embeddings(); expected a "
             "transformers model, not a wrapper around one"
         )
     if "forward" in vars(model):
-        raise _replaced(name)
+        raise replaced(name)
     if "labels" not in inspect.signature(type(model).forward).parameters:
         raise TypeError(f"patch_causal_lm: forward of {name} takes no labels; expected it to")
     config = getattr(model, "config", None)
@@ -284,10 +234,20 @@ def patch_causal_lm(
             f"patch_causal_lm: {name} is an encoder-decoder, which makes inputs of its labels; "
             "expected token_weights=None"
         )
-    _patched_head(model, name)
+    patched_head(model, name)
     model.__class__ = _PatchedModel.over(type(model))
     vars(model)["_loss_options"] = options
-    return CausalLMPatch(model, applied=True)
+    refused = find_refusal(model, options)
+    if refused is not None:
+        unpatch_causal_lm(model)
+        raise refused
+    return CausalLMPatch(given, applied=True)
+
+
+def _inner(model: Any) -> Any:
+    """The model in a `PeftModel`, which adds its adapters to that one; others as they are."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if isinstance(model, nn.Module) and callable(inner) else model
 
 
 def _options(returns: Any, token_weights: Any, label_smoothing: Any, logits: Any) -> LossOptions:
@@ -335,9 +295,10 @@ def unpatch_causal_lm(model: nn.Module) -> None:
         raise TypeError(
             f"unpatch_causal_lm: model is {type(model).__name__}; expected a torch.nn.Module"
         )
+    model = _inner(model)
     if not isinstance(model, _PatchedModel):
         return
-    modules: list[Any] = [model, *(m for m in model.modules() if isinstance(m, _PatchedHead))]
+    modules: list[Any] = [model, *(m for m in model.modules() if isinstance(m, PatchedHead))]
     if any("_original" not in vars(type(module)) for module in modules):
         raise RuntimeError(
             f"unpatch_causal_lm: the class of {type(model).__name__} or of its output layer was "

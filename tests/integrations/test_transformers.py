@@ -163,8 +163,8 @@ def test_a_loss_function_of_the_user(batch, monkeypatch):
     squared = staticmethod(lambda logits, labels, vocab_size, **kwargs: logits.square().mean())
     monkeypatch.setattr(tf.LlamaForCausalLM, "loss_function", squared)
     with (
-        storage_ops.patch_causal_lm(model),
         pytest.raises(NotImplementedError, match="LlamaForCausalLM uses the attribute 'square'"),
+        storage_ops.patch_causal_lm(model),
     ):
         model(**batch)
     assert model(**batch).logits is not None

@@ -1,0 +1,148 @@
+"""The output layers of models: which ones can return `DeferredLogits`, and those that do.
+
+A `torch.nn.Linear` is a weight and a bias. Layers of other libraries that are more than that, but
+make a token's logits of its hidden state alone, are known by name; none of them is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from storage_ops._subclass import Replaced, like
+from storage_ops.integrations.deferred_logits import (
+    DeferredLogits,
+    Forward,
+    Origin,
+    Refused,
+    autocast_dtype,
+)
+
+# With the dtype of their logits where it is not that of the product.
+_KNOWN = {
+    "peft.tuners.lora.layer.Linear": None,
+    "peft.utils.other.TrainableTokensWrapper": None,
+    "transformers.models.dory.modeling_dory.DoryLMHead": torch.float32,
+}
+_VARIANTS = ("DoraLinearVariant",)  # of LoRA's layer; the others look at more than a token
+
+
+class PatchedHead(Replaced):
+    """An output layer that returns `DeferredLogits` while the forward of its model wants them."""
+
+    _deferred_in: Forward | None = None
+
+    @staticmethod
+    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
+        """One that stands aside but in such a forward."""
+        return _head_forward(original)
+
+
+def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._deferred_in is None:
+            return original(self, *args, **kwargs)
+        if len(args) != 1 or kwargs:
+            raise Refused(
+                f"patch_causal_lm: the output layer of {self._deferred_in.model} is called with "
+                f"{len(args)} arguments and {sorted(kwargs)}; expected the hidden states alone"
+            )
+        (hidden,) = args
+        autocast = autocast_dtype(hidden)
+        dtype = autocast or hidden.dtype
+        if original is nn.Linear.forward:
+            origin = Origin(self._deferred_in, self.weight, autocast)
+            return DeferredLogits(origin, hidden, dtype, bias=self.bias)
+        origin = Origin(self._deferred_in, _base_layer(self).weight, autocast)
+        deferred = DeferredLogits(origin, hidden, _KNOWN[_kind(self)] or dtype)
+        return deferred.through(lambda hidden: original(self, hidden))
+
+    return forward
+
+
+def _kind(head: Any) -> str:
+    return f"{type(head).__module__}.{type(head).__qualname__}"
+
+
+def _base_layer(head: Any) -> Any:
+    """The `torch.nn.Linear` in an output layer of PEFT, or the layer itself."""
+    for name in ("original_module", "base_layer"):
+        while not isinstance(head, nn.Linear) and getattr(head, name, None) is not None:
+            head = getattr(head, name)
+    return head
+
+
+def patched_head(model: Any, name: str) -> Any:
+    """The output layer of the model, patched; it may be another one than at the last call.
+
+    Raises:
+        TypeError: a layer that is not known.
+        RuntimeError: it has hooks, or its forward was replaced.
+    """
+    head: Any = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict) and len(copies) == 1:  # PEFT trains a copy of the layer
+        (head,) = copies.values()
+    if isinstance(head, nn.Module) and "forward" in vars(head):
+        raise replaced(f"the output layer of {name}")
+    if not isinstance(head, PatchedHead):
+        _check(head, name)
+    if head._forward_hooks or head._backward_hooks or head._backward_pre_hooks:
+        raise RuntimeError(
+            f"patch_causal_lm: the output layer of {name} has forward or backward hooks, which "
+            "would see no logits or free its weight too early; expected none. Sharding libraries "
+            "set them on every module they shard: let the layer belong to the model around it"
+        )
+    _check_variants(head, name)
+    if not isinstance(head, PatchedHead):
+        head.__class__ = PatchedHead.over(type(head))
+    return head
+
+
+def _check(head: Any, name: str) -> None:
+    """Refuse a layer that might make the logits of a token of more than its hidden state."""
+    kind = _kind(head)
+    if kind in _KNOWN and isinstance(_base_layer(head), nn.Linear):
+        return
+    remedy = ""
+    if kind.startswith("peft."):
+        remedy = (
+            ". Of PEFT's, LoRA's (DoRA too) and trainable_token_indices on a torch.nn.Linear are; "
+            "else take the layer out of target_modules, or train it whole by modules_to_save"
+        )
+    if not isinstance(head, nn.Linear):
+        raise TypeError(
+            f"patch_causal_lm: the output layer of {name}, get_output_embeddings(), is {kind}; "
+            f"expected torch.nn.Linear{remedy}"
+        )
+    if type(head).forward is not nn.Linear.forward:
+        raise TypeError(
+            f"patch_causal_lm: the output layer of {name} is {kind} with a forward of its own; "
+            "expected that of torch.nn.Linear"
+        )
+
+
+def _check_variants(head: Any, name: str) -> None:
+    """Refuse variants of LoRA that are not known; adapters may be added after patching."""
+    variants = getattr(head, "lora_variant", None)
+    for adapter, variant in (variants or {}).items():
+        kind = variant.__name__ if isinstance(variant, type) else type(variant).__name__
+        if kind not in _VARIANTS:
+            raise TypeError(
+                f"patch_causal_lm: the adapter {adapter!r} of the output layer of {name} is "
+                f"{kind}; expected LoRA or DoRA. Take the layer out of target_modules, or train it "
+                "whole by modules_to_save"
+            )
+
+
+def replaced(what: str) -> RuntimeError:
+    """The error for a forward that was set on an instance."""
+    return RuntimeError(
+        f"patch_causal_lm: the forward of {what} was replaced on the instance; expected that of "
+        "its class. Patch the model before other libraries wrap it; a model that is spread over "
+        "devices by hooks (device_map) cannot be patched"
+    )

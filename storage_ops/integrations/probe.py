@@ -1,0 +1,70 @@
+"""Find at patch time what a patched model would refuse at its first forward.
+
+A copy of the model on fake tensors, which have no memory, runs forward with labels once. What it
+does to its logits is seen there as in a real forward; nothing is computed, and the model itself is
+not touched. A model that cannot run so (it reads numbers, or has kernels that know no fake tensors)
+says nothing here, and what it refuses is an error of its first forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from storage_ops.integrations.deferred_logits import LossOptions, Refused
+
+_SHAPE = (2, 8)
+
+
+def find_refusal(model: nn.Module, options: LossOptions) -> Refused | None:
+    """What the forward of a patched model with labels refuses, or None where nothing is known."""
+    names = inspect.signature(model.forward).parameters
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    if "input_ids" not in names or hooked:
+        return None
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet():
+        warnings.simplefilter("ignore")
+        return _run_on_fakes(model, options, {"use_cache": False} if "use_cache" in names else {})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log of operators that fail on fake tensors; the model is none the worse."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _run_on_fakes(
+    model: nn.Module, options: LossOptions, keywords: dict[str, Any]
+) -> Refused | None:
+    device = next((p.device for p in model.parameters()), None)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            shadow: Any = copy.deepcopy(model, _without_numbers(model, mode))
+            vars(shadow)["_loss_options"] = LossOptions(options.returns)
+            ids = torch.zeros(_SHAPE, dtype=torch.long, device=device)
+            shadow(input_ids=ids, labels=ids, **keywords)
+    except Refused as refused:
+        return refused
+    except Exception:  # of the model or of torch: nothing was learned
+        return None
+    return None
+
+
+def _without_numbers(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
+    """A memo of copy.deepcopy, with which it fakes parameters and buffers."""
+    tensors = (*model.parameters(), *model.buffers())
+    return {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
