@@ -124,6 +124,9 @@ def _check_plain(model: nn.Module) -> None:
 @contextlib.contextmanager
 def _few_objects() -> Iterator[None]:
     """Spare simulations from collecting garbage among all objects of the process, each time."""
+    if gc.get_freeze_count():  # by the caller; thawing cannot tell whose objects are whose
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:
