@@ -62,6 +62,7 @@ class EverySecondProduct:
         self._count = {True: 0, False: 0}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """What becomes of the result of an op."""
         saved = op in SAVED
         if op in PRODUCTS:
             self._count[ctx.is_recompute] += 1
@@ -115,9 +116,7 @@ def peers(made: Made) -> Iterator[tuple[str, nn.Module]]:
         yield name, compiled
 
 
-def fitted(
-    made: Made, budgets: dict[str, int]
-) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+def fitted(made: Made, budgets: dict[str, int]) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     """Models with the plan for each budget, and what is known of it."""
     model, batch, loss = made
     search = Search(model, batch, loss, torch.optim.AdamW)

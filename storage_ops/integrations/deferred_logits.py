@@ -29,13 +29,14 @@ class LossOptions:
     token_weights: Tensor | str | None = None
     label_smoothing: float = 0.0
     logits: str = "eval"
+    memory_budget: int | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What to compare: of a tensor, whether it is the same one."""
         weights = self.token_weights
         same = id(weights) if isinstance(weights, Tensor) else weights
-        return self.returns, same, self.label_smoothing, self.logits
+        return self.returns, same, self.label_smoothing, self.logits, self.memory_budget
 
 
 class Forward:
@@ -347,6 +348,7 @@ def _cross_entropy(
         softcap=cap,
         logit_scale=scale,
         token_weight=token_weight,
+        memory_budget=options.memory_budget,
         returns=names,
     )
     loss, *others = found if isinstance(found, tuple) else (found,)
