@@ -22,6 +22,10 @@ from benchmarks._harness import expect, finish, group_done, parser, skip, tick
 MIB = 1 << 20
 LAYERS = ["GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer", "T5Block",
           "Residual"]  # fmt: skip
+SIZES = {
+    "quick": {"tokens": 128, "width": 128, "layers": 3, "vocab": 4096, "image": 64},
+    "whole": {"tokens": 256, "width": 256, "layers": 4, "vocab": 4096, "image": 96},
+}
 Made = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
 
 
@@ -56,12 +60,12 @@ class UNet(nn.Module):
         return self.leave(self.up(self.grow(self.middle(self.shrink(skip_))) + skip_))
 
 
-def models(quick: bool) -> dict[str, Callable[[], Made]]:
+def models(
+    tokens: int, width: int, layers: int, vocab: int, image: int
+) -> dict[str, Callable[[], Made]]:
     """What makes each model, a batch and a loss."""
     import transformers as t
 
-    tokens, width, layers = (128, 128, 3) if quick else (256, 256, 4)
-    vocab, size = 4096, 64 if quick else 96
     heads = {"num_attention_heads": 8, "num_hidden_layers": layers, "hidden_size": width}
     llama = {**heads, "num_key_value_heads": 4, "intermediate_size": 3 * width, "vocab_size": vocab}
 
@@ -71,9 +75,9 @@ def models(quick: bool) -> dict[str, Callable[[], Made]]:
         return cls(config), {"input_ids": ids, "labels": ids}, None
 
     def images() -> torch.Tensor:
-        return torch.randn(8, 3, size, size)
+        return torch.randn(8, 3, image, image)
 
-    vit = {**heads, "intermediate_size": 4 * width, "image_size": size}
+    vit = {**heads, "intermediate_size": 4 * width, "image_size": image}
     t5 = {"d_model": width, "d_ff": 4 * width, "d_kv": width // 8, "num_layers": layers}
     gpt = t.GPT2Config(n_embd=width, n_layer=layers, n_head=8, vocab_size=vocab)
     t5_config = t.T5Config(**t5, vocab_size=vocab, decoder_start_token_id=0)
@@ -111,10 +115,23 @@ def measured(model: nn.Module, batch: Any, loss: Any) -> int:
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in (*model.parameters(), *model.buffers(), *state, *batch.values())
     }
-    with storage_ops.memory.measure() as m:
-        step()
+    above = _above(step, next(model.parameters()).device)
     optimizer.zero_grad()
-    return sum(there.values()) + m.peak_bytes
+    return sum(there.values()) + above
+
+
+def _above(step: Callable[[], None], device: torch.device) -> int:
+    """The peak of a step above what was there before it."""
+    if device.type == "cpu":
+        with storage_ops.memory.measure() as m:
+            step()
+        return m.peak_bytes
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def compare(name: str, make: Callable[[], Made], dtype: torch.dtype, way: str) -> dict[str, Any]:
@@ -164,7 +181,7 @@ def llama(layers: int) -> dict[str, Any]:
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Models of every family, then the times of will_it_fit."""
     try:
-        made = models(arguments.quick)
+        made = models(**SIZES["quick" if arguments.quick else "whole"])
     except ImportError as error:
         skip("all models", f"transformers is not installed: {error}")
         return

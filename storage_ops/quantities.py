@@ -50,7 +50,7 @@ def readable(count: int, up: bool = False) -> str:
 def metric(value: float, unit: str) -> str:
     """A quantity with four digits and a decimal prefix; seconds have none above one."""
     most = 0 if unit == "s" else 5
-    power = math.floor(math.log10(value) / 3 + 1e-9) if value > 0 else 0
+    power = math.floor(math.log10(abs(value)) / 3 + 1e-9) if value else 0
     power = max(-2, min(power, most))
     return f"{value / 1000.0**power:.4g} {'µm kMGTP'[power + 2].strip()}{unit}"
 

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
         report = will_it_fit(model, batch, args.budget, None, optimizer, args.device)
-    except (ImportError, TypeError, ValueError) as error:
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
         hf_model.complain(error)
         return 2
     if args.json:

@@ -14,21 +14,25 @@ from storage_ops.checkpoint.transform import (
     apply_activation_checkpoint,
     remove_activation_checkpoint,
 )
+from storage_ops.quantities import readable
 
-NAMES = ("keep", "output_discard", "selective", "full", "tile")
+LOSS = "linear_cross_entropy"
+NAMES = ("keep", "output_discard", "selective", "full", "tile", LOSS)
 EXACT = NAMES[:4]
 
 
 @dataclass(frozen=True)
 class Action:
-    """What is done with a layer.
+    """What is done with a layer, or with the loss of the model.
 
     Attributes:
-        mode: "keep", "full", "selective" or "output_discard".
+        mode: "keep", "full", "selective" or "output_discard"; of a whole model of transformers
+            "linear_cross_entropy".
         saved: with mode "selective": which calls of which ops are saved, (op, number of the call).
         discarded: with mode "output_discard": names of modules in the layer.
         tiled: names of modules in the layer that run in tiles.
         tiles: how many.
+        memory_budget: with mode "linear_cross_entropy": bytes, or None.
     """
 
     mode: str
@@ -36,9 +40,13 @@ class Action:
     discarded: tuple[str, ...] = ()
     tiled: tuple[str, ...] = ()
     tiles: int = 0
+    memory_budget: int | None = None
 
     def apply(self, layer: nn.Module) -> None:
         """Change a layer; whatever comes, `undo` makes it what it was."""
+        if self.mode == LOSS:
+            patching().patch_causal_lm(layer, memory_budget=self.memory_budget)
+            return
         for name in self.tiled:
             tile(layer.get_submodule(name), self.tiles)
         if self.mode != "keep":
@@ -46,6 +54,9 @@ class Action:
 
     def undo(self, layer: nn.Module) -> None:
         """Change a layer back."""
+        if self.mode == LOSS:
+            patching().unpatch_causal_lm(layer)
+            return
         remove_activation_checkpoint(layer)
 
     def _config(self) -> ActivationCheckpointConfig:
@@ -64,6 +75,9 @@ class Action:
                 counts[short] = counts.get(short, 0) + 1
             ops = (f"{n} {op}" if n > 1 else op for op, n in counts.items())
             what = f"recompute all but {', '.join(ops)}"
+        elif self.mode == LOSS:
+            where = "" if self.memory_budget is None else f" in {readable(self.memory_budget)}"
+            what = f"linear_cross_entropy{where}, sums in another order"
         elif self.mode == "output_discard":
             what = "discard output of " + ", ".join(self.discarded)
         if self.tiled:
@@ -83,4 +97,15 @@ class Action:
             tuple(values.get("discarded", ())),
             tuple(values.get("tiled", ())),
             int(values.get("tiles", 0)),
+            values.get("memory_budget"),
         )
+
+
+KEEP = Action("keep")
+
+
+def patching() -> Any:
+    """What patches models of transformers; imported late, for beside it are callbacks of plans."""
+    from storage_ops.integrations import transformers
+
+    return transformers

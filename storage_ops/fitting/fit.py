@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint import discard_scope, tile, wrapper
-from storage_ops.fitting.actions import EXACT, NAMES, Action
+from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action
 from storage_ops.fitting.choices import costs_of, rates_for
 from storage_ops.fitting.plan import FitPlan, Row, applied
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, Recording
-from storage_ops.fitting.solve import Option, Problem
 from storage_ops.fitting.units import Unit, units_of
+from storage_ops.fitting.ways import Way, loss_actions
 from storage_ops.memory.step import (
     arguments,
     check_model,
@@ -33,6 +33,7 @@ from storage_ops.memory.step import (
 from storage_ops.quantities import parse_bytes, readable
 
 _DOUBT = 0.02  # how far a whole step may be below what was computed of its layers
+_Choice = tuple[int, list[int]]  # the number of a way, and of an action for each call
 _LOOKS = 12  # whole simulations at most, while plans turn out to take more than was computed
 
 
@@ -57,7 +58,10 @@ def fit(
     bytes and the time they take, and recomputes the others ("selective"), or recomputes the whole
     layer ("full"). With these gradients are those of eager, bit for bit. "tile" runs MLPs over
     slices of the sequence, which lowers the peak further and sums in another order
-    (`storage_ops.tile`); it is used only if it is asked for.
+    (`storage_ops.tile`). "linear_cross_entropy" computes the loss of a causal language model of
+    transformers without its logits (`storage_ops.patch_causal_lm`), in as much memory as pays:
+    gradients are equal to rounding, and `outputs.logits` is None in training. These two are used
+    only if they are asked for.
 
     Args:
         model: a model without checkpoints, in the mode and dtype in which it is trained; on the
@@ -125,6 +129,9 @@ def _check_plain(model: nn.Module) -> None:
 @contextlib.contextmanager
 def _few_objects() -> Iterator[None]:
     """Spare simulations from collecting garbage among all objects of the process, each time."""
+    if gc.get_freeze_count():  # by the caller; thawing cannot tell whose objects are whose
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:
@@ -137,7 +144,7 @@ class Search:
     """What is known of a model and a batch, and plans for any budget; arguments as of `fit`.
 
     Attributes:
-        problem: what actions do to each call of a layer.
+        problem: what actions do to each call of a layer, with the loss of the model.
     """
 
     def __init__(
@@ -158,115 +165,111 @@ class Search:
         for each in batches:
             arguments(each)
         self._model, self._batches = model, batches
+        self._whole = Unit("", model, "")  # the layer whose action is that of the loss
         self._loss, self._optimizer, self._device = loss, optimizer, device
         self._on_gpu, self._rates = is_gpu(model, device), rates_for(device, model)
-        self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of choices
-        recorder = Recorder(units_of(model), self._on_gpu, self._rates)
+        self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of ways and choices
+        self._known: dict[Any, list[tuple[Action, Cost]]] = {}
         made = optimizer_of(model, optimizer)
         largest = max(batches, key=_numbers_in)
+        losses = loss_actions(model, largest, loss) if LOSS in allowed else []
+        self._ways: list[Way] = []
         with _few_objects():
-            self._recording: Recording = recorder.run(model, largest, loss or loss_of, made)
-            self._costs = self._costs_of_calls(allowed)
-        self.problem = self._problem()
+            for action in (KEEP, *losses):
+                recorder = Recorder(units_of(model), self._on_gpu, self._rates)
+                try:
+                    with applied([(self._whole, action)]):
+                        recording = recorder.run(model, largest, loss or loss_of, made)
+                except (RuntimeError, ValueError):
+                    if action.memory_budget is None:
+                        raise
+                    continue  # so little memory is not enough for the loss
+                costs = self._costs_of_calls(recording, allowed)
+                self._ways.append(Way.of(action, recording, costs))
+        self.problem = self._ways[0].problem
 
-    def _costs_of_calls(self, allowed: tuple[str, ...]) -> list[list[tuple[Action, Cost]]]:
-        calls = self._recording.calls
-        runs = Counter(call.unit.name for call in calls)
-        known: dict[Any, list[tuple[Action, Cost]]] = {}
+    def _costs_of_calls(
+        self, recording: Recording, allowed: tuple[str, ...]
+    ) -> list[list[tuple[Action, Cost]]]:
+        runs = Counter(call.unit.name for call in recording.calls)
         found = []
-        for call in calls:
+        for call in recording.calls:
             alone = runs[call.unit.name] == 1 and call.backward is not None
             key = call.kind, alone
-            if key not in known:
+            if key not in self._known:
                 costs = costs_of(call, allowed if alone else (), self._on_gpu, self._rates)
-                known[key] = list(costs.items())
-            found.append(known[key])
+                self._known[key] = list(costs.items())
+            found.append(self._known[key])
         return found
-
-    def _problem(self) -> Problem:
-        levels, calls = self._recording.levels, self._recording.calls
-        options = []
-        for call, costs in zip(calls, self._costs, strict=True):
-            at_forward = levels[call.forward[0]]
-            at_backward = 0
-            if call.backward is not None:
-                at_backward = levels[call.backward[0]] - call.gradient_bytes
-            least = costs[0][1].seconds
-            options.append(
-                [
-                    Option(
-                        c.kept if call.backward else 0,
-                        max(at_forward + c.forward, at_backward + c.backward),
-                        c.seconds - least,
-                    )
-                    for _, c in costs
-                ]
-            )
-        return Problem(options, self._between())
-
-    def _between(self) -> list[int]:
-        """The highest level outside of calls, by how many calls are in memory."""
-        calls, levels = self._recording.calls, self._recording.levels
-        between = [0] * (len(calls) + 1)
-        spans = [(*c.forward, i, True) for i, c in enumerate(calls)]
-        spans += [(*c.backward, i, False) for i, c in enumerate(calls) if c.backward is not None]
-        alive: set[int] = set()
-        at = self._recording.start
-        for first, last, index, is_forward in sorted(spans):
-            there = max(alive, default=-1) + 1
-            between[there] = max(between[there], *levels[at : first + 1])
-            at = last
-            (alive.add if is_forward else alive.discard)(index)
-            if calls[index].backward is None:
-                alive.discard(index)
-        there = max(alive, default=-1) + 1
-        between[there] = max(between[there], *levels[at:])
-        return between
 
     def plan(self, budget: int) -> FitPlan:
         """The fastest plan whose simulated peak is within the budget."""
-        problem, inside = self.problem, budget
-        nothing = [0] * len(problem.options)
-        if problem.peak(nothing) <= budget * (1 + _DOUBT):
-            peak = self._simulated(nothing)
+        inside = [budget] * len(self._ways)
+        nothing = [0] * len(self.problem.options)
+        is_best = all(way.seconds >= self._ways[0].seconds for way in self._ways)
+        if is_best and self.problem.peak(nothing) <= budget * (1 + _DOUBT):
+            peak = self._simulated(0, nothing)
             if peak <= budget:
-                return self._made(nothing, peak, budget)
-        least: list[int] | None = problem.smallest()
+                return self._made(0, nothing, peak, budget)
+        least: _Choice | None = self._least()
         smallest = math.inf
         for look in range(_LOOKS):
-            choice = problem.fastest(inside)
-            if choice is None or look == _LOOKS - 1:
-                choice, least = least, None
-            if choice is None:
+            found = self._fastest(inside)
+            if found is None or look == _LOOKS - 1:
+                found, least = least, None
+            if found is None:
                 break
-            peak = self._simulated(choice)
+            way, choice = found
+            peak = self._simulated(way, choice)
             if peak <= budget:
-                return self._made(choice, peak, budget)
+                return self._made(way, choice, peak, budget)
             smallest = min(smallest, peak)
             # The next plan that is smaller by what was computed; later ones skip the excess.
             excess = peak - budget if look > 2 else 1
-            inside = problem.peak(choice) - excess
+            inside[way] = self._ways[way].problem.peak(choice) - excess
         raise NothingFits(
             f"budget is {readable(budget)} ({budget} bytes); the smallest that a step of this "
             f"model and batch fits into is {readable(int(smallest), up=True)} ({smallest} bytes)"
         )
 
+    def _least(self) -> _Choice:
+        """The choice with the lowest peak of all, as computed."""
+        found = [(number, way.problem.smallest()) for number, way in enumerate(self._ways)]
+        return min(found, key=lambda f: self._ways[f[0]].problem.peak(f[1]))
+
+    def _fastest(self, budgets: list[int]) -> _Choice | None:
+        """The choice that adds the fewest seconds within the budget of its way."""
+        found = [
+            (number, choice)
+            for number, (way, budget) in enumerate(zip(self._ways, budgets, strict=True))
+            if (choice := way.problem.fastest(budget)) is not None
+        ]
+        return min(found, key=lambda f: self._seconds(*f), default=None)
+
+    def _seconds(self, number: int, choice: list[int]) -> float:
+        """Seconds added to a step that recomputes nothing and has the model's own loss."""
+        way = self._ways[number]
+        other = way.seconds - self._ways[0].seconds if number else 0.0
+        return way.problem.seconds(choice) + other
+
     def curve(self, points: int = 60) -> list[tuple[int, float]]:
         """Peaks in bytes and seconds added, as computed, from the smallest budget to none."""
-        low = self.problem.peak(self.problem.smallest())
+        number, choice = self._least()
+        low = self._ways[number].problem.peak(choice)
         high = self.problem.peak([0] * len(self.problem.options))
         found = {}
         for i in range(points):
-            choice = self.problem.fastest(low + (high - low) * i // (points - 1))
-            if choice is not None:
-                found[self.problem.peak(choice)] = self.problem.seconds(choice)
+            budget = low + (high - low) * i // (points - 1)
+            best = self._fastest([budget] * len(self._ways))
+            if best is not None:
+                found[self._ways[best[0]].problem.peak(best[1])] = self._seconds(*best)
         return sorted(found.items())
 
-    def _simulated(self, choice: list[int]) -> int:
+    def _simulated(self, number: int, choice: list[int]) -> int:
         """The peak of a whole step with these actions."""
-        key = tuple(choice)
+        key = number, *choice
         if key not in self._peaks:
-            with _few_objects(), applied(self._actions(choice)):
+            with _few_objects(), applied(self._actions(number, choice)):
                 step = simulate_step(
                     self._model, self._batches, loss=self._loss, optimizer=self._optimizer,
                     device=self._device,
@@ -274,19 +277,19 @@ class Search:
             self._peaks[key] = step.peak_bytes
         return self._peaks[key]
 
-    def _actions(self, choice: list[int]) -> list[tuple[Unit, Action]]:
-        calls = self._recording.calls
-        found = [
-            (call.unit, costs[index][0])
-            for call, costs, index in zip(calls, self._costs, choice, strict=True)
-        ]
-        return [(unit, action) for unit, action in found if action != Action("keep")]
+    def _actions(self, number: int, choice: list[int]) -> list[tuple[Unit, Action]]:
+        way = self._ways[number]
+        found = [(self._whole, way.loss)]
+        for call, costs, index in zip(way.recording.calls, way.costs, choice, strict=True):
+            found.append((call.unit, costs[index][0]))
+        return [(unit, action) for unit, action in found if action != KEEP]
 
-    def _made(self, choice: list[int], peak: int, budget: int) -> FitPlan:
-        problem, calls = self.problem, self._recording.calls
+    def _made(self, number: int, choice: list[int], peak: int, budget: int) -> FitPlan:
+        way, own = self._ways[number], self._ways[0]
+        problem, calls = way.problem, way.recording.calls
         at_peak = problem.at_peak(choice)
         rows: dict[tuple[str, Action], Row] = {}
-        for place, (call, costs, index) in enumerate(zip(calls, self._costs, choice, strict=True)):
+        for place, (call, costs, index) in enumerate(zip(calls, way.costs, choice, strict=True)):
             action, cost = costs[index]
             row = rows.setdefault((call.unit.class_name, action), Row([], str(action)))
             row.names.append(call.unit.name)
@@ -296,18 +299,22 @@ class Search:
                 row.peak_bytes += cost.kept
             elif place == at_peak.running:
                 row.peak_bytes += max(cost.forward, cost.backward)
+        if number:
+            there = way.loss_bytes if at_peak.alive == len(calls) else 0
+            row = Row(["loss"], str(way.loss), 0, there, way.seconds - own.seconds)
+            rows["", way.loss] = row
+        nothing = [0] * len(own.costs)
         full = [
             next((i for i, (a, _) in enumerate(costs) if a == Action("full")), 0)
-            for costs in self._costs
+            for costs in own.costs
         ]
         totals = {
-            "none": (problem.peak([0] * len(calls)), 0.0),
-            "full checkpoint": (problem.peak(full), problem.seconds(full)),
+            "none": (own.problem.peak(nothing), 0.0),
+            "full checkpoint": (own.problem.peak(full), own.problem.seconds(full)),
         }
-        base = self._recording.seconds + sum(costs[0][1].seconds for costs in self._costs)
         return FitPlan(
-            self._model, self._actions(choice), peak, problem.seconds(choice), budget,
-            self._rates.name, list(rows.values()), totals, base,
+            self._model, self._actions(number, choice), peak, self._seconds(number, choice), budget,
+            self._rates.name, list(rows.values()), totals, own.seconds,
         )  # fmt: skip
 
 

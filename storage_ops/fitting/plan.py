@@ -80,9 +80,10 @@ class FitPlan:
         """
         if self._is_applied:
             raise RuntimeError("fit: the plan is applied already; expected undo() in between")
-        layers = {unit.name: unit.module for unit in units_of(self._model)}
+        layers = _places(self._model)
         if fingerprint(self._model) != self._print or any(
-            layers.get(unit.name) is not unit.module for unit, _ in self._actions
+            unit.name not in layers or layers[unit.name].module is not unit.module
+            for unit, _ in self._actions
         ):
             raise RuntimeError(
                 "fit: the model is not what it was when the plan was made: modules, sizes, dtypes, "
@@ -159,6 +160,11 @@ class FitPlan:
         return as_text(self)
 
 
+def _places(model: nn.Module) -> dict[str, Unit]:
+    """What actions apply to: layers by name, and the model, whose name is empty."""
+    return {unit.name: unit for unit in (Unit("", model, ""), *units_of(model))}
+
+
 @contextlib.contextmanager
 def applied(actions: list[tuple[Unit, Action]]) -> Iterator[None]:
     """Change layers inside a with block."""
@@ -217,7 +223,7 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:
         device, known = str(values["device"]), str(values["fingerprint"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"load_fit: {path} is no plan of fit: {error!r}") from error
-    units = {unit.name: unit for unit in units_of(model)}
+    units = _places(model)
     if fingerprint(model) != known or any(name not in units for name, _ in saved):
         raise ValueError(
             f"load_fit: {path} is a plan of another model, a {values['model']}; expected one with "

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from storage_ops.checkpoint.op_names import is_allocation, is_mutating, is_view
 from storage_ops.checkpoint.policies import call_name
 from storage_ops.checkpoint.selective import by_storage, is_ignored
-from storage_ops.loss.devices import Rates
+from storage_ops.loss import planner
+from storage_ops.loss.call import Call
+from storage_ops.loss.devices import DEVICES, Rates, named
+from storage_ops.loss.plan import GRADS, problem_of
 from storage_ops.memory.estimate import call_simulated, simulating
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_inputs import Held
@@ -92,8 +96,11 @@ class OpTimes(TorchDispatchMode):
         seconds = 0.0
         if outputs and (made or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
             traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
-            flops = self._flops(op, args, kwargs, out)
-            seconds = self._seconds(flops, traffic, next(iter(outputs.values())))
+            if op is torch.ops.storage_ops.linear_cross_entropy.default:
+                seconds = loss_seconds(Call(*args, **kwargs), self._rates)
+            else:
+                flops = self._flops(op, args, kwargs, out)
+                seconds = self._seconds(flops, traffic, next(iter(outputs.values())))
             self.seconds += seconds
         if self.logs:
             name = call_name(op)
@@ -121,6 +128,18 @@ class OpTimes(TorchDispatchMode):
         moving = traffic / rates.bandwidth
         together = max(arithmetic, moving) if rates.overlaps else arithmetic + moving
         return together + rates.launch_seconds
+
+
+def loss_seconds(call: Call, rates: Rates) -> float:
+    """How long a linear cross-entropy takes, forward and backward, by its own planner."""
+    device = next((name for name in DEVICES if named(name) is rates), "cpu")
+    grads = [name for name, needs in zip(GRADS, call.grad_mask, strict=True) if needs]
+    vocab, hidden = call.weight.shape
+    p = problem_of(
+        call.input.numel() // hidden, hidden, vocab, call.input.dtype, grads, call.reduction,
+        call.accumulate_dtype, call.logits_dtype, call.max_valid, device,
+    )  # fmt: skip
+    return planner.choose(p, call.memory_budget, rates).seconds
 
 
 class Op:

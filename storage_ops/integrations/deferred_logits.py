@@ -32,13 +32,14 @@ class LossOptions:
     token_weights: Tensor | str | None = None
     label_smoothing: float = 0.0
     logits: str = "eval"
+    memory_budget: int | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What to compare: of a tensor, whether it is the same one."""
         weights = self.token_weights
         same = id(weights) if isinstance(weights, Tensor) else weights
-        return self.returns, same, self.label_smoothing, self.logits
+        return self.returns, same, self.label_smoothing, self.logits, self.memory_budget
 
 
 class Refused(NotImplementedError):
@@ -396,6 +397,7 @@ def _cross_entropy(
     keywords: dict[str, Any] = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
         "label_smoothing": smoothing, "token_weight": token_weight, "returns": names,
+        "memory_budget": options.memory_budget,
     }  # fmt: skip
     if logits._head is not None:
         form = logits._like(normal=False)._of

@@ -22,10 +22,10 @@ MIB, GIB = 1 << 20, 1 << 30
 _COPIES = 6  # of a piece's logits in float32, in its backward: base, low rank, sum, softmax, ...
 
 
-def piece_rows(tokens: int, classes: int, itemsize: int) -> int:
-    """Tokens of a piece: of all logits a quarter, at least 32 MiB and at most 1 GiB, as the op."""
-    logits = tokens * classes * itemsize
-    budget = min(max(logits // 4, 32 * MIB), GIB)
+def piece_rows(tokens: int, classes: int, itemsize: int, budget: int | None) -> int:
+    """Tokens of a piece whose backward keeps to a budget; None: to the default one of the op."""
+    if budget is None:
+        budget = min(max(tokens * classes * itemsize // 4, 32 * MIB), GIB)
     return max(1, min(tokens, budget // (classes * max(itemsize, 4) * _COPIES)))
 
 
@@ -41,6 +41,7 @@ def head_cross_entropy(
     label_smoothing: float,
     token_weight: Tensor | None,
     returns: tuple[str, ...],
+    memory_budget: int | None,
 ) -> tuple[Tensor, ...]:
     """What `linear_cross_entropy` returns, of logits that are a function of the hidden states.
 
@@ -52,6 +53,7 @@ def head_cross_entropy(
         target: (N,) classes, or (N, V) distributions.
         weight, reduction, ignore_index, label_smoothing, token_weight, returns: as there; returns
             from "loss", "nll", "lse", "entropy", "argmax" and "correct".
+        memory_budget: scratch memory of a piece in bytes; one token takes what it takes.
 
     Returns:
         The results in the order of `returns`.
@@ -86,7 +88,7 @@ def head_cross_entropy(
                 found.append(_where(valid, z.argmax(-1) == right, False))
         return tuple(found)
 
-    rows = piece_rows(hidden.shape[0], classes, hidden.element_size())
+    rows = piece_rows(hidden.shape[0], classes, hidden.element_size(), memory_budget)
     parts = zip(hidden.split(rows), target.split(rows), strict=True)
     pieces = [checkpoint(piece, h, t, use_reentrant=False) for h, t in parts]
     results = dict(zip(returns, (torch.cat(values) for values in zip(*pieces, strict=True)),

@@ -27,6 +27,7 @@ from storage_ops.integrations.deferred_logits import (
 )
 from storage_ops.integrations.output_layers import PatchedHead, patched_head, replaced
 from storage_ops.integrations.probe import find_refusal
+from storage_ops.loss.checks import budget_of
 
 
 class _PatchedModel(Replaced):
@@ -140,6 +141,7 @@ def patch_causal_lm(
     token_weights: Tensor | str | None = None,
     label_smoothing: float = 0.0,
     logits: str = "eval",
+    memory_budget: int | float | str | None = None,
 ) -> CausalLMPatch:
     """Let a Hugging Face causal language model compute its loss without its logits, in place.
 
@@ -181,6 +183,7 @@ def patch_causal_lm(
             which takes the labels from the model, there are no logits.
         logits: when `outputs.logits` is formed beside the loss, once, in the model's dtype: in
             "eval" mode only, as `compute_metrics` of Trainer needs them, "always" or "never".
+        memory_budget: that of `storage_ops.linear_cross_entropy`.
 
     Returns:
         A context manager that yields the model and calls `unpatch_causal_lm` at its end. It need
@@ -211,7 +214,8 @@ def patch_causal_lm(
     """
     given, model = model, _inner(model)
     name = type(model).__name__
-    options = _options(returns, token_weights, label_smoothing, logits)
+    budget = budget_of(memory_budget, "patch_causal_lm")
+    options = _options(returns, token_weights, label_smoothing, logits, budget)
     if isinstance(model, _PatchedModel):
         if model._loss_options.key != options.key:
             raise RuntimeError(
@@ -250,7 +254,9 @@ def _inner(model: Any) -> Any:
     return inner() if isinstance(model, nn.Module) and callable(inner) else model
 
 
-def _options(returns: Any, token_weights: Any, label_smoothing: Any, logits: Any) -> LossOptions:
+def _options(
+    returns: Any, token_weights: Any, label_smoothing: Any, logits: Any, memory_budget: int | None
+) -> LossOptions:
     """The options, or an error that names the wrong one."""
     known = ("loss", "nll", "lse", "entropy", "argmax", "correct")
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
@@ -270,7 +276,12 @@ def _options(returns: Any, token_weights: Any, label_smoothing: Any, logits: Any
             f"patch_causal_lm: token_weights is {token_weights!r}; expected a tensor, the name of "
             "a keyword of the model's call, or None"
         )
-    return LossOptions(names, token_weights, float(label_smoothing), logits)
+    return LossOptions(names, token_weights, float(label_smoothing), logits, memory_budget)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch_causal_lm` has changed a model."""
+    return isinstance(model, _PatchedModel)
 
 
 def unpatch_causal_lm(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ first does to the ledger, `replay.py` carries it out for the others, `quick.py` 
 `will_it_fit.py` compares the peak with a budget.
 
 `tracking.py` keeps the same ledger for real ops: `limit.py` raises where it exceeds a size, and
-`explain_oom.py` says who held what.
+`explain_oom.py` says who held what, and `advice.py` what `fit` would do.
 """
 
 from storage_ops.memory.estimate import Estimate, estimate

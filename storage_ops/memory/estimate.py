@@ -18,6 +18,7 @@ from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_ddp import ddp_simulated
 from storage_ops.memory.estimate_fsdp import fsdp_simulated
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
+from storage_ops.memory.estimate_hf import masks_as_in_a_run
 from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_steps, unchanged
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import OnMeta, Simulation
@@ -162,6 +163,7 @@ def simulating(
             stack.enter_context(unchanged(stepper))
         stack.callback(simulation.restore_gradients)
         stack.enter_context(following_resizes())
+        stack.enter_context(masks_as_in_a_run(simulation.values))
         on_meta = any(t.is_meta for t in held.tensors)
         if on_gpu or on_meta:  # torch takes fused kernels apart for the meta device
             stack.enter_context(gpu_kernels())

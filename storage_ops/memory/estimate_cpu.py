@@ -16,6 +16,7 @@ from storage_ops.memory.estimate_ledger import Ledger
 
 _aten = torch.ops.aten
 _FEW_CHANNELS = 8  # an input of fewer is read as it is
+_WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
 
 
 class _Scratch:
@@ -27,6 +28,9 @@ class _Scratch:
     def take(self, *tensors: Tensor, times: int = 1) -> list[Any]:
         made = [self._ledger.block(t, t.nbytes * times, self._name) for t in tensors]
         return [self._ledger.take(block) for block in made]
+
+    def take_bytes(self, like: Tensor, nbytes: int) -> list[Any]:
+        return [self._ledger.take(self._ledger.block(like, nbytes, self._name))]
 
     def give_back(self, blocks: list[Any]) -> None:
         for block in blocks:
@@ -44,6 +48,13 @@ def book(ledger: Ledger, func: Any, args: Any, out: Any, see: Callable[[Tensor],
 
 def _is_blocked(x: Tensor, weight: Tensor) -> bool:
     return weight[0, 0].numel() > 1 or weight.dtype != torch.float32
+
+
+def _is_product(args: Any) -> bool:
+    """Whether the gradient of a weight, as of the patches of a ViT, is a product of columns."""
+    weight, transposed, groups = args[2], args[7], args[9]
+    plain = weight.dim() == 4 and weight.dtype == torch.float32
+    return plain and not transposed and groups == 1 and weight.shape[-1] > _WIDEST
 
 
 def _convolution(scratch: _Scratch, args: Any, out: Tensor, see: Any) -> None:
@@ -66,7 +77,14 @@ def _convolution_backward(scratch: _Scratch, args: Any, out: Any, see: Any) -> N
         again = scratch.take(x) if max(strides) > 1 and not args[7] else []
         see(of_x)
         scratch.give_back(again + result)
-    if of_weight is not None:
+    if of_weight is not None and _is_product(args):
+        result = scratch.take(weight)
+        columns = weight[0].nbytes * grad[0, 0].numel()
+        sums = torch.get_num_threads() * (4 * weight.nbytes + columns)
+        scratch.give_back(scratch.take_bytes(weight, sums))
+        see(of_weight)
+        scratch.give_back(result)
+    elif of_weight is not None:
         operands = scratch.take(grad, *([x] if x.shape[1] >= _FEW_CHANNELS else []))
         result = scratch.take(weight)
         # Sums of 16-bit numbers are in float32.

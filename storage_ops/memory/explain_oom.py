@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.memory.advice import Follower, Step, advise, bytes_of
 from storage_ops.memory.estimate_gpu import following_resizes
 from storage_ops.memory.estimate_ledger import Block, Call
 from storage_ops.memory.step import BUFFERS, GRADIENTS, PARAMETERS, STATE, by_kind
@@ -21,7 +22,9 @@ from storage_ops.memory.tracking import Tracking
 from storage_ops.quantities import as_text, readable
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
+
+    from storage_ops.fitting.plan import FitPlan
 
 _ROWS = 16  # of the table; the rest is one row
 UNKNOWN = "not known"
@@ -39,15 +42,21 @@ class OomReport:
         in_use_bytes: the sum of these.
         attributed_share: the part of it that has a known owner, from 0 to 1.
         failed: the op that asked for more, and the module that called it.
+        plan: what `storage_ops.fit` would do for the memory that there is; None if it cannot tell.
+        advice: a sentence above the plan, or why there is none and what to call.
     """
 
     by_owner: dict[str, int] = field(default_factory=dict)
     in_use_bytes: int = 0
     attributed_share: float = 1.0
     failed: str = ""
+    plan: FitPlan | None = None
+    advice: str = ""
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
+        from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(
             title=f"out of memory in {self.failed}: {readable(self.in_use_bytes)} were in use"
@@ -60,23 +69,34 @@ class OomReport:
         for owner, nbytes in rows[:_ROWS] + ([("all others", rest)] if rest else []):
             share = nbytes / max(self.in_use_bytes, 1)
             table.add_row(owner, readable(nbytes), f"{share:.1%}")
-        return table
+        below = [Text(self.advice)] if self.advice else []
+        return Group(table, *below, *([self.plan] if self.plan is not None else []))
 
     def __str__(self) -> str:
         return as_text(self)
 
 
 @contextlib.contextmanager
-def explain_oom(device: str | torch.device | None = None) -> Iterator[OomReport]:
-    """Say who held the memory if a with block runs out of it.
+def explain_oom(
+    device: str | torch.device | None = None,
+    model: nn.Module | None = None,
+    batch: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: type[Optimizer] | Optimizer | None = None,
+) -> Iterator[OomReport]:
+    """Say who held the memory if a with block runs out of it, and what `fit` would do.
 
     A torch.OutOfMemoryError that leaves the block stays what it is and gets a note, which is
-    printed below its message: bytes by owner, where the op failed. Storages are followed as in
-    `limit`, op by op, so each op takes some ten microseconds longer, and functions under
-    `torch.compile` run uncompiled.
+    printed below its message: bytes by owner, where the op failed, and the plan of
+    `storage_ops.fit` for the memory that there is, whose search takes seconds for a large model.
+    Storages are followed as in `limit`, op by op, so each op takes some ten microseconds longer,
+    and functions under `torch.compile` run uncompiled.
 
     Args:
         device: whose memory; None is the current CUDA device, or the CPU where there is none.
+        model, batch, loss, optimizer: as of `storage_ops.fit`. None: the module with most
+            parameters that the block called with gradients, what it was called with, and the
+            optimizer that has its parameters.
 
     Yields:
         A report, empty until memory runs out.
@@ -96,11 +116,15 @@ def explain_oom(device: str | torch.device | None = None) -> Iterator[OomReport]
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     mode = Explaining(where)
+    follower = Follower(mode.roots)
+    named, calls = mode.named(), follower.following()
     try:
-        with torch.compiler.set_stance("force_eager"), following_resizes(), mode.named(), mode:
+        with torch.compiler.set_stance("force_eager"), following_resizes(), named, calls, mode:
             yield mode.report
     except torch.OutOfMemoryError as error:
         mode.note(error, "code outside of ops")
+        step = follower.complete(Step(model, batch, loss, optimizer), mode.optimizers)
+        mode.report.plan, mode.report.advice = advise(step, bytes_of(where, error))
         text = str(mode.report)
         if hasattr(error, "add_note"):
             error.add_note(text)

@@ -70,6 +70,7 @@ class _Limit(Tracking):
             f"limit: out of memory. Tried to allocate {readable(level - before)} for {func}; "
             f"{readable(before)} of {readable(self._most)} are in use"
         )
+        error.limit_bytes = self._most  # type: ignore[attr-defined]  # for explain_oom
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, Explaining):
                 mode.note(error, str(func))

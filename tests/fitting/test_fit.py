@@ -1,6 +1,7 @@
 """Plans of small models: peaks simulated and measured, gradients, and what is refused."""
 
 import copy
+import gc
 import itertools
 import os
 
@@ -186,6 +187,20 @@ def test_fitting_changes_nothing(monkeypatch):
     assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
     assert not optimizer.state and torch.equal(torch.get_rng_state(), random)
     assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
+
+
+def test_what_the_caller_froze_stays_frozen():
+    model, batch = llama()
+    try:
+        gc.freeze()
+        before = gc.get_freeze_count()
+        storage_ops.fit(model, batch, "1GiB")
+        assert gc.get_freeze_count() == before > 0
+        gc.unfreeze()
+        storage_ops.fit(model, batch, "1GiB")
+        assert gc.get_freeze_count() == 0 and gc.isenabled()
+    finally:
+        gc.freeze()  # as the module's fixture did
 
 
 def test_tiles_go_lower_and_are_said():

@@ -1,6 +1,9 @@
 """limit and explain_oom: out of memory where a device of that size would be, and who held it."""
 
+import importlib
+import re
 import threading
+import weakref
 
 import pytest
 import torch
@@ -89,7 +92,9 @@ def test_wrong_arguments(args, message):
 @pytest.mark.parametrize("share", [0.95, 0.7, 0.5])
 @pytest.mark.parametrize("order", ["inside", "outside"])
 @pytest.mark.parametrize("name", MODELS)
-def test_who_held_it(name, order, share):
+def test_who_held_it(name, order, share, monkeypatch):
+    module = importlib.import_module("storage_ops.memory.explain_oom")
+    monkeypatch.setattr(module, "advise", lambda *_: (None, ""))  # takes its time; tested below
     model, batch, loss = made(name)
     optimizer = torch.optim.AdamW(model.parameters())
     run(model, batch, loss, optimizer)
@@ -144,3 +149,93 @@ def test_no_error_no_report():
         raise torch.OutOfMemoryError("mine")
     assert report.by_owner["temporaries of aten.zeros.default"] == kept.nbytes
     assert report.failed == "code outside of ops"
+
+
+def layers():
+    torch.manual_seed(0)
+    blocks = [nn.TransformerEncoderLayer(32, 2, 256, 0.0, batch_first=True) for _ in range(4)]
+    return nn.Sequential(*blocks), torch.randn(8, 64, 32)
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_what_fit_would_do(order, fails):
+    model, x = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    peak = simulate_step(model, x, optimizer=optimizer).peak_bytes
+    most = int(peak * (0.6 if fails == "forward" else 0.97))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        if order == "inside":
+            with explain_oom() as report, limit(most):
+                train()
+        else:
+            with limit(most), explain_oom() as report:
+                train()
+    assert (" of " in report.failed) == (fails == "forward")
+    assert report.plan.budget == most >= report.plan.peak_bytes
+    assert "what fit would do for" in report.advice and "AdamW" in report.advice
+    shown = str(report)
+    assert report.advice in " ".join(shown.split()) and str(report.plan).splitlines()[1] in shown
+    if hasattr(raised.value, "__notes__"):
+        assert raised.value.__notes__ == [shown]
+    del raised
+    optimizer.zero_grad()
+    report.plan.apply()
+    with limit(most):
+        train()
+
+
+def test_what_fit_is_told():
+    model, x = layers()
+
+    def loss(y):
+        return y.float().logsumexp(-1).mean()
+
+    with pytest.raises(torch.OutOfMemoryError), limit("3 MiB"), explain_oom(
+        model=model, batch=x, loss=loss, optimizer=torch.optim.SGD
+    ) as report:  # fmt: skip
+        torch.zeros(MIB)
+    assert "for 3 MiB and SGD:" in report.advice
+    assert report.plan.peak_bytes <= 3 * MIB < simulate_step(model, x, loss=loss).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no model", "give explain_oom a model and a batch"),
+        ("freed", "give explain_oom a model and a batch"),
+        ("no limit", r"call storage_ops.fit\(.*\), with the bytes that there are"),
+        ("nothing fits", "the smallest that a step of this model and batch fits into is"),
+    ],
+)
+def test_where_fit_cannot_tell(case, message):
+    model, x = layers()
+    with pytest.raises(torch.OutOfMemoryError), explain_oom() as report:
+        if case == "no limit":
+            model(x)
+            raise torch.OutOfMemoryError("mine")
+        if case == "freed":
+            model(torch.randn(8, 64, 32))
+        with limit("1 MiB" if case == "nothing fits" else "3 MiB"):
+            if case != "nothing fits":
+                torch.zeros(MIB)
+            model(x)
+    assert report.plan is None and re.search(message, report.advice)
+    assert " ".join(report.advice.split()) in " ".join(str(report).split())
+
+
+def test_following_calls_keeps_nothing():
+    model, x = layers()
+    gone = weakref.ref(x)
+    with explain_oom():
+        model[0](x, src_mask=None)
+        del x
+        assert gone() is None
+    assert "__call__" not in vars(type(model))

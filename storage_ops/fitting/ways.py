@@ -1,0 +1,118 @@
+"""A step of a model with one loss: what layers cost in it, and what it takes besides them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from storage_ops.fitting.actions import LOSS, Action, patching
+from storage_ops.fitting.probe import Cost
+from storage_ops.fitting.record import Recording
+from storage_ops.fitting.solve import Option, Problem
+
+Costs = list[list[tuple[Action, Cost]]]  # of actions, for each call of a layer
+# Shares of the bytes of the logits that the loss may take; None is its own choice.
+_SHARES = (1 / 4, 1 / 16, 1 / 64)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A step with one loss.
+
+    Attributes:
+        loss: what is done with the loss of the model.
+        recording: of the step without its layers.
+        costs: of the actions for each call of a layer.
+        problem: what actions do to each call.
+    """
+
+    loss: Action
+    recording: Recording
+    costs: Costs
+    problem: Problem
+
+    @staticmethod
+    def of(loss: Action, recording: Recording, costs: Costs) -> Way:
+        """From what was recorded."""
+        return Way(loss, recording, costs, _problem(recording, costs))
+
+    @property
+    def seconds(self) -> float:
+        """Of a step without recomputing."""
+        return self.recording.seconds + sum(costs[0][1].seconds for costs in self.costs)
+
+    @property
+    def loss_bytes(self) -> int:
+        """The highest level between the last forward of a layer and the first backward."""
+        calls = self.recording.calls
+        before = self.recording.levels[calls[-1].forward[1] if calls else self.recording.start]
+        return self.problem.between[-1] - before
+
+
+def loss_actions(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
+    """Ways to compute the loss of a causal language model of transformers without its logits.
+
+    Raises:
+        ValueError: the loss of this model cannot be replaced.
+    """
+    why = f"actions has {LOSS!r}, which replaces the loss of a model of transformers"
+    if loss is not None:
+        raise ValueError(f"{why}; expected loss=None")
+    if patching().is_patched(model):
+        raise ValueError(f"{why}; expected one that is not patched yet")
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"{why}; expected a batch that is a dict with labels")
+    try:
+        with patching().patch_causal_lm(model):
+            head: Any = model.get_output_embeddings()  # type: ignore[operator]
+            weight = head.weight
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{why}: {error}") from error
+    logits = labels.numel() * weight.shape[0] * weight.itemsize
+    return [Action(LOSS, memory_budget=n) for n in (None, *(int(logits * s) for s in _SHARES))]
+
+
+def _problem(recording: Recording, costs_of_calls: Costs) -> Problem:
+    levels, calls = recording.levels, recording.calls
+    options = []
+    for call, costs in zip(calls, costs_of_calls, strict=True):
+        at_forward = levels[call.forward[0]]
+        at_backward = 0
+        if call.backward is not None:
+            at_backward = levels[call.backward[0]] - call.gradient_bytes
+        least = costs[0][1].seconds
+        options.append(
+            [
+                Option(
+                    c.kept if call.backward else 0,
+                    max(at_forward + c.forward, at_backward + c.backward),
+                    c.seconds - least,
+                )
+                for _, c in costs
+            ]
+        )
+    return Problem(options, _between(recording))
+
+
+def _between(recording: Recording) -> list[int]:
+    """The highest level outside of calls, by how many calls are in memory."""
+    calls, levels = recording.calls, recording.levels
+    between = [0] * (len(calls) + 1)
+    spans = [(*c.forward, i, True) for i, c in enumerate(calls)]
+    spans += [(*c.backward, i, False) for i, c in enumerate(calls) if c.backward is not None]
+    alive: set[int] = set()
+    at = recording.start
+    for first, last, index, is_forward in sorted(spans):
+        there = max(alive, default=-1) + 1
+        between[there] = max(between[there], *levels[at : first + 1])
+        at = last
+        (alive.add if is_forward else alive.discard)(index)
+        if calls[index].backward is None:
+            alive.discard(index)
+    there = max(alive, default=-1) + 1
+    between[there] = max(between[there], *levels[at:])
+    return between

@@ -1,0 +1,85 @@
+"""`python -m storage_ops fit`."""
+
+import json
+
+import pytest
+import torch
+
+import storage_ops
+from storage_ops import cli
+
+transformers = pytest.importorskip("transformers")
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256,
+}  # fmt: skip
+
+
+@pytest.fixture
+def command(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return ["fit", "--hf-config", str(path), "--batch", "2", "--seq", "128", "--dtype", "fp32"]
+
+
+def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture, saved = tmp_path / "fit.png", tmp_path / "fit.json"
+    options = ["--budget", "7MiB", "--plot", str(picture), "--save", str(saved)]
+    assert cli.main([*command, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "of 7 MiB allowed" in " ".join(shown.split()) and "full checkpoint: peak" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+    config = transformers.AutoConfig.for_model(**CONFIG)
+    config.use_cache = False
+    model = transformers.LlamaForCausalLM(config).train()
+    plan = storage_ops.load_fit(saved, model)
+    assert plan.peak_bytes <= 7 << 20 and plan.seconds > 0
+    plan.apply()
+    ids = torch.randint(0, 256, (2, 128))
+    model(input_ids=ids, labels=ids).loss.backward()
+    step = storage_ops.memory.simulate_step(
+        model, {"input_ids": ids, "labels": ids}, optimizer=torch.optim.AdamW, device="h100"
+    )
+    assert step.peak_bytes == plan.peak_bytes
+
+
+def test_json(command, capsys):
+    seconds = []
+    for budget in ("6.5MiB", "7MiB", "1GiB"):
+        assert cli.main([*command, "--budget", budget, "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["peak_bytes"] <= facts["budget"] and facts["device"] == "H100 SXM"
+        seconds.append(facts["seconds"])
+    assert seconds[0] > seconds[1] > seconds[2] == 0 and not facts["actions"]
+    assert cli.main([*command, "--budget", "7MiB", "--json", "--actions", "full"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {action["mode"] for action in facts["actions"]} == {"full"}
+
+
+def test_it_cannot_fit(command, tmp_path, capsys):
+    saved = tmp_path / "fit.json"
+    for more in ([], ["--json", "--save", str(saved)]):
+        assert cli.main([*command, "--budget", "1MiB", *more]) == 1
+        told = capsys.readouterr()
+        assert "budget is 1 MiB" in told.err and "fits into is" in told.err and not told.out
+    assert not saved.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "complaint"),
+    [
+        (["--actions", "tiles"], 2, "actions has 'tiles'"),
+        (["--budget", "all"], 2, "--budget is 'all'"),
+        (["--device", "h1"], 2, "device is 'h1'"),
+        (["--optimizer", "best"], 2, "--optimizer is best"),
+        (["--hf-config", "no.json"], 2, "--hf-config is no.json"),
+        (["--save", "no/such/fit.json"], 1, "no/such/fit.json"),
+        (["--plot", "fit.what"], 1, "what"),
+    ],
+)
+def test_complaints(command, options, code, complaint, capsys):
+    assert cli.main([*command, *options]) == code
+    assert complaint in capsys.readouterr().err

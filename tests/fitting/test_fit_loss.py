@@ -1,0 +1,102 @@
+"""Plans that replace the loss of a causal language model of transformers."""
+
+import copy
+
+import pytest
+import torch
+
+import storage_ops
+from storage_ops.fitting.fit import Search
+from storage_ops.memory import simulate_step
+from tests.fitting.test_fit import measured_peak
+
+transformers = pytest.importorskip("transformers")
+
+ADAM = torch.optim.AdamW
+ACTIONS = ["output_discard", "selective", "full", "linear_cross_entropy"]
+VOCAB = 4096
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCAB, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, VOCAB, (2, 128))
+    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def test_plans_with_the_loss():
+    model, batch = llama()
+    plain = copy.deepcopy(model)
+    plain(**batch).loss.backward()
+    search = Search(model, batch, optimizer=ADAM, actions=ACTIONS)
+    exact = Search(model, batch, optimizer=ADAM)
+    none = simulate_step(model, batch, optimizer=ADAM).peak_bytes
+    smallest = []
+    for each in (search, exact):
+        with pytest.raises(ValueError, match="the smallest that a step") as error:
+            each.plan(1000)
+        smallest.append(int(str(error.value).split("(")[2].split()[0]))
+    logits = batch["labels"].numel() * VOCAB * 4
+    assert smallest[0] < smallest[1] - logits
+    before = None
+    for share in (0.0, 0.2, 0.6, 1.0):
+        budget = int(smallest[0] + (none - smallest[0]) * share)
+        plan = search.plan(budget)
+        assert plan.peak_bytes <= budget
+        assert before is None or plan.seconds <= before
+        before = plan.seconds
+        rows = [row for row in plan.rows if "linear_cross_entropy" in row.action]
+        if budget < smallest[1]:
+            assert len(rows) == 1 and rows[0].names == ["loss"] and rows[0].seconds != 0
+            assert "sums in another order" in rows[0].action
+        kind = type(model)
+        plan.apply()
+        assert simulate_step(model, batch, optimizer=ADAM).peak_bytes == plan.peak_bytes
+        outputs = model(**batch)
+        assert (outputs.logits is None) == bool(rows)
+        outputs.loss.backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+        state = copy.deepcopy(model.state_dict())
+        assert measured_peak(model, batch) <= budget * 1.01
+        model.load_state_dict(state)
+        model.zero_grad()
+        plan.undo()
+        assert type(model) is kind and model(**batch).logits is not None
+
+
+def test_it_is_saved_and_loaded(tmp_path):
+    model, batch = llama()
+    search = Search(model, batch, optimizer=ADAM, actions=["linear_cross_entropy"])
+    none = simulate_step(model, batch, optimizer=ADAM).peak_bytes
+    plan = search.plan(int(none * 0.8))
+    plan.save(tmp_path / "fit.json")
+    other, _ = llama()
+    loaded = storage_ops.load_fit(tmp_path / "fit.json", other)
+    assert str(loaded) == str(plan)
+    loaded.apply()
+    assert other(**batch).logits is None
+    assert simulate_step(other, batch, optimizer=ADAM).peak_bytes == plan.peak_bytes
+    loaded.undo()
+    assert other(**batch).logits is not None
+
+
+def test_where_the_loss_cannot_be_replaced():
+    model, batch = llama()
+    actions = ["linear_cross_entropy"]
+
+    def refuses(message, *args, **kwargs):
+        with pytest.raises(ValueError, match=message):
+            storage_ops.fit(*args, budget="1GiB", actions=actions, **kwargs)
+
+    refuses("expected loss=None", model, batch, loss=lambda out: out.loss)
+    refuses("a dict with labels", model, batch["input_ids"])
+    refuses("without get_output_embeddings", torch.nn.Linear(4, 4), {"labels": batch["labels"]})
+    with storage_ops.patch_causal_lm(model):
+        refuses("one that is not patched yet", model, batch)
+        assert model(**batch).logits is None
+    assert model(**batch).logits is not None

@@ -1,0 +1,29 @@
+"""The gradient of wide convolution kernels on a CPU, as the patches of a ViT have them."""
+
+import pytest
+import torch
+from torch import nn
+
+from storage_ops.memory import measure, simulate_step
+
+mkldnn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
+
+
+@mkldnn
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride"),
+    [(3, 16, 16), (3, 16, 8), (1, 32, 32), (16, 16, 16), (3, 8, 8)],
+)
+def test_the_peak_is_that_of_a_run(channels, kernel, stride):
+    model, x = nn.Conv2d(channels, 64, kernel, stride), torch.randn(4, channels, 96, 96)
+    there = sum(p.nbytes for p in model.parameters()) + x.nbytes
+
+    def loss(y):
+        return y.square().mean()
+
+    simulated = simulate_step(model, x, loss=loss).peak_bytes
+    loss(model(x)).backward()
+    model.zero_grad()
+    with measure() as m:
+        loss(model(x)).backward()
+    assert simulated == pytest.approx(m.peak_bytes + there, rel=0.01)
