@@ -88,7 +88,7 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
     """
     applied = _Applied(plan)
     try:
-        library = importlib.import_module("lightning.pytorch")
+        library: Any = importlib.import_module("lightning.pytorch")
     except ImportError:
         library = importlib.import_module("pytorch_lightning")
 

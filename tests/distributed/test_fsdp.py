@@ -279,6 +279,7 @@ def test_two_ranks():
     run_on_ranks(all_of, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [hybrid, tensor_parallel])
 def test_meshes(work):
     run_on_ranks(work, 4)

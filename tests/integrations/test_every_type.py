@@ -1,17 +1,22 @@
 """Every type of transformers has its own loss and gradients when patched, or is refused by name."""
 
+import os
+
 import pytest
 
 pytest.importorskip("transformers", minversion="5.0")
 
 from . import sweep
 
+EVERY = 16 if os.environ.get("CI") else 1  # of so many types one
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sweep.FAMILIES)
 def test_every_type(family, monkeypatch):
     types = sweep.families()
-    monkeypatch.setattr(sweep, "families", lambda: {family: types[family]})
+    some = types[family][::EVERY]
+    monkeypatch.setattr(sweep, "families", lambda: {family: some})
     rows = sweep.sweep()
     verdicts = [row[2] for row in rows]
     assert [row for row in rows if row[2] in ("different", "refused late")] == []
