@@ -16,7 +16,14 @@ from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of
 from storage_ops.autochunk.passes import order
 from storage_ops.autochunk.predict import peak, wide_sums
-from storage_ops.autochunk.prepare import Mutations, new_values, owner, prepare, starts
+from storage_ops.autochunk.prepare import (
+    Mutations,
+    join_batches,
+    new_values,
+    owner,
+    prepare,
+    starts,
+)
 from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
@@ -92,13 +99,16 @@ def chunk_graph(
     """
     if in_body():
         return Report(reason="it is a chunk itself")
-    report = Report()
+    graph.eliminate_dead_code()
+    report, undo = Report(), Undo(graph)
     try:
         _chunk(graph, report, num_chunks, memory_budget, visible, recognised)
     except Exception as error:
         _fail(report, error)
     if report.chunked:
         report.reason = ""
+    else:
+        undo()
     return report
 
 
@@ -112,7 +122,7 @@ def _chunk(
     graph: fx.Graph, total: Report, num_chunks: int | None, memory_budget: int | None,
     visible: int | None, recognised: Recognised,
 ) -> None:  # fmt: skip
-    graph.eliminate_dead_code()
+    tried = join_batches(graph)
     tangents = tangents_of(graph)
     work = _Work(graph, tangents, new_values(graph, visible), num_chunks, memory_budget)
     total.peak_after = peak(graph)
@@ -120,7 +130,7 @@ def _chunk(
     total.num_chunks, largest = recognised.num_chunks, recognised.largest
     total.chunked = total.num_chunks > 0
     total.num_passes = int(total.chunked)
-    tries, tried = 0, set[fx.Node]()
+    tries = 0
     while True:
         found = candidates(graph, set(tangents or starts(graph)), tried)
         found.sort(key=work.whole, reverse=True)

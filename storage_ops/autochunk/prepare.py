@@ -47,6 +47,51 @@ def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> lis
     return tangents or [detach(graph, start) for start in starts(graph)]
 
 
+def join_batches(graph: fx.Graph) -> set[fx.Node]:
+    """Write products of a batch by a matrix that it repeats as one; the nodes that they replace.
+
+    torch forms `x[:, :-1] @ w` as a batch of products if w, as a teacher's weight, needs no
+    gradient. Tokens of all sequences are the rows of one product then: (b n, k) x (k, m).
+    """
+    sources, joined = [n for n in graph.nodes if n.op == "placeholder"], set[fx.Node]()
+    for node in [n for n in graph.nodes if name_of(n) == "aten.bmm.default" and _values(n)]:
+        x, repeated = node.args
+        matrix, turned = _repeated(repeated)
+        if matrix is None:
+            continue
+        with graph.inserting_before(node):
+            call = _caller(graph, node)
+            size = Sizes(call, sources)
+            try:
+                sizes = [size(s) for s in shape(node)]
+                hidden = size(shape(x)[2])
+            except Conflict:
+                continue
+            matrix = call(_ATEN.permute.default, matrix, [1, 0]) if turned else matrix
+            made = call(_ATEN.mm.default, call(_ATEN.reshape.default, x, [-1, hidden]), matrix)
+            node.replace_all_uses_with(call(_ATEN.reshape.default, made, sizes))
+            joined.add(node)
+    retire(graph)
+    return joined
+
+
+def _repeated(node: Any) -> tuple[Any, bool]:
+    """The matrix that a batch of them repeats, or None; and whether it is transposed there."""
+    turned = False
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
+        name, base, dims = name_of(node), node.args[0], list[Any](node.args[1:])
+        if name == "aten.expand.default":
+            return base if len(shape(base)) == 2 else None, turned
+        if (name == "aten.permute.default" and dims == [[0, 2, 1]]) or (
+            name == "aten.transpose.int" and {d % 3 for d in dims} == {1, 2}
+        ):
+            turned = not turned
+        elif name != "aten.view.default" or shape(base) != shape(node):
+            break
+        node = base
+    return None, turned
+
+
 def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Replace nodes without a rule where torch knows a decomposition.
 

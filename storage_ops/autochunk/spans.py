@@ -92,12 +92,14 @@ def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> 
         results[node] = 0 if stops(node) else max(sizes, default=0)
     found = []
     for node in graph.nodes:
+        if node in tried:
+            continue
         if is_product(node):
             larger = node not in after and amplifies(node)
         else:
             given = [numel(a) for a in node.all_input_nodes if a in upstream]
             larger = bool(given and results[node]) and numel(node) > max(*given, results[node])
-        if larger and node not in tried:
+        if larger:
             found.append(node)
     return sorted(found, key=numel, reverse=True)
 

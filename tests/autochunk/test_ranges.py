@@ -77,6 +77,17 @@ def generalized_jsd(x, w, b, y, v, t):
     return ((0.7 * each[0] + 0.3 * each[1]) * (t != -100)).sum() / (t != -100).sum()
 
 
+def sliced_first(x, w, b, y, v, t):
+    """The teacher's product is a batch of products, for its weight needs no gradient."""
+    return stacked(0)(x[:, :-1], w, b, y[:, :-1], v, t)
+
+
+def frozen_head(x, w, b, y, v, t):
+    """The gradient of hidden states is a batch of products, too."""
+    s, q = ((a[:, 1:] @ v.t()).log_softmax(-1) for a in (x, y))
+    return F.kl_div(s, q, reduction="batchmean", log_target=True) + (w * b[:, None]).sum() * 1e-6
+
+
 def side_by_side(x, w, b, y, v, t):
     z = torch.cat([x @ w.t(), y[:5] @ v.t()])
     return z.softmax(-1).square().sum(-1).mean()
@@ -170,7 +181,8 @@ def kto(x, w, b, y, v, t):
 
 LOSSES = [
     policy_first, reference_first, sums_policy_first, sums_reference_first, stacked(0), stacked(1),
-    generalized_jsd, side_by_side, turned_around, some_and_all, chunks, measured, selective, splits,
+    generalized_jsd, sliced_first, frozen_head, side_by_side, turned_around, some_and_all, chunks,
+    measured, selective, splits,
     in_turns, both_ways, dpo, cpo, orpo, simpo, kto,
 ]  # fmt: skip
 
