@@ -23,6 +23,7 @@ from storage_ops.memory import measure, plot_timelines
 OUT = Path(__file__).resolve().parent.parent / "docs" / "drawings"
 STYLE = {
     "svg.hashsalt": "storage_ops",  # the same picture gives the same file
+    "svg.fonttype": "none",  # text stays text
     "figure.facecolor": PAPER,
     "axes.facecolor": PAPER,
     "axes.prop_cycle": matplotlib.cycler(color=[COLORS[-1], COLORS[0], OURS]),

@@ -79,7 +79,7 @@ def _repeated(node: Any) -> tuple[Any, bool]:
     """The matrix that a batch of them repeats, or None; and whether it is transposed there."""
     turned = False
     while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
-        name, base, dims = name_of(node), node.args[0], list[Any](node.args[1:])
+        name, (base, *dims) = name_of(node), list[Any](node.args)
         if name == "aten.expand.default":
             return base if len(shape(base)) == 2 else None, turned
         if (name == "aten.permute.default" and dims == [[0, 2, 1]]) or (
