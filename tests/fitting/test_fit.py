@@ -51,6 +51,7 @@ def gradients(model, batch):
     return [loss.detach(), *(p.grad for p in model.parameters()), torch.get_rng_state()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_peaks_and_gradients(name):
     model, batch = MODELS[name]()
