@@ -15,15 +15,13 @@ from storage_ops.loss.devices import has_row_kernel, rates_of
 from storage_ops.loss.problem import Problem, padded, parts
 from storage_ops.loss.tokens import copy_elements
 
-MIB, GIB = 1 << 20, 1 << 30
-
 
 def budget_of(size: int, given: int | None) -> int:
     """Bytes for what a chunk holds of a product of so many.
 
     By default a quarter of them, at least 32 MiB and at most 1 GiB, as the loss's planner has it.
     """
-    return min(max(size // 4, 32 * MIB), GIB) if given is None else given
+    return planner.bounded(size // 4) if given is None else given
 
 
 def _problem(call: Call) -> Problem:

@@ -68,7 +68,7 @@ def default_budget(p: Problem, t: Teacher) -> int:
     """
     part = p.tokens * padded(p.vocab) * p.itemsize // (1 if p.matmul.cuda else 4)
     sums = p.vocab * p.hidden * 4 if p.mixed and p.in_forward and p.grads[1] else 0
-    return sums + 2 * min(max(part, 32 * planner.MIB), planner.GIB)
+    return sums + 2 * planner.bounded(part)
 
 
 @functools.lru_cache(maxsize=256)

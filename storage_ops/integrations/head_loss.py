@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-MIB, GIB = 1 << 20, 1 << 30
+from storage_ops.loss.planner import bounded
+
 _COPIES = 6  # of a piece's logits in float32, in its backward: base, low rank, sum, softmax, ...
 
 
 def piece_rows(tokens: int, classes: int, itemsize: int, budget: int | None) -> int:
     """Tokens of a piece whose backward keeps to a budget; None: to the default one of the op."""
     if budget is None:
-        budget = min(max(tokens * classes * itemsize // 4, 32 * MIB), GIB)
+        budget = bounded(tokens * classes * itemsize // 4)
     return max(1, min(tokens, budget // (classes * max(itemsize, 4) * _COPIES)))
 
 

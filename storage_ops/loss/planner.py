@@ -331,6 +331,11 @@ def _slowed(p: Problem, plan: Plan) -> Plan:
     return replace(plan, seconds=plan.seconds * (p.matmul.threads / plan.threads))
 
 
+def bounded(part: int) -> int:
+    """Bytes that a default budget has for a part of the logits: 32 MiB to 1 GiB."""
+    return min(max(part, 32 * MIB), GIB)
+
+
 def default_budget(p: Problem) -> int:
     """A part of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
 
@@ -343,7 +348,7 @@ def default_budget(p: Problem) -> int:
     chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
     sums = p.vocab * p.hidden * 4 if p.mixed and chunked and p.tokens > p.hidden else 0
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
-    return least + sums + min(max(part, 32 * MIB), GIB)
+    return least + sums + bounded(part)
 
 
 @functools.lru_cache(maxsize=256)
