@@ -24,7 +24,7 @@ first does to the ledger, `replay.py` carries it out for the others, `quick.py` 
 from storage_ops.memory.estimate import Estimate, estimate
 from storage_ops.memory.explain_oom import OomReport, explain_oom
 from storage_ops.memory.limit import limit
-from storage_ops.memory.measure import Measurement, Sample, measure
+from storage_ops.memory.measure import Life, Measurement, Sample, measure
 from storage_ops.memory.plot import plot_timelines
 from storage_ops.memory.step import StepEstimate, simulate_step
 from storage_ops.memory.will_it_fit import FitReport, will_it_fit
@@ -32,6 +32,7 @@ from storage_ops.memory.will_it_fit import FitReport, will_it_fit
 __all__ = [
     "Estimate",
     "FitReport",
+    "Life",
     "Measurement",
     "OomReport",
     "Sample",

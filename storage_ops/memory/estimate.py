@@ -6,24 +6,36 @@ import contextlib
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
 
 from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
+from storage_ops.memory.estimate_calls import around_calls
 from storage_ops.memory.estimate_ddp import ddp_simulated
-from storage_ops.memory.estimate_fsdp import fsdp_simulated
+from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED, fsdp_simulated
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
 from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_steps, unchanged
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import OnMeta, Simulation
 from storage_ops.memory.estimate_ranks import propagation_unseen
-from storage_ops.memory.measure import Measurement, Sample
+from storage_ops.memory.measure import Life, Measurement, Sample
+from storage_ops.memory.owners import (
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    PARAMETERS,
+    STATE,
+    TEMPORARIES,
+    activations_of,
+)  # fmt: skip
 from storage_ops.storage.storage import share_storage
 
 _MIB = 1 << 20
@@ -43,6 +55,9 @@ class Estimate(Measurement):
         input_bytes: the arguments and every other tensor that was there before the call, such as
             parameters, gradients and the state of an optimizer.
         at_peak: the blocks in memory at the peak, largest first.
+        by_owner: bytes at the peak by their owner, most first: "parameters", "buffers",
+            "gradients", "optimizer state", "inputs", "temporaries", and "activations of " with the
+            name of the innermost module whose call made them and returned before they were freed.
         sent_bytes: of one rank of several, what it sends to the others by the name of the
             collective, as ring algorithms send it: of n bytes in all on R ranks 2 n (R - 1) / R
             for an all_reduce and n (R - 1) / R for the others.
@@ -50,6 +65,7 @@ class Estimate(Measurement):
 
     input_bytes: int = 0
     at_peak: list[Block] = field(default_factory=list)
+    by_owner: dict[str, int] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -136,13 +152,41 @@ def estimate(
     """
     ledger = Ledger()
     held = Held(fn, args, kwargs)
-    with simulating(ledger, held, args, kwargs, Assumption(assume)) as (
-        simulation, args, kwargs,
-    ):  # fmt: skip
+    roles: dict[Block, str] = {}
+
+    def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        with ledger.call(name):
+            return call(*args, **kwargs)
+
+    simulated = simulating(ledger, held, args, kwargs, Assumption(assume))
+    with contextlib.ExitStack() as stack:
+        for root in held.roots:
+            stack.enter_context(around_calls(root, around))
+        simulation, args, kwargs = stack.enter_context(simulated)
+        for root in held.roots:
+            note_roles(roles, PARAMETERS, root.parameters(), simulation)
+            note_roles(roles, BUFFERS, root.buffers(), simulation)
+        before = [tree_leaves(list(optimizer.state.values())) for optimizer in held.optimizers]
+        note_roles(roles, STATE, tree_leaves(before), simulation)
         result = call_simulated(fn, args, kwargs)
-        estimated = Estimate(sent_bytes=dict(simulation.sent), **settle(ledger))
+        for root in held.roots:
+            note_roles(roles, GRADIENTS, (p.grad for p in root.parameters()), simulation)
+        for optimizer in held.optimizers:
+            made = tree_leaves(list(optimizer.state.values()))
+            note_roles(roles, STATE, made, simulation)
+        estimated = Estimate(sent_bytes=dict(simulation.sent), **settle(ledger, roles))
         del result
     return estimated
+
+
+def note_roles(
+    roles: dict[Block, str], role: str, tensors: Iterable[Any], simulation: Simulation
+) -> None:
+    """Write down that the blocks of tensors have a role, unless they have one."""
+    for t in tensors:
+        if isinstance(t, Tensor):
+            for block in simulation.blocks_of(t):
+                roles.setdefault(block, role)
 
 
 @contextlib.contextmanager
@@ -241,24 +285,44 @@ def share_copies() -> bool:
         return dst.data_ptr() != src.data_ptr()
 
 
-def settle(ledger: Ledger) -> dict[str, Any]:
-    """Add up what was booked, as the fields of an `Estimate`."""
+def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
+    """Add up what was booked, as the fields of an `Estimate`; `roles` are owners that are known."""
     level = inputs = sum(block.nbytes for block in ledger.inputs)
     timeline = [Sample(0.0, level)]
     peak, peak_at = level, 0
+    began: dict[Block, int] = dict.fromkeys(ledger.inputs, 0)
+    ended: list[tuple[Block, int, int | None]] = []
     for count, (seconds, block, taken) in enumerate(ledger.events, 1):
         level += block.nbytes if taken else -block.nbytes
         timeline.append(Sample(seconds, level))
         if level > peak:
             peak, peak_at = level, count
-    live = dict.fromkeys(ledger.inputs)
-    for _, block, taken in ledger.events[:peak_at]:
         if taken:
-            live[block] = None
+            began[block] = count
         else:
-            del live[block]
-    at_peak = sorted(live, key=lambda block: -block.nbytes)
+            ended.append((block, began.pop(block), count))
+    ended += [(block, start, None) for block, start in began.items()]
+    lives, at_peak = [], []
+    by_owner: Counter[str] = Counter()
+    for block, start, end in sorted(ended, key=lambda life: life[1]):
+        owner = roles.get(block) or _owner_of(block, end)
+        lives.append(Life(owner, block.nbytes, start, end))
+        if start <= peak_at and (end is None or end > peak_at):
+            at_peak.append(block)
+            by_owner[owner] += block.nbytes
     return {
         "peak_bytes": peak, "kept_bytes": level, "timeline": timeline, "input_bytes": inputs,
-        "at_peak": at_peak,
+        "at_peak": sorted(at_peak, key=lambda block: -block.nbytes), "lives": lives,
+        "by_owner": dict(by_owner.most_common()),
     }  # fmt: skip
+
+
+def _owner_of(block: Block, end: int | None) -> str:
+    call = block.call
+    if call is not None and call.name in (GATHERED, REDUCED):
+        return call.name
+    if block.made_by == "input":
+        return INPUTS
+    if call is None or call.end is None or (end is not None and end <= call.end):
+        return TEMPORARIES
+    return activations_of(call.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -48,3 +48,9 @@ def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
             stack.callback(setattr, cls, "__call__", plain)
             cls.__call__ = over(plain)  # type: ignore[method-assign]
         yield
+
+
+def outermost(modules: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules that are in no other of them."""
+    inside = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inside]

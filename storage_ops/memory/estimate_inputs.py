@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.memory.estimate_calls import outermost
 from storage_ops.memory.estimate_modes import Simulation
 
 _HOLDERS = (nn.Module, Optimizer, GradScaler, LRScheduler)
@@ -35,6 +36,11 @@ class Held:
     def modules(self) -> list[nn.Module]:
         """Those that were found, and the modules in them."""
         return list(self._modules)
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules that are in no other."""
+        return outermost(self._modules)
 
     def _look(self, values: Iterable[Any]) -> None:
         for value in values:

@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.memory.advice import Follower, Step, advise, bytes_of
 from storage_ops.memory.estimate_gpu import following_resizes
 from storage_ops.memory.estimate_ledger import Block, Call
-from storage_ops.memory.step import BUFFERS, GRADIENTS, PARAMETERS, STATE, by_kind
+from storage_ops.memory.owners import (
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    STATE,
+    activations_of,
+    by_kind,
+)  # fmt: skip
 from storage_ops.memory.tracking import Tracking
 from storage_ops.quantities import as_text, readable
 
@@ -228,5 +235,5 @@ def _maker_of(block: Block) -> str:
     if block.made_by == "input":
         return f"input {tuple(block.shape)} {str(block.dtype).removeprefix('torch.')}"
     if block.call is not None:
-        return f"activations of {block.call.name}"
+        return activations_of(block.call.name)
     return f"temporaries of {block.made_by}"

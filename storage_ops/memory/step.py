@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,19 +13,23 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.loss.devices import DEVICES
-from storage_ops.memory.estimate import call_simulated, settle, simulating
+from storage_ops.memory.estimate import call_simulated, note_roles, settle, simulating
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import around_calls
-from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED
 from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger
-from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_distributed
 from storage_ops.memory.measure import Measurement
+from storage_ops.memory.owners import (
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    STATE,
+    by_kind,
+)
 from storage_ops.memory.quick import Quick
 
-PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
-GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # what the loss makes, as a module would
 # Arguments and keywords of the model, loss, optimizer, whether on a GPU, and what is assumed.
@@ -61,14 +63,6 @@ class StepEstimate(Measurement):
     def by_kind(self) -> dict[str, int]:
         """`by_owner` with those of alike layers together, as "activations of layers.*.mlp"."""
         return by_kind(self.by_owner)
-
-
-def by_kind(by_owner: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by owner with alike names together: "layers.0.mlp" and its like are "layers.*.mlp"."""
-    kinds: Counter[str] = Counter()
-    for owner, nbytes in by_owner.items():
-        kinds[re.sub(r"(?<![^. ])\d+(?![^.])", "*", owner)] += nbytes
-    return dict(kinds.most_common())
 
 
 def simulate_step(
@@ -247,42 +241,32 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         with simulation.ledger.call(name):
             return call(*args, **kwargs)
 
-    def note(role: str, tensors: Iterable[Any], simulation: Simulation) -> None:
-        for t in tensors:
-            if isinstance(t, Tensor):
-                for block in simulation.blocks_of(t):
-                    roles.setdefault(block, role)
-
     def step(*args: Any, **kwargs: Any) -> None:
         _backward(loss, model, args, kwargs, ledger, quick)
-        note(GRADIENTS, (p.grad for p in model.parameters()), simulation)
+        note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
         if optimizer is not None:
             optimizer.step()
-            note(STATE, tree_leaves(list(optimizer.state.values())), simulation)
+            note_roles(roles, STATE, tree_leaves(list(optimizer.state.values())), simulation)
 
     simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
     with gradients, calls, simulated as (simulation, *moved):
-        note(PARAMETERS, model.parameters(), simulation)
-        note(BUFFERS, model.buffers(), simulation)
-        note(BATCH, tree_leaves(moved), simulation)
-        note(BUCKETS, simulation.buckets, simulation)
+        note_roles(roles, PARAMETERS, model.parameters(), simulation)
+        note_roles(roles, BUFFERS, model.buffers(), simulation)
+        note_roles(roles, BATCH, tree_leaves(moved), simulation)
+        note_roles(roles, BUCKETS, simulation.buckets, simulation)
         args, kwargs = moved
         del moved
         call_simulated(step, args, kwargs)
         made = {block for block, role in roles.items() if role == STATE}
         _was_there(ledger, made.difference(ledger.inputs))
-        settled = settle(ledger)
+        settled = settle(ledger, roles)
         sent = dict(simulation.sent)
     if quick is not None and quick.count and ledger.discards:
         # Who frees outputs looks for those who saved them, and does not find recordings.
         raise RuntimeError("outputs are discarded across layers")
     del settled["input_bytes"]
-    by_owner: Counter[str] = Counter()
-    freed = {block: i for i, (_, block, taken) in enumerate(ledger.events) if not taken}
-    for block in settled["at_peak"]:
-        by_owner[roles.get(block) or _activation_of(block, freed)] += block.nbytes
-    return StepEstimate(by_owner=dict(by_owner.most_common()), sent_bytes=sent, **settled)
+    return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
 
 
 def _backward(
@@ -298,15 +282,6 @@ def _backward(
     if quick is not None:
         quick.check(value)
     value.backward()
-
-
-def _activation_of(block: Block, freed: dict[Block, int]) -> str:
-    call = block.call
-    if call is not None and call.name in (GATHERED, REDUCED):
-        return call.name
-    if call is None or call.end is None or freed.get(block, call.end) < call.end:
-        return TEMPORARIES
-    return f"activations of {call.name}" if call.name else "activations"
 
 
 def _was_there(ledger: Ledger, blocks: set[Block]) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.memory.estimate import share_copies
+from storage_ops.memory.estimate_calls import outermost
 from storage_ops.memory.estimate_ledger import Block, Ledger
 
 _OPS = torch.ops.storage_ops
@@ -55,7 +56,7 @@ class Tracking(TorchDispatchMode):
         self._copies = share_copies()
         gc.collect()  # garbage of earlier code is not in memory
         objects = gc.get_objects()
-        self.roots = _roots([o for o in objects if issubclass(type(o), nn.Module)])
+        self.roots = outermost([o for o in objects if issubclass(type(o), nn.Module)])
         self.optimizers = [o for o in objects if issubclass(type(o), Optimizer)]
         self._groups: dict[int, list[nn.Module | Optimizer]] = {}
         for holder in (*self.roots, *self.optimizers):
@@ -118,8 +119,3 @@ def tensors_of(holder: nn.Module | Optimizer) -> Iterator[Tensor]:
         if isinstance(p, Tensor) and p.is_leaf and p.grad is not None:
             yield p.grad
     yield from (t for t in others if isinstance(t, Tensor))
-
-
-def _roots(modules: list[nn.Module]) -> list[nn.Module]:
-    inside = {id(child) for module in modules for child in module.children()}
-    return [module for module in modules if id(module) not in inside]

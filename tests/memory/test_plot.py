@@ -1,0 +1,162 @@
+"""Whose memory a measurement or estimate names, and what is drawn of it."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.cuda import _memory_viz
+
+import storage_ops as so
+from storage_ops.memory import plot
+
+MIB = 1 << 20
+
+
+def model():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU()) for _ in range(1)])
+
+
+def at_peak(m):
+    peak = max(range(len(m.timeline)), key=lambda i: m.timeline[i].nbytes)
+    owners = {}
+    for life in m.lives:
+        if life.start <= peak and (life.end is None or life.end > peak):
+            owners[life.owner] = owners.get(life.owner, 0) + life.nbytes
+    return owners
+
+
+def test_owners_of_a_measured_step():
+    net, x, held = model(), torch.randn(128, 64), []
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step():
+        held.append(net(x))
+        held.pop().sum().backward()
+        optimizer.step()
+
+    weight, made = net[0][0].weight.nbytes, 128 * 256 * 4
+    with so.memory.measure(model=net) as m:
+        step()
+    kept = {}
+    for life in m.lives:
+        if life.end is None:
+            kept[life.owner] = kept.get(life.owner, 0) + life.nbytes
+    parameters = sum(p.nbytes for p in net.parameters())
+    state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    assert kept == {"gradients": parameters, "optimizer state": state}
+    largest = {life.nbytes for life in m.lives if life.owner == "activations of 0.0"}
+    assert made in largest and "activations of 0.1" in {life.owner for life in m.lives}
+    assert weight < parameters and not net[0][0].weight._post_accumulate_grad_hooks
+
+
+def test_gradients_are_known_though_they_are_dropped():
+    net = model()
+    with so.memory.measure(model=net) as m:
+        net(torch.randn(8, 64)).sum().backward()
+        net.zero_grad()
+    assert {life.nbytes for life in m.lives if life.owner == "gradients"} == {
+        p.nbytes for p in net.parameters()
+    }
+    assert m.kept_bytes == 0
+
+
+def test_lives_are_the_timeline():
+    net, x = model(), torch.randn(128, 64)
+    with so.memory.measure(model=net) as m:
+        net(x).sum().backward()
+    estimated = so.memory.estimate(lambda: net(x).sum().backward())
+    step = so.memory.simulate_step(net, x, optimizer=torch.optim.SGD)
+    for found in (m, estimated, step):
+        for at, sample in enumerate(found.timeline):
+            alive = (b for b in found.lives if b.start <= at and (b.end is None or b.end > at))
+            assert sum(life.nbytes for life in alive) == sample.nbytes
+    assert at_peak(estimated) == estimated.by_owner
+    assert at_peak(step) == step.by_owner
+
+
+def test_owners_of_an_estimate():
+    net = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to("meta")
+    optimizer = torch.optim.AdamW(net.parameters())
+    x = torch.empty(4096, 1024, device="meta")
+
+    def step(x):
+        net(x).sum().backward()
+        optimizer.step()
+
+    e = so.memory.estimate(step, x)
+    parameters = sum(p.nbytes for p in net.parameters())
+    assert e.by_owner["activations of 0"] == e.by_owner["activations of 1"] == 64 * MIB
+    assert parameters <= e.by_owner["parameters"] < 1.01 * parameters
+    assert x.nbytes <= e.by_owner["inputs"] < 1.01 * x.nbytes
+    assert sum(e.by_owner.values()) == e.peak_bytes
+
+
+def test_what_is_no_model_or_compiled_is_refused():
+    with pytest.raises(TypeError, match="model is a int; expected"):
+        so.memory.measure(model=3)
+    net = nn.Sequential(torch.compile(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="model has a compiled module, 0; expected none"):
+        so.memory.measure(model=net)
+    net = nn.Linear(2, 2)
+    net.compile()
+    with pytest.raises(ValueError, match="model has a compiled module, itself"):
+        so.memory.measure(model=net)
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    net = model()
+    call = nn.Linear.__call__
+    with pytest.raises(RuntimeError, match="shapes cannot"), so.memory.measure(model=net):
+        net(torch.randn(3, 5))
+    assert nn.Linear.__call__ is call
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "html"])
+def test_files(ending, tmp_path):
+    net = model()
+    with so.memory.measure(model=net) as m:
+        net(torch.randn(128, 64)).sum().backward()
+    path = tmp_path / f"memory.{ending}"
+    m.plot(path)
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>"}[ending]
+    assert path.read_bytes().startswith(start)
+    if ending == "html":
+        assert "activations of *.*" in path.read_text() and "<script src" not in path.read_text()
+
+
+def test_torchs_visualizer_reads_the_snapshot(tmp_path):
+    net = model()
+    with so.memory.measure(model=net) as m:
+        net(torch.randn(128, 64)).sum().backward()
+    m.plot(tmp_path / "m.pickle")
+    snapshot = pickle.loads((tmp_path / "m.pickle").read_bytes())
+    ends = sum(life.end is not None for life in m.lives)
+    assert f"{len(m.lives) + ends} entries" in _memory_viz.trace(snapshot)
+    assert "activations of 0.0" in str(snapshot)
+
+
+def test_areas_add_up_and_few_owners_have_colours():
+    lives = [so.memory.Life(f"op{chr(97 + i)}", (i + 1) * MIB, i, None) for i in range(20)]
+    levels = [sum(life.nbytes for life in lives[: i + 1]) for i in range(20)]
+    timeline = [so.memory.Sample(float(i), level) for i, level in enumerate(levels)]
+    stack = plot._stack(so.memory.Measurement(levels[-1], levels[-1], timeline, lives))
+    assert list(stack.areas) == [f"op{c}" for c in "tsrqpon"] + ["others"]
+    totals = [sum(column) for column in zip(*stack.areas.values(), strict=True)]
+    assert totals == [level / MIB for level in levels]
+
+
+def test_long_timelines_keep_their_peak():
+    levels = torch.randint(1000, (5000,)).tolist()
+    levels[3333] = 5000
+    kept = plot._moments(levels)
+    assert 3333 in kept and kept[0] == 0 and kept[-1] == 4999 and len(kept) < 1600
+
+
+def test_nothing_to_draw(tmp_path):
+    with so.memory.measure() as m:
+        pass
+    with pytest.raises(ValueError, match="nothing was allocated"):
+        m.plot(tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())
