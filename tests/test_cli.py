@@ -33,7 +33,7 @@ def test_info_as_a_table(capsys):
 )
 def test_demo_complains(options, complaint, capsys):
     assert cli.main(["demo", *options]) == 2
-    assert complaint in capsys.readouterr().out
+    assert complaint in capsys.readouterr().err
 
 
 def test_demo_end_to_end(tmp_path):
@@ -43,14 +43,16 @@ def test_demo_end_to_end(tmp_path):
     picture = tmp_path / "demo.png"
     command = [sys.executable, "-m", "storage_ops", "demo", "--text", str(text), "--steps", "3"]
     result = subprocess.run(
-        [*command, "--plot", str(picture)], capture_output=True, text=True, timeout=300
+        [*command, "--plot", str(picture), "--json"], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
     assert "USDT" not in result.stderr
-    rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in result.stdout.splitlines()
+    facts = {run["label"]: run for run in json.loads(result.stdout)}
+    rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in result.stderr.splitlines()
             if line.startswith("│")}  # fmt: skip
     plain, ours = (int(cell.split()[0]) for cell in rows["peak memory of a step"][:2])
     assert ours < plain
+    assert [round(run["peak_bytes"] / 2**20) for run in facts.values()] == [plain, ours]
     assert float(rows["final loss"][2].split()[0]) < 1e-3
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 import storage_ops
+from storage_ops.cli import output
 
 MISSING = """\
 There are no benchmarks here: they belong to the source tree and are not installed with the package,
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("parts", nargs="*", metavar="part", help="benchmarks (default: all)")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: minutes")
+    output.add_json(parser)
     parser.add_argument("--out", type=Path, default=Path("bench-report"), help="folder for results")
 
 
@@ -42,15 +45,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if tree is None:
         package = Path(storage_ops.__file__).parent
         version = storage_ops._library.build_info().get("version", "the one you have")
-        console.print(
-            MISSING.format(package=package, version=version), markup=False, soft_wrap=True
-        )
+        output.complain(MISSING.format(package=package, version=version))
         return 2
     sys.path.insert(0, str(tree))
     runner: Any = importlib.import_module("benchmarks._runner")
     known: list[str] = runner.parts()
     unknown = [part for part in args.parts if part not in known]
     if unknown:
-        console.print(f"[red]part is {unknown[0]}; expected one of {', '.join(known)}[/]")
+        output.complain(f"part is {unknown[0]}; expected one of {', '.join(known)}")
         return 2
-    return int(runner.run(args.parts or known, args.quick, args.out, console))
+    shown = Console(stderr=True) if args.json else console
+    code = int(runner.run(args.parts or known, args.quick, args.out, shown))
+    if args.json:
+        output.print_json(
+            [json.loads(row) for row in (args.out / "rows.jsonl").read_text().splitlines()]
+        )
+    return code

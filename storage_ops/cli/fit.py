@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from storage_ops.cli import hf_model
+from storage_ops.cli import hf_model, output
 from storage_ops.quantities import parse_bytes
 
 HELP = "what to recompute so that a training step of a model fits into a GPU"
@@ -20,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hf_model.add_arguments(parser)
     parser.add_argument("--actions", nargs="*", help="keep, output_discard, selective, full, tile")
     parser.add_argument("--save", type=Path, help="write the plan for load_fit into this file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw time against peak into this file")
 
 
@@ -32,16 +31,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
         budget = parse_bytes(args.budget, "--budget")
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
-        search = Search(model, batch, None, optimizer, args.device, args.actions)
-        plan = search.plan(budget)
+        with output.working("simulating layers and searching"):
+            search = Search(model, batch, None, optimizer, args.device, args.actions)
+            plan = search.plan(budget)
     except NothingFits as error:
-        hf_model.complain(error)
+        output.complain(error)
         return 1
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        hf_model.complain(error)
+        output.complain(error)
         return 2
     if args.json:
-        print(json.dumps(plan.as_dict(), indent=1))
+        output.print_json(plan.as_dict())
     else:
         console.print(plan)
     try:
@@ -51,10 +51,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
             _draw(args.plot, search, plan)
     except ImportError as error:
         message = f"--plot needs matplotlib: {error}. Run: pip install 'storage_ops[plot]'"
-        hf_model.complain(ImportError(message))
+        output.complain(ImportError(message))
         return 1
     except (OSError, ValueError) as error:
-        hf_model.complain(error)
+        output.complain(error)
         return 1
     return 0
 

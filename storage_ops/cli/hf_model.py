@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from storage_ops.loss.devices import DEVICES
 from storage_ops.loss.plan import dtype_name
 
@@ -30,12 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--budget", default="80GiB", help="such as 70GiB (default: 80GiB)")
     parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: h100)")
-
-
-def complain(error: Exception) -> None:
-    """Print what is wrong with the arguments."""
-    console = Console(stderr=True)
-    console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def optimizer_named(name: str) -> type[Optimizer] | None:

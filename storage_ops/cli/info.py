@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +12,14 @@ from rich.text import Text
 
 import storage_ops
 from storage_ops import _library
+from storage_ops.cli import output
 
 HELP = "versions, libraries and paths in use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     else:
         facts = storage_ops.info()
     if args.json:
-        print(json.dumps(facts, indent=1))
+        output.print_json(facts)
     else:
         table = Table(title="storage_ops", show_header=False)
         for key, text in _rows(facts):

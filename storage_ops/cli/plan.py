@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import storage_ops
+from storage_ops.cli import output
 from storage_ops.loss import plan as plans
 from storage_ops.loss import planner, schedule
 from storage_ops.loss.devices import DEVICES, Rates, named
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", help=f"{', '.join(DEVICES)} (default: the GPU that torch finds, else h200)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw time against budget into this file")
 
 
@@ -92,10 +92,6 @@ def _device(name: str | None) -> str:
     return "h200" if present == "cpu" else present
 
 
-def _complain(message: str) -> None:
-    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code."""
     try:
@@ -114,12 +110,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
         rates = named(device)
         chosen = planner.choose(p, given, rates)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        _complain(str(error))
+        output.complain(str(error))
         return 2
     budget = planner.default_budget(p) if given is None else given
     found = curve(p, rates, budget)
     if args.json:
-        print(json.dumps(_facts(p, device, budget, chosen, found), indent=1))
+        output.print_json(_facts(p, device, budget, chosen, found))
     else:
         console.print(plans.describe(chosen, p, rates, given), highlight=False, soft_wrap=True)
         console.print(_table(found, rates, budget))
@@ -127,7 +123,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         try:
             from storage_ops.cli.plan_plot import draw
         except ImportError as error:
-            _complain(f"--plot needs matplotlib: {error}. Run: pip install 'storage_ops[plot]'")
+            output.complain(
+                f"--plot needs matplotlib: {error}. Run: pip install 'storage_ops[plot]'"
+            )
             return 1
         title = (
             f"Linear cross-entropy of {p.tokens} tokens, hidden size {p.hidden}, {p.vocab} classes,"
@@ -136,7 +134,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         try:
             draw(args.plot, title, p, rates, found.floor, budget, chosen)
         except (OSError, OverflowError, ValueError) as error:
-            _complain(f"--plot is {args.plot}; {error}")
+            output.complain(f"--plot is {args.plot}; {error}")
             return 1
     return 0
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
+from pathlib import Path
 
 from rich.console import Console
 
-from storage_ops.cli import hf_model
+from storage_ops.cli import hf_model, output
 
 HELP = "whether a training step of a model fits into a GPU"
 
@@ -15,7 +15,8 @@ HELP = "whether a training step of a model fits into a GPU"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     hf_model.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    output.add_json(parser)
+    parser.add_argument("--plot", type=Path, help="draw memory over the step into this file")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -25,13 +26,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
-        report = will_it_fit(model, batch, args.budget, None, optimizer, args.device)
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        hf_model.complain(error)
+        with output.working("simulating a step"):
+            report = will_it_fit(model, batch, args.budget, None, optimizer, args.device)
+        if args.plot is not None:
+            report.step.plot(args.plot)
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        output.complain(error)
         return 2
     if args.json:
         names = ("fits", "peak_bytes", "budget_bytes", "by_owner", "device")
-        print(json.dumps({name: getattr(report, name) for name in names}, indent=1))
+        output.print_json({name: getattr(report, name) for name in names})
     else:
         console.print(report)
     return 0 if report.fits else 1

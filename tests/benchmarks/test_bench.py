@@ -24,13 +24,13 @@ def test_every_part_is_known_and_says_what_it_is():
 
 def test_an_unknown_part_is_named(capsys):
     assert cli.main(["bench", "loss"]) == 2
-    assert "part is loss; expected one of autochunk" in " ".join(capsys.readouterr().out.split())
+    assert "part is loss; expected one of autochunk" in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_a_source_tree_it_says_where_to_get_one(capsys, monkeypatch):
     monkeypatch.setattr(bench, "source_tree", lambda: None)
     assert cli.main(["bench"]) == 2
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().err.split())
     assert "belong to the source tree" in printed and "make build" in printed
 
 

@@ -56,3 +56,10 @@ def test_json(command, capsys):
 def test_complaints(command, options, complaint, capsys):
     assert cli.main([*command, *options]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_memory_is_drawn(command, tmp_path, capsys):
+    assert cli.main([*command, "--plot", str(tmp_path / "memory.svg")]) == 0
+    assert "optimizer state" in (tmp_path / "memory.svg").read_text()
+    assert cli.main([*command, "--plot", str(tmp_path / "none" / "memory.svg")]) == 2
+    assert "No such file" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from storage_ops.cli import output
+
 HELP = "train a small GPT with and without storage_ops"
 
 
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--steps", type=int, default=32, help="optimizer steps of each training")
     parser.add_argument("--seed", type=int, default=0)
+    output.add_json(parser)
     parser.add_argument(
         "--plot", type=Path, default=Path("demo.png"), help="where the picture goes"
     )
@@ -33,8 +36,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         from storage_ops.cli.demo import command
     except ImportError as error:
-        console.print(
-            f"[red]The demo needs more packages[/]: {error}. Run: pip install 'storage_ops\\[demo]'"
+        output.complain(
+            f"the demo needs more packages: {error}. Run: pip install 'storage_ops[demo]'"
         )
         return 1
+    if args.json:  # what is said on the way goes beside it
+        console = Console(stderr=True)
     return command.run(args, console)

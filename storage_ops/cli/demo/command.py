@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import storage_ops
+from storage_ops.cli import output
 from storage_ops.cli.demo import corpus, picture
 from storage_ops.cli.demo.model import PRESETS
 from storage_ops.cli.demo.train import Run, train
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the demo; return the exit code."""
     complaint = _complaint(args)
     if complaint is not None:
-        console.print(f"[red]{complaint}[/]")
+        output.complain(complaint)
         return 2
     config = PRESETS[args.preset]
     with console.status("reading text and training a byte-pair encoding"):
@@ -44,9 +45,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         data, tokenizer = corpus.encode(text, config.vocab)
     config = dataclasses.replace(config, vocab=tokenizer.get_vocab_size())
     if len(data) <= config.context + 1:
-        console.print(
-            f"[red]the text has {len(data)} tokens; expected over {config.context + 1}[/]"
-        )
+        output.complain(f"the text has {len(data)} tokens; expected over {config.context + 1}")
         return 2
     console.print(
         f"{len(text) / 1e6:.1f} MB of text, {len(data):,} tokens, vocabulary {config.vocab:,}; "
@@ -71,7 +70,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     losses = {run.label: run.losses for run in (plain, ours)}
     picture.draw(args.plot, losses, {run.label: run.memory for run in (plain, ours)})
     console.print(f"Loss and memory curves: {args.plot}")
+    if args.json:
+        output.print_json([_facts(plain), _facts(ours)])
     return 0
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    return {
+        "label": run.label,
+        "losses": run.losses,
+        "peak_bytes": run.memory.peak_bytes,
+        "step_seconds": run.step_seconds,
+    }
 
 
 def _table(plain: Run, ours: Run, info: dict[str, Any]) -> Table:
