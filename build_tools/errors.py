@@ -1,0 +1,88 @@
+"""The page of the documentation site that lists what the package raises, by message."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = {
+    "storage": ("Storage ops", "storage-ops.md"),
+    "checkpoint": ("Checkpointing", "checkpointing.md"),
+    "loss": ("Linear cross-entropy", "linear-cross-entropy.md"),
+    "divergence": ("Divergences", "preference-rl-and-distillation.md"),
+    "losses": ("Preference losses, RL and distillation", "preference-rl-and-distillation.md"),
+    "autochunk": ("Auto-chunker", "autochunk.md"),
+    "graph": ("Traced steps", "traced-steps.md"),
+    "memory": ("Measuring memory", "measuring.md"),
+    "fitting": ("fit", "it-does-not-fit.md"),
+    "integrations": ("Integrations", "linear-cross-entropy.md"),
+    "cli": ("Commands", "commands.md"),
+}
+HEAD = """\
+# Errors by message
+
+Every message that the package raises, with "…" where it names what it found: search this page for
+the words around a number or name. After "expected" each says what would have been right. Messages
+of installing are [elsewhere](installing.md#troubleshooting).
+"""
+# Helpers that put a message together of an argument, what it is and what was expected.
+_WRONG = {"wrong", "_wrong"}
+
+
+def on_files(files, config):
+    """Add the page; mkdocs calls this."""
+    files.append(File.generated(config, "errors.md", content=_page()))
+    return files
+
+
+def _page():
+    """A section for each part of the package, and an anchor for each message."""
+    parts = [HEAD]
+    for package, (title, about) in PARTS.items():
+        found = defaultdict(set)
+        for path in sorted((ROOT / "storage_ops" / package).rglob("*.py")):
+            for kind, message in _messages(ast.parse(path.read_text())):
+                if len(re.findall(r"\w+", message)) > 2:
+                    found[message].add(kind)
+        parts.append(f"## {title}\n\n[{title}]({about}) explains what they are about.\n")
+        for message, kinds in sorted(found.items()):
+            anchor = f"{package}-{re.sub(r'[^a-z0-9]+', '-', message.lower()).strip('-')[:80]}"
+            shown = message.replace("`", "'")
+            link = f"[¶](#{anchor}){{#{anchor} .headerlink title='link to this message'}}"
+            parts.append(f"- {', '.join(sorted(kinds))}: `{shown}` {link}")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _messages(tree):
+    """(kind of error, message) of each raise in a module."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
+            continue
+        call, arguments = node.exc, node.exc.args
+        name = ast.unparse(call.func)
+        if name in _WRONG:
+            kinds = [a for a in arguments if ast.unparse(a).endswith("Error")]
+            what, found, expected = map(_text, arguments[-3:])
+            yield (
+                ast.unparse(kinds[0]) if kinds else "Error",
+                f"{what} {found}; expected {expected}",
+            )
+        elif name == "Conflict":
+            yield "declined with a reason", _text(arguments[0])
+        elif name.endswith("Error") and arguments:
+            yield name, _text(arguments[0])
+
+
+def _text(node):
+    """The text that an expression becomes, with "…" for what is not known before it runs."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(value) for value in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return "…"
