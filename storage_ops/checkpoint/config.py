@@ -197,7 +197,11 @@ class ActivationCheckpointConfig:
             >>> storage_ops.ActivationCheckpointConfig.from_json(text).policy
             'matmuls'
         """
-        return ActivationCheckpointConfig.from_dict(json.loads(_text_of(source, (".json",))))
+        try:
+            values = json.loads(_text_of(source, (".json",)))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the config is not JSON: {error}") from error
+        return ActivationCheckpointConfig.from_dict(values)
 
     @staticmethod
     def from_yaml(source: str | os.PathLike[str]) -> ActivationCheckpointConfig:
@@ -223,7 +227,7 @@ class ActivationCheckpointConfig:
             ) from error
         try:
             values = yaml.safe_load(_text_of(source, (".yaml", ".yml")))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(f"the config is not YAML: {error}") from error
         return ActivationCheckpointConfig.from_dict(values)
 

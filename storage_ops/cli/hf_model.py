@@ -76,7 +76,9 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         cls: Any = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
         with torch.device("meta"):
             made = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise ValueError(
             f"--hf-config is {args.hf_config}, of which no model can be made: {error}; expected "
             "the config.json of a model of transformers"

@@ -210,9 +210,8 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:
         >>> again.peak_bytes == plan.peak_bytes
         True
     """
-    text = Path(path).read_text()
     try:
-        values: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = json.loads(Path(path).read_text())
         if values["format"] != _FORMAT:
             raise ValueError(f"format is {values['format']!r}; expected {_FORMAT}")
         saved = [(v["layer"], Action.from_dict(v)) for v in values["actions"]]
@@ -221,7 +220,9 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:
         peak, budget = int(values["peak_bytes"]), int(values["budget"])
         seconds, step_seconds = float(values["seconds"]), float(values["step_seconds"])
         device, known = str(values["device"]), str(values["fingerprint"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise ValueError(f"load_fit: {path} is no plan of fit: {error!r}") from error
     units = _places(model)
     if fingerprint(model) != known or any(name not in units for name, _ in saved):

@@ -1,0 +1,118 @@
+"""Whatever stands in a config, a plan, a size or the name of an op, the answer is a clear error.
+
+Nothing that the package reads is run: no parser calls eval, no pickle is loaded.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import storage_ops as so
+from storage_ops.checkpoint.op_names import resolve
+from storage_ops.quantities import parse_bytes
+
+Config = so.ActivationCheckpointConfig
+FIELDS = sorted(Config.__dataclass_fields__)
+DEEP = "[" * 100_000
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    | st.sampled_from(["selective", "full", "aten.mm", "matmuls", "layers.*", "__class__"])
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+
+
+def answers(parse, *args):
+    """The result, or None where the error is one that the caller can expect."""
+    try:
+        return parse(*args)
+    except (TypeError, ValueError):
+        return None
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=6), VALUES, max_size=4))
+def test_configs(values):
+    for found in (
+        answers(Config.from_dict, values),
+        answers(Config.from_json, json.dumps(values)),
+    ):
+        assert found is None or found.effective_mode in ("full", "selective", "output_discard")
+
+
+@given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
+def test_texts_of_configs(text):
+    answers(Config.from_json, text)
+    answers(Config.from_yaml, text)
+
+
+@pytest.mark.parametrize("parse", [Config.from_json, Config.from_yaml])
+@pytest.mark.parametrize("text", [DEEP, '{"policy": ' + DEEP, "!!python/object:os.system {}"])
+def test_configs_that_are_out_to_harm(parse, text):
+    with pytest.raises(ValueError, match="the config is not (JSON|YAML)"):
+        parse(text)
+
+
+@given(st.text() | st.from_regex(r"[0-9.eE+-]{1,12} ?[KMGTkmgt]?i?[bB]?", fullmatch=True))
+def test_sizes(text):
+    found = answers(parse_bytes, text, "budget")
+    assert found is None or found >= 0
+
+
+@given(st.text() | st.from_regex(r"(torch\.ops\.)?aten\.[a-z_.]{1,12}", fullmatch=True))
+def test_names_of_ops(name):
+    found = answers(resolve, [name], "ops_to_save")
+    assert found is None or all(re.fullmatch(r"[\w.]+::?[\w.]+|[\w.]+", op) for op in found)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """A plan for a model, as it was saved; and the model."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))] * 1)
+    path: Path = tmp_path_factory.mktemp("plan") / "fit.json"
+    so.fit(model, torch.randn(4, 8), budget="1GiB").save(path)
+    return path, json.loads(path.read_text()), model
+
+
+def changed(value, at, other):
+    """A JSON value with one of its parts replaced: that number `at` in the order of a walk."""
+    count = [0]
+
+    def walk(value):
+        count[0] += 1
+        if count[0] - 1 == at:
+            return other
+        if isinstance(value, dict):
+            return {key: walk(item) for key, item in value.items()}
+        return [walk(item) for item in value] if isinstance(value, list) else value
+
+    return walk(value)
+
+
+@settings(max_examples=200)
+@given(at=st.integers(0, 60), other=VALUES)
+def test_plans(plan, at, other):
+    path, values, model = plan
+    damaged = path.with_name("damaged.json")
+    damaged.write_text(json.dumps(changed(values, at, other)))
+    found = answers(so.load_fit, damaged, model)
+    if found is not None:
+        str(found)
+        if answers(lambda: (found.apply(), True)) is not None:
+            found.undo()
+    assert all(type(m) in (nn.Sequential, nn.Linear, nn.GELU) for m in model.modules())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", DEEP, '{"format": 1}', "\x00"])
+def test_what_is_no_plan(text, plan, tmp_path):
+    (tmp_path / "no.json").write_text(text)
+    with pytest.raises(ValueError, match="is no plan of fit"):
+        so.load_fit(tmp_path / "no.json", plan[2])
