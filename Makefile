@@ -97,5 +97,6 @@ $(VENV)/documented: $(VENV)/installed requirements/docs.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(NATIVE)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	STORAGE_OPS_NO_NATIVE=$${STORAGE_OPS_NO_NATIVE:-0} \
+	  $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	touch $@

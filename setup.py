@@ -1,9 +1,10 @@
 """Build of storage_ops: a few small native libraries, one ninja file, no import of torch.
 
 Environment: FORCE_CUDA=0/1, TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS, NVCC_THREADS, DEBUG=1, CXX,
-LDFLAGS, STORAGE_OPS_NO_NATIVE=1 (pure Python), STORAGE_OPS_WERROR=1, STORAGE_OPS_SANITIZE=1,
-STORAGE_OPS_BINDING_TORCHES, STORAGE_OPS_TORCH_HEADERS and STORAGE_OPS_PREBUILT_LIBS, explained in
-docs/installing.md. The flags of the compilers are in build_tools/ninja_file.py.
+LDFLAGS, STORAGE_OPS_NO_NATIVE=1 (pure Python) or 0 (never), STORAGE_OPS_WERROR=1,
+STORAGE_OPS_SANITIZE=1, STORAGE_OPS_BINDING_TORCHES, STORAGE_OPS_TORCH_HEADERS and
+STORAGE_OPS_PREBUILT_LIBS, explained in docs/installing.md. The flags of the compilers are in
+build_tools/ninja_file.py.
 """
 
 import json
@@ -60,7 +61,20 @@ def kernels() -> list[Native]:
 
 
 def natives() -> list[Native]:
-    if os.environ.get("STORAGE_OPS_NO_NATIVE") == "1":
+    """All that is compiled; nothing where STORAGE_OPS_NO_NATIVE=1, or where it cannot be.
+
+    STORAGE_OPS_NO_NATIVE=0 insists, as `make` does: what is missing is an error then.
+    """
+    wanted = os.environ.get("STORAGE_OPS_NO_NATIVE", "")
+    if wanted == "1":
+        return []
+    missing = toolchain.missing() if wanted != "0" else ""
+    if missing:
+        print(
+            f"storage_ops becomes a pure-Python package, for {missing}: slower, and sharing a "
+            "storage copies its bytes. With STORAGE_OPS_NO_NATIVE=0 this is an error.",
+            file=sys.stderr,
+        )
         return []
     return [Native("_build_info", "csrc/build_info.cpp"), *kernels()]
 

@@ -103,9 +103,19 @@ def gpu_archs(nvcc: str) -> set[str]:
     return {f"{major}.{minor}" for major, minor in re.findall(r"compute_(\d+)(\d)\b", listed)}
 
 
+def missing() -> str:
+    """Why nothing can be compiled here, or ""."""
+    if not sys.platform.startswith("linux"):
+        return f"its libraries are for Linux and this is {sys.platform}"
+    return "" if _compiler() else "no C++ compiler was found"
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
 def compiler() -> str:
-    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-    return found or stop("no C++ compiler was found; install g++ or set CXX.")
+    return _compiler() or stop("no C++ compiler was found; install g++ or set CXX.")
 
 
 def ninja() -> str:

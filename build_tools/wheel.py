@@ -44,7 +44,8 @@ def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
         if toolchain.minor_of(minor) != toolchain.installed_torch():
             torch_headers.fetch(minor)
     build = folder.with_name(f"{folder.name}-build")
-    where = {"STORAGE_OPS_TORCH_HEADERS": str(toolchain.headers_folder())}
+    headers = str(toolchain.headers_folder())
+    where = {"STORAGE_OPS_TORCH_HEADERS": headers, "STORAGE_OPS_NO_NATIVE": "0"}
     setup = [sys.executable, source / "setup.py", "-q", "build", "--build-lib", build]
     env = {**os.environ, **where, **environment}
     env.pop("STORAGE_OPS_PREBUILT_LIBS", None)  # set for the wheels that these libraries go into
@@ -94,7 +95,8 @@ def build_all() -> None:
         libs(work / "libs", work / sdist.name.removesuffix(".tar.gz"), **flags)
     for python in pythons():
         wheel = ["wheel", "--quiet", "--no-deps", "--wheel-dir", work / "raw", sdist]
-        prebuilt = {"STORAGE_OPS_PREBUILT_LIBS": built, "FORCE_CUDA": "0"}
+        prebuilt = {"STORAGE_OPS_PREBUILT_LIBS": built, "STORAGE_OPS_NO_NATIVE": "0"}
+        prebuilt["FORCE_CUDA"] = "0"
         run(sys.executable, "-m", "pip", "--python", python, *wheel, **prebuilt, **flags)
     for raw in sorted((work / "raw").glob("*.whl")):
         repair(raw, dist)

@@ -57,7 +57,7 @@ def test_texts_of_configs(text):
 @pytest.mark.parametrize("parse", [Config.from_json, Config.from_yaml])
 @pytest.mark.parametrize("text", [DEEP, '{"policy": ' + DEEP, "!!python/object:os.system {}"])
 def test_configs_that_are_out_to_harm(parse, text):
-    with pytest.raises(ValueError, match="the config is not (JSON|YAML)"):
+    with pytest.raises(ValueError, match=r"the config is not (JSON|YAML)"):
         parse(text)
 
 

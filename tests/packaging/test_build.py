@@ -15,6 +15,8 @@ import pybind11
 import pytest
 import setuptools
 
+from build_tools import toolchain
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ["setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md",
           "CONTRIBUTING.md", "Makefile", "storage_ops", "storage_ops_plan.py", "csrc", "cuda",
@@ -72,6 +74,24 @@ def test_pure_python_wheel_without_torch(tree):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"storage_ops/py.typed", "storage_ops_plan.py"} <= set(names)
     assert not any(name.endswith(".so") for name in names)
+
+
+def test_without_a_compiler_it_becomes_pure_python_and_says_so(tree):
+    (tree / "bin").mkdir()
+    no_compiler = {"PATH": str(tree / "bin"), "CXX": ""}
+    result = setup(tree, "bdist_wheel", "-d", str(tree / "dist"), **no_compiler)
+    assert result.returncode == 0, result.stderr
+    assert "storage_ops becomes a pure-Python package, for no C++ compiler was" in result.stderr
+    assert "Traceback" not in result.stderr
+    (wheel,) = (tree / "dist").glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    result = setup(tree, "build_ext", STORAGE_OPS_NO_NATIVE="0", **no_compiler)
+    assert "cannot build its native libraries" in result.stderr
+
+
+def test_elsewhere_than_on_linux_it_is_pure_python(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    assert toolchain.missing() == "its libraries are for Linux and this is win32"
 
 
 def test_a_native_build_without_torch_says_so_in_one_sentence(tree):
