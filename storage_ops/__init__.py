@@ -1,6 +1,6 @@
 """Free an activation's bytes, bind them back in place, and train large models in less memory."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import_error: Exception | None = None
 
@@ -10,10 +10,12 @@ except (ImportError, OSError) as error:
     # `info` must still be able to say what is wrong, and plans for a GPU need no torch.
     import_error = error
 
-    def __getattr__(name: str) -> Any:
-        if name in __all__:
-            raise ImportError(f"storage_ops needs torch, which does not import: {import_error}")
-        raise AttributeError(f"module 'storage_ops' has no attribute {name!r}")
+    if not TYPE_CHECKING:  # to a type checker, every name would be there
+
+        def __getattr__(name: str) -> Any:
+            if name in __all__:
+                raise ImportError(f"storage_ops needs torch, which does not import: {import_error}")
+            raise AttributeError(f"module 'storage_ops' has no attribute {name!r}")
 
 else:
     from storage_ops import _info, _library
@@ -41,7 +43,7 @@ else:
     from storage_ops.checkpoint.wrapper import CheckpointWrapper
     from storage_ops.divergence.api import linear_kl_div
     from storage_ops.fitting.fit import fit
-    from storage_ops.fitting.plan import load_fit
+    from storage_ops.fitting.plan import FitPlan, load_fit
     from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
     from storage_ops.loss.api import LinearCrossEntropyLoss, linear_cross_entropy
     from storage_ops.loss.plan import plan
@@ -67,6 +69,7 @@ __all__ = [
     "ActivationCheckpointConfig",
     "CheckpointWrapper",
     "DiscardedTensorError",
+    "FitPlan",
     "LinearCrossEntropyLoss",
     "OutputDiscard",
     "OutputDiscardChain",

@@ -41,6 +41,10 @@ REFERENCES = {
     "linear_cross_entropy_backward_target": "linear_cross_entropy",
     "linear_kl_div_backward": "linear_kl_div",
 }
+PUBLIC = ["storage_ops"] + [
+    f"storage_ops.{name}"
+    for name in ("autochunk", "graph", "integrations", "losses", "memory", "policies")
+]
 MODULES = [
     name
     for _, name, _ in pkgutil.walk_packages(storage_ops.__path__, "storage_ops.")
@@ -78,7 +82,8 @@ def test_no_file_is_longer_than_500_lines():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings(name):
+def test_examples_in_docstrings(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     module = importlib.import_module(name)
     names = {"torch": torch, "storage_ops": storage_ops}
     if name == "storage_ops.memory.plot":
@@ -96,8 +101,24 @@ def test_examples_in_docstrings(name):
             assert runner.failures == 0, test.name
 
 
-def run_examples(page, most=30):
+def test_every_public_name_is_in_the_file_that_type_checkers_read():
+    """`make lint` checks that file as a user's."""
+    used = (ROOT / "tests/typed_use.py").read_text()
+    for package in PUBLIC:
+        module = importlib.import_module(package)
+        prefix = package.rpartition(".")[2].replace("storage_ops", "so")
+        missing = [n for n in module.__all__ if not re.search(rf"\b{prefix}\.{n}\b", used)]
+        assert not missing, package
+
+
+@pytest.fixture
+def run_examples(tmp_path, monkeypatch):
     """Run a page's examples in order; how many there are, and the names they leave."""
+    monkeypatch.chdir(tmp_path)  # some write files
+    return _run_examples
+
+
+def _run_examples(page, most=30):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, object] = {}
     for block in blocks:
@@ -106,7 +127,7 @@ def run_examples(page, most=30):
     return len(blocks), names
 
 
-def test_the_examples_of_the_readme_run():
+def test_the_examples_of_the_readme_run(run_examples):
     count, names = run_examples(ROOT / "README.md", most=12)
     assert count >= 4 and isinstance(names["m"], storage_ops.memory.Measurement)
 
@@ -123,7 +144,7 @@ def test_the_examples_of_the_readme_run():
         "preference-rl-and-distillation",
     ],
 )
-def test_the_examples_of_a_page_run(name):
+def test_the_examples_of_a_page_run(name, run_examples):
     assert run_examples(ROOT / "docs" / f"{name}.md")[0]
 
 

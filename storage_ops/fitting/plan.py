@@ -55,6 +55,12 @@ class FitPlan:
         totals: peak in bytes and seconds added of other plans, "none" and "full checkpoint", as
             computed from single layers.
         step_seconds: of a step without recomputing, predicted; the optimizer not counted.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
+        >>> plan: storage_ops.FitPlan = storage_ops.fit(model, torch.randn(4, 8), budget="1GiB")
+        >>> plan.peak_bytes < plan.budget
+        True
     """
 
     def __init__(

@@ -200,6 +200,9 @@ class check_discarded(TorchDispatchMode):
 of shape (2,) whose bytes were discarded
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (func.is_view or func.namespace == "storage_ops"):
             for leaf in tree_leaves((args, kwargs)):
