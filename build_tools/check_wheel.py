@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
+from build_tools import sbom
 from build_tools.old_glibc import POLICY, allowed
 
 MOST_BYTES = 20_000_000
@@ -82,6 +83,8 @@ def wrong_contents(
     present = {n for n in names if n.endswith(".so")} | (expected & set(names))
     yield from (f"lacks {name}" for name in sorted(expected - present))
     yield from (f"has {name}, which belongs to no build" for name in sorted(present - expected))
+    if not any(name.endswith(sbom.NAME) for name in names):
+        yield f"lacks {sbom.NAME}"
     yield from (f"has {n}" for n in names if not re.match(r"storage_ops([-/]|_plan\.py$)", n))
 
 

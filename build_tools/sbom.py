@@ -1,0 +1,78 @@
+"""What a wheel is made of: a CycloneDX file in its `.dist-info/sboms` (PEP 770).
+
+Listed are the package, each of its libraries by its SHA-256, and what was compiled into them:
+headers of pybind11 and torch, the CUDA runtime, which is linked statically, and CCCL.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+NAME = "sboms/storage_ops.cdx.json"
+Facts = dict[str, str]
+
+
+def add(wheel: Path) -> None:
+    """Write the file into a wheel, in place."""
+    with tempfile.TemporaryDirectory() as folder:
+        tool = [sys.executable, "-m", "wheel"]
+        subprocess.run([*tool, "unpack", "--dest", folder, wheel], check=True, capture_output=True)
+        (tree,) = Path(folder).iterdir()
+        (info,) = tree.glob("*.dist-info")
+        (info / "sboms").mkdir()
+        text = json.dumps(contents(tree), indent=1)
+        (info / NAME).write_text(f"{text}\n")
+        pack = [*tool, "pack", "--dest-dir", wheel.parent, tree]
+        subprocess.run(pack, check=True, capture_output=True)
+
+
+def contents(tree: Path) -> dict[str, object]:
+    """The bill of materials of a package that lies unpacked in a folder."""
+    facts: Facts = json.loads((tree / "storage_ops/lib/build_info.json").read_text())
+    libraries = sorted((tree / "storage_ops").rglob("*.so"))
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "library", "name": "storage_ops", "version": facts["version"],
+                "purl": f"pkg:pypi/storage-ops@{facts['version']}",
+                "licenses": [{"license": {"id": "BSD-3-Clause"}}],
+                "properties": [
+                    {"name": f"storage_ops:{name}", "value": facts[name]}
+                    for name in ("compiler", "sources")
+                ],
+            },
+        },
+        "components": [
+            *_compiled_in(facts),
+            *(
+                {
+                    "type": "file", "name": str(path.relative_to(tree)),
+                    "hashes": [{"alg": "SHA-256", "content": _digest(path)}],
+                }
+                for path in libraries
+            ),
+        ],
+    }  # fmt: skip
+
+
+def _compiled_in(facts: Facts) -> list[dict[str, str]]:
+    pybind11 = importlib.metadata.version("pybind11")
+    found = [("pybind11", pybind11, f"pkg:pypi/pybind11@{pybind11}")]
+    found += [(f"torch headers {minor}", minor, "") for minor in facts["bindings"].split()]
+    for cuda in facts["cuda"].split():
+        found.append(("CUDA runtime, static, and CCCL headers", cuda, ""))
+    return [
+        {"type": "library", "name": name, "version": version, **({"purl": purl} if purl else {})}
+        for name, version, purl in found
+    ]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
