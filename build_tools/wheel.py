@@ -56,7 +56,7 @@ def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
 
 
 def repair(wheel: Path, folder: Path) -> None:
-    """Give a wheel its platform tag, after auditwheel has looked at it, and its list of contents."""
+    """Give a wheel its platform tag, if its libraries deserve it, and its list of contents."""
     excluded = [flag for name in NOT_OURS for flag in ("--exclude", f"{name}.so*")]
     platform = f"{old_glibc.POLICY}_x86_64"
     where = ["--plat", platform, "--only-plat", "--wheel-dir", folder]

@@ -1,5 +1,6 @@
 """The build tools say what is wrong with what they are given."""
 
+import base64
 import hashlib
 import json
 import os
@@ -103,26 +104,30 @@ def test_a_bad_wheel_is_reported(tmp_path):
         archive.writestr("tests/test_x.py", "")
     found = "\n".join(check_wheel.check(wheel))
     for complaint in ("local tag", "requires ['torch==2.13']", "no manylinux_2_28 tag",
-                      "libstorage_ops_cu13.so", "binding_2_10", "has tests/test_x.py", "lacks sboms/"):  # fmt: skip
+                      "libstorage_ops_cu13.so", "binding_2_10", "has tests/test_x.py",
+                      "lacks sboms/"):  # fmt: skip
         assert complaint in found
 
 
 def test_a_wheel_lists_what_is_in_it(tmp_path):
     pytest.importorskip("wheel")
-    path, info = (
-        tmp_path / "storage_ops-1.0-cp311-cp311-linux_x86_64.whl",
-        "storage_ops-1.0.dist-info",
-    )
+    path = tmp_path / "storage_ops-1.0-cp311-cp311-linux_x86_64.whl"
+    info, library = "storage_ops-1.0.dist-info", os.urandom(64)
     facts = {"version": "1.0", "compiler": "g++ 12", "sources": "ab", "cuda": "13.0",
              "bindings": "2.10 2.11"}  # fmt: skip
-    library = os.urandom(64)
+    tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n"
+    files = {
+        f"{info}/WHEEL": tag.encode(),
+        "storage_ops/lib/build_info.json": json.dumps(facts).encode(),
+        "storage_ops/lib/libstorage_ops_cpu.so": library,
+    }
     with zipfile.ZipFile(path, "w") as archive:
-        tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n"
-        archive.writestr(f"{info}/WHEEL", tag)
-        archive.writestr("storage_ops/lib/build_info.json", json.dumps(facts))
-        archive.writestr("storage_ops/lib/libstorage_ops_cpu.so", library)
-        hashed = [f"{name},," for name in archive.namelist()]
-        archive.writestr(f"{info}/RECORD", "\n".join([*hashed, f"{info}/RECORD,,\n"]))
+        record = [f"{info}/RECORD,,"]
+        for name, content in files.items():
+            archive.writestr(name, content)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+            record.append(f"{name},sha256={digest},{len(content)}")
+        archive.writestr(f"{info}/RECORD", "\n".join(record))
     sbom.add(path)
     with zipfile.ZipFile(path) as archive:
         listed = json.loads(archive.read(f"{info}/{sbom.NAME}"))
