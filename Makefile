@@ -50,7 +50,8 @@ EMULATED_IN_THREADS = LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) \
   STORAGE_OPS_EMULATION_SANITIZER=thread $(EMULATED)
 EMULATED_IN_MEMORY = $(SANITIZE_ENV) STORAGE_OPS_EMULATION_SANITIZER=address $(EMULATED)
 
-CXX_SOURCES = $(wildcard csrc/*.* csrc/*/* cuda/* $(addprefix tests/cuda_emulation/,*.h *.cpp *.cu include/*))
+CXX_SOURCES = $(wildcard csrc/*.* csrc/*/* cuda/* $(addprefix tests/,other_device/*.cpp \
+  $(addprefix cuda_emulation/,*.h *.cpp *.cu include/*)))
 
 build: $(VENV)/built  ## build the native libraries in place
 
