@@ -164,7 +164,8 @@ bool is_bare(const RowArguments<T, A>& a) {
 
 // The loops for AVX-512 with BF16, where they apply and the processor has it.
 template <typename T, typename A>
-bool update_fast(const RowArguments<T, A>& a, int64_t i, RowState<A>& state) {
+bool update_fast([[maybe_unused]] const RowArguments<T, A>& a, [[maybe_unused]] int64_t i,
+                 [[maybe_unused]] RowState<A>& state) {
 #if defined(STORAGE_OPS_X86)
   if constexpr (std::is_same_v<A, float>) {
     if (level() >= kAvx512Bf16 && is_bare(a) && !a.slope && a.argmax == nullptr)
@@ -175,7 +176,8 @@ bool update_fast(const RowArguments<T, A>& a, int64_t i, RowState<A>& state) {
 }
 
 template <typename T, typename A>
-bool overwrite_fast(const RowArguments<T, A>& a, int64_t i, const RowGradient<A>& gradient) {
+bool overwrite_fast([[maybe_unused]] const RowArguments<T, A>& a, [[maybe_unused]] int64_t i,
+                    [[maybe_unused]] const RowGradient<A>& gradient) {
 #if defined(STORAGE_OPS_X86)
   if constexpr (std::is_same_v<A, float>) {
     if (level() >= kAvx512Bf16 && is_bare(a) && gradient.entropy == 0) {

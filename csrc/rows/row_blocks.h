@@ -55,15 +55,23 @@ STORAGE_OPS_INLINE void narrow(const float* from, BFloat16* to, int64_t n) {
   }
 }
 
-#if defined(__FLT16_MAX__)
+// What compilers call the half of the processor, if it has one: C++ on Arm has only __fp16 before
+// GCC 13.
+#if defined(__ARM_FP16_FORMAT_IEEE)
+#define STORAGE_OPS_HALF __fp16
+#elif defined(__FLT16_MAX__)
+#define STORAGE_OPS_HALF _Float16
+#endif
+
+#if defined(STORAGE_OPS_HALF)
 STORAGE_OPS_INLINE void widen(const Half* from, float* to, int64_t n) {
-  const auto* half = reinterpret_cast<const _Float16*>(from);
+  const auto* half = reinterpret_cast<const STORAGE_OPS_HALF*>(from);
   for (int64_t j = 0; j < n; ++j) to[j] = static_cast<float>(half[j]);
 }
 
 STORAGE_OPS_INLINE void narrow(const float* from, Half* to, int64_t n) {
-  auto* half = reinterpret_cast<_Float16*>(to);
-  for (int64_t j = 0; j < n; ++j) half[j] = static_cast<_Float16>(from[j]);
+  auto* half = reinterpret_cast<STORAGE_OPS_HALF*>(to);
+  for (int64_t j = 0; j < n; ++j) half[j] = static_cast<STORAGE_OPS_HALF>(from[j]);
 }
 #else
 STORAGE_OPS_INLINE void widen(const Half* from, float* to, int64_t n) {
