@@ -17,6 +17,7 @@ from pathlib import Path
 
 from build_tools import sbom
 from build_tools.old_glibc import POLICY, allowed
+from build_tools.toolchain import MACHINE
 
 MOST_BYTES = 20_000_000
 TORCH_SYMBOL = re.compile(r"(aoti_torch|torch)_\w+")
@@ -79,7 +80,7 @@ def wrong_contents(
     expected = {f"storage_ops/lib/libstorage_ops_{name}.so" for name in libraries}
     expected |= {"storage_ops/py.typed", "storage_ops/lib/build_info.json"}
     tag = re.search(r"-cp(\d+)-", wheel.name)[1]
-    expected.add(f"storage_ops/_build_info.cpython-{tag}-x86_64-linux-gnu.so")
+    expected.add(f"storage_ops/_build_info.cpython-{tag}-{MACHINE}-linux-gnu.so")
     present = {n for n in names if n.endswith(".so")} | (expected & set(names))
     yield from (f"lacks {name}" for name in sorted(expected - present))
     yield from (f"has {name}, which belongs to no build" for name in sorted(present - expected))

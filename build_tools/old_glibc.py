@@ -15,14 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from build_tools.toolchain import compiler
+from build_tools.toolchain import MACHINE, compiler
 
 POLICY = "manylinux_2_28"
 SYMBOL = re.compile(
     r"\s+\d+: \w+\s+(\w+) (\w+)\s+(GLOBAL|WEAK|UNIQUE)\s+\w+\s+(?!UND)\w+ ([^\s@]+)@+(\S+)"
 )
 PARTS = {"pthread": 0, "dl": 2, "rt": 1}  # of libc by now, libraries of their own in the policy's
-LOADER = "ld-linux-x86-64.so.2"
+LOADER = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}[MACHINE]
 # The header of libstdc++ reads this variable of glibc 2.32: false means that there may be threads.
 COMPAT = '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;'
 
@@ -33,7 +33,7 @@ def allowed() -> dict[str, set[str]]:
     package = Path(importlib.util.find_spec("auditwheel").origin).parent
     policies = json.loads((package / "policy/manylinux-policy.json").read_text())
     (found,) = (policy for policy in policies if policy["name"] == POLICY)
-    return {family: set(names) for family, names in found["symbol_versions"]["x86_64"].items()}
+    return {family: set(names) for family, names in found["symbol_versions"][MACHINE].items()}
 
 
 def order(version: str) -> list[int]:

