@@ -138,6 +138,7 @@ def test_the_examples_of_the_readme_run(run_examples):
     [
         "autochunk",
         "checkpointing",
+        "integrations",
         "it-does-not-fit",
         "linear-cross-entropy",
         "measuring",
