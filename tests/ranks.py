@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = 60  # seconds; what hangs is an error
+# Ranks are forked from a process that has imported these once, which takes seconds for each rank.
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "storage_ops"]
 
 
 def free_port():
@@ -33,6 +35,19 @@ def _rank(rank, work, world, port, seed):
     dist.destroy_process_group()
 
 
+def forked():
+    """A context whose processes are forked from the one that has imported PRELOADED."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def run_in_processes(work, arguments, count):
+    """Call `work(rank, *arguments)`, a function of a module, in `count` processes."""
+    mp.start_processes(work, arguments, count, start_method=forked().get_start_method())
+
+
 def run_on_ranks(work, world):
     """Call `work(rank)`, a function of a module, in `world` processes with one random seed."""
-    mp.spawn(_rank, (work, world, free_port(), int(torch.randint(1 << 30, ()))), nprocs=world)
+    arguments = (work, world, free_port(), int(torch.randint(1 << 30, ())))
+    run_in_processes(_rank, arguments, world)

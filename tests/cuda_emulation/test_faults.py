@@ -19,6 +19,7 @@ def kernel(compiled, tmp_path_factory):
     return Emulated(compile_planted(tmp_path_factory.mktemp("faults")), NAMESPACE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SANITIZER != "", reason="the sanitizer ends the run first")
 @pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_planted_faults_are_found_and_nothing_else(kernel, fault):

@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -24,7 +23,7 @@ import storage_ops as so
 from storage_ops import memory
 from storage_ops.memory.estimate_ranks import inside
 
-from ..ranks import run_on_ranks
+from ..ranks import run_in_processes, run_on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
 WIDTH, LAYERS, VOCAB = 64, 3, 512
@@ -198,7 +197,7 @@ def alone(_, work):
 
 
 def on_no_ranks(work):
-    mp.spawn(alone, (work,), nprocs=1)
+    run_in_processes(alone, (work,), 1)
 
 
 def sizes_of_many():

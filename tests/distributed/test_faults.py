@@ -9,13 +9,12 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import storage_ops as so
 from storage_ops.checkpoint.makers import makers
 
-from ..ranks import free_port
+from ..ranks import forked, free_port
 
 if not dist.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
@@ -108,9 +107,10 @@ WHEN = ("forward", "consumer", "recompute", "backward")
 CASES = [(when, how) for when in WHEN for how in ("raises", "dies")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("when", "how"), [*CASES, ("recompute", "interrupt")])
 def test_every_rank_ends_with_an_error(when, how, tmp_path):
-    context, port = mp.get_context("spawn"), free_port()
+    context, port = forked(), free_port()
     ranks = [
         context.Process(target=work, args=(rank, port, when, how, tmp_path)) for rank in range(2)
     ]

@@ -154,6 +154,7 @@ def asked_in_the_backward(rank):
         assert gather.call_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work", [unequal_slices, rounded, partial, calls_that_differ, asked_in_the_backward]
 )
