@@ -1,7 +1,8 @@
 """Measure, estimate and draw what a block of code allocates.
 
 `measure.py` runs the block and counts the allocations that torch makes; a *timeline* is the level
-after each of them, and `plot.py` draws it.
+after each of them. An allocation has an *owner* (`owners.py`): parameters, gradients, activations
+of a module and so on. `plot.py` draws them.
 
 `estimate.py` runs it on fake tensors, as on a GPU. Every op passes a mode that books the storages
 it makes (`estimate_modes.py`) in a *ledger*, of blocks that live from when to when

@@ -144,8 +144,12 @@ class measure:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._entry_bytes = torch.cuda.memory_allocated(self._device)
         self._profile = profile(activities=ACTIVITIES, profile_memory=True, acc_events=True)
-        self._profile.__enter__()
         self._marks.__enter__()
+        try:
+            self._profile.__enter__()
+        except BaseException:
+            self._marks.close()
+            raise
         return self._result
 
     def __exit__(
@@ -156,8 +160,8 @@ class measure:
     ) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._marks.__exit__(kind, error, trace)
         self._profile.__exit__(kind, error, trace)
+        self._marks.close()
         self._read_events()
         if self._device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self._device)
