@@ -11,8 +11,8 @@ from .models import SIZES, V, make, tf
 
 trl = pytest.importorskip(
     "trl",
-    minversion="1.15",
-    reason="no trl >= 1.15: no trainer of TRL was run with a patched model",
+    minversion="1.16",
+    reason="no trl >= 1.16: no trainer of TRL was run with a patched model",
 )
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
