@@ -10,11 +10,9 @@ D, E, V, S, T = 6, 5, 23, 4, 7
 
 def given(dtype=torch.float64, length=T):
     """Hidden states, heads, and what else the losses take, of four sequences."""
-    made = {
-        "x": torch.randn(S, length, D), "w": torch.randn(V, D), "ref": torch.randn(S, length, E),
-        "ref_w": torch.randn(V, E), "old": -torch.rand(S, length - 1), "a": torch.randn(S),
-    }  # fmt: skip
-    made = {k: v.to(dtype) for k, v in made.items()}
+    sizes = {"x": (S, length, D), "w": (V, D), "ref": (S, length, E), "ref_w": (V, E), "a": (S,)}
+    made = {k: torch.randn(size).mul(0.5).to(dtype) for k, size in sizes.items()}
+    made["old"] = torch.rand(S, length - 1).log().to(dtype)
     target = torch.randint(V, (S, length))
     target[0, :2] = target[1, -1:] = -100
     made["x"].requires_grad_()
@@ -34,7 +32,7 @@ def call(name, x, w, made, target):
         given = (x, w, made["ref"], made["ref_w"], target)
     elif name in ("grpo", "dapo", "dr_grpo", "gspo"):
         given, options = (*given, made["a"].float()), options | reference | sampled
-        options |= {"clip_low": 0.3, "clip_high": 0.4}
+        options |= {"clip_low": 1.0, "clip_high": 1e3}  # rounding does not decide what is clipped
     return getattr(losses, name)(*given, **options)
 
 
