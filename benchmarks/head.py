@@ -2,10 +2,12 @@
 
 The divergence of two heads is held to its floor, the products of both at the same shapes: the
 student's three and the teacher's one, by the same code, in the same chunks of tokens. "floor by
-torch" is the same four by torch, unchunked. DPO of chosen, rejected and reference, all in one call,
-is held to the formula in plain torch, compiled, and to Liger's chunked loss, where that is
-installed. All run interleaved in one process; times are process CPU times, on a GPU those between
-events; peaks are those of allocations above inputs, gradients included.
+torch" is the same four by torch, unchunked. Log-probabilities of selected classes, and of the most
+probable ones, are held to the nll of every token by the same plan. DPO of chosen, rejected and
+reference, all in one call, is held to the formula in plain torch, compiled; it and the divergence
+also to Liger's chunked losses, where these are installed. All run interleaved in one process; times
+are process CPU times, on a GPU those between events; peaks are those of allocations above inputs,
+gradients included.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ SHAPES = {
 GPU_SHAPES = {"H3": (8192, 4096, 4096, 151936)}
 QUICK_SHAPES = {"quick": (256, 256, 512, 8000)}
 FLOOR, COMPILED = "floor (products of both heads)", "plain torch, compiled"
+NLL = "nll of every token"
 DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
 
 
@@ -78,7 +81,7 @@ def divergence_rows(
     shape: str, label: str, arguments: argparse.Namespace, dtype: torch.dtype
 ) -> Any:
     """The divergence of two heads over the sum of both heads' products."""
-    x, w, t, head, _ = inputs(shape, dtype, arguments.device)
+    x, w, t, head, target = inputs(shape, dtype, arguments.device)
     leaves, g = [x, w], torch.randn(len(x), len(w), device=x.device).to(dtype)
     cases: dict[str, Case] = {
         FLOOR: products(Call(x.detach(), w.detach(), t, head)),
@@ -95,8 +98,53 @@ def divergence_rows(
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
     cases["plain torch, compiled, forward"] = step(lambda: plain(x, w), leaves)
+    for compiled, liger in ligers("LigerFusedLinearJSDLoss", weight_hard_loss=0.0):
+        # It computes the loss of labels all the same.
+        cases[f"liger chunked JSD{compiled}"] = step(
+            lambda liger=liger: liger(x, w, t, head, target.clone()), leaves
+        )
     seconds = interleave(cases, arguments.repeats, arguments.device, label)
     yield from rows_of(label, cases, seconds, FLOOR, "time / floor", arguments.device)
+
+
+def selected_rows(
+    shape: str, label: str, arguments: argparse.Namespace, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
+    """Log-probabilities of given classes, and of the most probable, over the nll of every token."""
+    x, w, _, _, target = inputs(shape, dtype, arguments.device)
+    ids = torch.randint(len(w), (len(x), 16), device=x.device)
+    plan = storage_ops.plan(len(x), x.shape[1], len(w), dtype, reduction="none",
+                            device=None if x.is_cuda else "cpu")  # fmt: skip
+
+    def ours(name: str, **options: Any) -> Case:
+        def loss() -> Tensor:
+            found = storage_ops.linear_cross_entropy(
+                x, w, target, returns=(name,), plan=plan, **options
+            )
+            return (found[0] if isinstance(found, tuple) else found).sum()
+
+        return step(loss, [x, w])
+
+    cases: dict[str, Case] = {
+        NLL: ours("nll"),
+        "1 selected": ours("selected", selected_ids=target.unsqueeze(1)),
+        "16 selected": ours("selected", selected_ids=ids),
+        "16 most probable": ours("topk", top_k=16),
+    }
+    seconds = interleave(cases, arguments.repeats, arguments.device, f"{label}, selected")
+    yield from rows_of(f"{label}, selected", cases, seconds, NLL, "time / nll", arguments.device)
+
+
+def ligers(name: str, **options: Any) -> Iterator[tuple[str, Any]]:
+    """A chunked loss of Liger, compiled and not, where it is installed."""
+    try:
+        from liger_kernel import chunked_loss
+    except Exception as error:
+        skip("liger-kernel", f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
+        return
+    for compiled in (True, False):
+        made = getattr(chunked_loss, name)(compiled=compiled, **options)
+        yield ", compiled" if compiled else "", made
 
 
 def dpo_rows(
@@ -130,21 +178,14 @@ def dpo_rows(
             ours(logits // share), leaves
         )
     cases["storage_ops.losses.dpo"] = step(ours(None), leaves)
-    try:
-        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
-    except Exception as error:
-        skip("liger-kernel", f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
-    else:
-        for compiled in (True, False):
-            liger = LigerFusedLinearDPOLoss(beta=beta, compiled=compiled, use_ref_model=True)
-            name = f"liger chunked DPO{', compiled' if compiled else ''}"
-            cases[name] = step(
-                lambda liger=liger: liger(
-                    w, x.view(4, length, -1), target.clone(), ref_input=t.view(4, length, -1),
-                    ref_weight=head,
-                )[0],  # a clone: it marks its target as dynamic
-                leaves,
-            )  # fmt: skip
+    for compiled, liger in ligers("LigerFusedLinearDPOLoss", beta=beta, use_ref_model=True):
+        cases[f"liger chunked DPO{compiled}"] = step(
+            lambda liger=liger: liger(
+                w, x.view(4, length, -1), target.clone(), ref_input=t.view(4, length, -1),
+                ref_weight=head,
+            )[0],  # a clone: it marks its target as dynamic
+            leaves,
+        )  # fmt: skip
     seconds = interleave(cases, arguments.repeats, arguments.device, f"{label}, DPO")
     base = "time / plain compiled"
     yield from rows_of(f"{label}, DPO", cases, seconds, COMPILED, base, arguments.device)
@@ -175,7 +216,7 @@ def inputs(shape: str, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
     return x.requires_grad_(), w.requires_grad_(), t, head, target
 
 
-PARTS = {"divergence": divergence_rows, "dpo": dpo_rows}
+PARTS = {"divergence": divergence_rows, "selected": selected_rows, "dpo": dpo_rows}
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

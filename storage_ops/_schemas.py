@@ -24,8 +24,9 @@ _LOSS_UPSTREAM = (
 _KL_ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? teacher_input, Tensor? teacher_weight, "
     "Tensor? linear_bias, Tensor? teacher_bias, Tensor? token_weight, Tensor? log_probs, "
-    "Tensor? ids, str divergence, float beta, float temperature, bool tail, str reduction, "
-    "bool shift, int? valid_classes, int? max_valid, int? memory_budget, bool early, "
+    "Tensor? ids, str divergence, float beta, float temperature, float softcap, "
+    "float teacher_softcap, bool tail, str reduction, bool shift, int? valid_classes, "
+    "int? max_valid, int? memory_budget, str group, bool early, "
     "bool[3] grad_mask"
 )
 

@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,9 @@ def _run_examples(page, most=30):
     names: dict[str, object] = {}
     for block in blocks:
         assert len(block.splitlines()) <= most
+        if "trl." in block and find_spec("trl") is None:
+            names["left out"] = block
+            continue
         exec(compile(block, page.name, "exec"), names)
     return len(blocks), names
 
@@ -146,7 +150,12 @@ def test_the_examples_of_the_readme_run(run_examples):
     ],
 )
 def test_the_examples_of_a_page_run(name, run_examples):
-    assert run_examples(ROOT / "docs" / f"{name}.md")[0]
+    count, names = run_examples(ROOT / "docs" / f"{name}.md")
+    assert count
+    if "left out" in names:
+        pytest.skip(
+            "no trl, which is not for Python 3.10: its example was not run, all others were"
+        )
 
 
 def test_every_public_name_has_an_example():

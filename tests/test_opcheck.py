@@ -52,7 +52,7 @@ def picks(shift, ids=True, top_k=2, divisor=None, logits_dtype=None):
 
 def divergence(
     name, reduction="mean", early=True, needs=(True, True, True), dtype=torch.float32, topk=False,
-    shift=False, backward=False,
+    shift=False, backward=False, softcap=0.0,
 ):  # fmt: skip
     x, w, b = torch.randn(3, 4, 6).to(dtype), torch.randn(7, 6).to(dtype), torch.randn(7).to(dtype)
     for t, need in zip((x, w, b), needs, strict=True):
@@ -64,8 +64,8 @@ def divergence(
         values, ids = torch.randn(3, 4, 7).log_softmax(-1).topk(2)
     if shift:
         weight = torch.rand(3, 4)
-    call = (x, w, *teacher, b, None, weight, values, ids, name, 0.3, 2.0, True, reduction, shift,
-            None, None, None, early, list(needs))  # fmt: skip
+    call = (x, w, *teacher, b, None, weight, values, ids, name, 0.3, 2.0, softcap, 0.0, True,
+            reduction, shift, None, None, None, "", early, list(needs))  # fmt: skip
     if not backward:
         return call
     grad = torch.randn(3, 4 - shift) if reduction == "none" else torch.randn(())
@@ -187,6 +187,7 @@ CASES = {
         divergence("jsd", "none", early=False, topk=True),
         divergence("tvd", needs=(False, False, False)),
         divergence("jsd", dtype=torch.bfloat16),
+        divergence("jsd", softcap=3.0),
     ],
     "linear_kl_div_backward": [
         divergence("jsd", early=False, backward=True),

@@ -17,9 +17,16 @@ if "autochunk" in os.environ.get("STORAGE_OPS_LOGS", "").split(","):
     log.addHandler(logging.StreamHandler())
 
 
+_REMEDY = (
+    ". A step that returns its loss alone is chunked; a causal model of transformers does so after "
+    "storage_ops.patch_causal_lm(model), and needs no chunks then"
+)
+
+
 def warn(reason: str) -> None:
     """Say that a graph is not chunked, and why."""
-    warnings.warn(f"storage_ops.autochunk: not chunked, {reason}", stacklevel=1)
+    remedy = _REMEDY if "is returned" in reason else ""
+    warnings.warn(f"storage_ops.autochunk: not chunked, {reason}{remedy}", stacklevel=1)
 
 
 class Words:

@@ -15,6 +15,8 @@ gradients that are made in the forward holds here. What differs:
 * *Gradients* follow in the same step, with whole rows (four products of size tokens x D x V), or,
   from the statistics and logits that are formed again, in slices of the vocabulary (six), which
   need no float32 sum of the weight's gradient.
+* Over ranks each has its part of a row's classes, and the row is finished in a step all the same:
+  the ranks merge both log-sum-exps, as the loss does, then add up divergence and center.
 * A stored teacher has the log-probabilities of a few classes. Both heads are then made *coarse*:
   those classes, and one for the rest. Its statistics are the student's coarse logits.
 """

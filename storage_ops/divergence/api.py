@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,8 @@ from storage_ops import _autograd
 from storage_ops.divergence import op
 from storage_ops.divergence.call import Call
 from storage_ops.divergence.checks import check_call, check_options, check_types
-from storage_ops.loss.checks import budget_of
+from storage_ops.loss import ranks
+from storage_ops.loss.checks import budget_of, group_of
 
 
 def linear_kl_div(
@@ -32,6 +35,9 @@ def linear_kl_div(
     teacher_tail: str = "bucket",
     valid_classes: int | None = None,
     max_valid: int | str | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    process_group: Any = None,
 ) -> Tensor:
     """Divergence of a student's head from a frozen teacher's, with no logits tensor in memory.
 
@@ -83,6 +89,10 @@ def linear_kl_div(
             different numbers of classes: they have no probability, and their gradients are 0.
         max_valid: as in `linear_cross_entropy`: on a GPU, the most tokens that are not ignored, or
             "sync"; no others are worked on.
+        softcap, teacher_softcap: a head's logits z become c tanh(z / c), before the temperature.
+        process_group: as in `linear_cross_entropy`: the ranks hold consecutive slices of the
+            classes of both heads, the same of each, and all tokens. Not with teacher_topk or
+            valid_classes. The gradient of input is that of all ranks, on each of them.
 
     Returns:
         The loss: () for "mean" and "sum", that of the tokens for "none", 0 where a token is
@@ -119,9 +129,11 @@ def linear_kl_div(
          "teacher_bias": teacher_bias, "token_weight": token_weight},
         teacher_topk,
     )  # fmt: skip
+    process_group = group_of(process_group, "linear_kl_div")
     check_options(
-        divergence, beta, temperature, reduction, shift, teacher_tail, max_valid, valid_classes
-    )
+        divergence, beta, temperature, reduction, shift, teacher_tail, max_valid, valid_classes,
+        softcap, teacher_softcap, process_group,
+    )  # fmt: skip
     memory_budget = budget_of(memory_budget, "linear_kl_div")
     if divergence == "jsd" and beta in (0, 1):
         divergence = "reverse" if beta else "forward"
@@ -148,8 +160,10 @@ def linear_kl_div(
     )
     call = Call(
         student, weight, hidden, head, bias, offset, token_weight, frozen[3], frozen[4],
-        divergence, beta, temperature, teacher_tail == "bucket", reduction, shift, valid_classes,
-        -1 if max_valid == "sync" else max_valid, memory_budget, in_forward, needs,  # type: ignore[arg-type]
+        divergence, beta, temperature, softcap or 0.0, teacher_softcap or 0.0,
+        teacher_tail == "bucket", reduction, shift, valid_classes,
+        -1 if max_valid == "sync" else max_valid, memory_budget, ranks.name_of(process_group),  # type: ignore[arg-type]
+        in_forward, needs,
     )  # fmt: skip
     check_call(call)
     _autograd.refuse_forward_mode(*given, token_weight, log_probs)

@@ -17,7 +17,8 @@ IGNORED = -100
 class Call(NamedTuple):
     """The arguments of `storage_ops::linear_kl_div`, in the order of its schema.
 
-    Those of the public function; `log_probs` and `ids` are its `teacher_topk`.
+    Those of the public function; `log_probs` and `ids` are its `teacher_topk`, the soft-caps are 0
+    for None, and `group` is the name of the process group, or "".
 
     Attributes:
         tail: with `ids`, whether the classes that are not there count as one more class.
@@ -37,12 +38,15 @@ class Call(NamedTuple):
     divergence: str = "forward"
     beta: float = 0.5
     temperature: float = 1.0
+    softcap: float = 0.0
+    teacher_softcap: float = 0.0
     tail: bool = True
     reduction: str = "mean"
     shift: bool = False
     valid_classes: int | None = None
     max_valid: int | None = None
     memory_budget: int | None = None
+    group: str = ""
     in_forward: bool = True
     grad_mask: tuple[bool, ...] = (True, True, False)
 
@@ -54,8 +58,11 @@ class Call(NamedTuple):
     def as_loss(self) -> loss_call.Call:
         """The student's part as a call of linear cross-entropy: its tokens, weights and sums.
 
-        The only use of the target is to say which tokens are ignored.
+        The only use of the target is to say which tokens are ignored. Ranks compare such calls; of
+        what it has no place for, the plan's name tells them.
         """
+        teacher = () if self.teacher_input is None else self.teacher_input.shape[-1:]
+        own = (self.divergence, self.beta, self.softcap, self.teacher_softcap, *teacher)
         target = torch.zeros(self.input.shape[:-1], dtype=torch.int64, device=self.input.device)
         return loss_call.Call(
             self.input,
@@ -67,6 +74,10 @@ class Call(NamedTuple):
             ignore_index=IGNORED,
             shift=self.shift,
             max_valid=self.max_valid,
+            logit_scale=1 / self.temperature,
+            memory_budget=self.memory_budget,
+            plan=repr(own) if self.group else "",
+            group=self.group,
             in_forward=self.in_forward,
             grad_mask=self.grad_mask,
         )

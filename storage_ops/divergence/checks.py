@@ -28,6 +28,9 @@ def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
         if not (isinstance(value, Tensor) or (value is None and not required)):
             kind = "None" if value is None else f"a {type(value).__name__}"
             raise _wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
+        if hasattr(value, "device_mesh"):
+            rule = "its part on this rank, of a head that is sharded with process_group"
+            raise _wrong(TypeError, f"{name} is", "a DTensor", rule)
     pair = isinstance(teacher_topk, (tuple, list)) and len(teacher_topk) == 2
     if teacher_topk is None or (pair and all(isinstance(t, Tensor) for t in teacher_topk)):  # type: ignore[attr-defined]
         return
@@ -37,7 +40,7 @@ def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
 
 def check_options(
     divergence: str, beta: Any, temperature: Any, reduction: str, shift: bool, teacher_tail: str,
-    max_valid: Any, valid_classes: Any,
+    max_valid: Any, valid_classes: Any, softcap: Any, teacher_softcap: Any, process_group: Any,
 ) -> None:  # fmt: skip
     """Raise a TypeError or ValueError for options that have no meaning."""
     for name, text, allowed in (
@@ -50,6 +53,20 @@ def check_options(
     for name, value in (("beta", beta), ("temperature", temperature)):
         if isinstance(value, (bool, Tensor)) or not isinstance(value, _NUMBERS):
             raise _wrong(TypeError, f"{name} is", repr(value), "a number")
+    least = torch.finfo(torch.float32).tiny
+    for name, value in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
+        if value is None:
+            continue
+        if isinstance(value, (bool, Tensor)) or not isinstance(value, _NUMBERS):
+            raise _wrong(TypeError, f"{name} is", repr(value), "a number or None")
+        if not least <= float(value) <= 1 / least:
+            raise _wrong(ValueError, f"{name} is", value, "a positive number or None")
+    if process_group is not None and not hasattr(process_group, "group_name"):
+        rule = "a process group of torch.distributed, or None"
+        raise _wrong(TypeError, "process_group is", repr(process_group), rule)
+    if process_group is not None and valid_classes is not None:
+        rule = "None with a process_group: leave the padding out of the last rank's weights"
+        raise _wrong(ValueError, "valid_classes is", valid_classes, rule)
     if not 0 <= beta <= 1:
         raise _wrong(ValueError, "beta is", beta, "a number from 0 to 1")
     if not 0 < temperature < float("inf"):
@@ -116,6 +133,10 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
 def _check_teacher(call: Call, tokens: tuple[int, ...], vocab: int) -> None:
     x, weight, bias = call.teacher_input, call.teacher_weight, call.teacher_bias
     if call.ids is not None and call.log_probs is not None:
+        if call.group or call.teacher_softcap:
+            name = "process_group" if call.group else "teacher_softcap"
+            rule = "None with teacher_topk"
+            raise _wrong(ValueError, name, "is given beside a stored teacher", rule)
         if x is not None or weight is not None or bias is not None:
             rule = "None for teacher_input, teacher_weight and teacher_bias, or no teacher_topk"
             raise _wrong(ValueError, "teacher_topk", "is given beside a teacher's tensors", rule)

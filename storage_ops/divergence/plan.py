@@ -22,14 +22,16 @@ class Teacher:
     Attributes:
         hidden: the hidden size of the teacher; 0 for a stored one, which has no logits.
         matmul: its products, with the size of an element; None for a stored one.
+        copies: of a piece of rows that are alive at a time, at most.
     """
 
     hidden: int = 0
     matmul: Matmul | None = None
+    copies: int = COPIES
 
     def beside(self, p: Problem, rows: int, columns: int) -> int:
         """Bytes that are held beside a student's tile of this size."""
-        copies = COPIES * p.arithmetic
+        copies = self.copies * p.arithmetic
         size = copies * max(columns, min(rows * columns, piece_elements(p.matmul.cuda)))
         m = self.matmul
         if m is None:
@@ -54,6 +56,16 @@ class Plan:
     sliced: Schedule | None
     peak_bytes: int
     seconds: float
+
+    def with_classes(self, classes: int) -> Plan:
+        """The same steps over the classes of a rank, which may be fewer."""
+
+        def cut(s: Schedule) -> Schedule:
+            p = replace(s.problem, vocab=classes)
+            return s if p == s.problem else planner.schedule(p, s.strategy, s.rows, s.columns)
+
+        sliced = None if self.sliced is None else cut(self.sliced)
+        return replace(self, whole=cut(self.whole), sliced=sliced)
 
 
 def peak_of(s: Schedule, t: Teacher) -> int:
@@ -119,10 +131,10 @@ def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[Plan
         return [plan(statistics, None)]
     plans = []
     if p.in_forward:
-        heights = [largest(tokens, lambda rows: sized(p, TOKEN_CHUNKED, rows, vocab))]
-        plans += [plan(whole, None) for whole in heights]
+        plans.append(plan(largest(tokens, lambda rows: sized(p, TOKEN_CHUNKED, rows, vocab)), None))
     # With all tokens in a tile the gradient of the weight is written once, without a sum.
-    for rows in sorted({1, tokens} if budget is None else {-(-tokens // k) for k in (1, 2, 4, 8)}):
+    chunks = (1, tokens) if budget is None else (1, 2, 4, 8, tokens)
+    for rows in sorted({-(-tokens // k) for k in chunks}):
         made = functools.partial(sized, p, VOCAB_SLICED, rows)
         plans.append(plan(statistics, largest(vocab, made)))
     return plans

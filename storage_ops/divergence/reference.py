@@ -43,20 +43,23 @@ def linear_kl_div(
     teacher_topk: tuple[Tensor, Tensor] | None = None,
     teacher_tail: str = "bucket",
     valid_classes: int | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
     **memory: Any,
 ) -> Tensor:
     """See `storage_ops.linear_kl_div`; what concerns memory only is accepted and ignored."""
 
-    def log_softmax(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        z = F.linear(x, w, b)[..., :valid_classes] / temperature
-        return F.log_softmax(z, -1)
+    def log_softmax(x: Tensor, w: Tensor, b: Tensor | None, cap: float | None) -> Tensor:
+        z = F.linear(x, w, b)[..., :valid_classes]
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        return F.log_softmax(z / temperature, -1)
 
-    a = log_softmax(input, linear_weight, linear_bias)
+    a = log_softmax(input, linear_weight, linear_bias, softcap)
     if teacher_topk is not None:
         a, b = _coarse(a, teacher_topk[0].to(a), teacher_topk[1].long(), teacher_tail)
     else:
         assert teacher_input is not None and teacher_weight is not None
-        b = log_softmax(teacher_input, teacher_weight, teacher_bias).to(a)
+        b = log_softmax(teacher_input, teacher_weight, teacher_bias, teacher_softcap).to(a)
     b = b.detach()
     q, p = a.exp(), b.exp()
     if divergence == "jsd" and beta in (0, 1):

@@ -7,6 +7,8 @@ subtracts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,16 +34,27 @@ def pieces(tile: Tensor) -> list[slice]:
     return slices(len(tile), max(piece_elements(tile.is_cuda) // max(tile.shape[1], 1), 1))
 
 
-def scaled(logits: Tensor, bias: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """A copy of logits in the arithmetic dtype, with bias and temperature."""
+def scaled(
+    logits: Tensor, bias: Tensor | None, scale: float, dtype: torch.dtype, cap: float = 0.0
+) -> Tensor:
+    """A copy of logits in the arithmetic dtype, with bias, soft-cap and temperature."""
     z = logits.to(dtype, copy=True)
     z = z if bias is None else z.add_(bias)
+    z = z.div_(cap).tanh_().mul_(cap) if cap else z
     return z if scale == 1 else z.mul_(scale)
 
 
-def log_sum_exp(z: Tensor) -> Tensor:
-    """(rows,), by the row kernel of cross-entropy, which reads `z` once."""
-    state = z.new_zeros(STATE_ROWS, len(z))
+def cap_slope(logits: Tensor, bias: Tensor | None, dtype: torch.dtype, cap: float) -> Tensor:
+    """The derivatives of capped logits with respect to logits."""
+    return scaled(logits, bias, 1 / cap, dtype, cap).square_().neg_().add_(1)
+
+
+def log_sum_exp(z: Tensor, state: Tensor | None = None) -> Tensor:
+    """(rows,), by the row kernel of cross-entropy, which reads `z` once.
+
+    state: where its state goes, zeros (STATE_ROWS, rows).
+    """
+    state = z.new_zeros(STATE_ROWS, len(z)) if state is None else state
     target = torch.zeros(len(z), dtype=torch.int64, device=z.device)  # any class
     _OPS._cross_entropy_rows(
         z, target, None, None, None, state, None, 0, z.shape[1], -1, 0.0, 1.0, 0.0, UPDATE
@@ -125,6 +138,7 @@ def divergence_rows(
     beta: float,
     scale: float,
     phases: int,
+    caps: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """Statistics and divergence of whole rows of both heads, or the gradient of a tile, or both.
 
@@ -135,11 +149,12 @@ def divergence_rows(
         state: (3, rows), both log-sum-exps and the center: written by UPDATE, or read.
         loss: (rows,), written by UPDATE.
         upstream: (rows,) or (1,), the gradient with respect to a row's divergence.
-        scale: of both heads' logits, after the bias.
+        scale: of both heads' logits, after bias and soft-cap.
+        caps: the soft-caps of both heads, 0 for none.
     """
     for part in pieces(logits):
-        z = scaled(logits[part], bias, scale, state.dtype)
-        t = scaled(teacher[part], teacher_bias, scale, state.dtype)
+        z = scaled(logits[part], bias, scale, state.dtype, caps[0])
+        t = scaled(teacher[part], teacher_bias, scale, state.dtype, caps[1])
         own = state[:, part]
         if phases & UPDATE:
             own[0], own[1] = log_sum_exp(z), log_sum_exp(t)
@@ -151,7 +166,47 @@ def divergence_rows(
         if phases & GRADIENT:
             assert upstream is not None
             rows = upstream if len(upstream) == 1 else upstream[part]
-            store(gradient(divergence, beta, p, each, own[2]), rows, scale, logits[part])
+            dz = gradient(divergence, beta, p, each, own[2])
+            if caps[0]:
+                dz.mul_(cap_slope(logits[part], bias, dz.dtype, caps[0]))
+            store(dz, rows, scale, logits[part])
+
+
+def statistics_over_ranks(
+    logits: Tensor,
+    teacher: Tensor,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    state: Tensor,
+    loss: Tensor,
+    divergence: str,
+    beta: float,
+    scale: float,
+    caps: tuple[float, float],
+    merge: Callable[[Tensor], None],
+    add_up: Callable[[Tensor], Tensor],
+) -> None:
+    """As `divergence_rows` with UPDATE alone, of rows whose other classes are on other ranks.
+
+    Args:
+        merge: makes the state of rows of the loss that of all ranks, in place.
+        add_up: the same for sums.
+    """
+    heads, count = ((logits, bias, caps[0]), (teacher, teacher_bias, caps[1])), len(logits)
+    both = state.new_zeros(STATE_ROWS, 2 * count)  # the student's rows, then the teacher's
+    for part in pieces(logits):
+        for first, (tile, offset, cap) in zip((0, count), heads, strict=True):
+            z = scaled(tile[part], offset, scale, state.dtype, cap)
+            log_sum_exp(z, both[:, first + part.start : first + part.stop])
+    merge(both)
+    state[:2] = (both[0] + both[1].log()).view(2, count)
+    for part in pieces(logits):
+        z, t = (scaled(tile[part], b, scale, state.dtype, cap) for tile, b, cap in heads)
+        lse = state[:2, part]
+        loss[part], state[2, part], _ = values(
+            divergence, beta, z, t, normalise(z, lse[0]), normalise(t, lse[1])
+        )
+    loss[:], state[2] = add_up(torch.stack([loss, state[2]]))
 
 
 _schemas.library.impl("_divergence_rows", divergence_rows, "CompositeExplicitAutograd")

@@ -14,9 +14,10 @@ from storage_ops.divergence import plan, rows
 from storage_ops.divergence.call import IGNORED, Call
 from storage_ops.divergence.coarse import Coarse
 from storage_ops.loss import formulas
+from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.devices import rates_of
 from storage_ops.loss.problem import Problem, padded
-from storage_ops.loss.ranks import Ranks
+from storage_ops.loss.ranks import ranks_of
 from storage_ops.loss.run import problem_of
 from storage_ops.loss.schedule import GRADIENT, MERGE, UPDATE, Schedule, Step
 from storage_ops.loss.sums import Sums
@@ -31,6 +32,7 @@ class Run:
 
     Attributes:
         call: the student's part as a call of linear cross-entropy.
+        ranks: who holds the classes that are not here.
         tokens: those that are worked on, as rows.
         weight, bias: the student's head, with strides that products take.
         teacher: the teacher's input rows (N, D), weight and bias, or None.
@@ -40,15 +42,17 @@ class Run:
         upstream: (n,) or (1,) gradient with respect to it.
     """
 
-    ranks = Ranks()
-
     def __init__(self, given: Call, state: Tensor | None = None):
         """`state`: what the forward of the call has returned as such, if this is its backward."""
         self.given, self.call = given, given.as_loss()
+        ranks = self.ranks = ranks_of(given.group)
+        sizes = ranks.sizes(self.call, compare=state is None)
         classes = given.valid_classes or len(given.weight)
-        tokens = self.tokens = tokens_of(self.call, self.ranks, 0, classes)
+        self._vocabulary = classes if not ranks.several else sum(sizes)
+        tokens = self.tokens = tokens_of(self.call, ranks, sum(sizes[: ranks.rank]), classes)
         self.teacher, self.coarse = self._teacher(classes), None
-        p = problem_of(self.call, tokens, classes)
+        # Every rank must plan alike.
+        p = problem_of(self.call, tokens, max(sizes) if ranks.several else classes)
         p = replace(p, plain=False, fixed_bytes=p.fixed_bytes + self._copies())
         x, weight = tokens.x, given.weight[:classes]
         tokens.x = x if takes(x) else x.contiguous()
@@ -64,6 +68,7 @@ class Run:
         teacher = self._planned(p)
         self._teacher_products = teacher.matmul
         self.plan = plan.choose(p, teacher, given.memory_budget, rates_of(given.input.device))
+        self.plan = self.plan.with_classes(classes)
         self.schedule = self.plan.sliced or self.plan.whole
         self.loss = x.new_zeros(tokens.count, dtype=given.wide)
         if state is None:
@@ -94,14 +99,17 @@ class Run:
                     size += new.nbytes * (not same_storage(old, new))
         if given.ids is not None:  # ids and log-probabilities, the state, what is made of them
             size += given.ids.numel() * 8 * (4 + given.wide.itemsize)
+        if self.ranks.several:  # of a step, at most: the state of both heads' rows, and sums
+            size += self.tokens.count * (2 * STATE_ROWS + 6) * given.wide.itemsize * 2
         return size
 
     def _planned(self, p: Problem) -> plan.Teacher:
+        copies = rows.COPIES + bool(self.given.softcap)
         if self.teacher is None:
-            return plan.Teacher()
+            return plan.Teacher(copies=copies)
         x = self.teacher[0]
         products = matmul.of(x.dtype, x.device.type, p.matmul.threads)
-        return plan.Teacher(x.shape[1], products)
+        return plan.Teacher(x.shape[1], products, copies)
 
     @functools.cached_property
     def sums(self) -> Sums:
@@ -178,16 +186,28 @@ class Run:
         """A tile of both heads: statistics where asked for, and the gradient over the logits."""
         assert self.teacher is not None
         given, classes = self.given, step.classes
-        bias, offset = self.bias, self.teacher[2]
-        # The native kernel takes heads of one dtype.
-        same = other.dtype == tile.dtype
-        kernel = _OPS._divergence_rows if same else rows.divergence_rows
-        kernel(
+        bias, offset, phases = self.bias, self.teacher[2], step.phases
+        heads = (
             tile, other, None if bias is None else bias[classes],
-            None if offset is None else offset[classes],
-            self.state[:, step.rows], self.loss[step.rows], upstream, given.divergence, given.beta,
-            1 / given.temperature, step.phases,
+            None if offset is None else offset[classes], self.state[:, step.rows],
+            self.loss[step.rows],
         )  # fmt: skip
+        how = (given.divergence, given.beta, 1 / given.temperature)
+        caps = (given.softcap, given.teacher_softcap)
+        if self.ranks.several and phases & UPDATE:
+            rows.statistics_over_ranks(*heads, *how, caps, self._merge, self.ranks.add_up)
+            phases &= ~UPDATE
+        if not phases:
+            return
+        if any(caps) or other.dtype != tile.dtype:  # which the native kernel does not know
+            rows.divergence_rows(*heads, upstream, *how, phases, caps)
+        else:
+            _OPS._divergence_rows(*heads, upstream, *how, phases)
+
+    def _merge(self, state: Tensor) -> None:
+        """Merge the state of rows of the loss with that of other ranks, in place."""
+        ignored = torch.zeros(state.shape[1], dtype=torch.bool, device=state.device)
+        self.ranks.merge(state, None, ignored, self.call, self._vocabulary)
 
     def _stored(self, step: Step, tile: Tensor, upstream: Tensor) -> None:
         """A tile of the student for a stored teacher."""
@@ -196,12 +216,15 @@ class Run:
         bias = None if self.bias is None else self.bias[step.classes]
         for part in rows.pieces(tile):
             whole = slice(step.rows.start + part.start, step.rows.start + part.stop)
-            z, state = rows.scaled(tile[part], bias, scale, self.given.wide), self.state[:, whole]
+            z = rows.scaled(tile[part], bias, scale, self.given.wide, self.given.softcap)
+            state = self.state[:, whole]
             if step.phases & UPDATE:
                 state.copy_(coarse.logits(whole, z))
                 self.loss[whole] = coarse.values(whole, state)
             if step.phases & GRADIENT:
                 coarse.gradient(whole, state, z, step.classes.start)
+                if self.given.softcap:
+                    z.mul_(rows.cap_slope(tile[part], bias, z.dtype, self.given.softcap))
                 own = upstream if len(upstream) == 1 else upstream[part]
                 rows.store(z, own, scale, tile[part])
 

@@ -3,6 +3,7 @@
 `transformers.py` patches a Hugging Face causal language model. The model's own forward runs; while
 it is given labels, its output layer returns *deferred logits* (`deferred_logits.py`), which record
 what the model does to them until its cross-entropy becomes `linear_cross_entropy`.
+`patched_model.py` has that forward, and `fused_head.py` the one that trainers of TRL ask for.
 `output_layers.py` says which layers can; those that are more than a weight and a bias run on pieces
 of the tokens (`head_loss.py`). `probe.py` finds when patching what a model would refuse at its
 first forward.

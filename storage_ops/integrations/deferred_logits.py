@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from storage_ops.integrations.head_loss import head_cross_entropy
+from storage_ops.integrations.head_loss import head_cross_entropy, piece_rows
 from storage_ops.loss.api import linear_cross_entropy
 
 Head = Callable[[Tensor], Tensor]  # from hidden states (..., D) to logits (..., V), token by token
@@ -58,6 +58,9 @@ class Forward:
         calls: how many times the output layer was called.
         losses: how many of those calls led to a loss.
         results: per token, by name, of the first loss.
+        temperature: logits are divided by it before the loss.
+        others: by name, what else to make of the logits and targets (N,) of a loss, per token.
+        max_valid: that of `linear_cross_entropy`.
     """
 
     def __init__(
@@ -70,6 +73,9 @@ class Forward:
         self.calls = 0
         self.losses = 0
         self.results: dict[str, Tensor] = {}
+        self.temperature = 1.0
+        self.others: dict[str, Callable[[DeferredLogits, Tensor], Tensor]] = {}
+        self.max_valid: str | None = None
 
     @property
     def places(self) -> Tensor:
@@ -86,11 +92,11 @@ class Forward:
         labels, weights = self.labels.reshape(-1)[place], self.token_weights.reshape(-1)[place]
         return torch.where(valid, labels.to(given), _IGNORED), weights.to(given.device)
 
-    def keep(self, names: tuple[str, ...], values: tuple[Tensor, ...]) -> None:
+    def keep(self, found: dict[str, Tensor]) -> None:
         """Results per token, in the shape of the labels where there is one for each."""
         if self.results:
             return
-        for name, value in zip(names, values, strict=True):
+        for name, value in found.items():
             fits = value.numel() == self.labels.numel()
             self.results[name] = value.view(self.labels.shape) if fits else value
 
@@ -182,6 +188,36 @@ class DeferredLogits:
         z = z if self._cap is None else torch.tanh(z) * self._cap
         z = z.to(self._dtype)
         return z.log_softmax(-1) if self._normal else z
+
+    def evaluate(self, target: Tensor, names: tuple[str, ...], **options: Any) -> dict[str, Tensor]:
+        """The results of `linear_cross_entropy` that have these names, of logits (N, V)."""
+        run = self._origin.forward
+        options |= {"returns": names, "memory_budget": run.options.memory_budget}
+        if self._head is not None:
+            form = self._like(normal=False)._of
+            found = head_cross_entropy(form, self.shape[-1], self._hidden, target, **options)
+            return dict(zip(names, found, strict=True))
+        scale = self._scale
+        if self._cap is not None:
+            scale *= self._cap  # c * tanh(s * x) is the cap c of (s * c) * x
+        found = linear_cross_entropy(
+            self._hidden, self._origin.weight, target, linear_bias=self._bias, softcap=self._cap,
+            logit_scale=scale, max_valid=run.max_valid, **options,
+        )  # fmt: skip
+        return dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+
+    def mean(self) -> Tensor:
+        """The mean of each token's logits over the classes, (N,) of (N, V), without a gradient."""
+        dtype = torch.promote_types(self._dtype, torch.float32)
+        hidden, weight, bias = self._hidden.detach(), self._origin.weight.detach(), self._bias
+        with torch.no_grad():
+            if self._head is None and self._cap is None:
+                mean = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
+                mean = mean if bias is None else mean + bias.mean(dtype=dtype)
+                return mean * self._scale
+            budget = self._origin.forward.options.memory_budget
+            rows = piece_rows(len(hidden), len(weight), weight.element_size(), budget)
+            return torch.cat([self._of(h).to(dtype).mean(-1) for h in hidden.split(rows)])
 
     def _error(self, what: str) -> Refused:
         return Refused(
@@ -380,12 +416,12 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """`F.cross_entropy` without the logits; called with its arguments."""
-    origin, hidden, scale, cap = logits._origin, logits._hidden, logits._scale, logits._cap
+    origin = logits._origin
     if size_average is not None or reduce is not None:
         raise logits._error("size_average or reduce")
     if logits.ndim > 2:  # the classes would be dimension 1
         raise logits._error(f"cross_entropy in {logits.ndim} dimensions")
-    if autocast_dtype(hidden) != origin.autocast:
+    if autocast_dtype(logits._hidden) != origin.autocast:
         raise logits._error("another autocast in the loss than in the output layer")
     origin.reaches_loss()
     run = origin.forward
@@ -393,27 +429,15 @@ def _cross_entropy(
     if run.token_weights is not None and ignore_index != _IGNORED:
         raise logits._error(f"an ignore_index of {ignore_index} with token_weights")
     target, token_weight = run.targets_of(target)
+    logits = logits if run.temperature == 1 else logits / run.temperature
     names = tuple(dict.fromkeys(("loss", *options.returns)))
-    keywords: dict[str, Any] = {
-        "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
-        "label_smoothing": smoothing, "token_weight": token_weight, "returns": names,
-        "memory_budget": options.memory_budget,
-    }  # fmt: skip
-    if logits._head is not None:
-        form = logits._like(normal=False)._of
-        found = head_cross_entropy(form, logits.shape[-1], hidden, target, **keywords)
-    else:
-        if cap is not None:
-            scale *= cap  # c * tanh(s * x) is the cap c of (s * c) * x
-        bias = logits._bias
-        found = linear_cross_entropy(
-            hidden, origin.weight, target, linear_bias=bias, softcap=cap, logit_scale=scale,
-            **keywords,
-        )  # fmt: skip
-        found = found if isinstance(found, tuple) else (found,)
-    loss, *others = found
-    run.keep(names[1:], tuple(others))
+    found = logits.evaluate(
+        target, names, weight=weight, reduction=reduction, ignore_index=ignore_index,
+        label_smoothing=smoothing, token_weight=token_weight,
+    )  # fmt: skip
+    others = {name: function(logits, target) for name, function in run.others.items()}
+    loss = found.pop("loss")
+    run.keep(found | others)
     # A model that casts float64 logits to float32 has a float32 loss; one in 16 bits keeps the
     # float32 that the loss was computed in.
-    result: Tensor = loss.to(torch.promote_types(logits.dtype, torch.float32))
-    return result
+    return loss.to(torch.promote_types(logits.dtype, torch.float32))

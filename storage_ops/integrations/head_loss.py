@@ -11,14 +11,13 @@ nor rounded, and what the layer does to a token is exactly what it did before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from storage_ops.loss.planner import bounded
+from storage_ops.loss.reference import reduced, results_of
 
 _COPIES = 6  # of a piece's logits in float32, in its backward: base, low rank, sum, softmax, ...
 
@@ -59,70 +58,23 @@ def head_cross_entropy(
     Returns:
         The results in the order of `returns`.
     """
-    dense = target.is_floating_point()
-    keywords: dict[str, Any] = {"reduction": "none", "ignore_index": ignore_index}
 
-    def piece(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    def piece(
+        hidden: Tensor, target: Tensor, token_weight: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         z = form(hidden)
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
-        valid = None if dense else target != ignore_index
-        found = []
-        for name in returns:
-            if name == "loss":
-                smoothed: dict[str, Any] = {
-                    "weight": weight,
-                    "label_smoothing": label_smoothing,
-                    **keywords,
-                }
-                found.append(F.cross_entropy(z, target, **smoothed))
-            elif name == "nll":
-                found.append(F.cross_entropy(z, target, **keywords))
-            elif name == "lse":
-                found.append(_where(valid, z.logsumexp(-1), 0))
-            elif name == "entropy":
-                logp = z.log_softmax(-1)
-                found.append(_where(valid, -(logp.exp() * logp.clamp_min(-1e30)).sum(-1), 0))
-            elif name == "argmax":
-                found.append(_where(valid, z.argmax(-1), -1))
-            else:
-                right = target.argmax(-1) if dense else target
-                found.append(_where(valid, z.argmax(-1) == right, False))
-        return tuple(found)
+        results, share = results_of(
+            z.to(torch.promote_types(z.dtype, torch.float32)), target, returns, weight=weight,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight,
+        )  # fmt: skip
+        return share, *(results[name] for name in returns)
 
     rows = piece_rows(hidden.shape[0], classes, hidden.element_size(), memory_budget)
-    parts = zip(hidden.split(rows), target.split(rows), strict=True)
-    pieces = [checkpoint(piece, h, t, use_reentrant=False) for h, t in parts]
-    results = dict(zip(returns, (torch.cat(values) for values in zip(*pieces, strict=True)),
-                       strict=True))  # fmt: skip
-    results["loss"] = _reduced(
-        results["loss"], target, weight, reduction, ignore_index, token_weight
-    )
+    rowwise = [hidden, target] if token_weight is None else [hidden, target, token_weight]
+    parts = zip(*(t.split(rows) for t in rowwise), strict=True)
+    pieces = [checkpoint(piece, *part, use_reentrant=False) for part in parts]
+    share, *values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    results = dict(zip(returns, values, strict=True))
+    if "loss" in results:
+        results["loss"] = reduced(results["loss"], share, reduction)
     return tuple(results[name] for name in returns)
-
-
-def _where(valid: Tensor | None, value: Tensor, other: Any) -> Tensor:
-    """The value of tokens that are not ignored, of the others a constant."""
-    return value if valid is None else torch.where(valid, value, other)
-
-
-def _reduced(
-    each: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    token_weight: Tensor | None,
-) -> Tensor:
-    if token_weight is not None:
-        each = each * token_weight
-    if reduction == "none":
-        return each
-    if reduction == "sum":
-        return each.sum()
-    share = torch.ones_like(each) if token_weight is None else token_weight.to(each.dtype)
-    if not target.is_floating_point():
-        valid = target != ignore_index
-        if weight is not None:
-            share = share * weight[torch.where(valid, target, 0)]
-        share = torch.where(valid, share, 0)
-    return each.sum() / share.sum()

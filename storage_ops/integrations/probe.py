@@ -55,6 +55,7 @@ def _run_on_fakes(
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             shadow: Any = copy.deepcopy(model, _without_numbers(model, mode))
             vars(shadow)["_loss_options"] = LossOptions(options.returns)
+            vars(shadow).pop("forward", None)  # it is of the model itself
             ids = torch.zeros(_SHAPE, dtype=torch.long, device=device)
             shadow(input_ids=ids, labels=ids, **keywords)
     except Refused as refused:

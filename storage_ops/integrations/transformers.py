@@ -12,106 +12,18 @@ do. A forward set on the instance would keep the model in a reference cycle, and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
-from storage_ops._subclass import Replaced, like
-from storage_ops.integrations.deferred_logits import (
-    DeferredLogits,
-    Forward,
-    LossOptions,
-    Refused,
-)
-from storage_ops.integrations.output_layers import PatchedHead, patched_head, replaced
+from storage_ops.integrations import fused_head
+from storage_ops.integrations.deferred_logits import LossOptions
+from storage_ops.integrations.output_layers import PatchedHead, patched_head
+from storage_ops.integrations.patched_model import PatchedModel
 from storage_ops.integrations.probe import find_refusal
 from storage_ops.loss.checks import budget_of
-
-
-class _PatchedModel(Replaced):
-    """Marks a patched model, and says how its loss is computed."""
-
-    _loss_options: LossOptions = LossOptions()
-
-    @staticmethod
-    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        return _model_forward(original)
-
-
-def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    position = list(inspect.signature(original).parameters).index("labels") - 1  # without self
-
-    @like(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shifted = kwargs.get("shift_labels")
-        labels = args[position] if len(args) > position else kwargs.get("labels")
-        labels = shifted if shifted is not None else labels
-        # Not patched any more: another wrapper has held on to this function.
-        if labels is None or not isinstance(self, _PatchedModel):
-            return original(self, *args, **kwargs)
-        name, options = type(self).__name__, self._loss_options
-        head = patched_head(self, name)
-        if head._deferred_in is not None:  # a patched model around this one waits for them
-            return original(self, *args, **kwargs)
-        weights = options.token_weights
-        if isinstance(weights, str):
-            weights = kwargs.pop(weights, None)
-        _check_weights(weights, labels)
-        run = Forward(name, options, labels, weights)
-        given = labels if weights is None else run.places
-        if len(args) > position:
-            args = (*args[:position], given, *args[position + 1 :])
-        else:
-            kwargs["labels"] = given
-        if shifted is not None:
-            kwargs["shift_labels"] = given
-        head._deferred_in = run
-        try:
-            outputs = original(self, *args, **kwargs)
-        finally:
-            head._deferred_in = None
-        if run.losses < max(run.calls, 1):
-            missing = "a cross-entropy of its logits" if run.calls else "get_output_embeddings()"
-            raise Refused(
-                f"patch_causal_lm: the forward of {name} with labels ended without {missing}; "
-                "expected a causal language modeling loss of the logits of its output layer. "
-                "storage_ops.unpatch_causal_lm(model) gives the model its own loss back"
-            )
-        formed = options.logits == "always" or (options.logits == "eval" and not self.training)
-        return _finished(outputs, formed, run.results)
-
-    return forward
-
-
-def _check_weights(weights: Any, labels: Tensor) -> None:
-    if weights is None:
-        return
-    if not isinstance(weights, Tensor) or weights.shape != labels.shape:
-        found = f"of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
-        raise ValueError(
-            f"patch_causal_lm: token_weights is {found}; expected a tensor of the labels' shape, "
-            f"{tuple(labels.shape)}"
-        )
-
-
-def _finished(outputs: Any, formed: bool, results: dict[str, Tensor]) -> Any:
-    """The outputs of a model: without the logits, or with these formed, and results per token."""
-
-    def one(value: Any) -> Any:
-        if not isinstance(value, DeferredLogits):
-            return value
-        return value.formed() if formed else None
-
-    if isinstance(outputs, tuple):
-        return (*(one(v) for v in outputs), *results.values())
-    if isinstance(outputs, dict):
-        made = type(outputs)(**{k: one(v) for k, v in outputs.items()})
-        for name, value in results.items():
-            made[name] = value
-        return made
-    return outputs
 
 
 class CausalLMPatch:
@@ -164,9 +76,14 @@ def patch_causal_lm(
     draws other masks than one call for all tokens would.
 
     Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. One that is
-    patched already, with the same options, stays as it is. What hooks into the output layer is
-    refused (FSDP on it alone, tensor parallelism, ZeRO-3, device_map), and so are its other
-    adapters. Not for a model that two threads call at the same time.
+    patched already, with the same options, stays as it is. Trainers of TRL (from 1.15: SFT, DPO,
+    KTO, GRPO, RLOO) give a model a fused head of their own when they are made, for the results per
+    token that their losses are made of: patch `trainer.model` then, before `trainer.train()`, and
+    `trainer.ref_model` if there is one, and these results come from `linear_cross_entropy`.
+
+    What hooks into the output layer is refused (FSDP on it alone, tensor parallelism, ZeRO-3,
+    device_map), and so are its other adapters. Not for a model that two threads call at the same
+    time.
 
     Args:
         model: a transformers model whose `forward` takes `labels` and whose
@@ -216,20 +133,20 @@ def patch_causal_lm(
     name = type(model).__name__
     budget = budget_of(memory_budget, "patch_causal_lm")
     options = _options(returns, token_weights, label_smoothing, logits, budget)
-    if isinstance(model, _PatchedModel):
+    if isinstance(model, PatchedModel):
         if model._loss_options.key != options.key:
             raise RuntimeError(
                 f"patch_causal_lm: {name} is patched already, with {model._loss_options}; expected "
                 f"the same, {options}, or storage_ops.unpatch_causal_lm(model) first"
             )
+        fused_head.replace(model, options)  # it may have got one since
         return CausalLMPatch(given, applied=False)
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"patch_causal_lm: model is {name}, without get_output_embeddings(); expected a "
             "transformers model, not a wrapper around one"
         )
-    if "forward" in vars(model):
-        raise replaced(name)
+    fused_head.check(model, options)
     if "labels" not in inspect.signature(type(model).forward).parameters:
         raise TypeError(f"patch_causal_lm: forward of {name} takes no labels; expected it to")
     config = getattr(model, "config", None)
@@ -239,12 +156,13 @@ def patch_causal_lm(
             "expected token_weights=None"
         )
     patched_head(model, name)
-    model.__class__ = _PatchedModel.over(type(model))
+    model.__class__ = PatchedModel.over(type(model))
     vars(model)["_loss_options"] = options
     refused = find_refusal(model, options)
     if refused is not None:
         unpatch_causal_lm(model)
         raise refused
+    fused_head.replace(model, options)
     return CausalLMPatch(given, applied=True)
 
 
@@ -281,7 +199,7 @@ def _options(
 
 def is_patched(model: nn.Module) -> bool:
     """Whether `patch_causal_lm` has changed a model."""
-    return isinstance(model, _PatchedModel)
+    return isinstance(model, PatchedModel)
 
 
 def unpatch_causal_lm(model: nn.Module) -> None:
@@ -307,7 +225,7 @@ def unpatch_causal_lm(model: nn.Module) -> None:
             f"unpatch_causal_lm: model is {type(model).__name__}; expected a torch.nn.Module"
         )
     model = _inner(model)
-    if not isinstance(model, _PatchedModel):
+    if not isinstance(model, PatchedModel):
         return
     modules: list[Any] = [model, *(m for m in model.modules() if isinstance(m, PatchedHead))]
     if any("_original" not in vars(type(module)) for module in modules):
@@ -319,3 +237,4 @@ def unpatch_causal_lm(model: nn.Module) -> None:
         for attribute in ("_deferred_in", "_loss_options"):
             vars(module).pop(attribute, None)
         module.__class__ = module._original
+    fused_head.restore(model)

@@ -18,6 +18,7 @@ from storage_ops.loss.checks import (
     check_arguments,
     check_torch_options,
     check_types,
+    group_of,
     names_of,
 )
 from storage_ops.loss.planner import Plan
@@ -222,8 +223,7 @@ def linear_cross_entropy(
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
     ignore_index = -100 if ignore_index is None else ignore_index
-    if process_group is not None and not hasattr(process_group, "group_name"):
-        process_group = _group_of(process_group)
+    process_group = group_of(process_group, "linear_cross_entropy")
     check_arguments(
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
@@ -284,18 +284,6 @@ def _classes(target: Tensor, shift: int, valid: int | None) -> Tensor:
     """The class of every token's target: of distributions the most probable that is no padding."""
     classes = target[..., :valid].argmax(-1) if target.is_floating_point() else target
     return classes[..., shift:] if shift else classes
-
-
-def _group_of(mesh: Any) -> Any:
-    """The process group of a mesh of one dimension; what is no mesh as it is."""
-    if not hasattr(mesh, "get_group"):
-        return mesh
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"linear_cross_entropy: process_group is a mesh of {mesh.ndim} dimensions; expected "
-            "one: mesh['tp'], or a process group"
-        )
-    return mesh.get_group()
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,18 @@ def names_of(returns: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
+def group_of(mesh: Any, name: str) -> Any:
+    """The process group of a mesh of one dimension; what is no mesh as it is."""
+    if hasattr(mesh, "group_name") or not hasattr(mesh, "get_group"):
+        return mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{name}: process_group is a mesh of {mesh.ndim} dimensions; expected one: mesh['tp'], "
+            "or a process group"
+        )
+    return mesh.get_group()
+
+
 def check_arguments(
     input: Tensor,
     linear_weight: Tensor,

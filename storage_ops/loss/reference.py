@@ -186,41 +186,67 @@ def linear_cross_entropy(
         selected_ids = None if selected_ids is None else selected_ids[..., k:, :]
     z = F.linear(input, linear_weight, linear_bias) * logit_scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    vocab = len(linear_weight)
-    zero = torch.zeros((), dtype=z.dtype, device=z.device)
-    kept = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device)
-    if not dense:
-        kept = target != ignore_index
+    results, share = results_of(
+        z, target, returns, weight=weight, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, z_loss=z_loss, token_weight=token_weight,
+        selected_ids=selected_ids, top_k=top_k,
+    )  # fmt: skip
+    if "loss" in results:
+        results["loss"] = reduced(results["loss"], share, reduction, divisor)
+    chosen = tuple(results[name] for name in returns)
+    return chosen[0] if len(chosen) == 1 else chosen
+
+
+def results_of(
+    z: Tensor,
+    target: Tensor,
+    names: Sequence[str],
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    selected_ids: Tensor | None = None,
+    top_k: int | None = None,
+) -> tuple[dict[str, Any], Tensor]:
+    """What is asked for of logits (..., V), per token, and each token's share in a mean.
+
+    Of all tensors as large as the logits, one is made for all names, and for entropy three more.
+    """
+    dense, vocab, zero = target.is_floating_point(), z.shape[-1], z.new_zeros(())
+    kept = z.new_ones(z.shape[:-1], dtype=torch.bool) if dense else target != ignore_index
     if token_weight is not None:
         kept = kept & (token_weight != 0)
+    classes = target.argmax(-1) if dense else torch.where(kept, target, 0).long()
     log_p = F.log_softmax(z, -1)
-    lse = torch.where(kept, z.logsumexp(-1), zero)
-    entropy = torch.where(kept, -_weighted(log_p.exp(), log_p).sum(-1), zero)
-    each = torch.ones(vocab, dtype=z.dtype, device=z.device) if weight is None else weight.to(z)
-    if dense:
-        q = target.to(z.dtype) * (1 - label_smoothing) + label_smoothing / vocab
-        loss, share = -(q * each * log_p).sum(-1), torch.ones_like(lse)
-        loss = nll = torch.where(kept, loss, zero)
-        classes = target.argmax(-1)
-    else:
-        classes = torch.where(kept, target, 0).long()
-        share = torch.where(kept, each[classes], zero)
-        nll = torch.where(kept, -log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1), zero)
-        loss = share * nll
-        if label_smoothing:
-            spread = torch.where(kept, -(each * log_p).sum(-1), zero)
-            loss = (1 - label_smoothing) * loss + label_smoothing / vocab * spread
-    loss = loss + z_loss * lse.square()
-    if token_weight is not None:
-        loss, share = loss * token_weight.to(z), share * token_weight.to(z)
-    if reduction != "none":
-        one = 1 if divisor is None else divisor
-        loss = loss.sum() / (share.sum() if reduction == "mean" else one)
-    argmax = torch.where(kept, z.argmax(-1), -1)
-    results: dict[str, Any] = {
-        "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,
-        "correct": kept & (argmax == classes), "z_loss": z_loss * lse.detach().square(),
-    }  # fmt: skip
+    share = kept.to(z.dtype) if token_weight is None else token_weight.to(z)
+    if not dense:
+        share = share * (kept if weight is None else torch.where(kept, weight.to(z)[classes], zero))
+    results: dict[str, Any] = {}
+    lse = zero
+    if z_loss or "lse" in names or "z_loss" in names:
+        lse = torch.where(kept, z.logsumexp(-1), zero)
+    if "loss" in names or "nll" in names:
+        if dense:
+            q = target.to(z.dtype) * (1 - label_smoothing) + label_smoothing / vocab
+            loss = -((q if weight is None else q * weight.to(z)) * log_p).sum(-1)
+            loss = nll = torch.where(kept, loss, zero)
+        else:
+            nll = torch.where(kept, -log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1), zero)
+            loss = nll if weight is None else weight.to(z)[classes] * nll
+            if label_smoothing:
+                spread = -(log_p if weight is None else weight.to(z) * log_p).sum(-1)
+                spread = torch.where(kept, spread, zero)
+                loss = (1 - label_smoothing) * loss + label_smoothing / vocab * spread
+        loss = loss + z_loss * lse.square() if z_loss else loss
+        results |= {"loss": loss if token_weight is None else loss * token_weight.to(z), "nll": nll}
+    if "entropy" in names:
+        results["entropy"] = torch.where(kept, -_weighted(log_p.exp(), log_p).sum(-1), zero)
+    if "argmax" in names or "correct" in names:
+        argmax = torch.where(kept, z.argmax(-1), -1)
+        results |= {"argmax": argmax, "correct": kept & (argmax == classes)}
+    results |= {"lse": lse, "z_loss": z_loss * lse.detach().square()}
     each = kept.unsqueeze(-1)
     if selected_ids is not None:
         there = each & (selected_ids >= 0)
@@ -231,8 +257,17 @@ def linear_cross_entropy(
         order = z.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
         values = torch.where(each, log_p.gather(-1, order), zero)
         results["topk"] = (values, torch.where(each, order, -1))
-    chosen = tuple(results[name] for name in returns)
-    return chosen[0] if len(chosen) == 1 else chosen
+    return results, share
+
+
+def reduced(
+    each: Tensor, share: Tensor, reduction: str, divisor: float | Tensor | None = None
+) -> Tensor:
+    """The loss, from that of the tokens and their shares in a mean."""
+    if reduction == "none":
+        return each
+    one = 1 if divisor is None else divisor
+    return each.sum() / (share.sum() if reduction == "mean" else one)
 
 
 def scale(self: Tensor, factor: Tensor) -> None:

@@ -110,6 +110,9 @@ def kd(
         if name in options:
             raise wrong("kd", TypeError, name, "is given", "an option that the loss does not set")
     target = separated("kd", target, cu_seqlens, shift, ignore_index)
+    # What both must agree in.
+    shared = ("softcap", "process_group", "valid_classes", "max_valid")
+    both = {name: options[name] for name in shared if name in options}
     parts = []
     if alpha > 0:
         parts.append(alpha * linear_kl_div(
@@ -120,7 +123,7 @@ def kd(
     if alpha < 1:
         parts.append((1 - alpha) * linear_cross_entropy(
             input, linear_weight, target, linear_bias=linear_bias, shift=shift,
-            ignore_index=ignore_index, memory_budget=memory_budget,
+            ignore_index=ignore_index, memory_budget=memory_budget, **both,
         ))  # fmt: skip
     loss: Tensor = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     return loss

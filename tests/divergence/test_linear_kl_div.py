@@ -75,10 +75,11 @@ def smallest_budget(made, **options):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teacher, budget):
     made, weight = problem(dtype)
-    for shift, temperature in ((False, 1.0), (True, 1.7)):
+    caps = {"softcap": 2.5} if teacher != "hidden" else {"softcap": 2.5, "teacher_softcap": 1.5}
+    for shift, temperature, more in ((False, 1.0, {}), (True, 1.7, {}), (True, 0.8, caps)):
         options = {
             "divergence": divergence, "reduction": reduction, "shift": shift, "beta": 0.3,
-            "temperature": temperature, "token_weight": weight,
+            "temperature": temperature, "token_weight": weight, **more,
         }  # fmt: skip
         if teacher != "hidden":
             options["teacher_topk"] = stored(made, 5, temperature)

@@ -146,6 +146,7 @@ def test_the_budget_is_kept(dtype, reduction, topk, times):
     tokens, vocab = 400, 20_003
     made, weight = problem(dtype, (tokens,), 32, 48, vocab)
     options = {"token_weight": weight, "reduction": reduction, "divergence": "jsd"}
+    options["softcap"] = 3.0 if times == 1.5 else None
     teacher = {"teacher_input": made["t"], "teacher_weight": made["tw"]}
     if topk:
         options["teacher_topk"], teacher = stored(made, 8), {}
@@ -193,6 +194,9 @@ GOOD = {"divergence": "jsd", "temperature": 2.0}
         ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
         ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'"),
         ({"shift": 1}, TypeError, "shift is 1"),
+        ({"softcap": 0}, ValueError, "softcap is 0"),
+        ({"teacher_softcap": "1"}, TypeError, "teacher_softcap is '1'"),
+        ({"process_group": 3}, TypeError, "process_group is 3"),
         ({"teacher_tail": "drop"}, ValueError, "teacher_tail is 'drop'"),
         ({"teacher_input": None}, TypeError, "teacher_input is None"),
         ({"teacher_weight": None}, TypeError, "teacher_weight is None"),

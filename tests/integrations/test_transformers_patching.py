@@ -45,6 +45,18 @@ def test_patching_twice(batch):
     assert type(model) is tf.LlamaForCausalLM
 
 
+def test_the_remedy_for_returned_logits_is_named():
+    def step(x, w, t):
+        z = x @ w.T
+        return torch.nn.functional.cross_entropy(z, t), z
+
+    torch._dynamo.reset()
+    x, w = torch.randn(512, 8), torch.randn(20_000, 8, requires_grad=True)
+    compiled = torch.compile(step, backend="storage_ops")
+    with pytest.warns(UserWarning, match=r"is returned.*patch_causal_lm\(model\)"):
+        compiled(x, w, torch.randint(20_000, (512,)))[0].backward()
+
+
 def test_the_signature_that_trainer_and_generate_read():
     model = make("Llama")
     bound, plain = inspect.signature(model.forward), inspect.signature(type(model).forward)

@@ -6,6 +6,8 @@ from torch.nn import functional as F
 
 import storage_ops as so
 from storage_ops import losses
+from storage_ops.divergence import reference
+from storage_ops.loss import reference as loss_reference
 
 D, E, V, S = 12, 7, 61, 6
 FORMS = ["padded", "shifted", "packed", "packed and shifted"]
@@ -235,6 +237,18 @@ def test_sft_and_kd(form):
     for alpha in (0.0, 0.3, 1.0):
         loss = losses.kd(p.x, p.w, *p.ref, p.target, alpha=alpha, temperature=t, **p.options)
         compare(p, loss, (alpha * t**2 * kl + (1 - alpha) * nll) / count)
+
+
+def test_what_both_losses_of_kd_take():
+    """A soft-cap and padded classes, of the divergence and of the targets' loss."""
+    p = Problem("shifted")
+    target, more = p.target.clamp(max=V - 3), {"softcap": 1.5, "valid_classes": V - 2}
+    loss = losses.kd(p.x, p.w, *p.ref, target, alpha=0.3, **more, **p.options)
+    options = {"shift": True, "linear_bias": p.b, **more}
+    weight = target != -100
+    kl = reference.linear_kl_div(p.x, p.w, *p.ref, token_weight=weight, **options)
+    nll = loss_reference.linear_cross_entropy(p.x, p.w, target, **options)
+    compare(p, loss, 0.3 * kl + 0.7 * nll)
 
 
 def test_ignored_tokens_of_stored_log_probabilities_are_not_read():

@@ -1,0 +1,149 @@
+"""The fused head that trainers of TRL give a model, by `linear_cross_entropy`.
+
+`trl.trainer.add_fused_lm_head(model)` sets a forward on the model that, called with labels and
+`fused_lm_head=True`, returns results per token in the place of logits: log-probabilities, entropies
+and others that the losses and metrics of the trainers are made of. On a patched model that call
+goes through the model's own forward instead, whose logits are deferred as in any other call with
+labels. So what the model does to its logits is seen, not looked up by the names of its config.
+
+What a fused head was made with is in the closure of its function, under the public names of the
+parameters of `add_fused_lm_head`; TRL itself is neither imported nor changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops._subclass import like
+from storage_ops.integrations.deferred_logits import DeferredLogits, Forward, LossOptions
+from storage_ops.integrations.output_layers import replaced
+from storage_ops.integrations.patched_model import PatchedModel, deferred, model_forward
+
+_IGNORED = -100
+
+
+def _log_sum_sq_probs(logits: DeferredLogits, target: Tensor) -> Tensor:
+    """log sum_j p_j^2 = lse(2 z) - 2 lse(z)."""
+    with torch.no_grad():
+        twice, once = ((z.evaluate(target, ("lse",))["lse"]) for z in (logits * 2, logits))
+        return twice - 2 * once
+
+
+def _mean_logits(logits: DeferredLogits, target: Tensor) -> Tensor:
+    return torch.where(target == _IGNORED, 0, logits.mean())
+
+
+# Of what a fused head returns per token: the result of the loss that it is, or its function.
+_RESULTS = {"log_probs": "nll", "entropy": "entropy", "is_top1": "correct"}
+_OTHERS = {"mean_logits": _mean_logits, "log_sum_sq_probs": _log_sum_sq_probs}
+
+
+def _made_with(forward: Any) -> inspect.ClosureVars | None:
+    """What a fused head was made with; None for another forward, or one of this module."""
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        if hasattr(function, "_over"):
+            return None
+        # Its signature may be said to be that of the model's own.
+        if isinstance(function, FunctionType) and "fused_lm_head" in (
+            function.__kwdefaults__ or ()
+        ):
+            return inspect.getclosurevars(function)
+        forward = getattr(function, "__wrapped__", None)
+    return None
+
+
+def check(model: Any, options: LossOptions) -> None:
+    """Raise unless the forward of a model is that of its class, or a fused head that is known."""
+    given = vars(model).get("forward")
+    if given is None:
+        return
+    name, made = type(model).__name__, _made_with(given)
+    if made is None or not isinstance(given, MethodType):
+        raise replaced(name)
+    known = {"outputs", "temperature", "cast_lm_head_to_fp32"}
+    asked = set(made.nonlocals.get("outputs", ()))
+    if not known <= set(made.nonlocals) or "FusedCausalLMOutput" not in made.globals:
+        raise NotImplementedError(
+            f"patch_causal_lm: the fused head of {name} is not made as that of trl 1.15 and 1.16; "
+            "expected one of these"
+        )
+    if made.nonlocals["cast_lm_head_to_fp32"]:
+        raise NotImplementedError(
+            f"patch_causal_lm: the fused head of {name} has cast_lm_head_to_fp32=True; expected "
+            "False: results per token are float32 without it"
+        )
+    if asked - set(_RESULTS) - set(_OTHERS):
+        raise NotImplementedError(
+            f"patch_causal_lm: the fused head of {name} has outputs {sorted(asked)}; expected some "
+            f"of {sorted(_RESULTS | _OTHERS)}"
+        )
+    if options.token_weights is not None or options.label_smoothing:
+        raise ValueError(
+            f"patch_causal_lm: {name} has a fused head, whose losses a trainer makes; expected "
+            "token_weights=None and label_smoothing=0"
+        )
+
+
+def replace(model: Any, options: LossOptions) -> None:
+    """Let the fused head of a patched model, if it has one, score tokens without logits."""
+    given = vars(model).get("forward")
+    made = _made_with(given)
+    if made is not None:
+        check(model, options)
+        model.forward = MethodType(_fused_forward(given.__func__, made), model)
+
+
+def restore(model: Any) -> None:
+    """Undo `replace`, unless another forward was put above; without a patch it stands aside."""
+    over = getattr(getattr(vars(model).get("forward"), "__func__", None), "_over", None)
+    if over is not None:
+        model.forward = MethodType(over, model)
+
+
+def _fused_forward(given: Callable[..., Any], made: inspect.ClosureVars) -> Callable[..., Any]:
+    """The forward over that of a fused head, both functions of the model."""
+    plain, kind = model_forward(given), made.globals["FusedCausalLMOutput"]
+    asked = {"log_probs", *made.nonlocals["outputs"]}
+
+    @like(given)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return plain(self, *args, **kwargs)
+        if not isinstance(self, PatchedModel):  # any more
+            return given(self, *args, fused_lm_head=True, **kwargs)
+        shifted = kwargs.get("shift_labels")
+        labels: Tensor | None = kwargs.get("labels") if shifted is None else shifted
+        if labels is None:
+            raise ValueError("fused_lm_head is True without labels; expected labels")
+        kwargs["labels"] = labels
+        names = tuple(_RESULTS[name] for name in _RESULTS if name in asked)
+        budget = self._loss_options.memory_budget
+        run = Forward(type(self).__name__, LossOptions(names, memory_budget=budget), labels, None)
+        run.temperature = made.nonlocals["temperature"]
+        run.others = {name: _OTHERS[name] for name in _OTHERS if name in asked}
+        run.max_valid = "sync"
+        outputs = deferred(self, run, given, args, {**kwargs, "use_cache": False})
+        found = {name: run.results[_RESULTS.get(name, name)] for name in asked}
+        if shifted is None:
+            found = {name: _without_last(value, labels) for name, value in found.items()}
+            labels = labels[:, 1:]
+        found["log_probs"] = -found["log_probs"]
+        aux = outputs.get("aux_loss")
+        return kind(loss=outputs["loss"], label_mask=labels != _IGNORED, aux_loss=aux, **found)
+
+    forward._over = given  # type: ignore[attr-defined]
+    return forward
+
+
+def _without_last(value: Tensor, labels: Tensor) -> Tensor:
+    """Results of the tokens that have a next one, (B, T - 1)."""
+    if value.numel() == labels.numel():
+        return value.view(labels.shape)[:, :-1]
+    return value.view(len(labels), -1)

@@ -1,0 +1,116 @@
+"""Models whose forward with labels computes its loss without logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from storage_ops._subclass import Replaced, like
+from storage_ops.integrations.deferred_logits import (
+    DeferredLogits,
+    Forward,
+    LossOptions,
+    Refused,
+)
+from storage_ops.integrations.output_layers import patched_head
+
+
+class PatchedModel(Replaced):
+    """Marks a patched model, and says how its loss is computed."""
+
+    _loss_options: LossOptions = LossOptions()
+
+    @staticmethod
+    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
+        """One that gives the model deferred logits where it is called with labels."""
+        return model_forward(original)
+
+
+def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a patched model over the one that it has, both functions of the model."""
+    position = list(inspect.signature(original).parameters).index("labels") - 1  # without self
+
+    @like(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shifted = kwargs.get("shift_labels")
+        labels = args[position] if len(args) > position else kwargs.get("labels")
+        labels = shifted if shifted is not None else labels
+        # Not patched any more: another wrapper has held on to this function.
+        if labels is None or not isinstance(self, PatchedModel):
+            return original(self, *args, **kwargs)
+        name, options = type(self).__name__, self._loss_options
+        if patched_head(self, name)._deferred_in is not None:
+            return original(self, *args, **kwargs)  # a patched model around this one waits for them
+        weights = options.token_weights
+        if isinstance(weights, str):
+            weights = kwargs.pop(weights, None)
+        _check_weights(weights, labels)
+        run = Forward(name, options, labels, weights)
+        given = labels if weights is None else run.places
+        if len(args) > position:
+            args = (*args[:position], given, *args[position + 1 :])
+        else:
+            kwargs["labels"] = given
+        if shifted is not None:
+            kwargs["shift_labels"] = given
+        outputs = deferred(self, run, original, args, kwargs)
+        formed = options.logits == "always" or (options.logits == "eval" and not self.training)
+        return _finished(outputs, formed, run.results)
+
+    return forward
+
+
+def deferred(
+    model: Any, run: Forward, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """What a forward of the model returns while its output layer defers its logits.
+
+    Raises:
+        Refused: no cross-entropy of them was asked for.
+    """
+    head = patched_head(model, run.model)
+    head._deferred_in = run
+    try:
+        outputs = forward(model, *args, **kwargs)
+    finally:
+        head._deferred_in = None
+    if run.losses < max(run.calls, 1):
+        missing = "a cross-entropy of its logits" if run.calls else "get_output_embeddings()"
+        raise Refused(
+            f"patch_causal_lm: the forward of {run.model} with labels ended without {missing}; "
+            "expected a causal language modeling loss of the logits of its output layer. "
+            "storage_ops.unpatch_causal_lm(model) gives the model its own loss back"
+        )
+    return outputs
+
+
+def _check_weights(weights: Any, labels: Tensor) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, Tensor) or weights.shape != labels.shape:
+        found = f"of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
+        raise ValueError(
+            f"patch_causal_lm: token_weights is {found}; expected a tensor of the labels' shape, "
+            f"{tuple(labels.shape)}"
+        )
+
+
+def _finished(outputs: Any, formed: bool, results: dict[str, Tensor]) -> Any:
+    """The outputs of a model: without the logits, or with these formed, and results per token."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, DeferredLogits):
+            return value
+        return value.formed() if formed else None
+
+    if isinstance(outputs, tuple):
+        return (*(one(v) for v in outputs), *results.values())
+    if isinstance(outputs, dict):
+        made = type(outputs)(**{k: one(v) for k, v in outputs.items()})
+        for name, value in results.items():
+            made[name] = value
+        return made
+    return outputs

@@ -1,0 +1,213 @@
+"""Trainers of TRL with patched models, unchanged: parameters and metrics are as without."""
+
+import copy
+
+import pytest
+import torch
+
+import storage_ops
+
+from .models import SIZES, V, make, tf
+
+trl = pytest.importorskip(
+    "trl",
+    minversion="1.16",
+    reason="no trl >= 1.16: no trainer of TRL was run with a patched model",
+)
+datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
+tokenizers = pytest.importorskip("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, V))]
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<s>")
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
+    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+def text(length):
+    return " ".join(f"w{i}" for i in torch.randint(3, V, (length,)).tolist())
+
+
+def lengths(completions, **kwargs):
+    """A reward."""
+    return [len(set(text)) / 10 for text in completions]
+
+
+def a_trainer(kind, model, folder, tokenizer, data, options):
+    """One of TRL's, for three steps of SGD, which takes small gradients for small."""
+    given = {
+        "output_dir": str(folder), "use_cpu": True, "report_to": [], "max_steps": 3, "seed": 3,
+        "per_device_train_batch_size": 4, "logging_steps": 1, "save_strategy": "no",
+        "disable_tqdm": True, "learning_rate": 0.1, "optim": "sgd", "bf16": False,
+    }  # fmt: skip
+    config = options.pop("peft_config", None)
+    more = {}
+    if kind in ("DPO", "KTO"):
+        more["ref_model"] = copy.deepcopy(model) if config is None else None
+    if kind in ("GRPO", "RLOO"):
+        more["reward_funcs"] = lengths
+    arguments = getattr(trl, f"{kind}Config")(**{**given, **options})
+    return getattr(trl, f"{kind}Trainer")(
+        model, args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=config,
+        **more,
+    )  # fmt: skip
+
+
+def rows_for(kind):
+    rows = []
+    for k in range(12):
+        row = {"prompt": text(4)}
+        if kind in ("SFT", "KTO"):
+            row["completion"] = text(3 + k % 4)
+        if kind == "KTO":
+            row["label"] = k % 3 != 0
+        if kind == "DPO":
+            row |= {"chosen": text(3 + k % 4), "rejected": text(5)}
+        rows.append(row)
+    return datasets.Dataset.from_list(rows)
+
+
+CASES = {
+    "SFT": ("SFT", "Llama", {}),
+    "SFT, DFT": ("SFT", "Cohere, scale", {"loss_type": "dft"}),
+    "SFT, auxiliary loss": ("SFT", "Mixtral, auxiliary loss", {}),
+    "SFT, LoRA": ("SFT", "Llama", {"peft_config": True}),
+    "DPO, WPO": ("DPO", "Llama", {"use_weighting": True}),
+    "DPO, soft-cap": ("DPO", "Gemma 2, soft-cap", {"use_weighting": True, "loss_type": ["ipo"]}),
+    "DPO, LoRA": ("DPO", "Phi, bias", {"peft_config": True}),
+    "DPO, mixed precision": ("DPO", "Llama", {"bf16": True}),
+    "KTO": ("KTO", "Llama", {}),
+    "GRPO": ("GRPO", "Llama", {"temperature": 0.8, "beta": 0.1, "num_generations": 2,
+                               "max_completion_length": 5, "top_entropy_quantile": 0.6}),
+    "RLOO": ("RLOO", "Llama", {"num_generations": 2, "max_completion_length": 5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training(case, tokenizer, tmp_path, monkeypatch):
+    kind, name, options = CASES[case]
+    if "peft_config" in options:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4)
+        options = {**options, "peft_config": config}
+    make(name).save_pretrained(tmp_path / "model")  # GRPO loads its reference from there
+    data, found = rows_for(kind), []
+    for patched in (False, True):
+        model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        trainer = a_trainer(kind, model, tmp_path, tokenizer, data, dict(options))
+        if patched:
+            storage_ops.patch_causal_lm(trainer.model)
+            if getattr(trainer, "ref_model", None) is not None:
+                storage_ops.patch_causal_lm(trainer.ref_model)
+            monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", None)  # is not called
+        trainer.train()
+        parameters = {n: p.detach() for n, p in trainer.model.named_parameters()}
+        metrics = [
+            {k: v for k, v in line.items() if not k.endswith(("_per_second", "_runtime", "_time"))}
+            for line in trainer.state.log_history if "loss" in line
+        ]  # fmt: skip
+        found.append((parameters, metrics))
+    (right, lines), (ours, own) = found
+    exact = not options.get("bf16")
+    torch.testing.assert_close(ours, right, rtol=1e-3, atol=2e-4 if exact else 1e-2)
+    assert len(lines) == 3 and any("entropy" in line for line in lines)
+    for line, mine in zip(lines, own, strict=True):
+        assert line.keys() == mine.keys()
+        line.pop("rewards/accuracies", None)  # in the first line they are of rewards that are 0
+        for key, value in line.items():
+            assert mine[key] == pytest.approx(
+                value, rel=2e-3 if exact else 0.1, abs=1e-4 if exact else 0.05, nan_ok=True
+            ), key
+
+
+def a_fused_model(**options):
+    model = make("Llama")
+    trl.trainer.add_fused_lm_head(model, **options)
+    return model
+
+
+def test_results_per_token_and_gradients(batch):
+    """Of a fused head alone, in float64: shift_labels too, and what stays when it is undone."""
+    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    model = a_fused_model(temperature=0.7, outputs=names)
+    bound = vars(model)["forward"]
+    batch = {**batch, "fused_lm_head": True}
+    shifted = torch.cat([batch["labels"][:, 1:], torch.full((3, 1), -100)], 1)
+    right, loss = [], 0
+    for patched in (False, True):
+        if patched:
+            storage_ops.patch_causal_lm(model)
+        results = model(**batch), model(**{**batch, "labels": None}, shift_labels=shifted)
+        if not patched:
+            right = results
+            continue
+        for ours, theirs in zip(results, right, strict=True):
+            assert type(ours) is type(theirs) and ours.keys() == theirs.keys()
+            torch.testing.assert_close(dict(ours), dict(theirs), rtol=1e-4, atol=1e-5)
+    gradients = []
+    for outputs in (right[0], results[0]):
+        model.zero_grad()
+        weights = torch.arange(24.0).view(3, 8)
+        loss = (outputs.log_probs * weights).sum() + (outputs.entropy * weights).sum()
+        loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+    plain = model(batch["input_ids"], labels=batch["labels"])
+    assert plain.logits is None and plain.loss.requires_grad  # a plain call is patched as well
+    storage_ops.unpatch_causal_lm(model)
+    assert vars(model)["forward"] == bound
+    torch.testing.assert_close(model(**batch).log_probs, right[0].log_probs)
+
+
+def test_patched_before_and_after_the_trainer_was_made(batch):
+    model = make("Llama")
+    storage_ops.patch_causal_lm(model)
+    trl.trainer.add_fused_lm_head(model)
+    theirs = model(**batch, fused_lm_head=True)
+    storage_ops.patch_causal_lm(model)
+    ours = vars(model)["forward"]
+    storage_ops.patch_causal_lm(model)
+    assert vars(model)["forward"] == ours
+    torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, theirs.log_probs)
+    with pytest.raises(ValueError, match="without labels"):
+        model(batch["input_ids"], fused_lm_head=True)
+
+
+@pytest.mark.parametrize(
+    "made, options, kind, message",
+    [
+        ({"cast_lm_head_to_fp32": True}, {}, NotImplementedError, "cast_lm_head_to_fp32=True"),
+        ({"outputs": ("log_probs", "ranks")}, {}, NotImplementedError, "ranks"),
+        ({}, {"label_smoothing": 0.1}, ValueError, "label_smoothing=0"),
+        ({}, {"token_weights": "w"}, ValueError, "token_weights=None"),
+    ],
+)
+def test_refused(made, options, kind, message):
+    model = a_fused_model(**made)
+    with pytest.raises(kind, match=message):
+        storage_ops.patch_causal_lm(model, **options)
+    assert type(model) is tf.LlamaForCausalLM and type(model.lm_head) is torch.nn.Linear
+
+
+def test_no_logits_are_held():
+    vocabulary = 20_000
+    config = tf.LlamaConfig(**{**SIZES, "vocab_size": vocabulary, "hidden_size": 16})
+    model = tf.LlamaForCausalLM(config)
+    trl.trainer.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    storage_ops.patch_causal_lm(model, memory_budget="4 MiB")
+    ids = torch.randint(3, vocabulary, (8, 64))
+
+    def step():
+        outputs = model(input_ids=ids, labels=ids, fused_lm_head=True)
+        (outputs.log_probs.sum() + outputs.entropy.sum()).backward()
+
+    step()
+    model.zero_grad()
+    with storage_ops.memory.measure() as m:
+        step()
+    gradients = sum(p.grad.nbytes for p in model.parameters())
+    assert m.peak_bytes - gradients < 12 * (1 << 20) < ids.numel() * vocabulary * 4 / 3
