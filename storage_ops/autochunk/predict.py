@@ -28,7 +28,7 @@ from storage_ops.autochunk.values import (
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
 _REDUCTIONS = ("sum", "reduce")
-_LOOPS = (*_REDUCTIONS, "gather")  # that are not those of what is read element by element
+_WRITTEN = ("aten.cat.default", "aten.scatter_add.default")  # into memory of their own, on a CPU
 _HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
 _VIEWS = ("view", "expand", "permute", "getitem")
 
@@ -108,14 +108,13 @@ def _is_stored(node: fx.Node, backward: Container[fx.Node], heavy: Container[fx.
     kind = kind_of(node)
     if node.op != "call_function" or name_of(node) == "aten.copy_.default":
         return False
-    if name_of(node) == "aten.cat.default" and _on_cpu(node):
+    if name_of(node) in _WRITTEN and _on_cpu(node):
         return True
     if kind in _FUSED or kind == "expand":
         readers = [kind_of(u) for u in _readers(node)]
         if kind == "expand":  # no product reads one number as a matrix
             return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
-        loops = any(kind in readers for kind in _LOOPS)
-        once = loops and node in heavy and evaluated_once(node, backward)
+        once = "sum" in readers and node in heavy and evaluated_once(node, backward)
         return "product" in readers or "opaque" in readers or once
     return kind not in _VIEWS
 
