@@ -29,6 +29,7 @@ Every other loss is chunked in the joint graph of forward and backward::
                 Rows: a slice of it belongs to a chunk of tokens   # lattice
                 Partial: each chunk has a term of a sum
                 Whole: the same for all chunks; it stays outside
+            a few numbers per token that nothing large of the same pass reads leave the span
             gradients = upstream * f(tokens): take upstream for 1  # passes, by the laws in rules
                 several upstream gradients, or one per token:
                 form the logits once more in the backward

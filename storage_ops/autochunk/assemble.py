@@ -24,20 +24,25 @@ class Input:
 
     def __init__(self, tensor: Tensor, cut: Slice | None, per: int):
         self.cut, self.per = cut, per
+        self.lo = 0 if cut is None else cut.lo
         if cut is None:
             # Below autograd an alias has no base. Dynamo would take in that of a caller's view as
             # well, and fail on a guard for one of its sizes: they are no argument of the body.
             self.tensor: Tensor = torch.ops.aten.alias.default(tensor)
         else:
-            self.tensor = tensor.flatten(cut.lo, cut.hi - 1)
+            # What is cut behind dimensions of one element has the strides of what is cut in them:
+            # a chunk that differs in nothing else is not compiled anew.
+            while self.lo and tensor.shape[self.lo - 1] == 1:
+                self.lo -= 1
+            self.tensor = tensor.flatten(self.lo, cut.hi - 1)
 
     def __call__(self, begin: int, end: int) -> Tensor:
         """The slice for the groups from begin to end."""
         if self.cut is None:
             return self.tensor
-        part = self.tensor.narrow(self.cut.lo, begin * self.per, (end - begin) * self.per)
-        for _ in range(self.cut.hi - self.cut.lo - 1):
-            part = part.unsqueeze(self.cut.lo)
+        part = self.tensor.narrow(self.lo, begin * self.per, (end - begin) * self.per)
+        for _ in range(self.cut.hi - self.lo - 1):
+            part = part.unsqueeze(self.lo)
         return part
 
 

@@ -23,7 +23,8 @@ class Body:
     """The body of one pass over the tokens.
 
     Attributes:
-        graph: takes a slice of every input, then sizes, and gives the values.
+        graph: takes a slice of every input, then sizes, and gives the values; its nodes' values
+            are those of all tokens.
         env: the nodes of the span that it has, as its own nodes.
         inputs: what it reads, in which layout, and the placeholder for that.
         ints, int_nodes: sizes that it takes, and the placeholders for them.
@@ -39,10 +40,8 @@ class Body:
         self.int_nodes: list[fx.Node] = []
         self.values: list[fx.Node] = []
 
-    def run(
-        self, nodes: list[fx.Node], outputs: list[fx.Node]
-    ) -> tuple[list[Output], list[fx.Node]]:
-        """Copy the nodes that the outputs need; how the outputs come together, and those nodes."""
+    def run(self, nodes: list[fx.Node], outputs: list[fx.Node]) -> list[Output]:
+        """Copy the nodes that the outputs need; how the outputs come together."""
         outer = [n for n in outputs if self._formed_outside(n)]
         needed: set[fx.Node] = set()
         stack = [n for n in outputs if n not in outer]
@@ -62,12 +61,12 @@ class Body:
         for node in nodes:
             if node in needed:
                 self._collect_ints(node)
-        placed = [n for n in nodes if n in needed]
-        for node in placed:
-            self._copy(node)
+        for node in nodes:
+            if node in needed:
+                self._copy(node)
         specs = [self._output(n, n in outer) for n in outputs]
         self.graph.output([self.env[v] for v in self.values])
-        return specs, placed
+        return specs
 
     def _has_rows(self, node: Any) -> bool:
         return isinstance(self.span.layouts.get(node), Rows)
@@ -99,6 +98,7 @@ class Body:
         last = self.inputs[-1][2] if self.inputs else None
         with self.graph.inserting_after(last) if last else self.graph.inserting_before():
             placeholder = self.graph.placeholder(f"x{len(self.inputs)}")
+        placeholder.meta["val"] = arg.meta["val"]
         self.inputs.append((arg, layout, placeholder))
         return placeholder
 
@@ -175,6 +175,7 @@ class Body:
                 _ATEN.reshape.default,
                 (take(node.args[0]), self._sizes(node)),  # type: ignore[arg-type]
             )
+            self.env[node].meta["val"] = node.meta["val"]
             return
         target: Any = node.target
         args = list(node.args)
@@ -187,6 +188,7 @@ class Body:
         if rule.sizes is not None:
             args[rule.sizes] = self._sizes(node)
         self.env[node] = self.graph.call_function(target, tuple(args), kwargs)
+        self.env[node].meta["val"] = node.meta["val"]
 
     def _value(self, node: fx.Node) -> int:
         if node not in self.values:
@@ -262,6 +264,7 @@ def share(body: Body) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ..
     for amplifier, product in products.items():
         with body.graph.inserting_before(inputs[0]):
             body.env[amplifier] = body.graph.placeholder("product")
+        body.env[amplifier].meta["val"] = amplifier.meta["val"]
         product.replace_all_uses_with(body.env[amplifier])
         body.graph.erase_node(product)
     over: list[int | None] = []
@@ -302,6 +305,7 @@ def _overwrite(body: Body, amplifier: fx.Node, taken: list[int | None]) -> int |
     values: Any = end.args[0]
     with graph.inserting_before(end):
         written = graph.call_function(torch.ops.aten.copy_.default, (place, values[found]))
+    written.meta["val"] = place.meta["val"]
     end.args = ([written if i == found else v for i, v in enumerate(values)],)
     return found
 

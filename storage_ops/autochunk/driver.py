@@ -11,16 +11,15 @@ from pathlib import Path
 from torch import fx
 
 from storage_ops.autochunk.edit import Undo, retire
-from storage_ops.autochunk.lattice import Conflict
+from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of
-from storage_ops.autochunk.passes import order
+from storage_ops.autochunk.passes import Passes, order
 from storage_ops.autochunk.predict import peak, wide_sums
 from storage_ops.autochunk.prepare import (
     Mutations,
     join_batches,
     new_values,
-    owner,
     prepare,
     starts,
 )
@@ -28,9 +27,18 @@ from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
 from storage_ops.autochunk.run import in_body
-from storage_ops.autochunk.spans import LARGE, TRIES, candidates, is_product, propagate
+from storage_ops.autochunk.spans import LARGE, TRIES, Span, candidates, is_product, propagate
 from storage_ops.autochunk.sums import Term, add_up
-from storage_ops.autochunk.values import ends, leading_to, name_of, nbytes, numel, tangents_of
+from storage_ops.autochunk.values import (
+    ends,
+    hint,
+    leading_to,
+    name_of,
+    nbytes,
+    numel,
+    owner,
+    tangents_of,
+)
 from storage_ops.quantities import readable
 
 
@@ -238,17 +246,31 @@ class _Work:
         whole = sum(sum(map(numel, parts)) for parts in {id(p): p for p in known}.values())
         return -(-self.num_chunks * sum(map(numel, amplifiers)) // whole)
 
+    def in_order(self, amplifier: fx.Node, tangents: list[fx.Node]) -> tuple[Span, Passes]:
+        """The span of an amplifier and its passes, of single tokens if groups save no pass."""
+        found, error = list[tuple[Span, Passes]](), None
+        for cut in (False, True):
+            if not found or (len(found[0][1].outputs) > 1 and not same(found[0][0].step, 1)):
+                try:
+                    span = propagate(self.graph, amplifier, self.count, cut)
+                    found.append((span, order(self.graph, span, tangents)))
+                except Conflict as conflict:
+                    error = error or conflict
+        if not found:
+            assert error is not None
+            raise error
+        return min(found, key=lambda each: (len(each[1].outputs), hint(each[0].step)))
+
     def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node], terms: list[Term]) -> list[int]:
         """Chunk what an amplifier leads to; how often, for each pass. Its sums join the terms."""
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
-        span = propagate(graph, amplifier, self.count)
+        span, ordered = self.in_order(amplifier, tangents)
         read = {arg for reads in span.reads.values() for arg, _ in reads}
         for arg in read:
             if owner(arg) in self.changed:
                 raise Conflict("is changed in place by the function", arg)
         mutations.check_reads(read, span.layouts)
-        ordered = order(graph, span, tangents)
         count = None if self.num_chunks is None else self.count(span.amplifiers)
         counts = rewrite(graph, span, ordered, Limits(count, budget), terms)
         mutations.check_order(graph)

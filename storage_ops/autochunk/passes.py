@@ -18,7 +18,7 @@ from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import Degree, rule_of
 from storage_ops.autochunk.spans import Span
-from storage_ops.autochunk.values import is_tensor, is_zero, reached, shape
+from storage_ops.autochunk.values import hint, is_tensor, is_zero, numel, reached, shape
 
 
 class Turn(NamedTuple):
@@ -116,7 +116,24 @@ def _turns(
                 del inside[node], span.layouts[node], span.reads[node]
         if node not in span.layouts or not led_to:
             outside[node] = alone  # what no amplifier leads to can also be had whole
+    for node in reversed(graph.nodes):
+        if node in span.layouts and node in after and _can_leave(span, node, inside):
+            del inside[node], span.layouts[node], span.reads[node]
     return inside
+
+
+def _can_leave(span: Span, node: fx.Node, turns: dict[fx.Node, Turn]) -> bool:
+    """Whether a node is made of a few numbers per token that nothing in its pass needs.
+
+    Chunks then end at these numbers, and those of several losses are alike: one is compiled.
+    """
+    if node in span.large or any(
+        a in span.large or (a in span.layouts and numel(a) > hint(span.tokens))
+        for a, _ in span.reads[node]
+    ):
+        return False
+    users = [u for u in node.users if u in span.layouts]
+    return all(span.reads[u] and turns[u] > turns[node] for u in users)
 
 
 def _scale(span: Span, result: Passes, tangents: list[fx.Node]) -> None:

@@ -19,13 +19,17 @@ from storage_ops.autochunk.values import (
     name_of,
     nbytes,
     numel,
+    owner,
     reached,
+    short_name,
     tangents_of,
     values_of,
 )
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
 _REDUCTIONS = ("sum", "reduce")
+_WRITTEN = ("aten.cat.default", "aten.scatter_add.default")  # into memory of their own, on a CPU
+_HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
 _VIEWS = ("view", "expand", "permute", "getitem")
 
 
@@ -35,12 +39,14 @@ def kind_of(node: fx.Node) -> str:
     if rule is not None:
         return rule.kind
     tags = getattr(node.target, "tags", ())
+    if name_of(node) == "aten.copy_.default":  # a chunk over its product
+        return "elementwise"
     fused = torch.Tag.pointwise in tags or name_of(node) == "prims.iota.default"
     return "elementwise" if fused else "opaque"
 
 
 def peak(graph: fx.Graph) -> int:
-    """Predicted peak bytes above the inputs.
+    """Predicted peak bytes above the inputs, where all of a forward comes before its backward.
 
     Element by element ops are fused into what reads them, as Inductor does, and exist only where a
     product, a reduction or the graph's end reads them. A value made from one of its own size that
@@ -48,8 +54,19 @@ def peak(graph: fx.Graph) -> int:
     """
     backward = reached(tangents_of(graph))
     alive = leading_to(ends(graph))
-    nodes = [n for n in graph.nodes if n in alive]
-    stored = {n for n in nodes if _is_stored(n, backward)}
+    nodes = sorted((n for n in graph.nodes if n in alive), key=lambda n: n in backward)
+    stored, heavy = set[fx.Node](), set[fx.Node]()
+    for node in nodes:
+        if kind_of(node) in (*_FUSED, *_VIEWS) and (
+            short_name(node) in _HEAVY or not heavy.isdisjoint(node.all_input_nodes)
+        ):
+            heavy.add(node)
+        base = owner(node)
+        part = kind_of(node) in ("along", "select") and base is not node  # a view of what is there
+        part = part and (base.op == "placeholder" or base in stored)
+        if not part and _is_stored(node, backward, heavy):
+            stored.add(node)
+            heavy.discard(node)
     results = {n: _items(n) or [n] for n in stored}  # several have a life each
     owned = {r for each in results.values() for r in each}
     sources: dict[fx.Node, set[fx.Node]] = {}
@@ -87,28 +104,32 @@ def _items(node: fx.Node) -> list[fx.Node]:
     return [u for u in node.users if name_of(u) == "getitem"]
 
 
-def _is_stored(node: fx.Node, backward: Container[fx.Node]) -> bool:
+def _is_stored(node: fx.Node, backward: Container[fx.Node], heavy: Container[fx.Node]) -> bool:
     kind = kind_of(node)
-    if node.op != "call_function":
+    if node.op != "call_function" or name_of(node) == "aten.copy_.default":
         return False
+    if name_of(node) in _WRITTEN and _on_cpu(node):
+        return True
     if kind in _FUSED or kind == "expand":
         readers = [kind_of(u) for u in _readers(node)]
         if kind == "expand":  # no product reads one number as a matrix
             return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
-        once = "sum" in readers and evaluated_once(node, backward)
+        once = "sum" in readers and node in heavy and evaluated_once(node, backward)
         return "product" in readers or "opaque" in readers or once
     return kind not in _VIEWS
 
 
+def _on_cpu(node: fx.Node) -> bool:
+    return values_of(node)[0].device.type == "cpu"
+
+
 def evaluated_once(node: fx.Node, backward: Container[fx.Node] = ()) -> bool:
-    """Whether Inductor stores an exponential, and does not evaluate it in each loop that reads it.
+    """Whether Inductor stores what takes long, and does not evaluate it in each loop that reads it.
 
     It does so on a CPU, for each of the graphs into which a joint graph is split.
     """
-    if name_of(node) != "aten.exp.default" or values_of(node)[0].device.type != "cpu":
-        return False
     late = [u in backward for u in _readers(node)]
-    return late.count(True) > 1 or late.count(False) > 1
+    return _on_cpu(node) and (late.count(True) > 1 or late.count(False) > 1)
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
@@ -129,7 +150,9 @@ def _inside(node: fx.Node) -> int:
     if name_of(node) == "storage_ops._chunked_span.default":
         counts = [hint(_value(groups)) for groups in node.args[3]]  # type: ignore[union-attr]
         programs = zip(decode(str(node.args[4])), counts, strict=True)
-        return wide_sums(node) + max(_chunk(node, p, -(-n // p.count(n))) for p, n in programs)
+        wide, late = _sums(node)
+        chunk = max(_chunk(node, p, -(-n // p.count(n))) for p, n in programs)
+        return wide + max(chunk - late, 0)
     if name_of(node) == "storage_ops.linear_cross_entropy.default":
         from storage_ops.autochunk.op_plan import scratch
 
@@ -140,9 +163,8 @@ def _inside(node: fx.Node) -> int:
 def _chunk(node: fx.Node, program: Program, size: int) -> int:
     """Bytes of a chunk of so many groups."""
     held, values = size * program.group_bytes, values_of(node)
-    if program.in_blocks:  # what the body makes beside products is as large as a block of one
-        block = blocks(size, program.group_bytes, values[0].device)[1]
-        held += block * program.group_bytes // len(program.formed)
+    if program.in_blocks:
+        held += blocks(size, program.group_bytes, values[0].device)[1] * program.block_bytes
     # Terms of sums that the body forms are there beside the sum.
     return held + sum(
         elements(values[spec.place]) * values[spec.place].element_size()
@@ -153,7 +175,13 @@ def _chunk(node: fx.Node, program: Program, size: int) -> int:
 
 def wide_sums(node: fx.Node) -> int:
     """Bytes of the fp32 sums that 16-bit results of a chunked span are rounded from."""
-    programs, values, wide = decode(str(node.args[4])), values_of(node), dict[int, int]()
+    return _sums(node)[0]
+
+
+def _sums(node: fx.Node) -> tuple[int, int]:
+    """Bytes of those sums, and of results that are not there until the last chunk is gone."""
+    programs, values = decode(str(node.args[4])), values_of(node)
+    wide, late_results = dict[int, int](), dict[int, int]()
     alone = {each[0].place for each in results_of(programs) if len(each) == 1}
     given: Any = node.args[0]
     tensors = iter([v for t in given for v in values_of(t)])
@@ -169,7 +197,9 @@ def wide_sums(node: fx.Node) -> int:
             total = spec.rows is None and spec not in waiting
             if total or program.shares_factor(spec) in late:
                 wide[spec.place] = 4 * elements(values[spec.place])
-    return sum(wide.values())
+            if total:
+                late_results[spec.place] = 2 * elements(values[spec.place])
+    return sum(wide.values()), sum(late_results.values())
 
 
 def _value(item: Any) -> Any:

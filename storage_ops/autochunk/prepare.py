@@ -25,9 +25,9 @@ from storage_ops.autochunk.values import (
     leading_to,
     name_of,
     numel,
+    owner,
     reached,
     shape,
-    viewed,
 )
 
 _ATEN = torch.ops.aten
@@ -336,13 +336,6 @@ def _is_range(node: fx.Node, size: Any) -> bool:
     else:
         return False
     return bool(counted and same(shape(node)[0], size))
-
-
-def owner(node: fx.Node) -> fx.Node:
-    """The node whose memory a node is a view of: itself, if it is none."""
-    while (base := viewed(node)) is not None:
-        node = base
-    return node
 
 
 def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:

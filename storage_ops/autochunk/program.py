@@ -69,6 +69,7 @@ class Program(NamedTuple):
         num_chunks: how many there are; None: as many as keep to chunk_bytes.
         chunk_bytes: for all that a chunk holds.
         group_bytes: what a group needs of it.
+        block_bytes: what it needs while the body works on it, where that works in blocks.
         dynamic: sizes differ from call to call.
         body: nodes of the graph.
         formed: inputs (bias,) left and right of products that are the body's first arguments.
@@ -80,6 +81,7 @@ class Program(NamedTuple):
     num_chunks: int | None
     chunk_bytes: int
     group_bytes: int
+    block_bytes: int
     dynamic: bool
     body: list[Any]
     formed: tuple[tuple[int, ...], ...] = ()

@@ -15,11 +15,11 @@ from storage_ops.autochunk.body import Body, share
 from storage_ops.autochunk.edit import Builder, sort
 from storage_ops.autochunk.lattice import Partial
 from storage_ops.autochunk.passes import Passes
-from storage_ops.autochunk.predict import evaluated_once, kind_of
+from storage_ops.autochunk.predict import evaluated_once, kind_of, peak
 from storage_ops.autochunk.program import Program, encode, encode_graph
 from storage_ops.autochunk.spans import Span, is_product
 from storage_ops.autochunk.sums import Term
-from storage_ops.autochunk.values import hint, nbytes, shape, values_of
+from storage_ops.autochunk.values import hint, nbytes, shape, short_name, values_of
 
 _ATEN = torch.ops.aten
 
@@ -79,7 +79,7 @@ def rewrite(
     result: list[int] = []
     for outputs in passes.outputs:
         body = Body(span, builder)
-        specs, placed = body.run(nodes, outputs)
+        specs = body.run(nodes, outputs)
         formed, over = share(body)
         program = Program(
             tuple(body.slice(layout) for _, layout, _ in body.inputs),
@@ -87,13 +87,14 @@ def rewrite(
             limits.num_chunks,
             limits.chunk_bytes,
             0,
+            0,
             not isinstance(span.tokens, int),
             encode_graph(body.graph),
             formed,
             over,
         )
-        size = group_bytes(span, placed, body.values, program)
-        program = program._replace(group_bytes=size)
+        held, inside = group_bytes(span, body, program)
+        program = program._replace(group_bytes=held, block_bytes=inside)
         sizes = [builder.size(s) for n in outputs for s in shape(n)]
         call = builder.call(
             torch.ops.storage_ops._chunked_span.default,
@@ -111,15 +112,16 @@ def rewrite(
     return result
 
 
-def group_bytes(span: Span, nodes: list[fx.Node], values: list[fx.Node], program: Program) -> int:
-    """What a group takes of a chunk: the products and the values that leave the compiled body."""
-    kept = {n for n in nodes if n in span.large and is_product(n)}
-    kept |= {n for i, n in enumerate(values) if n in span.large and i not in program.over}
-    if not program.in_blocks:  # else these are small; what is summed at once stays in a cache
-        kept |= {n for n in nodes if n in span.large and evaluated_once(n)
-                 and all(kind_of(user) != "sum" for user in n.users)}  # fmt: skip
-    total = sum(nbytes(n) for n in kept)
-    return -(-total // max(hint(span.groups), 1))
+def group_bytes(span: Span, body: Body, program: Program) -> tuple[int, int]:
+    """What a group takes of a chunk, and of a block of it where the body works on blocks."""
+    kept = {n for n in body.env if n in span.large and is_product(n)}
+    kept |= {n for i, n in enumerate(body.values) if n in span.large and i not in program.over}
+    inside = peak(body.graph) if program.in_blocks else 0
+    if not program.in_blocks:  # else a block is small; what is summed at once stays in a cache
+        exps = [n for n in body.env if n in span.large and short_name(n) == "exp"]
+        kept |= {n for n in exps if evaluated_once(n) and "sum" not in map(kind_of, n.users)}
+    groups = max(hint(span.groups), 1)
+    return -(-sum(map(nbytes, kept)) // groups), -(-inside // groups)
 
 
 def _replace(

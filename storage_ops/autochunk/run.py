@@ -20,6 +20,7 @@ from storage_ops.autochunk.program import (
     Factor,
     Output,
     Program,
+    Slice,
     blocks,
     decode,
     decode_graph,
@@ -128,9 +129,15 @@ def body_of(text: str) -> Compiled:
 
 @functools.lru_cache(maxsize=64)
 def bodies_of(text: str) -> list[tuple[Program, Compiled]]:
-    """Programs and their bodies, which those share that differ in their results only."""
-    bare: dict[str, Any] = {"outputs": (), "num_chunks": None, "chunk_bytes": 0, "group_bytes": 0}
-    return [(p, body_of(encode([p._replace(**bare)]))) for p in decode(text)]
+    """Programs and their bodies, which those share that differ in their results or cuts only."""
+    bare: dict[str, Any] = {
+        "outputs": (), "num_chunks": None, "chunk_bytes": 0, "group_bytes": 0, "block_bytes": 0,
+    }  # fmt: skip
+    programs = decode(text)
+    cuts = [tuple(c and Slice(c.hi - 1, c.hi, 1) for c in p.inputs) for p in programs]
+    bodies = [encode([p._replace(inputs=c, **bare)])
+              for p, c in zip(programs, cuts, strict=True)]  # fmt: skip
+    return list(zip(programs, map(body_of, bodies), strict=True))
 
 
 def _number(reference: int, ints: Sequence[int]) -> int:

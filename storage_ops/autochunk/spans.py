@@ -318,9 +318,14 @@ def read(
 
 
 def propagate(
-    graph: fx.Graph, amplifier: fx.Node, chunks: Callable[[Collection[fx.Node]], int]
-) -> Span:
-    """The span of an amplifier; `chunks`: how many are wanted of the products in it.
+    graph: fx.Graph, amplifier: fx.Node, chunks: Callable[[Collection[fx.Node]], int],
+    cut: bool = False,
+) -> Span:  # fmt: skip
+    """The span of an amplifier.
+
+    Args:
+        chunks: how many are wanted of the products in it.
+        cut: small values that mix tokens are read between two passes, instead of in groups.
 
     Raises:
         Conflict: there is none, and why.
@@ -328,7 +333,7 @@ def propagate(
     conflict: Conflict | None = None
     for rows in rows_of(amplifier):
         try:
-            return _propagate_along(graph, {amplifier: rows}, chunks)
+            return _propagate_along(graph, {amplifier: rows}, chunks, cut)
         except Conflict as error:
             conflict = conflict or error
     assert conflict is not None
@@ -336,10 +341,11 @@ def propagate(
 
 
 def _propagate_along(
-    graph: fx.Graph, amplifiers: dict[fx.Node, Rows], chunks: Callable[[Collection[fx.Node]], int]
-) -> Span:
+    graph: fx.Graph, amplifiers: dict[fx.Node, Rows],
+    chunks: Callable[[Collection[fx.Node]], int], always: bool,
+) -> Span:  # fmt: skip
     step: Size = 1
-    cut, regrouped = False, 0
+    cut, regrouped = always, 0
     while regrouped < 16:
         attempt = _Propagation(graph, amplifiers, step, cut)
         try:
@@ -349,7 +355,7 @@ def _propagate_along(
                 attempt.tokens, math.prod(shape(found.node)[found.rows.lo : found.rows.hi])
             ):
                 raise Conflict("amplifies other tokens", found.node) from None
-            amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, False
+            amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, always
         except Regroup as group:
             regrouped += 1
             # Few large groups make few chunks. Then what mixes tokens is read between two passes.

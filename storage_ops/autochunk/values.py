@@ -83,6 +83,13 @@ def viewed(node: fx.Node) -> fx.Node | None:
     return node.args[0] if fresh_by_name or (alias is not None and not alias.is_write) else None
 
 
+def owner(node: fx.Node) -> fx.Node:
+    """The node whose memory a node is a view of: itself, if it is none."""
+    while (base := viewed(node)) is not None:
+        node = base
+    return node
+
+
 def ends(graph: fx.Graph) -> list[fx.Node]:
     """What a graph is evaluated for: its output, and what changes something."""
     return [n for n in graph.nodes if n.op == "output" or n.is_impure()]

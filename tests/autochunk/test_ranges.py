@@ -179,11 +179,37 @@ def kto(x, w, b, y, v, t):
     return (1 - torch.sigmoid(BETA * gain * torch.where(good, 1, -1))).mean(), shown
 
 
+def grpo(level):
+    """Shao et al. 2024, https://arxiv.org/abs/2402.03300; ratios of whole sequences: Zheng et al.
+    2025, https://arxiv.org/abs/2507.18071. What is shown has a gradient, which nobody asks for."""
+
+    def loss(x, w, b, y, v, t):
+        p, mask = log_probs(x @ w.t(), t), (t != -100).to(x.dtype)
+        with torch.no_grad():
+            r = log_probs(y @ v.t(), t)
+        ratio, gain = p - p.detach() - 0.05, torch.linspace(-1, 1, B)[:, None]
+        if level == "sequence":
+            ratio = (ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+        ratio, kl = ratio.exp(), (r - p).exp() - (r - p) - 1
+        each = BETA * kl - torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+        return (each * mask).sum() / mask.sum(), (kl * mask).sum() / mask.sum()
+
+    loss.__name__ = f"grpo_{level}"
+    return loss
+
+
+def cosine(x, w, b, y, v, t):
+    """The angle between logits of a student and a teacher, and cross-entropy."""
+    z, q = x @ w.t(), y @ v.t()
+    near = F.cosine_similarity(F.normalize(z, dim=-1), F.normalize(q, dim=-1), dim=-1)
+    return F.cross_entropy(z.flatten(0, 1), t.flatten()) + (1 - near).mean()
+
+
 LOSSES = [
     policy_first, reference_first, sums_policy_first, sums_reference_first, stacked(0), stacked(1),
     generalized_jsd, sliced_first, frozen_head, side_by_side, turned_around, some_and_all, chunks,
     measured, selective, splits,
-    in_turns, both_ways, dpo, cpo, orpo, simpo, kto,
+    in_turns, both_ways, dpo, cpo, orpo, simpo, kto, grpo("token"), grpo("sequence"), cosine,
 ]  # fmt: skip
 
 
@@ -218,6 +244,20 @@ def test_share_of_the_logits(loss):
     check(got, plain, run(loss, [a.double() if a.is_floating_point() else a for a in given])[0])
     # Chunks of a stack inside of sequences are whole sequences, and Inductor stores the stack.
     assert share < (0.8 if loss.__name__ == "stacked_1" else 0.6) and whole > 1.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss", [generalized_jsd, selective, grpo("token"), grpo("sequence"), cosine],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_share_of_the_logits_in_16_bits(loss):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        loss, backend=backend.backend, options={"num_chunks": 8, "strict": True}
+    )
+    run(compiled, data(torch.bfloat16))
+    assert run(compiled, data(torch.bfloat16))[1] < 0.6
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
