@@ -68,7 +68,7 @@ def peak(s: Schedule, beside: int = 0) -> int:
     """
     p, d, item = s.problem, s.problem.hidden, s.problem.itemsize
     wide_input, wide_weight = s.wide_input, s.wide_weight
-    tile = s.rows * padded(s.columns) * p.logit_bytes + beside
+    tile = s.tiles * s.rows * padded(s.columns) * p.logit_bytes + beside
     if p.gathers or p.masks:
         tile += s.rows * d * item
     extra = _extra(p, wide_input, wide_weight)

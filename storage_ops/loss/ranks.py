@@ -7,6 +7,7 @@ the state of the rows, and at the end the gradient of the input, to which every 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,10 +55,11 @@ class Ranks:
         """The tensors of all ranks, one after another along a new first dimension."""
         return t.unsqueeze(0)
 
-    def reduce(self, t: Tensor, rows: slice) -> list[Any]:
-        """Sum rows of (N, D) over the ranks, in place, each on the rank whose N / ranks it is of.
+    def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:
+        """Sum rows of (N, D) over the ranks, in place: on all, or each where it belongs.
 
-        Returns what is to be waited for; until then neither rows nor memory may be touched.
+        `scatter`: on the rank whose N / ranks it is of. Returns what is to be waited for; until
+        then neither rows nor memory may be touched.
         """
         return []
 
@@ -67,8 +69,12 @@ class Ranks:
 
     def merge(
         self, state: Tensor, argmax: Tensor | None, ignored: Tensor, call: Call, vocabulary: int
-    ) -> None:
-        """Merge the state of rows over the ranks, in place: the sum formulas of row_math.h."""
+    ) -> Iterator[None]:
+        """Merge the state of rows over the ranks, in place: the sum formulas of row_math.h.
+
+        Stops where the ranks' numbers are under way.
+        """
+        yield from ()
 
 
 class Several(Ranks):
@@ -119,18 +125,22 @@ class Several(Ranks):
 
     def add_up(self, t: Tensor) -> Tensor:
         """See `Ranks`."""
-        dist.all_reduce(t, dist.ReduceOp.SUM, self._group)
-        return t
+        return t.copy_(_wait(self._begin(t, "sum")))
 
     def gather(self, t: Tensor) -> Tensor:
         """See `Ranks`."""
-        ops, flat = torch.ops._c10d_functional, t.reshape(-1)
-        every = ops.all_gather_into_tensor(flat, self.count, self._group.group_name)
-        every = ops.wait_tensor(every)
-        return every.view(self.count, *t.shape)  # type: ignore[no-any-return]
+        gather, name = torch.ops._c10d_functional.all_gather_into_tensor, self._group.group_name
+        return _wait(gather(t.reshape(-1), self.count, name)).view(self.count, *t.shape)
 
-    def reduce(self, t: Tensor, rows: slice) -> list[Any]:
+    def _begin(self, t: Tensor, how: str) -> Tensor:
+        """What a reduction over the ranks will be, to be waited for."""
+        begun: Tensor = torch.ops._c10d_functional.all_reduce(t, how, self._group.group_name)
+        return begun
+
+    def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:
         """See `Ranks`."""
+        if not scatter:
+            return [dist.all_reduce(t[rows], group=self._group, async_op=True)]
         works, size = [], len(t) // self.count
         begin = rows.start
         while begin < rows.stop:
@@ -148,19 +158,18 @@ class Several(Ranks):
 
     def merge(
         self, state: Tensor, argmax: Tensor | None, ignored: Tensor, call: Call, vocabulary: int
-    ) -> None:
+    ) -> Iterator[None]:
         """See `Ranks`."""
-        group = self._group
         shift, total, slope, dot, mass, _ = state.unbind(0)
         largest = torch.where(total == 0, -torch.inf, shift)
-        order = _ordered(largest)
-        mine = order.clone()
-        dist.all_reduce(order, dist.ReduceOp.MAX, group)
+        mine = _ordered(largest)
+        sent = self._begin(mine, "max")
+        yield
+        order = _wait(sent)
         merged = _unordered(order, largest.dtype)
+        classes = None
         if argmax is not None:
-            argmax.masked_fill_(order != mine, vocabulary)
-            dist.all_reduce(argmax, dist.ReduceOp.MIN, group)
-            argmax.masked_fill_(argmax == vocabulary, 0).masked_fill_(ignored, -1)
+            classes = self._begin(argmax.masked_fill(order != mine, vocabulary), "min")
         new = torch.where(merged == -torch.inf, 0, merged)
         by = torch.where(total == 0, 0, shift - new)
         factor = by.exp()
@@ -170,11 +179,19 @@ class Several(Ranks):
         dot.add_(torch.where(mass == 0, 0, mass * (shift - new)))
         total.mul_(factor)
         used = _rows_used(call)
-        rest = state[used]
-        dist.all_reduce(rest, dist.ReduceOp.SUM, group)
-        state[used] = rest
+        sent = self._begin(state[used], "sum")
+        yield
+        if argmax is not None and classes is not None:
+            least = _wait(classes)
+            argmax.copy_(least.masked_fill(least == vocabulary, 0).masked_fill_(ignored, -1))
+        state[used] = _wait(sent)
         state[0] = new
         state.masked_fill_(ignored, 0)[1].masked_fill_(ignored, 1)
+
+
+def _wait(t: Tensor) -> Tensor:
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(t)
+    return waited
 
 
 def _rows_used(call: Call) -> list[int]:
