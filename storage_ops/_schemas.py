@@ -52,6 +52,7 @@ SCHEMAS: dict[str, str] = {
     ),
     "_product_kind": "() -> (str, int)",
     "_scale": "(Tensor(a!) self, Tensor factor) -> ()",
+    "_check_ranks": "(Tensor every, int[] assumed, str group, int[] like, bool every_time) -> Tensor",
     "linear_cross_entropy": (
         f"({_LOSS_ARGUMENTS}) -> (Tensor loss, Tensor nll, Tensor lse, Tensor entropy, "
         "Tensor picked, Tensor argmax, Tensor top_ids, Tensor state, Tensor grad_input, "

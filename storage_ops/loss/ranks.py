@@ -14,8 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.call import Call
+from storage_ops.loss.pieces import traced
 
 _distributed: Any = dist
 if dist.is_available():
@@ -42,6 +44,7 @@ class Ranks:
     """Who holds the vocabulary: here one process, all of it. `Several` are those of a group."""
 
     several, rank, count = False, 0, 1
+    agree: Tensor | None = None  # in a graph, a zero that is there when calls have been compared
 
     def sizes(self, call: Call, compare: bool) -> list[int]:
         """How many classes each rank has; `compare`: raise on every rank if calls differ."""
@@ -95,33 +98,23 @@ class Several(Ranks):
         """
         classes, x = len(call.weight), call.input
         known = _sizes.setdefault(self._group, {})
-        agreed = _agreed.setdefault(self._group, set())
         like = (classes, x.shape[:-1].numel(), x.shape[-1], _options_of(call))
-        # Nothing can be read in a capture: its warm-up has compared.
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing or not compare or (x.is_cuda and like in agreed and not call.check_ranks):
-            return known.get(classes) or [classes] * self.count
+        assumed = known.get(classes) or [classes] * self.count
+        if not compare or not _compares(self._group, like, x, call.check_ranks):
+            return assumed
         mine = torch.tensor(like, device=x.device)
         # Of targets that are distributions each rank has its own classes.
         indices = None if call.target.is_floating_point() else call.target
         checked = (indices, call.token_weight, call.selected_ids)
-        sums = [_checksum(t, x.device) for t in checked]
-        mine = torch.cat((mine, torch.stack(sums)))
-        every = [torch.empty_like(mine) for _ in range(self.count)]
-        dist.all_gather(every, mine, self._group)
-        rows = torch.stack(every).tolist()
-        for index, what in enumerate(_COMPARED, 1):
-            others = [k for k, row in enumerate(rows) if row[index] != rows[0][index]]
-            if others:
-                values = f": {rows[0][index]} and {rows[others[0]][index]}" if index < 3 else ""
-                raise ValueError(
-                    f"linear_cross_entropy: {what} on ranks 0 and {others[0]} of process_group "
-                    f"differ{values}; expected the same tokens and options on every rank, each "
-                    "with its slice of the vocabulary: gather a sequence that is sharded first"
-                )
-        agreed.add(like)
-        known[classes] = [int(row[0]) for row in rows]
-        return known[classes]
+        mine = torch.cat((mine, torch.stack([_checksum(t, x.device) for t in checked])))
+        every = self.gather(mine)
+        if traced():
+            arguments = assumed, self._group.group_name, [*like], call.check_ranks
+            self.agree = torch.ops.storage_ops._check_ranks(every, *arguments)
+        elif not isinstance(every, FakeTensor):
+            assumed = known[classes] = _compared(every)
+            _agreed[self._group].add(like)
+        return assumed
 
     def add_up(self, t: Tensor) -> Tensor:
         """See `Ranks`."""
@@ -139,6 +132,8 @@ class Several(Ranks):
 
     def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:
         """See `Ranks`."""
+        if traced():  # whose collectives are not in place; `own` scatters
+            return [] if scatter else [_Copied(t[rows], self._begin(t[rows], "sum"))]
         if not scatter:
             return [dist.all_reduce(t[rows], group=self._group, async_op=True)]
         works, size = [], len(t) // self.count
@@ -153,6 +148,9 @@ class Several(Ranks):
 
     def own(self, t: Tensor) -> Tensor:
         """See `Ranks`."""
+        if traced():
+            scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+            return _wait(scatter(t, "sum", self.count, self._group.group_name))
         size = len(t) // self.count
         return t.narrow(0, self.rank * size, size)
 
@@ -189,9 +187,63 @@ class Several(Ranks):
         state.masked_fill_(ignored, 0)[1].masked_fill_(ignored, 1)
 
 
+class _Copied:
+    """A sum under way that goes to the place of what it is the sum of."""
+
+    def __init__(self, place: Tensor, begun: Tensor) -> None:
+        self._place, self._begun = place, begun
+
+    def wait(self) -> None:
+        self._place.copy_(_wait(self._begun))
+
+
 def _wait(t: Tensor) -> Tensor:
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(t)
     return waited
+
+
+def _compares(group: Any, like: tuple[int, ...], t: Tensor, every_time: bool) -> bool:
+    """Whether a call is to be compared with those of other ranks: on a GPU once, by default."""
+    agreed = _agreed.setdefault(group, set())
+    # Nothing can be read in a capture: its warm-up has compared.
+    capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not (capturing or (t.is_cuda and like in agreed and not every_time))
+
+
+def _compared(every: Tensor) -> list[int]:
+    """How many classes each rank has, from what each has said of its call."""
+    rows = every.tolist()
+    for index, what in enumerate(_COMPARED, 1):
+        others = [k for k, row in enumerate(rows) if row[index] != rows[0][index]]
+        if others:
+            values = f": {rows[0][index]} and {rows[others[0]][index]}" if index < 3 else ""
+            raise ValueError(
+                f"linear_cross_entropy: {what} on ranks 0 and {others[0]} of process_group "
+                f"differ{values}; expected the same tokens and options on every rank, each "
+                "with its slice of the vocabulary: gather a sequence that is sharded first"
+            )
+    return [int(row[0]) for row in rows]
+
+
+def check(
+    every: Tensor, assumed: list[int], name: str, like: list[int], every_time: bool
+) -> Tensor:
+    """Compare what the ranks have said of a call in a graph; a zero that others wait for.
+
+    Raises:
+        ValueError: calls differ, or slices are not as large as they were taken for in the trace.
+    """
+    group = _distributed._resolve_process_group(name)
+    if _compares(group, tuple(like), every, every_time):
+        sizes = _compared(every)
+        if sizes != assumed:
+            raise ValueError(
+                f"linear_cross_entropy: the ranks have {sizes} classes, and the graph is one for "
+                f"{assumed}; expected a call outside of a trace before it, by which ranks learn "
+                "the sizes of each other's slices"
+            )
+        _agreed[group].add(tuple(like))
+    return every.new_zeros(())
 
 
 def _rows_used(call: Call) -> list[int]:

@@ -116,6 +116,8 @@ class Run:
             self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
         else:
             self.state = tokens.collect_state(state)
+        if ranks.agree is not None:
+            self.state = self.state + ranks.agree
         self.argmax = x.new_zeros(tokens.count, dtype=torch.int64) if call.wants[3] else None
         picks = call.selected_ids is not None or call.top_k
         self.picked = Picked(self) if picks else None
