@@ -100,7 +100,8 @@ class Several(Ranks):
         known = _sizes.setdefault(self._group, {})
         like = (classes, x.shape[:-1].numel(), x.shape[-1], _options_of(call))
         assumed = known.get(classes) or [classes] * self.count
-        if not compare or not _compares(self._group, like, x, call.check_ranks):
+        agreed = _agreed.setdefault(self._group, set())
+        if not compare or not _compares(x, like, agreed, call.check_ranks):
             return assumed
         mine = torch.tensor(like, device=x.device)
         # Of targets that are distributions each rank has its own classes.
@@ -113,7 +114,7 @@ class Several(Ranks):
             self.agree = torch.ops.storage_ops._check_ranks(every, *arguments)
         elif not isinstance(every, FakeTensor):
             assumed = known[classes] = _compared(every)
-            _agreed[self._group].add(like)
+            agreed.add(like)
         return assumed
 
     def add_up(self, t: Tensor) -> Tensor:
@@ -202,9 +203,10 @@ def _wait(t: Tensor) -> Tensor:
     return waited
 
 
-def _compares(group: Any, like: tuple[int, ...], t: Tensor, every_time: bool) -> bool:
+def _compares(
+    t: Tensor, like: tuple[int, ...], agreed: set[tuple[int, ...]], every_time: bool
+) -> bool:
     """Whether a call is to be compared with those of other ranks: on a GPU once, by default."""
-    agreed = _agreed.setdefault(group, set())
     # Nothing can be read in a capture: its warm-up has compared.
     capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
     return not (capturing or (t.is_cuda and like in agreed and not every_time))
@@ -233,8 +235,10 @@ def check(
     Raises:
         ValueError: calls differ, or slices are not as large as they were taken for in the trace.
     """
-    group = _distributed._resolve_process_group(name)
-    if _compares(group, tuple(like), every, every_time):
+    agreed: set[tuple[int, ...]] = set()
+    if every.is_cuda:
+        agreed = _agreed.setdefault(_distributed._resolve_process_group(name), agreed)
+    if _compares(every, tuple(like), agreed, every_time):
         sizes = _compared(every)
         if sizes != assumed:
             raise ValueError(
@@ -242,7 +246,7 @@ def check(
                 f"{assumed}; expected a call outside of a trace before it, by which ranks learn "
                 "the sizes of each other's slices"
             )
-        _agreed[group].add(tuple(like))
+        agreed.add(tuple(like))
     return every.new_zeros(())
 
 

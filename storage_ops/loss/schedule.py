@@ -160,6 +160,14 @@ class Schedule:
         return 2 if whole and waits else 1
 
     @property
+    def exposed_merges(self) -> int:
+        """Merges among ranks that no product hides: the last, or each that a gradient waits for."""
+        if not self.problem.several:
+            return 0
+        ahead = self.tiles > 1 or self.strategy != TOKEN_CHUNKED
+        return 1 if ahead else self.num_chunks
+
+    @property
     def wide_input(self) -> bool:
         """Whether the gradient of the input is summed in a wider dtype than it is returned in."""
         p = self.problem
