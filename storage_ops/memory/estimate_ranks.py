@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.memory.estimate_ddp import ddp_in
@@ -23,6 +25,11 @@ from storage_ops.memory.estimate_fsdp import states_in
 if TYPE_CHECKING:
     from storage_ops.memory.estimate_modes import Simulation
 
+_ELEMENTWISE = {
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam,
+    torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+}  # fmt: skip
 _WRAPPERS = (
     ("torch.distributed.tensor", "DTensor"),
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
@@ -77,6 +84,45 @@ def is_distributed(model: nn.Module) -> bool:
     modules = list(model.modules())
     wrapped = any(map(is_wrapper, model.parameters()))
     return wrapped or bool(ddp_in(modules)) or bool(states_in(modules))
+
+
+@contextlib.contextmanager
+def updated_locally(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer work on this rank's parts of DTensors, where that is the same.
+
+    It is if each number is updated by itself and gradients lie as their parameters do. DTensor finds
+    that out for every list of parameters, which takes longer than all else of a large model.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    every = [p for params in groups for p in params]
+    alike = all(p.grad is None or _lie_alike(p, p.grad) for p in every)
+    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(is_wrapper, every)):
+        alike = False
+    if not alike:
+        yield
+        return
+    try:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [_part(p) for p in params]
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = params
+
+
+def _lie_alike(p: Any, gradient: Any) -> bool:
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor if is_wrapper(p) else ()
+    if not isinstance(p, dtensor) or not isinstance(gradient, dtensor):
+        return not is_wrapper(p) and not is_wrapper(gradient)
+    return bool(p.placements == gradient.placements)
+
+
+def _part(p: Any) -> Any:
+    if not is_wrapper(p):
+        return p
+    part = nn.Parameter(p.detach().to_local(), requires_grad=p.requires_grad)
+    part.grad = None if p.grad is None else p.grad.to_local()
+    return part
 
 
 def is_collective(func: Any) -> bool:

@@ -22,7 +22,7 @@ from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED
 from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
-from storage_ops.memory.estimate_ranks import is_distributed
+from storage_ops.memory.estimate_ranks import is_distributed, updated_locally
 from storage_ops.memory.measure import Measurement
 from storage_ops.memory.quick import Quick
 
@@ -257,8 +257,9 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         _backward(loss, model, args, kwargs, ledger, quick)
         note(GRADIENTS, (p.grad for p in model.parameters()), simulation)
         if optimizer is not None:
-            optimizer.step()
-            note(STATE, tree_leaves(list(optimizer.state.values())), simulation)
+            with updated_locally(optimizer):
+                optimizer.step()
+                note(STATE, tree_leaves(list(optimizer.state.values())), simulation)
 
     simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)

@@ -243,6 +243,24 @@ def plans():
         so.fit(tp(mesh["tp"]), ids, "1GiB", **how)
 
 
+def optimizers():
+    mesh = init_device_mesh("cpu", (512, 2), mesh_dim_names=("dp", "tp"))
+    ids = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
+    with torch.device("meta"):
+        model = fsdp_and_tp(mesh)
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+        class Same(optimizer):  # of which it is not known that it updates numbers by themselves
+            pass
+
+        ours, right = (
+            memory.simulate_step(model, ids, loss=meta_loss, optimizer=kind, device="h100")
+            for kind in (optimizer, Same)
+        )
+        sizes = [[sample.nbytes for sample in one.timeline] for one in (ours, right)]
+        assert sizes[0] == sizes[1] and ours.by_owner == right.by_owner
+        assert ours.sent_bytes == right.sent_bytes
+
+
 def refusals():
     ids = torch.zeros(TOKENS, dtype=torch.int64)
     mesh = init_device_mesh("cpu", (1024,))
@@ -274,6 +292,10 @@ def test_one_rank_of_a_thousand_is_estimated_without_weights():
 
 def test_plans_of_one_rank():
     on_no_ranks(plans)
+
+
+def test_updates_of_parts_are_those_of_dtensors():
+    on_no_ranks(optimizers)
 
 
 def test_what_is_not_simulated_is_refused_by_name():
