@@ -102,8 +102,9 @@ def _parts(state: Any) -> dict[int, Any]:
 
 
 def _gather(
-    parameters: Parameters, parts: dict[int, Any], precision: Any, module: Any, args: Any, kwargs: Any
-) -> Any:
+    parameters: Parameters, parts: dict[int, Any], precision: Any, module: Any, args: Any,
+    kwargs: Any,
+) -> Any:  # fmt: skip
     whole: dict[int, Tensor] = {}  # a parameter may stand in several places
     # An activation checkpoint around it gathers again too, once for its recompute and the backward.
     with regions.region(_recompute, discards=not regions.inside()):

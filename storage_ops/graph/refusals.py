@@ -43,8 +43,8 @@ def refused(closure: Closure) -> Iterator[None]:
 
 def _raise_ring(*_: Any, **__: Any) -> Any:
     raise ValueError(
-        "trace_step: fn uses torch's context_parallel, whose ring of attention works on buffers and "
-        "streams that a graph cannot hold; expected keys and values gathered by "
+        "trace_step: fn uses torch's context_parallel, whose ring of attention works on buffers "
+        "and streams that a graph cannot hold; expected keys and values gathered by "
         "all_gather_tensor_autograd of torch.distributed._functional_collectives, or the step "
         "without trace_step"
     )

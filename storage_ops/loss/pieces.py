@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from storage_ops.loss.call import Call
@@ -47,4 +46,3 @@ def _in_region() -> bool:
 def run(op: Callable[..., Any], kernel: Callable[..., Any], call: Call, *args: Any) -> Any:
     """What an op returns, by it or by its kernel."""
     return kernel(*args) if in_pieces(call) else op(*args)
-

@@ -90,8 +90,8 @@ def is_distributed(model: nn.Module) -> bool:
 def updated_locally(optimizer: Optimizer) -> Iterator[None]:
     """Let an optimizer work on this rank's parts of DTensors, where that is the same.
 
-    It is if each number is updated by itself and gradients lie as their parameters do. DTensor finds
-    that out for every list of parameters, which takes longer than all else of a large model.
+    It is if each number is updated by itself and gradients lie as their parameters do. DTensor
+    finds that out for every list of parameters, a third of the time of a large model's estimate.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     every = [p for params in groups for p in params]

@@ -249,6 +249,7 @@ def optimizers():
     with torch.device("meta"):
         model = fsdp_and_tp(mesh)
     for optimizer in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+
         class Same(optimizer):  # of which it is not known that it updates numbers by themselves
             pass
 

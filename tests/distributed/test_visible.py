@@ -1,4 +1,4 @@
-"""What a trace, a compiled graph and CommDebugMode see of the collectives of a sliced vocabulary."""
+"""What traces, compiled graphs and CommDebugMode see of the collectives of a sliced vocabulary."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Traced steps of models that lie over a mesh: tensor, sequence and context parallel, with FSDP2."""
+"""Traced steps of models over a mesh: tensor, sequence and context parallel, with FSDP2."""
 
 import pytest
 import torch
@@ -220,7 +220,8 @@ def asynchronous(rank):
     ):
         graph.trace_step(lambda x: model(x).sum(), x)
     with config.patch(_micro_pipeline_tp=True):  # nothing of it concerns a plain model
-        graph.trace_step(lambda x, net=nn.Linear(WIDTH, 2): net(x).sum(), x)
+        plain = nn.Linear(WIDTH, 2)
+        graph.trace_step(lambda x: plain(x).sum(), x)
 
 
 @pytest.mark.parametrize("work", [over_two, over_a_sequence, asynchronous])
