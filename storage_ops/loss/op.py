@@ -238,7 +238,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }
 # Its kernel is what AOTAutograd traces, in pieces.
 _schemas.library.impl(
-    "_linear_cross_entropy_of_ranks", lambda *args: _Differentiable.apply(*args),
+    "_linear_cross_entropy_of_ranks", lambda *args: _Differentiable.apply(*args),  # type: ignore[no-untyped-call]
     "CompositeImplicitAutograd",
 )  # fmt: skip
 for _name, _kernel in {**_FALLBACKS, **_FACTS, **_KERNELS}.items():

@@ -35,8 +35,8 @@ from storage_ops.matmul.aten import takes
 _OPS = torch.ops.storage_ops
 
 
-def problem_of(call: Call, tokens: Tokens, classes: list[int]) -> Problem:
-    """What the plan of a call depends on; `classes`: how many each rank has."""
+def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
+    """What the plan of a call depends on; `classes`: the most that a rank has."""
     x, weight = tokens.x, call.weight
     copies = sum(t.nbytes for t in (x, weight) if not takes(t))
     wide_logits = call.logits_dtype is not None and call.logits_dtype != x.dtype
@@ -49,7 +49,7 @@ def problem_of(call: Call, tokens: Tokens, classes: list[int]) -> Problem:
     return Problem(
         tokens.count,
         x.shape[1],
-        max(classes),  # every rank must plan alike
+        classes,
         matmul.of(x.dtype, x.device.type, threads),
         len(x) - tokens.count,
         (call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
@@ -65,8 +65,6 @@ def problem_of(call: Call, tokens: Tokens, classes: list[int]) -> Problem:
         top=call.top_k,
         cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
         fixed_bytes=tokens.copied_bytes + copies,
-        several=len(classes) > 1,
-        alike=len(set(classes)) == 1,
     )
 
 
@@ -101,7 +99,8 @@ class Run:
         most = [min(n, self.vocabulary - sum(sizes[:k])) for k, n in enumerate(sizes)]
         classes = most[ranks.rank]
         tokens = self.tokens = tokens_of(call, ranks, self.first_class, classes)
-        p = problem_of(call, tokens, most)
+        p = problem_of(call, tokens, max(most))  # every rank must plan alike
+        p = replace(p, several=ranks.several, alike=len(set(most)) == 1)
         key = call.plan
         if not key:
             key = planner.choose(p, call.memory_budget, rates_of(call.input.device)).key
