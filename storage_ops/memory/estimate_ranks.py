@@ -130,9 +130,14 @@ def is_collective(func: Any) -> bool:
     return str(func.namespace) == "c10d"
 
 
+def communicates(func: Any) -> bool:
+    """Whether an op is a collective."""
+    return func.namespace in ("c10d", "_c10d_functional", "_dtensor")
+
+
 def count_sent(sent: Counter[str], func: Any, args: Any) -> None:
     """Add the bytes that a collective sends from this rank, if the op is one."""
-    if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
+    if not communicates(func):
         return
     op = func._schema.name.split("::")[1].lstrip("_")
     given = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]

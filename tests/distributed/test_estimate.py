@@ -107,6 +107,23 @@ def sequence(mesh):
     return parallelize_module(Model(), mesh, plan)
 
 
+class Sliced(Model):
+    """With the loss of a sliced vocabulary as its head."""
+
+    def __init__(self, mesh, budget=None):
+        super().__init__()
+        ranks = mesh.size()
+        self.head = so.LinearCrossEntropyLoss(
+            WIDTH, VOCAB // ranks, process_group=mesh.get_group(), memory_budget=budget
+        )
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x), ids)
+
+
 def ddp(mesh, **how):
     return DistributedDataParallel(Model(), process_group=mesh.get_group(), **how)
 
@@ -119,6 +136,8 @@ WAYS = {
     "fsdp, discarded": lambda mesh: fsdp_checkpointed(mesh, "output_discard"),
     "tp": tp,
     "sequence": sequence,
+    "sliced": Sliced,
+    "sliced, chunks": lambda mesh: Sliced(mesh, 150_000),
     "ddp": ddp,
     "ddp, views": lambda mesh: ddp(mesh, gradient_as_bucket_view=True, bucket_cap_mb=0.1),
     "ddp, unused": lambda mesh: ddp(mesh, find_unused_parameters=True),
@@ -128,6 +147,8 @@ MESHES = {"fsdp x tp": fsdp_and_tp, "hsdp": fsdp}
 
 
 def loss(logits):
+    if logits.dim() == 0:
+        return logits
     flat = logits.flatten(0, 1)
     return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.int64))
 
