@@ -35,6 +35,11 @@ _COMPARED = (
 )  # fmt: skip
 
 
+def is_group(what: Any) -> bool:
+    """Whether this is a process group, in a form that Dynamo of torch 2.10 knows as well."""
+    return dist.is_available() and isinstance(what, dist.ProcessGroup)
+
+
 def name_of(process_group: Any) -> str:
     """The name by which the op's kernels find a group again; "" for no group."""
     return "" if process_group is None else str(process_group.group_name)
