@@ -61,8 +61,6 @@ SCHEMAS: dict[str, str] = {
         "(Tensor every, int[] assumed, str group, int[] like, bool every_time) -> Tensor"
     ),
     "linear_cross_entropy": f"({_LOSS_ARGUMENTS}) -> {_LOSS_RESULTS}",
-    # What torch.compile sees of one with a group, and takes apart.
-    "_linear_cross_entropy_of_ranks": f"({_LOSS_ARGUMENTS}) -> {_LOSS_RESULTS}",
     "linear_cross_entropy_backward": (
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) "
         "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"

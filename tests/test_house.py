@@ -25,7 +25,6 @@ from .test_opcheck import CASES
 ROOT = Path(__file__).parents[1]
 # Ops that only exist where a native library does: they have nothing to be in plain torch.
 NATIVE_ONLY = {"_alias_bytes"}
-COMPOSITE = {"_linear_cross_entropy_of_ranks"}  # made of other ops, by which traces know them
 REFERENCES = {
     "_is_discarded": "is_discarded",
     "_check_storage": "check_storage",
@@ -55,8 +54,6 @@ MODULES = [
 def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
     qualified = f"storage_ops::{name}"
     assert CASES[name]
-    if name in COMPOSITE:
-        return
     assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None
     if name not in NATIVE_ONLY:
         known = REFERENCES.get(name, name)

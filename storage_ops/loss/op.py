@@ -212,8 +212,7 @@ class _Differentiable(torch.autograd.Function):
 def apply(call: Call) -> tuple[Tensor, ...]:
     """The forward op, in a form that eager code, torch.compile and torch.func all take."""
     if torch.compiler.is_compiling():
-        op = _OPS._linear_cross_entropy_of_ranks if call.group else _OPS.linear_cross_entropy
-        return tuple(op(*call))
+        return tuple(_OPS.linear_cross_entropy(*call))
     outputs: tuple[Tensor, ...] = _Differentiable.apply(*call)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -236,11 +235,6 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_backward_into": exact(_backward_into),
     "linear_cross_entropy_backward_target": exact(_backward_target),
 }
-# Its kernel is what AOTAutograd traces, in pieces.
-_schemas.library.impl(
-    "_linear_cross_entropy_of_ranks", lambda *args: _Differentiable.apply(*args),  # type: ignore[no-untyped-call]
-    "CompositeImplicitAutograd",
-)  # fmt: skip
 for _name, _kernel in {**_FALLBACKS, **_FACTS, **_KERNELS}.items():
     _schemas.library.impl(_name, _kernel, "CompositeExplicitAutograd")
 

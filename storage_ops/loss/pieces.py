@@ -19,7 +19,7 @@ from storage_ops.loss.call import Call
 
 _MODES = torch._C._TorchDispatchModeKey
 _LOOKING = {"ProxyTorchDispatchMode", "CommDebugMode"}
-_HARMLESS = {"FakeTensorMode", "FunctionalTensorMode", "Lift"}
+_HARMLESS = {"FakeTensorMode", "Lift"}
 
 
 def traced() -> bool:
