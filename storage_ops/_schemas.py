@@ -16,6 +16,11 @@ _LOSS_ARGUMENTS = (
     "ScalarType? logits_dtype=None, Tensor? selected_ids=None, int top_k=0"
 )
 
+_LOSS_RESULTS = (
+    "(Tensor loss, Tensor nll, Tensor lse, Tensor entropy, Tensor picked, Tensor argmax, "
+    "Tensor top_ids, Tensor state, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+)
+
 _LOSS_UPSTREAM = (
     "Tensor? grad_loss, Tensor? grad_nll, Tensor? grad_lse, Tensor? grad_entropy, "
     "Tensor? grad_picked, Tensor state"
@@ -53,11 +58,10 @@ SCHEMAS: dict[str, str] = {
     ),
     "_product_kind": "() -> (str, int)",
     "_scale": "(Tensor(a!) self, Tensor factor) -> ()",
-    "linear_cross_entropy": (
-        f"({_LOSS_ARGUMENTS}) -> (Tensor loss, Tensor nll, Tensor lse, Tensor entropy, "
-        "Tensor picked, Tensor argmax, Tensor top_ids, Tensor state, Tensor grad_input, "
-        "Tensor grad_weight, Tensor grad_bias)"
+    "_check_ranks": (
+        "(Tensor every, int[] assumed, str group, int[] like, bool every_time) -> Tensor"
     ),
+    "linear_cross_entropy": f"({_LOSS_ARGUMENTS}) -> {_LOSS_RESULTS}",
     "linear_cross_entropy_backward": (
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) "
         "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"

@@ -51,3 +51,16 @@ def run_on_ranks(work, world):
     """Call `work(rank)`, a function of a module, in `world` processes with one random seed."""
     arguments = (work, world, free_port(), int(torch.randint(1 << 30, ())))
     run_in_processes(_rank, arguments, world)
+
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def assert_same(ours, right, dtype=None):
+    """Equal but for rounding: 1e-12 in fp64, 1e-6 in fp32, of the largest number or of 1.
+
+    `dtype`: of what they were computed from, if that is another.
+    """
+    largest = max(1.0, float(right.detach().abs().max())) if right.numel() else 1.0
+    bound = largest * BOUNDS.get(dtype or ours.dtype, 0)
+    torch.testing.assert_close(ours.to(right.dtype), right, rtol=0, atol=bound)

@@ -16,6 +16,7 @@ from storage_ops import _schemas
 from storage_ops.autochunk import run as chunks
 from storage_ops.divergence import reference as divergence_reference
 from storage_ops.divergence import rows
+from storage_ops.loss import ranks
 from storage_ops.loss import reference as loss_reference
 from storage_ops.matmul import reference as products
 from storage_ops.storage import reference
@@ -37,6 +38,7 @@ REFERENCES = {
     "_product_scratch": "product_scratch",
     "_product_kind": "product_kind",
     "_scale": "scale",
+    "_check_ranks": "check",
     "linear_cross_entropy_backward": "linear_cross_entropy",
     "linear_cross_entropy_backward_into": "linear_cross_entropy",
     "linear_cross_entropy_backward_target": "linear_cross_entropy",
@@ -56,11 +58,11 @@ MODULES = [
 @pytest.mark.parametrize("name", _schemas.SCHEMAS)
 def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
     qualified = f"storage_ops::{name}"
-    assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None
     assert CASES[name]
+    assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None
     if name not in NATIVE_ONLY:
         known = REFERENCES.get(name, name)
-        places = (reference, loss_reference, divergence_reference, rows, products, chunks)
+        places = (reference, loss_reference, divergence_reference, rows, products, chunks, ranks)
         assert any(hasattr(m, known) for m in places)
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         assert has(qualified, "CompositeExplicitAutograd")

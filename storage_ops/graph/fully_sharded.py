@@ -1,7 +1,8 @@
 """FSDP2 under trace: its parameters are gathered, and gradients scattered, by ops of the graph.
 
 Outside a trace hooks do both, on buffers and streams of their own. Here every parameter is gathered
-before the forward of its module, as a region that is recomputed: backward gathers it again.
+before the forward of its module, as a region that is recomputed: backward gathers it again. Over
+tensor parallelism what is gathered are this rank's parts of the parameters, DTensors themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
+from storage_ops.checkpoint import fsdp
 from storage_ops.graph import regions
 
 Parameters = list[tuple[dict[str, Any], str, Any]]  # where each is held, its name there, and it
@@ -36,14 +38,14 @@ def recorded(name: str, module: Any) -> Iterator[None]:
     module.reshard()
     _check(name, module)
     state = module._get_fsdp_state()
-    parameters = list(_parameters(module))
+    parameters, parts = list(_parameters(module)), _parts(state)
     kept = [(hooks, dict(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     for hooks, _ in kept:
         for key in [k for k, hook in hooks.items() if _belongs_to_fsdp(hook)]:
             del hooks[key]
     handles = (
         module.register_forward_pre_hook(
-            partial(_gather, parameters, state._mp_policy), prepend=True, with_kwargs=True
+            partial(_gather, parameters, parts, state._mp_policy), prepend=True, with_kwargs=True
         ),
         module.register_forward_hook(
             partial(_put_back, parameters, state._mp_policy), always_call=True
@@ -60,18 +62,14 @@ def recorded(name: str, module: Any) -> Iterator[None]:
 
 
 def _check(name: str, module: Any) -> None:
-    state = module._get_fsdp_state()
-    # Torch before 2.13 has one group at most.
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        if group is None:
-            continue
+    for group in fsdp.groups(module._get_fsdp_state()):
         unusual = {
             "gradients that it does not reduce": not group.reduce_grads
             or not group.all_reduce_grads,
             "a divisor of its own": group.gradient_divide_factor is not None,
             "parameters on the CPU": any(p.offload_to_cpu for p in group.fsdp_params),
-            "parameters that are sharded otherwise too": any(
-                p.is_dtensor for p in group.fsdp_params
+            "dp_mesh_dims": any(
+                getattr(p.mesh_info, "is_spmd_mesh", False) for p in group.fsdp_params
             ),
             "a hook for its all-reduce": getattr(group, "_all_reduce_hook", None) is not None,
         }
@@ -79,7 +77,7 @@ def _check(name: str, module: Any) -> None:
             if has:
                 raise ValueError(
                     f"trace_step: {name} is an FSDPModule with {what}; expected one that averages "
-                    "the gradients of plain parameters"
+                    "the gradients of its parameters"
                 )
 
 
@@ -97,13 +95,22 @@ def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
             yield from _parameters(child)
 
 
-def _gather(parameters: Parameters, precision: Any, module: Any, args: Any, kwargs: Any) -> Any:
+def _parts(state: Any) -> dict[int, Any]:
+    """By the id of a parameter that is a rank's part of one, what FSDP knows of it."""
+    every = [p for group in fsdp.groups(state) for p in group.fsdp_params]
+    return {id(p.sharded_param): p for p in every if p.is_dtensor}
+
+
+def _gather(
+    parameters: Parameters, parts: dict[int, Any], precision: Any, module: Any, args: Any,
+    kwargs: Any,
+) -> Any:  # fmt: skip
     whole: dict[int, Tensor] = {}  # a parameter may stand in several places
     # An activation checkpoint around it gathers again too, once for its recompute and the backward.
     with regions.region(_recompute, discards=not regions.inside()):
         for _, _, parameter in parameters:
             if id(parameter) not in whole:
-                whole[id(parameter)] = _whole(parameter, precision)
+                whole[id(parameter)] = _gathered(parameter, parts, precision)
     for held, key, parameter in parameters:
         held[key] = whole[id(parameter)]
     if precision.cast_forward_inputs and precision.param_dtype is not None:
@@ -119,6 +126,26 @@ def _put_back(parameters: Parameters, precision: Any, module: Any, args: Any, ou
     for held, key, parameter in parameters:
         held[key] = parameter
     return output if precision.output_dtype is None else _cast(output, precision.output_dtype)
+
+
+def _gathered(parameter: Any, parts: dict[int, Any], precision: Any) -> Tensor:
+    """A parameter as the module has it in its forward."""
+    part = parts.get(id(parameter))
+    if part is None:
+        return _whole(parameter, precision)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, shape, stride = part.mesh_info.mesh, part._orig_size, part._contiguous_orig_stride
+    placements = [*[Replicate()] * (mesh.ndim - 1), part.fsdp_placement]
+    mine = DTensor.from_local(
+        parameter.to_local(), mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    # Its name in torch before 2.12.
+    spec = getattr(part, "_unsharded_dtensor_spec", None) or part._tp_spec
+    return DTensor.from_local(
+        _whole(mine, precision), spec.mesh, spec.placements, run_check=False, shape=spec.shape,
+        stride=spec.stride,
+    )  # fmt: skip
 
 
 def _whole(parameter: Any, precision: Any) -> Tensor:

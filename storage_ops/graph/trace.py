@@ -18,7 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.graph import cleanup, data_parallel, fully_sharded, regions, torch_checkpoint
+from storage_ops.graph import (
+    cleanup,
+    data_parallel,
+    fully_sharded,
+    refusals,
+    regions,
+    torch_checkpoint,
+)
 from storage_ops.graph.arguments import Arguments, Layout
 from storage_ops.graph.capture import check_capture
 from storage_ops.graph.lift import Gradients, Lift, is_traced
@@ -93,6 +100,7 @@ class TracedStep:
                 with (
                     fake_mode,
                     data_parallel.traced(closure, fake_mode),
+                    refusals.refused(closure),
                     torch_checkpoint.marked(),
                     _eager_submodules(),
                     symbolic(),
@@ -222,7 +230,8 @@ def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
 
     Raises:
         ValueError: an argument has a grad_fn; a module is data-parallel in a way that cannot be
-            recorded, such as with a communication hook.
+            recorded, such as with a communication hook; `fn` uses torch's context_parallel;
+            Inductor's async tensor parallelism is asked for.
         RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
             in an object; a region modifies in place the output of another that discards it. In
             each case nothing has changed.

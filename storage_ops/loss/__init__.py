@@ -21,12 +21,13 @@ Terms:
 * A *plan* is a schedule and what it will cost. The planner takes the fastest that fits a budget.
 * Gradients are made *in the forward* where one upstream number scales them, for a mean or a sum.
   Else the forward keeps the state, and the backward forms the logits once more.
-* *Ranks* share the vocabulary: they merge the state of rows and add up the input's gradient.
+* *Ranks* share the vocabulary: they merge the state of rows and add up the input's gradient, while
+  other chunks are multiplied.
 
 Where things are: `api` is the public function and module, `checks` its errors, `call` the op's
 arguments by name, `op` kernels, fakes, autograd and vmap. `tokens` flattens and drops; `formulas`
 has what a token's loss is made of, `reference` the definition in plain torch. `problem`,
 `schedule`, `cost`, `planner` and `devices` plan and need no torch; `plan` is `storage_ops.plan`.
-`run` carries steps out, `sums` adds up their gradients. `ranks` is about process groups, `dtensor`
-turns placements into one.
+`run` carries steps out, `sums` adds up their gradients. `ranks` is about process groups, `pieces`
+about who sees what they send, `dtensor` turns placements into one.
 """

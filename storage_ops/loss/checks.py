@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
+from storage_ops.loss.ranks import is_group
 from storage_ops.quantities import parse_bytes
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -101,7 +102,7 @@ def check_arguments(
     if scatters and target.is_floating_point():
         rule = "class indices with input_grad='reduce_scatter'"
         raise wrong(TypeError, "target is", target.dtype, rule)
-    if process_group is not None and not hasattr(process_group, "group_name"):
+    if process_group is not None and not is_group(process_group):
         rule = "a process group of torch.distributed, or None"
         raise wrong(TypeError, "process_group is", repr(process_group), rule)
     if process_group is not None and target.is_floating_point() and "correct" in returns:

@@ -68,7 +68,7 @@ def peak(s: Schedule, beside: int = 0) -> int:
     """
     p, d, item = s.problem, s.problem.hidden, s.problem.itemsize
     wide_input, wide_weight = s.wide_input, s.wide_weight
-    tile = s.rows * padded(s.columns) * p.logit_bytes + beside
+    tile = s.tiles * s.rows * padded(s.columns) * p.logit_bytes + beside
     if p.gathers or p.masks:
         tile += s.rows * d * item
     extra = _extra(p, wide_input, wide_weight)
@@ -143,7 +143,7 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
     if chunks > 1 and not cached:
         weight_sum += 2 * d * (4 if p.mixed else item)
     wide_input, wide_weight = s.wide_input, s.wide_weight
-    flops, moved, seconds = 0, 0.0, 0.0
+    flops, moved, seconds = 0, 0.0, s.exposed_merges * rates.merge_seconds
     for (rows, classes, origin, phases, adds), times in s.work.items():
         logits, tile = rows * classes * p.logit_bytes, rows * classes * item
         weight = classes * d * item * share

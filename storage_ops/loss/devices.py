@@ -27,6 +27,7 @@ class Rates:
         few_rows16: 16-bit products of n rows take 1 + few_rows16 / n times as long.
         copying: multiplications that copying an operand's number takes as long as, where products
             are the package's own.
+        merge_seconds: assumed of ranks that merge some rows, two collectives of a few numbers each.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Rates:
     overlaps: bool
     few_rows16: float = 0.0
     copying: float = 10.0
+    merge_seconds: float = 1e-3
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Rate of products of elements of this size."""
@@ -48,7 +50,8 @@ class Rates:
 
 
 def _gpu(name: str, flops16: float, flops32: float, bandwidth: float, cache: int) -> Rates:
-    return Rates(name, flops16, flops32, flops32 / 2, bandwidth, cache, 5e-6, True)
+    return Rates(name, flops16, flops32, flops32 / 2, bandwidth, cache, 5e-6, True,
+                 merge_seconds=6e-5)  # fmt: skip
 
 
 # Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in

@@ -7,6 +7,7 @@ forms the logits once more in the backward, when it knows what each of them is w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from storage_ops._autograd import (
     roots,
     times,
 )
-from storage_ops.loss import formulas, reference
+from storage_ops.loss import formulas, pieces, ranks, reference
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.run import Run
@@ -179,10 +180,15 @@ def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tupl
         made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
         needs[1], made = False, (made[0], None, made[1])
     else:
-        made = call_once(_OPS.linear_cross_entropy_backward, *arguments)
+        made = _backwards(call, "linear_cross_entropy_backward", arguments)
     if not ctx.needs_input_grad[2]:
         return made, None
-    return made, call_once(_OPS.linear_cross_entropy_backward_target, *arguments)
+    return made, _backwards(call, "linear_cross_entropy_backward_target", arguments)
+
+
+def _backwards(call: Call, name: str, arguments: tuple[Any, ...]) -> Any:
+    return pieces.run(functools.partial(call_once, getattr(_OPS, name)), _KERNELS[name], call,
+                      *arguments)  # fmt: skip
 
 
 class _Differentiable(torch.autograd.Function):
@@ -199,8 +205,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _OPS.linear_cross_entropy(*args)
-        return outputs
+        op, kernel = _OPS.linear_cross_entropy, _KERNELS["linear_cross_entropy"]
+        return tuple(pieces.run(op, kernel, Call(*args), *args))
 
 
 def apply(call: Call) -> tuple[Tensor, ...]:
@@ -223,6 +229,7 @@ _FACTS: dict[str, Callable[..., Any]] = {
     "_product_kind": matmul_reference.product_kind,
 }
 _KERNELS: dict[str, Callable[..., Any]] = {
+    "_check_ranks": ranks.check,
     "linear_cross_entropy": exact(_forward),
     "linear_cross_entropy_backward": exact(_backward),
     "linear_cross_entropy_backward_into": exact(_backward_into),
@@ -241,6 +248,8 @@ register_vmap(_BACKWARD_NAME, looped(_OPS.linear_cross_entropy_backward), lib=_s
 
 for _name in _FALLBACKS:
     register_fake(f"storage_ops::{_name}", lambda *args: None, lib=_schemas.library)
+register_fake("storage_ops::_check_ranks", lambda every, *_: every.new_empty(()),
+              lib=_schemas.library)  # fmt: skip
 
 
 def _asked(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,9 @@ class Problem:
         top: so many of them are those of the largest logits.
         cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
         fixed_bytes: copies of arguments whose strides or dtype no kernel takes.
+        several: other ranks have classes too: the state of rows is merged with theirs.
+        alike: every rank has as many, and so the same steps: the state of a chunk is merged while
+            the next is multiplied, in a second tile.
     """
 
     tokens: int
@@ -48,6 +51,8 @@ class Problem:
     top: int = 0
     cast_bytes: int = 0
     fixed_bytes: int = 0
+    several: bool = False
+    alike: bool = True
 
     @property
     def itemsize(self) -> int:

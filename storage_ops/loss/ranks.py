@@ -7,14 +7,17 @@ the state of the rows, and at the end the gradient of the input, to which every 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.call import Call
+from storage_ops.loss.pieces import traced
 
 _distributed: Any = dist
 if dist.is_available():
@@ -32,6 +35,11 @@ _COMPARED = (
 )  # fmt: skip
 
 
+def is_group(what: Any) -> bool:
+    """Whether this is a process group, in a form that Dynamo of torch 2.10 knows as well."""
+    return dist.is_available() and isinstance(what, dist.ProcessGroup)
+
+
 def name_of(process_group: Any) -> str:
     """The name by which the op's kernels find a group again; "" for no group."""
     return "" if process_group is None else str(process_group.group_name)
@@ -41,6 +49,7 @@ class Ranks:
     """Who holds the vocabulary: here one process, all of it. `Several` are those of a group."""
 
     several, rank, count = False, 0, 1
+    agree: Tensor | None = None  # in a graph, a zero that is there when calls have been compared
 
     def sizes(self, call: Call, compare: bool) -> list[int]:
         """How many classes each rank has; `compare`: raise on every rank if calls differ."""
@@ -54,10 +63,11 @@ class Ranks:
         """The tensors of all ranks, one after another along a new first dimension."""
         return t.unsqueeze(0)
 
-    def reduce(self, t: Tensor, rows: slice) -> list[Any]:
-        """Sum rows of (N, D) over the ranks, in place, each on the rank whose N / ranks it is of.
+    def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:
+        """Sum rows of (N, D) over the ranks, in place: on all, or each where it belongs.
 
-        Returns what is to be waited for; until then neither rows nor memory may be touched.
+        `scatter`: on the rank whose N / ranks it is of. Returns what is to be waited for; until
+        then neither rows nor memory may be touched.
         """
         return []
 
@@ -67,8 +77,12 @@ class Ranks:
 
     def merge(
         self, state: Tensor, argmax: Tensor | None, ignored: Tensor, call: Call, vocabulary: int
-    ) -> None:
-        """Merge the state of rows over the ranks, in place: the sum formulas of row_math.h."""
+    ) -> Iterator[None]:
+        """Merge the state of rows over the ranks, in place: the sum formulas of row_math.h.
+
+        Stops where the ranks' numbers are under way.
+        """
+        yield from ()
 
 
 class Several(Ranks):
@@ -89,48 +103,45 @@ class Several(Ranks):
         """
         classes, x = len(call.weight), call.input
         known = _sizes.setdefault(self._group, {})
-        agreed = _agreed.setdefault(self._group, set())
         like = (classes, x.shape[:-1].numel(), x.shape[-1], _options_of(call))
-        # Nothing can be read in a capture: its warm-up has compared.
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing or not compare or (x.is_cuda and like in agreed and not call.check_ranks):
-            return known.get(classes) or [classes] * self.count
+        assumed = known.get(classes) or [classes] * self.count
+        agreed = _agreed.setdefault(self._group, set())
+        if not compare or not _compares(x, like, agreed, call.check_ranks):
+            return assumed
         mine = torch.tensor(like, device=x.device)
         # Of targets that are distributions each rank has its own classes.
         indices = None if call.target.is_floating_point() else call.target
         checked = (indices, call.token_weight, call.selected_ids)
-        sums = [_checksum(t, x.device) for t in checked]
-        mine = torch.cat((mine, torch.stack(sums)))
-        every = [torch.empty_like(mine) for _ in range(self.count)]
-        dist.all_gather(every, mine, self._group)
-        rows = torch.stack(every).tolist()
-        for index, what in enumerate(_COMPARED, 1):
-            others = [k for k, row in enumerate(rows) if row[index] != rows[0][index]]
-            if others:
-                values = f": {rows[0][index]} and {rows[others[0]][index]}" if index < 3 else ""
-                raise ValueError(
-                    f"linear_cross_entropy: {what} on ranks 0 and {others[0]} of process_group "
-                    f"differ{values}; expected the same tokens and options on every rank, each "
-                    "with its slice of the vocabulary: gather a sequence that is sharded first"
-                )
-        agreed.add(like)
-        known[classes] = [int(row[0]) for row in rows]
-        return known[classes]
+        mine = torch.cat((mine, torch.stack([_checksum(t, x.device) for t in checked])))
+        every = self.gather(mine)
+        if traced():
+            arguments = assumed, self._group.group_name, [*like], call.check_ranks
+            self.agree = torch.ops.storage_ops._check_ranks(every, *arguments)
+        elif not isinstance(every, FakeTensor):
+            assumed = known[classes] = _compared(every)
+            agreed.add(like)
+        return assumed
 
     def add_up(self, t: Tensor) -> Tensor:
         """See `Ranks`."""
-        dist.all_reduce(t, dist.ReduceOp.SUM, self._group)
-        return t
+        return t.copy_(_wait(self._begin(t, "sum")))
 
     def gather(self, t: Tensor) -> Tensor:
         """See `Ranks`."""
-        ops, flat = torch.ops._c10d_functional, t.reshape(-1)
-        every = ops.all_gather_into_tensor(flat, self.count, self._group.group_name)
-        every = ops.wait_tensor(every)
-        return every.view(self.count, *t.shape)  # type: ignore[no-any-return]
+        gather, name = torch.ops._c10d_functional.all_gather_into_tensor, self._group.group_name
+        return _wait(gather(t.reshape(-1), self.count, name)).view(self.count, *t.shape)
 
-    def reduce(self, t: Tensor, rows: slice) -> list[Any]:
+    def _begin(self, t: Tensor, how: str) -> Tensor:
+        """What a reduction over the ranks will be, to be waited for."""
+        begun: Tensor = torch.ops._c10d_functional.all_reduce(t, how, self._group.group_name)
+        return begun
+
+    def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:
         """See `Ranks`."""
+        if traced():  # whose collectives are not in place; `own` scatters
+            return [] if scatter else [_Copied(t[rows], self._begin(t[rows], "sum"))]
+        if not scatter:
+            return [dist.all_reduce(t[rows], group=self._group, async_op=True)]
         works, size = [], len(t) // self.count
         begin = rows.start
         while begin < rows.stop:
@@ -143,24 +154,26 @@ class Several(Ranks):
 
     def own(self, t: Tensor) -> Tensor:
         """See `Ranks`."""
+        if traced():
+            scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+            return _wait(scatter(t, "sum", self.count, self._group.group_name))
         size = len(t) // self.count
         return t.narrow(0, self.rank * size, size)
 
     def merge(
         self, state: Tensor, argmax: Tensor | None, ignored: Tensor, call: Call, vocabulary: int
-    ) -> None:
+    ) -> Iterator[None]:
         """See `Ranks`."""
-        group = self._group
         shift, total, slope, dot, mass, _ = state.unbind(0)
         largest = torch.where(total == 0, -torch.inf, shift)
-        order = _ordered(largest)
-        mine = order.clone()
-        dist.all_reduce(order, dist.ReduceOp.MAX, group)
+        mine = _ordered(largest)
+        sent = self._begin(mine, "max")
+        yield
+        order = _wait(sent)
         merged = _unordered(order, largest.dtype)
+        classes = None
         if argmax is not None:
-            argmax.masked_fill_(order != mine, vocabulary)
-            dist.all_reduce(argmax, dist.ReduceOp.MIN, group)
-            argmax.masked_fill_(argmax == vocabulary, 0).masked_fill_(ignored, -1)
+            classes = self._begin(argmax.masked_fill(order != mine, vocabulary), "min")
         new = torch.where(merged == -torch.inf, 0, merged)
         by = torch.where(total == 0, 0, shift - new)
         factor = by.exp()
@@ -170,11 +183,76 @@ class Several(Ranks):
         dot.add_(torch.where(mass == 0, 0, mass * (shift - new)))
         total.mul_(factor)
         used = _rows_used(call)
-        rest = state[used]
-        dist.all_reduce(rest, dist.ReduceOp.SUM, group)
-        state[used] = rest
+        sent = self._begin(state[used], "sum")
+        yield
+        if argmax is not None and classes is not None:
+            least = _wait(classes)
+            argmax.copy_(least.masked_fill(least == vocabulary, 0).masked_fill_(ignored, -1))
+        state[used] = _wait(sent)
         state[0] = new
         state.masked_fill_(ignored, 0)[1].masked_fill_(ignored, 1)
+
+
+class _Copied:
+    """A sum under way that goes to the place of what it is the sum of."""
+
+    def __init__(self, place: Tensor, begun: Tensor) -> None:
+        self._place, self._begun = place, begun
+
+    def wait(self) -> None:
+        self._place.copy_(_wait(self._begun))
+
+
+def _wait(t: Tensor) -> Tensor:
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(t)
+    return waited
+
+
+def _compares(
+    t: Tensor, like: tuple[int, ...], agreed: set[tuple[int, ...]], every_time: bool
+) -> bool:
+    """Whether a call is to be compared with those of other ranks: on a GPU once, by default."""
+    # Nothing can be read in a capture: its warm-up has compared.
+    capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not (capturing or (t.is_cuda and like in agreed and not every_time))
+
+
+def _compared(every: Tensor) -> list[int]:
+    """How many classes each rank has, from what each has said of its call."""
+    rows = every.tolist()
+    for index, what in enumerate(_COMPARED, 1):
+        others = [k for k, row in enumerate(rows) if row[index] != rows[0][index]]
+        if others:
+            values = f": {rows[0][index]} and {rows[others[0]][index]}" if index < 3 else ""
+            raise ValueError(
+                f"linear_cross_entropy: {what} on ranks 0 and {others[0]} of process_group "
+                f"differ{values}; expected the same tokens and options on every rank, each "
+                "with its slice of the vocabulary: gather a sequence that is sharded first"
+            )
+    return [int(row[0]) for row in rows]
+
+
+def check(
+    every: Tensor, assumed: list[int], name: str, like: list[int], every_time: bool
+) -> Tensor:
+    """Compare what the ranks have said of a call in a graph; a zero that others wait for.
+
+    Raises:
+        ValueError: calls differ, or slices are not as large as they were taken for in the trace.
+    """
+    agreed: set[tuple[int, ...]] = set()
+    if every.is_cuda:
+        agreed = _agreed.setdefault(_distributed._resolve_process_group(name), agreed)
+    if _compares(every, tuple(like), agreed, every_time):
+        sizes = _compared(every)
+        if sizes != assumed:
+            raise ValueError(
+                f"linear_cross_entropy: the ranks have {sizes} classes, and the graph is one for "
+                f"{assumed}; expected a call outside of a trace before it, by which ranks learn "
+                "the sizes of each other's slices"
+            )
+        agreed.add(tuple(like))
+    return every.new_zeros(())
 
 
 def _rows_used(call: Call) -> list[int]:

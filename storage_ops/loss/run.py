@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -100,6 +100,7 @@ class Run:
         classes = most[ranks.rank]
         tokens = self.tokens = tokens_of(call, ranks, self.first_class, classes)
         p = problem_of(call, tokens, max(most))  # every rank must plan alike
+        p = replace(p, several=ranks.several, alike=len(set(most)) == 1)
         key = call.plan
         if not key:
             key = planner.choose(p, call.memory_budget, rates_of(call.input.device)).key
@@ -114,6 +115,8 @@ class Run:
             self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
         else:
             self.state = tokens.collect_state(state)
+        if ranks.agree is not None:
+            self.state = self.state + ranks.agree
         self.argmax = x.new_zeros(tokens.count, dtype=torch.int64) if call.wants[3] else None
         picks = call.selected_ids is not None or call.top_k
         self.picked = Picked(self) if picks else None
@@ -121,6 +124,7 @@ class Run:
             self.picked.check()
         self.upstream: Tensor | None = None
         self._tile: Tensor | None = None
+        self._merges: list[tuple[slice, Iterator[None]]] = []  # that are under way, oldest first
         self._rows, self._x = slice(0, 0), x
 
     @functools.cached_property
@@ -175,23 +179,22 @@ class Run:
                 self._step(step)
         finally:
             self._tile, self._x = None, self.tokens.x  # before sums are rounded
+            self._merges.clear()
 
     def _step(self, step: Step) -> None:
         if step.phases == MERGE:
             self._merge(step.rows)
             return
-        tile, several, picked = self._logits(step), self.ranks.several, self.picked
+        tile, picked = self._logits(step), self.picked
         products = None
         if picked is not None and step.phases & UPDATE:
             picked.read(step, tile)
         elif picked is not None and step.phases & GRADIENT:
             products = picked.products(step, tile)
         before = self.state[0, step.rows].clone() if step.phases & EXPONENTIALS else None
-        if several and step.phases & UPDATE and step.phases & GRADIENT:
-            self._row_kernel(step, tile, UPDATE)
-            self._merge(step.rows)
-            self._row_kernel(step, tile, GRADIENT)
-        elif step.phases:
+        if step.phases & GRADIENT:
+            self._end_merges(step.rows)
+        if step.phases:
             self._row_kernel(step, tile, step.phases)
         if picked is not None and products is not None and self.upstream is not None:
             picked.write(step, tile, products, self.upstream)
@@ -199,6 +202,7 @@ class Run:
             if before is not None:
                 self.sums.rescale(step, before - self.state[0, step.rows])
             self.sums.add(step, self._gathered(step), tile)
+            self._advance_merges()
 
     def _logits(self, step: Step) -> Tensor:
         """The tile of a step, multiplied, copied, or as it was left."""
@@ -217,9 +221,9 @@ class Run:
             memory = self.sums.unwritten(place.lender)
         else:
             if self._tile is None:
-                size = schedule.rows * padded(schedule.columns)
+                size = schedule.tiles, schedule.rows * padded(schedule.columns)
                 self._tile = x.new_empty(size, dtype=self.call.logits_dtype)
-            memory = self._tile
+            memory = self._tile[place.rows.start // schedule.rows % schedule.tiles]
         high, wide = _length(place.rows), padded(_length(place.classes))
         whole = memory[: high * wide].view(high, wide)
         return whole[within(step.rows, place.rows), within(step.classes, place.classes)]
@@ -264,15 +268,38 @@ class Run:
         )
 
     def _merge(self, rows: slice) -> None:
-        """Merge the state of some rows with those of the other ranks, if there are any."""
+        """Begin to merge the state of rows with those of the other ranks, if there are any.
+
+        On every rank merges begin, go on and end in one order, whatever its number of classes.
+        """
         if not self.ranks.several:
             return
+        if not _length(rows):
+            self._end_merges(slice(0, self.tokens.count))
+            return
+        self._advance_merges()
+        self._merges.append((rows, self._merging(rows)))
+        next(self._merges[-1][1])
+
+    def _advance_merges(self) -> None:
+        """What the merges under way have sent is there: they send what is next."""
+        self._merges = [m for m in self._merges if next(m[1], self) is not self]
+
+    def _end_merges(self, rows: slice) -> None:
+        """End the merges of some rows, and those that began before."""
+        while any(r.start < rows.stop and rows.start < r.stop for r, _ in self._merges):
+            for _ in self._merges.pop(0)[1]:
+                pass
+
+    def _merging(self, rows: slice) -> Iterator[None]:
+        """A merge, which stops where it waits for other ranks."""
         target = self.tokens.target[rows]
         ignored = target == self.call.ignore_index
         if self.tokens.probabilities:
             ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
         part = None if self.argmax is None else self.argmax[rows]
-        self.ranks.merge(self.state[:, rows], part, ignored, self.call, self.vocabulary)
+        state = self.state[:, rows]
+        yield from self.ranks.merge(state, part, ignored, self.call, self.vocabulary)
         if self.picked is not None:
             self.picked.merge(rows)
 

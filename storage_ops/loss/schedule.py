@@ -42,7 +42,8 @@ TOKEN_CHUNKED = "token-chunked"
 VOCAB_SLICED = "vocab-sliced"
 RUNNING_RESCALE = "running-rescale"
 
-# Phases of the row kernel (csrc/rows/row_math.h); MERGE is one among ranks, of whole rows.
+# Phases of the row kernel (csrc/rows/row_math.h). MERGE is one among ranks: whole rows begin to be
+# merged, and are when they are read; without rows, all that began are.
 UPDATE, GRADIENT, EXPONENTIALS, SLOPE, MERGE = 1, 2, 4, 8, 16
 INPUT, WEIGHT = 1, 2  # what a tile's gradient is added to
 
@@ -151,6 +152,22 @@ class Schedule:
         return others + parts(self.lent, self.columns)
 
     @property
+    def tiles(self) -> int:
+        """Tile buffers: a second one where a chunk of tokens waits for the state of its rows."""
+        p = self.problem
+        whole = self.strategy == TOKEN_CHUNKED and self.columns >= p.vocab and p.in_forward
+        waits = p.several and p.alike and any(p.grads) and self.num_chunks > 1
+        return 2 if whole and waits else 1
+
+    @property
+    def exposed_merges(self) -> int:
+        """Merges among ranks that no product hides: the last, or each that a gradient waits for."""
+        if not self.problem.several:
+            return 0
+        ahead = self.tiles > 1 or self.strategy != TOKEN_CHUNKED
+        return 1 if ahead else self.num_chunks
+
+    @property
     def wide_input(self) -> bool:
         """Whether the gradient of the input is summed in a wider dtype than it is returned in."""
         p = self.problem
@@ -185,8 +202,11 @@ class Schedule:
 
     def statistics(self, every: bool = True) -> Iterator[Step]:
         """The state of every row."""
-        yield from self._tiles(0, self.problem.vocab, UPDATE, 0, every)
-        yield self._merge(slice(0, self.problem.tokens))
+        for step in self._tiles(0, self.problem.vocab, UPDATE, 0, every):
+            yield step
+            if step.classes.stop == self.problem.vocab:  # while the next chunk is multiplied
+                yield self._merge(step.rows)
+        yield self._merge(slice(0, 0))
 
     def gradients(self, every: bool = True) -> Iterator[Step]:
         """Gradients from the finished state of the rows: all logits are formed again."""
@@ -205,6 +225,8 @@ class Schedule:
         elif self.strategy == VOCAB_SLICED or not p.in_forward:
             yield from self.statistics(every)
             yield from self.gradients(every)
+        elif self.columns >= p.vocab and p.several:
+            yield from self._merged(every)
         elif self.columns >= p.vocab:
             yield from self._tiles(0, p.vocab, UPDATE | GRADIENT, both, every)
         else:
@@ -221,6 +243,18 @@ class Schedule:
             for rows, times in chunks:
                 tile = Place(rows, classes)
                 yield Step(rows, classes, tile, None, phases, adds, count * times)
+
+    def _merged(self, every: bool) -> Iterator[Step]:
+        """Chunks whose state is merged with that of other ranks, while the next is multiplied."""
+        p, pieces, waiting = self.problem, _each if every else _by_size, list[Step]()
+        for rows, times in pieces(0, p.tokens, self.rows):
+            tile = Place(rows, slice(0, p.vocab))
+            yield Step(*tile[:2], tile, None, UPDATE, 0, times)
+            yield self._merge(rows, times)
+            waiting.append(Step(*tile[:2], tile, tile, GRADIENT, INPUT | WEIGHT, times))
+            if len(waiting) == self.tiles:
+                yield waiting.pop(0)
+        yield from waiting
 
     def _lenders(self, every: bool) -> Iterator[Step]:
         """Gradients of the classes that lend memory, when those of all others are there.

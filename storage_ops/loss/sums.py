@@ -93,8 +93,8 @@ class Sums:
         again, self._added[rows.start] = added > 0, added + len(w)
         if kept is None:
             self._matmul.input_gradient(dz, w, self.input[rows], again)
-            if self._scatters and self._added[rows.start] == self._schedule.problem.vocab:
-                self._reduced += self._ranks.reduce(self.input, rows)
+            if not self._partial and self._added[rows.start] == self._schedule.problem.vocab:
+                self._reduced += self._ranks.reduce(self.input, rows, self._scatters)
             return
         part = x.new_empty(x.shape, dtype=self.input.dtype)
         self._matmul.input_gradient(dz, w, part, False)
@@ -175,14 +175,12 @@ class Sums:
         if self.input is None:
             return
         total, dtype = self.input, self._weight.dtype
+        if self._tokens.kept is not None and not self._partial:
+            self._reduced = self._ranks.reduce(total, slice(0, len(total)), self._scatters)
+        for work in self._reduced:
+            work.wait()
         if self._scatters:
-            if self._tokens.kept is not None:
-                self._reduced = self._ranks.reduce(total, slice(0, len(total)))
-            for work in self._reduced:
-                work.wait()
             total = self._ranks.own(total).to(dtype, copy=True)
-        elif not self._partial:
-            total = self._ranks.add_up(total)
         self._input, self.input = total.to(dtype), None
 
     def finish(self) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.call import Call, arithmetic
+from storage_ops.loss.pieces import traced
 from storage_ops.loss.ranks import Ranks
 
 
@@ -229,9 +230,9 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
 def may_count(target: Tensor) -> bool:
     """Whether values can be counted for free: a GPU would have to be waited for.
 
-    Fake tensors have none: they do as on a GPU.
+    Fake and traced tensors have none: they do as on a GPU.
     """
-    return target.device.type == "cpu" and not isinstance(target, FakeTensor)
+    return target.device.type == "cpu" and not (isinstance(target, FakeTensor) or traced())
 
 
 def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:

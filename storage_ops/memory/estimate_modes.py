@@ -243,7 +243,8 @@ class Simulation(TorchDispatchMode):
             if isinstance(leaf, FakeTensor):
                 _check_layout(func, leaf)
                 self._see(func, leaf)
-        self.values.follow(func, args, kwargs, out)
+        if not estimate_ranks.communicates(func):  # whose values others have
+            self.values.follow(func, args, kwargs, out)
         if self.on_gpu and func is _aten._softmax_backward_data.default:
             # The CUDA kernel multiplies gradient and output first.
             self.ledger.temporary(args[0], str(func))

@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.memory.estimate_ddp import ddp_in
@@ -23,6 +25,11 @@ from storage_ops.memory.estimate_fsdp import states_in
 if TYPE_CHECKING:
     from storage_ops.memory.estimate_modes import Simulation
 
+_ELEMENTWISE = {
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam,
+    torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+}  # fmt: skip
 _WRAPPERS = (
     ("torch.distributed.tensor", "DTensor"),
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
@@ -79,14 +86,58 @@ def is_distributed(model: nn.Module) -> bool:
     return wrapped or bool(ddp_in(modules)) or bool(states_in(modules))
 
 
+@contextlib.contextmanager
+def updated_locally(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer work on this rank's parts of DTensors, where that is the same.
+
+    It is if each number is updated by itself and gradients lie as their parameters do. DTensor
+    finds that out for every list of parameters, a third of the time of a large model's estimate.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    every = [p for params in groups for p in params]
+    alike = all(p.grad is None or _lie_alike(p, p.grad) for p in every)
+    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(is_wrapper, every)):
+        alike = False
+    if not alike:
+        yield
+        return
+    try:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [_part(p) for p in params]
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = params
+
+
+def _lie_alike(p: Any, gradient: Any) -> bool:
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor if is_wrapper(p) else ()
+    if not isinstance(p, dtensor) or not isinstance(gradient, dtensor):
+        return not is_wrapper(p) and not is_wrapper(gradient)
+    return bool(p.placements == gradient.placements)
+
+
+def _part(p: Any) -> Any:
+    if not is_wrapper(p):
+        return p
+    part = nn.Parameter(p.detach().to_local(), requires_grad=p.requires_grad)
+    part.grad = None if p.grad is None else p.grad.to_local()
+    return part
+
+
 def is_collective(func: Any) -> bool:
     """Whether an op is a collective that works on tensors in place and returns its handle."""
     return str(func.namespace) == "c10d"
 
 
+def communicates(func: Any) -> bool:
+    """Whether an op is a collective."""
+    return func.namespace in ("c10d", "_c10d_functional", "_dtensor")
+
+
 def count_sent(sent: Counter[str], func: Any, args: Any) -> None:
     """Add the bytes that a collective sends from this rank, if the op is one."""
-    if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
+    if not communicates(func):
         return
     op = func._schema.name.split("::")[1].lstrip("_")
     given = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]

@@ -18,7 +18,7 @@ from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import around_calls
 from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger
-from storage_ops.memory.estimate_ranks import is_distributed
+from storage_ops.memory.estimate_ranks import is_distributed, updated_locally
 from storage_ops.memory.measure import Measurement
 from storage_ops.memory.owners import (
     BATCH,
@@ -245,8 +245,9 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         _backward(loss, model, args, kwargs, ledger, quick)
         note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
         if optimizer is not None:
-            optimizer.step()
-            note_roles(roles, STATE, tree_leaves(list(optimizer.state.values())), simulation)
+            with updated_locally(optimizer):
+                optimizer.step()
+                note_roles(roles, STATE, tree_leaves(list(optimizer.state.values())), simulation)
 
     simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)

@@ -10,7 +10,7 @@ from torch import nn
 import storage_ops as so
 from storage_ops.loss import reference
 
-from ..ranks import run_on_ranks
+from ..ranks import assert_same, run_on_ranks
 
 SHAPE, VOCAB, HIDDEN = (4, 6), 30, 8
 LINE, PLANE = 2, 4  # ranks of a mesh of one dimension, and of one of 2 x 2
@@ -64,7 +64,7 @@ def compare(mesh, of_input, of_weight, of_target, options, bias=True, dtype=torc
     several = isinstance(got, tuple)
     for g, r in zip(got if several else [got], right if several else [right], strict=True):
         assert isinstance(g, DTensor)
-        torch.testing.assert_close(g.full_tensor(), r)
+        assert_same(g.full_tensor(), r)
     seeds = [torch.randn_like(r) for r in (right if several else [right])]
     torch.autograd.backward(right, seeds)
     pulled = [g * placed(s, mesh, [Replicate()] * mesh.ndim, False)
@@ -72,7 +72,7 @@ def compare(mesh, of_input, of_weight, of_target, options, bias=True, dtype=torc
     sum(p.sum().full_tensor() for p in pulled).backward()
     pairs = [(mine, x), (part, w), *([(ours["linear_bias"], b)] if bias else [])]
     for mine, right in pairs:
-        torch.testing.assert_close(mine.grad.full_tensor(), right.grad)
+        assert_same(mine.grad.full_tensor(), right.grad)
 
 
 def on_a_line(rank):

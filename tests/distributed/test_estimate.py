@@ -106,6 +106,23 @@ def sequence(mesh):
     return parallelize_module(Model(), mesh, plan)
 
 
+class Sliced(Model):
+    """With the loss of a sliced vocabulary as its head."""
+
+    def __init__(self, mesh, budget=None):
+        super().__init__()
+        ranks = mesh.size()
+        self.head = so.LinearCrossEntropyLoss(
+            WIDTH, VOCAB // ranks, process_group=mesh.get_group(), memory_budget=budget
+        )
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x), ids)
+
+
 def ddp(mesh, **how):
     return DistributedDataParallel(Model(), process_group=mesh.get_group(), **how)
 
@@ -118,6 +135,8 @@ WAYS = {
     "fsdp, discarded": lambda mesh: fsdp_checkpointed(mesh, "output_discard"),
     "tp": tp,
     "sequence": sequence,
+    "sliced": Sliced,
+    "sliced, chunks": lambda mesh: Sliced(mesh, 150_000),
     "ddp": ddp,
     "ddp, views": lambda mesh: ddp(mesh, gradient_as_bucket_view=True, bucket_cap_mb=0.1),
     "ddp, unused": lambda mesh: ddp(mesh, find_unused_parameters=True),
@@ -127,6 +146,8 @@ MESHES = {"fsdp x tp": fsdp_and_tp, "hsdp": fsdp}
 
 
 def loss(logits):
+    if logits.dim() == 0:
+        return logits
     flat = logits.flatten(0, 1)
     return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.int64))
 
@@ -242,6 +263,25 @@ def plans():
         so.fit(tp(mesh["tp"]), ids, "1GiB", **how)
 
 
+def optimizers():
+    mesh = init_device_mesh("cpu", (512, 2), mesh_dim_names=("dp", "tp"))
+    ids = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
+    with torch.device("meta"):
+        model = fsdp_and_tp(mesh)
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+
+        class Same(optimizer):  # of which it is not known that it updates numbers by themselves
+            pass
+
+        ours, right = (
+            memory.simulate_step(model, ids, loss=meta_loss, optimizer=kind, device="h100")
+            for kind in (optimizer, Same)
+        )
+        sizes = [[sample.nbytes for sample in one.timeline] for one in (ours, right)]
+        assert sizes[0] == sizes[1] and ours.by_owner == right.by_owner
+        assert ours.sent_bytes == right.sent_bytes
+
+
 def refusals():
     ids = torch.zeros(TOKENS, dtype=torch.int64)
     mesh = init_device_mesh("cpu", (1024,))
@@ -273,6 +313,10 @@ def test_one_rank_of_a_thousand_is_estimated_without_weights():
 
 def test_plans_of_one_rank():
     on_no_ranks(plans)
+
+
+def test_updates_of_parts_are_those_of_dtensors():
+    on_no_ranks(optimizers)
 
 
 def test_what_is_not_simulated_is_refused_by_name():

@@ -1,4 +1,4 @@
-"""One rank fails, or dies, in a region that communicates: every rank ends with an error."""
+"""One rank fails, or dies, where ranks communicate: every rank ends with an error."""
 
 import datetime
 import gc
@@ -82,6 +82,24 @@ def step(fault):
     return error
 
 
+def step_of_loss(fault):
+    """The same for a sliced vocabulary, whose collectives are under way beside products."""
+    x, w = torch.randn(64, WIDTH, requires_grad=True), torch.randn(50, WIDTH, requires_grad=True)
+    target, error = torch.arange(64), None
+    group = dist.group.WORLD
+    try:
+        fault("forward of the loss")
+        loss = so.linear_cross_entropy(
+            x, w, target, process_group=group, reduction="none", memory_budget=30_000
+        )
+        fault("backward of the loss")
+        loss.sum().backward()
+    except (RuntimeError, KeyboardInterrupt) as e:
+        error = type(e)
+        e.__traceback__ = None
+    return error
+
+
 def work(rank, port, when, how, folder):
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=TIMEOUT)
@@ -95,15 +113,18 @@ def work(rank, port, when, how, folder):
                 os._exit(7)
             raise KeyboardInterrupt if how == "interrupt" else RuntimeError("on purpose")
 
-    assert step(lambda now: None) is None
+    one = step_of_loss if "loss" in when else step
+    assert one(lambda now: None) is None
     begun = time.monotonic()
-    error = step(fault)
+    error = one(fault)
     took = time.monotonic() - begun
     (folder / str(rank)).write_text(f"{error.__name__ if error else None} {took}")
     os._exit(0)  # the group is broken
 
 
-WHEN = ("forward", "consumer", "recompute", "backward")
+WHEN = (
+    "forward", "consumer", "recompute", "backward", "forward of the loss", "backward of the loss",
+)  # fmt: skip
 CASES = [(when, how) for when in WHEN for how in ("raises", "dies")]
 
 

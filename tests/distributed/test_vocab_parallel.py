@@ -12,7 +12,7 @@ from storage_ops.loss import planner, reference
 from storage_ops.loss.problem import Problem
 from storage_ops.matmul.aten import Aten
 
-from ..ranks import run_on_ranks
+from ..ranks import assert_same, run_on_ranks
 
 WORLD, VOCAB, HIDDEN = 3, 66, 8
 PART = Problem(18, HIDDEN, VOCAB // WORLD, Aten(4))
@@ -50,20 +50,22 @@ def compare(rank, dtype, options, bias):
         weight=None if classes is None else classes[mine], process_group=dist.group.WORLD,
         **options,
     )  # fmt: skip
+    whole = [t.detach().double().requires_grad_() for t in whole]
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     right = reference.linear_cross_entropy(
         whole[0],
         whole[1],
         target,
         linear_bias=whole[2] if bias else None,
-        weight=classes,
-        **options,
+        weight=None if classes is None else classes.double(),
+        **wide,
     )
     for o, r in zip(*((v if isinstance(v, tuple) else (v,)) for v in (ours, right)), strict=True):
-        torch.testing.assert_close(o, r, check_dtype=False)
+        assert_same(o, r)
     total(ours).backward()
     total(right).backward()
     for a, e, part in zip(here[: 2 + bias], whole, (slice(None), mine, mine), strict=False):
-        torch.testing.assert_close(a.grad, e.grad[part], rtol=1e-4, atol=1e-5)
+        assert_same(a.grad, e.grad[part])
 
 
 def infinite_and_nan(rank):

@@ -2,6 +2,7 @@
 
 import collections
 import math
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -28,7 +29,7 @@ class Memory:
 
     def __init__(self, s):
         self.s, p = s, s.problem
-        self.tile = np.full(s.rows * padded(s.columns), -1)
+        self.tile = np.full((s.tiles, s.rows * padded(s.columns)), -1)
         self.weight = np.full(p.vocab * p.hidden, -1)
         # 16-bit numbers of the gradient hold sums in fp32: two for each.
         self.lent = s.lent * p.hidden
@@ -36,7 +37,7 @@ class Memory:
 
     def at(self, place, step):
         if place.lender is None:
-            memory = self.tile
+            memory = self.tile[place.rows.start // self.s.rows % self.s.tiles]
         else:
             p = self.s.problem
             memory = self.weight[place.lender.start * p.hidden : place.lender.stop * p.hidden]
@@ -76,7 +77,7 @@ def carry_out(s):
         elif step.source is not step.place:
             tile[...] = memory.at(step.source, step)
         assert (tile == right).all()  # nobody wrote over them
-        if step.phases & GRADIENT and not step.phases & UPDATE:
+        if step.phases & GRADIENT and (p.several or not step.phases & UPDATE):
             assert (merged[step.rows] == 1).all()
         seen["update"][part] += bool(step.phases & UPDATE)
         seen["gradient"][part] += bool(step.phases & GRADIENT)
@@ -99,7 +100,7 @@ PROBLEMS = st.builds(
     Problem, SIZE, SIZE, st.integers(1, 400), st.sampled_from([2, 4]).map(Aten),
     grads=st.just((True, True, False)) | st.tuples(*[st.booleans()] * 3),
     in_forward=st.sampled_from([True, True, True, False]),
-    left_out=st.sampled_from([0, 3]),
+    left_out=st.sampled_from([0, 3]), several=st.booleans(), alike=st.booleans(),
 )  # fmt: skip
 
 
@@ -167,8 +168,23 @@ def test_steps_by_size_are_all_steps(s):
     assert flops == 2 * products * s.problem.hidden and math.isfinite(seconds) and seconds > 0
 
 
+def test_ranks_merge_a_chunk_while_the_next_is_multiplied():
+    p = Problem(20, 8, 100, Aten(4), several=True)
+    whole = planner.schedule(p, "token-chunked", 10, 100)
+    tiles = [(step.rows.start // whole.rows, step.phases) for step in whole.steps()]
+    u, m, g = UPDATE, MERGE, GRADIENT
+    assert tiles == [(0, u), (0, m), (1, u), (1, m), (0, g), (1, g)]
+    assert whole.tiles == 2
+    sliced = planner.schedule(p, "vocab-sliced", 10, 50).statistics()
+    assert [step.phases for step in sliced] == [u, u, u, m, u, m, m]
+    # Of other numbers of classes no rank has the same steps, and one may have no second tile.
+    uneven = planner.schedule(replace(p, alike=False), "token-chunked", 10, 100)
+    assert uneven.tiles == 1 and 2 * cost.peak(uneven) > cost.peak(whole) > cost.peak(uneven)
+    assert planner.schedule(p, "token-chunked", 20, 100).tiles == 1
+
+
 def test_a_plan_of_thousands_of_tiles_is_walked_in_a_few_steps():
     p = Problem(8192, 4096, 128256, Aten(2, cuda=True))
     s = planner.schedule(p, "vocab-sliced", 8192, 64)
     assert s.num_slices == 2004
-    assert len(list(s.steps(every=False))) <= 8 and len(list(s.steps())) == 2 * 2004 + 1
+    assert len(list(s.steps(every=False))) <= 8 and len(list(s.steps())) == 2 * 2004 + 2
