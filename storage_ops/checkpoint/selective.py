@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from storage_ops.checkpoint import offload
+from storage_ops.checkpoint.copies import copies_for
 from storage_ops.checkpoint.execution import rng_of
 from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.holders import is_held_by
+from storage_ops.checkpoint.offload import Away, Trip
 from storage_ops.checkpoint.op_names import (
     is_allocation,
     is_mutating,
@@ -35,7 +39,7 @@ from storage_ops.checkpoint.op_names import (
     name_of,
     readable,
 )
-from storage_ops.checkpoint.policies import Policy, begin, saves
+from storage_ops.checkpoint.policies import OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.region import Region, is_retained
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
@@ -95,7 +99,14 @@ class _ForCompile:
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         self.calls[op] += 1
-        if saves_result(self.policy, ctx, op, args, kwargs):
+        kept = saves_result(self.policy, ctx, op, args, kwargs)
+        if kept == OFFLOAD:
+            raise RuntimeError(
+                f"the policy of the selective checkpoint says 'offload' for {readable(name_of(op))} "
+                f"in {self.region}, which is compiled or traced: only eager code brings bytes back "
+                "from host memory; expected a policy that saves or recomputes"
+            )
+        if kept:
             self.saves_any = True
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -126,14 +137,16 @@ def _warn_of_nothing(region: str, calls: Counter[Any]) -> None:
         )
 
 
-def saves_result(policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any) -> bool:
+def saves_result(
+    policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any
+) -> bool | Literal["offload"]:
     """Whether the result of an op is saved: as the policy says, where that can be done.
 
     An op that modifies an argument must run again to do so. A view is nothing to save, nor are
     bytes that no op has written yet.
     """
     wanted = saves(policy, ctx, op, args, kwargs)
-    return wanted and not (is_mutating(op) or is_view(op) or is_allocation(op))
+    return False if is_mutating(op) or is_view(op) or is_allocation(op) else wanted
 
 
 @dataclass
@@ -146,12 +159,23 @@ class _Result:
     # All tensors on the same bytes and their versions. Most views share their version with the
     # value; what aten._unsafe_view returns, the last step of a product in 3-D, has its own.
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    offloads: bool = False
+    trips: list[Trip] = field(default_factory=list)  # of its bytes to host memory and back
 
     def watch(self, t: Tensor) -> None:
         self.versions.append((t, t._version))
 
     def is_modified(self) -> bool:
         return any(t._version != version for t, version in self.versions)
+
+    def depart(self) -> None:
+        """Begin to copy the bytes to host memory, if nobody else holds them."""
+        ours = {id(t): t for t in (*_tensors(self.value), *(t for t, _ in self.versions))}
+        for key, t in by_storage(self.value).items():
+            copies = copies_for(t)
+            held = sum(storage_key(each) == key for each in ours.values())
+            if copies is not None and t.untyped_storage().nbytes() and is_held_by(key, held):
+                self.trips.append(Trip(t, copies))
 
     def pack(self, hooks: Hooks) -> None:
         """Hand the tensors to saved-tensor hooks; whoever modifies them then is unseen."""
@@ -160,6 +184,9 @@ class _Result:
 
     def read(self) -> Any:
         """What the op returned; the tensors without a history."""
+        while self.trips:
+            self.trips[0].arrive()
+            self.trips.pop(0)
         return tree_map_only((Tensor, _Packed), _unpacked, self.value)
 
 
@@ -186,6 +213,7 @@ class _Saved:
     saved_ops: set[Any] = field(default_factory=set)
     used: set[tuple[Any, int]] = field(default_factory=set)
     hooks: Hooks | None = None
+    away: Away | None = None  # what of it is in host memory
     # A pass that keeps the graph has had them: passes for parts of the rest may follow, such as
     # those for the weights alone, of which none is known to be the last.
     is_shared: bool = False
@@ -230,7 +258,8 @@ class _Recording(_Mode):
         if wanted and _tensors(out) and not made.keys() & by_storage((args, kwargs)).keys():
             value = tree_map_only(Tensor, _detached, out)
             random = _random_state(op, out) if saved.preserve_rng_state else []
-            result = saved.results[op, index] = _Result(value, _describe(args, kwargs), random)
+            result = _Result(value, _describe(args, kwargs), random, offloads=wanted == OFFLOAD)
+            saved.results[op, index] = result
             for t in _tensors(value):
                 result.watch(t)
             self._on_storage |= dict.fromkeys(by_storage(value), result)
@@ -251,6 +280,8 @@ class _Recording(_Mode):
         if saved.hooks is not None:
             for result in saved.results.values():
                 result.pack(saved.hooks)
+        else:
+            self._send_away()
         if modified:
             names = sorted({readable(name_of(op)) for op, _ in modified})
             warnings.warn(
@@ -258,6 +289,17 @@ class _Recording(_Mode):
                 f"saves: results of {', '.join(names)} are recomputed instead",
                 stacklevel=2,
             )
+
+
+    def _send_away(self) -> None:
+        trips: list[Trip] = []
+        for result in self._saved.results.values():
+            if result.offloads:
+                result.depart()
+                trips += result.trips
+        offload.region_ended()
+        if trips:
+            self._saved.away = Away(trips)
 
 
 class _Replaying(_Mode):
@@ -270,6 +312,8 @@ class _Replaying(_Mode):
 
     def __enter__(self) -> Any:
         self._calls.clear()
+        if self._saved.away is not None:
+            self._saved.away.fetch()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
