@@ -100,9 +100,11 @@ class _GpuCopy:
 
     def wait(self) -> None:
         if self._done is not None:
-            device = self._stream.device
-            torch.cuda.current_stream(device).wait_event(self._done)
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_event(self._done)
             self._done = None
+            if self.target.is_cuda:  # read here, and allocated on what may be another stream
+                self.target.record_stream(current)
 
     def __del__(self) -> None:
         # Dropped under way, as after an exception: the allocator must not hand the memory out to
@@ -117,9 +119,11 @@ class BookedCopies:
     """Copies of a simulation: what is on the device is booked, and host memory is not."""
 
     def to_host(self, t: Tensor) -> Copy:
+        """Nothing but the number of bytes."""
         return _BookedCopy(t.untyped_storage().nbytes())
 
     def to_device(self, host: int, t: Tensor) -> Copy:
+        """A new tensor of so many bytes."""
         return _BookedCopy(torch.empty(host, dtype=torch.uint8, device=t.device))
 
 
@@ -157,6 +161,7 @@ class SimulatedCopies:
         self._free = {"to host": 0.0, "to device": 0.0}  # when the link is, in each direction
 
     def to_host(self, t: Tensor) -> Copy:
+        """Into memory that holds NaN until then."""
         source = bytes_of(t)
         # Memory that torch has not allocated, so that nobody counts it as memory of the device.
         host = (ctypes.c_ubyte * len(source))()
@@ -164,6 +169,7 @@ class SimulatedCopies:
         return _SimulatedCopy(self, "to host", source, host)
 
     def to_device(self, host: Any, t: Tensor) -> Copy:
+        """Into a tensor that holds NaN until then."""
         target = torch.full((len(host),), _POISON, dtype=torch.uint8, device=t.device)
         return _SimulatedCopy(self, "to device", host, target)
 
@@ -215,10 +221,10 @@ def simulated_copies(
 ) -> Iterator[SimulatedCopies]:
     """Let the CPU stand for a GPU in a with block, to try policies that say "offload" without one.
 
-    Outside of it such a policy saves what is on a CPU, where there is no other memory. Inside, bytes
-    go to memory that does not count and come back as over a link of some speed, in each direction
-    one copy at a time: work stands still where it needs a copy that has not ended. Until then the
-    target holds NaN.
+    Outside of it such a policy saves what is on a CPU, where there is no other memory. Inside,
+    bytes go to memory that does not count and come back as over a link of some speed, in each
+    direction one copy at a time: work stands still where it needs a copy that has not ended. Until
+    then the target holds NaN.
 
     Args:
         bytes_per_second: of the link, in each direction.

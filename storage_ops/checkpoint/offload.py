@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ class Away:
     def __init__(self, trips: Iterable[Trip]) -> None:
         self._trips = list(trips)
         self._has_left = False
-        self._before = _last.region
+        self._before: Callable[[], Away | None] = _last.region
         _last.region = weakref.ref(self)
 
     def leave(self) -> None:
@@ -91,10 +91,14 @@ def region_ended() -> None:
         before.leave()
 
 
+def _nothing() -> None:
+    return None
+
+
 class _Last(threading.local):
     """The region of this thread that was the last to send something away."""
 
-    region: weakref.ref[Away] | type[None] = type(None)  # which returns None as well
+    region: Callable[[], Away | None] = staticmethod(_nothing)  # a weak reference
 
 
 _last = _Last()

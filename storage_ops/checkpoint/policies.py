@@ -5,9 +5,9 @@ A policy is a plain function of the form `torch.utils.checkpoint` knows:
     def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool
 
 It is asked about every op of the forward, with the op's arguments; `ctx.op_output` is its result.
-True and `CheckpointPolicy.MUST_SAVE` or `PREFER_SAVE` save it, and "offload" saves it in host memory.
-Policies are combined as the sets of ops that they save: `union`, `difference`, `every_kth`. One that
-counts ops has a method `begin()` that returns a fresh one; it is called for every region.
+True and `CheckpointPolicy.MUST_SAVE` or `PREFER_SAVE` save it, "offload" saves it in host memory.
+Policies are combined as the sets of ops that they save: `union`, `difference`, `every_kth`. One
+that counts ops has a method `begin()` that returns a fresh one; it is called for every region.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::"
 
 _SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _RECOMPUTING = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-OFFLOAD = "offload"
+OFFLOAD: Literal["offload"] = "offload"
 # torch has a word for it from 2.13 on, and in eager mode nothing that heeds it.
 _OFFLOADING = (OFFLOAD, getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", OFFLOAD))
 _Kept = bool | Literal["offload"]  # saved, recomputed, or saved in host memory
@@ -281,18 +281,18 @@ class _Offload:
 
 
 def offload(policy: Policy) -> Policy:
-    """Save what `policy` saves in host memory, from the end of a region's forward to its backward.
+    """Save what `policy` saves in host memory, between a region's forward and its backward.
 
-    The copies run beside the work of the GPU: those to pinned host memory while the next region with
-    a policy runs its forward, after which the bytes on the device are freed, and those back while
-    the region after it runs its backward. A result that something else holds when the forward of its
-    region ends, such as an output of the region, is saved on the device instead. So is all that is
-    not on a CUDA device, but in `simulated_copies`. A graph that is retained has the bytes on the
-    device from its first backward on. Code that torch.compile compiles or `trace_step` traces
-    refuses such a policy.
+    The copies run beside the work of the GPU: those to pinned host memory while the next region
+    with a policy runs its forward, after which the bytes on the device are freed, and those back
+    while the region after it runs its backward. It costs no time where the link to the host moves
+    the results of a region in less time than a region takes, which `storage_ops.fit` computes.
 
-    It costs no time where the link to the host moves a region's results in less time than the region
-    takes; `storage_ops.fit` computes that.
+    A result that something else holds when the forward of its region ends, such as an output of the
+    region, is saved on the device, and so is what a collective returns. On a CPU there is no other
+    memory, so everything is saved, but in `simulated_copies`. A graph that is retained has the
+    bytes on the device from its first backward on. Code that torch.compile compiles or
+    `trace_step` traces refuses such a policy.
 
     Example:
         >>> from storage_ops import policies

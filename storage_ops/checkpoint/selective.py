@@ -39,8 +39,9 @@ from storage_ops.checkpoint.op_names import (
     name_of,
     readable,
 )
-from storage_ops.checkpoint.policies import OFFLOAD, Policy, begin, saves
+from storage_ops.checkpoint.policies import COLLECTIVES, OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.region import Region, is_retained
+from storage_ops.storage.storage import is_discarded, locals_of
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -102,9 +103,10 @@ class _ForCompile:
         kept = saves_result(self.policy, ctx, op, args, kwargs)
         if kept == OFFLOAD:
             raise RuntimeError(
-                f"the policy of the selective checkpoint says 'offload' for {readable(name_of(op))} "
-                f"in {self.region}, which is compiled or traced: only eager code brings bytes back "
-                "from host memory; expected a policy that saves or recomputes"
+                f"the policy of the selective checkpoint says 'offload' for "
+                f"{readable(name_of(op))} in {self.region}, which is compiled or traced: only "
+                "eager code brings bytes back from host memory; expected a policy that saves or "
+                "recomputes"
             )
         if kept:
             self.saves_any = True
@@ -146,6 +148,8 @@ def saves_result(
     bytes that no op has written yet.
     """
     wanted = saves(policy, ctx, op, args, kwargs)
+    if wanted == OFFLOAD and name_of(op).startswith(COLLECTIVES):
+        wanted = True  # its bytes come later than the op
     return False if is_mutating(op) or is_view(op) or is_allocation(op) else wanted
 
 
@@ -172,10 +176,11 @@ class _Result:
         """Begin to copy the bytes to host memory, if nobody else holds them."""
         ours = {id(t): t for t in (*_tensors(self.value), *(t for t, _ in self.versions))}
         for key, t in by_storage(self.value).items():
-            copies = copies_for(t)
             held = sum(storage_key(each) == key for each in ours.values())
-            if copies is not None and t.untyped_storage().nbytes() and is_held_by(key, held):
-                self.trips.append(Trip(t, copies))
+            inside = locals_of("offload", "a result", t)
+            copies = copies_for(inside[0]) if len(inside) == 1 else None
+            if copies is not None and not is_discarded(t) and is_held_by(key, held):
+                self.trips.append(Trip(inside[0], copies))
 
     def pack(self, hooks: Hooks) -> None:
         """Hand the tensors to saved-tensor hooks; whoever modifies them then is unseen."""
@@ -289,7 +294,6 @@ class _Recording(_Mode):
                 f"saves: results of {', '.join(names)} are recomputed instead",
                 stacklevel=2,
             )
-
 
     def _send_away(self) -> None:
         trips: list[Trip] = []
