@@ -116,11 +116,20 @@ class _GpuCopy:
 
 
 class BookedCopies:
-    """Copies of a simulation: what is on the device is booked, and host memory is not."""
+    """Copies of a simulation: what is on the device is booked, and host memory is not.
+
+    Attributes:
+        sent_bytes: to host memory.
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
 
     def to_host(self, t: Tensor) -> Copy:
         """Nothing but the number of bytes."""
-        return _BookedCopy(t.untyped_storage().nbytes())
+        nbytes = t.untyped_storage().nbytes()
+        self.sent_bytes += nbytes
+        return _BookedCopy(nbytes)
 
     def to_device(self, host: int, t: Tensor) -> Copy:
         """A new tensor of so many bytes."""
@@ -142,6 +151,7 @@ class SimulatedCopies:
         log: ("to host" or "to device", bytes, when it began, when it ended, when it was waited
             for), in the order of the waits.
         waited_seconds: that work stood still for copies.
+        bytes_per_second: of the link, in each direction.
     """
 
     def __init__(
@@ -157,7 +167,7 @@ class SimulatedCopies:
         self.now, self.sleep = now, sleep
         self.log: list[tuple[str, int, float, float, float]] = []
         self.waited_seconds = 0.0
-        self._rate = bytes_per_second
+        self.bytes_per_second = bytes_per_second
         self._free = {"to host": 0.0, "to device": 0.0}  # when the link is, in each direction
 
     def to_host(self, t: Tensor) -> Copy:
@@ -176,7 +186,7 @@ class SimulatedCopies:
     def begin(self, way: str, nbytes: int) -> tuple[float, float]:
         """When a copy that is asked for now begins, and when it ends."""
         start = max(self._free[way], self.now())
-        self._free[way] = start + nbytes / self._rate
+        self._free[way] = start + nbytes / self.bytes_per_second
         return start, self._free[way]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from storage_ops.checkpoint.offload import region_ended
 from storage_ops.checkpoint.wrapper import CheckpointWrapper
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import Call, Like
@@ -28,13 +29,18 @@ class Cost:
             input is not kept.
         forward, backward: bytes at the highest level of each; the outputs, and the gradients that
             backward starts from, are part of them.
-        seconds: of all its ops, forward and backward.
+        seconds: of all its ops, forward and backward, and that they stand still for copies between
+            the device and host memory.
+        forward_seconds: of its forward, in which copies can hide.
+        away: bytes in host memory between forward and backward.
     """
 
     kept: int
     forward: int
     backward: int
     seconds: float
+    forward_seconds: float = 0.0
+    away: int = 0
 
 
 class _Entry(torch.autograd.Function):
@@ -117,17 +123,27 @@ class Probe:
 
     def _run(self, times: OpTimes) -> Cost:
         books, module = Books(self._on_gpu), self._call.unit.module
-        with without_gradients(module.parameters()), books.open(module, (), {}):
+        with (
+            without_gradients(module.parameters()),
+            books.open(module, (), {}) as (simulation, *_),
+        ):
             marks: list[int] = []
             books.run(self._once, books, times, marks)
             levels = books.levels()
+            copies = simulation.copies
+        away = 0 if copies is None else copies.sent_bytes
         ready, after, before = marks
         base = levels[ready]
+        # Copies hide in a forward and in a backward; what does not is waited for.
+        copying = away / self._rates.link if away else 0.0
+        parts = times.forward_seconds, times.seconds - times.forward_seconds
         return Cost(
             levels[before] - base,
             max(levels[ready : after + 1]) - base,
             max(levels[before:]) - base,
-            times.seconds,
+            times.seconds + sum(max(copying - part, 0.0) for part in parts),
+            times.forward_seconds,
+            away,
         )
 
     def _once(self, books: Books, times: OpTimes, marks: list[int]) -> None:
@@ -153,7 +169,9 @@ class Probe:
                 for device_type, dtype in call.autocast:
                     stack.enter_context(torch.autocast(device_type, dtype))
                 outputs = call.unit.module(*args, **kwargs)
+                times.forward_seconds = times.seconds
                 marks.append(books.mark())
+                region_ended()  # the next one
             made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
             made = [t for t in made if id(t) not in inputs and t.requires_grad]
             root = _Exit.apply(call.gradients, *made) if made else None  # type: ignore[no-untyped-call]

@@ -64,6 +64,7 @@ class OpTimes(TorchDispatchMode):
 
     Attributes:
         seconds: of all ops so far.
+        forward_seconds: of those of a forward, if somebody notes it.
         ops: every op that is no view, while `logs` is set.
     """
 
@@ -75,7 +76,7 @@ class OpTimes(TorchDispatchMode):
 
         self._formulas = flop_registry
         self._rates = rates
-        self.seconds = 0.0
+        self.seconds = self.forward_seconds = 0.0
         self.logs = False
         self.ops: list[Op] = []
         self._numbers: dict[str, int] = {}

@@ -59,6 +59,7 @@ class Simulation(TorchDispatchMode):
         self.any_value = False
         self.sent: Counter[str] = Counter()  # bytes from this rank to others, by collective
         self.buckets: list[Tensor] = []  # of DDP
+        self._to_host = BookedCopies()
         # Tensors from outside stay referenced, so that their ids and those of their storages stay
         # theirs. By storage: fake bytes that all twins with this storage are views of.
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
@@ -81,7 +82,7 @@ class Simulation(TorchDispatchMode):
             return None
         if self.ledger.is_of_a_part:
             raise Unlike  # they leave when the next region has ended, which is in no such part
-        return BookedCopies()
+        return self._to_host
 
     def follow_resize(self, storage: torch.UntypedStorage) -> None:
         """Book that a storage was resized, which is not an op."""
