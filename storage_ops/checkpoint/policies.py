@@ -12,13 +12,21 @@ that counts ops has a method `begin()` that returns a fresh one; it is called fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from storage_ops.checkpoint.op_names import is_mutating, is_view, name_of, packet_of, resolve
+from storage_ops.checkpoint.op_names import (
+    facts_of,
+    is_mutating,
+    is_view,
+    name_of,
+    packet_of,
+    resolve,
+)
 
 Policy = Callable[..., CheckpointPolicy | bool | str]
 
@@ -137,7 +145,11 @@ def save(*ops: Any) -> Policy:
 
 def call_name(op: Any) -> str:
     """The name by which `save_calls` counts the calls of an op."""
-    name = name_of(op)
+    return _call_name(facts_of(op).name)
+
+
+@functools.cache
+def _call_name(name: str) -> str:
     # Which kernel of attention runs depends on the device.
     return "attention" if packet_of(name) in ATTENTION else name
 
@@ -158,10 +170,13 @@ class _CallCounter:
 
     def __init__(self, calls: frozenset[tuple[str, int]]) -> None:
         self._calls = calls
+        self._names = {name for name, _ in calls}
         self._seen: dict[tuple[str, bool], int] = {}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = call_name(op)
+        if name not in self._names:
+            return CheckpointPolicy.PREFER_RECOMPUTE
         key = name, bool(ctx.is_recompute)
         number = self._seen.get(key, 0)
         self._seen[key] = number + 1

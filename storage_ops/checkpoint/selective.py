@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
@@ -32,13 +31,7 @@ from storage_ops.checkpoint.execution import rng_of
 from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.holders import is_held_by
 from storage_ops.checkpoint.offload import Away, Trip
-from storage_ops.checkpoint.op_names import (
-    is_allocation,
-    is_mutating,
-    is_view,
-    name_of,
-    readable,
-)
+from storage_ops.checkpoint.op_names import Facts, facts_of, name_of, readable
 from storage_ops.checkpoint.policies import COLLECTIVES, OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.region import Region, is_retained
 from storage_ops.storage.storage import is_discarded, locals_of
@@ -95,11 +88,11 @@ class _ForCompile:
 
     policy: Policy
     region: str
-    calls: Counter[Any] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
     saves_any: bool = False
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        self.calls[op] += 1
+        self.calls[name_of(op)] += 1
         kept = saves_result(self.policy, ctx, op, args, kwargs)
         if kept == OFFLOAD:
             raise RuntimeError(
@@ -129,9 +122,9 @@ def _ending(mode: type) -> type:
     return type("SelectiveMode", (mode,), members)
 
 
-def _warn_of_nothing(region: str, calls: Counter[Any]) -> None:
+def _warn_of_nothing(region: str, calls: dict[str, int]) -> None:
     if calls:
-        ran = [f"{readable(name_of(op))} x{n}" for op, n in calls.most_common(8)]
+        ran = [f"{readable(name)} x{n}" for name, n in Counter(calls).most_common(8)]
         warnings.warn(
             f"the policy of the selective checkpoint saves nothing in {region}, which is "
             f"recomputed as a whole; its ops are {', '.join(ran)}",
@@ -148,9 +141,11 @@ def saves_result(
     bytes that no op has written yet.
     """
     wanted = saves(policy, ctx, op, args, kwargs)
+    if not wanted or not facts_of(op).saveable:
+        return False
     if wanted == OFFLOAD and name_of(op).startswith(COLLECTIVES):
-        wanted = True  # its bytes come later than the op
-    return False if is_mutating(op) or is_view(op) or is_allocation(op) else wanted
+        return True  # its bytes come later than the op
+    return wanted
 
 
 @dataclass
@@ -192,7 +187,7 @@ class _Result:
         while self.trips:
             self.trips[0].arrive()
             self.trips.pop(0)
-        return tree_map_only((Tensor, _Packed), _unpacked, self.value)
+        return _mapped(_unpacked, self.value, (Tensor, _Packed))
 
 
 @dataclass
@@ -213,10 +208,11 @@ class _Saved:
 
     region: str
     preserve_rng_state: bool
-    calls: Counter[Any] = field(default_factory=Counter)
-    results: dict[tuple[Any, int], _Result] = field(default_factory=dict)
-    saved_ops: set[Any] = field(default_factory=set)
-    used: set[tuple[Any, int]] = field(default_factory=set)
+    # Ops by their names.
+    calls: dict[str, int] = field(default_factory=dict)
+    results: dict[tuple[str, int], _Result] = field(default_factory=dict)
+    saved_ops: set[str] = field(default_factory=set)
+    used: set[tuple[str, int]] = field(default_factory=set)
     hooks: Hooks | None = None
     away: Away | None = None  # what of it is in host memory
     # A pass that keeps the graph has had them: passes for parts of the rest may follow, such as
@@ -245,26 +241,28 @@ class _Recording(_Mode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
-        if is_ignored(op, args):
+        facts = facts_of(op)
+        if _ignores(facts, args):
             return out
-        saved = self._saved
-        index = saved.calls[op]
-        saved.calls[op] += 1
+        saved, name = self._saved, facts.name
+        index = saved.calls.get(name, 0)
+        saved.calls[name] = index + 1
         ctx = SelectiveCheckpointContext(is_recompute=False)
         ctx.op_output = out  # torch 2.10 does not set it
         wanted = saves_result(self._policy, ctx, op, args, kwargs)
-        if not wanted and (not self._on_storage or is_view(op)):
+        if not wanted and (not self._on_storage or facts.is_view):
             return out  # a view has the version of what it views
         made = by_storage(out)
-        for key in made.keys() & self._on_storage.keys():
-            self._on_storage[key].watch(_detached(made[key]))
+        for key, t in made.items():
+            if key in self._on_storage:
+                self._on_storage[key].watch(_detached(t))
         # A number costs nothing. On the bytes of an argument there is nothing to save, and whoever
         # modifies them is unseen.
         if wanted and _tensors(out) and not made.keys() & by_storage((args, kwargs)).keys():
-            value = tree_map_only(Tensor, _detached, out)
+            value = _mapped(_detached, out)
             random = _random_state(op, out) if saved.preserve_rng_state else []
             result = _Result(value, _describe(args, kwargs), random, offloads=wanted == OFFLOAD)
-            saved.results[op, index] = result
+            saved.results[name, index] = result
             for t in _tensors(value):
                 result.watch(t)
             self._on_storage |= dict.fromkeys(by_storage(value), result)
@@ -288,7 +286,7 @@ class _Recording(_Mode):
         else:
             self._send_away()
         if modified:
-            names = sorted({readable(name_of(op)) for op, _ in modified})
+            names = sorted({readable(name) for name, _ in modified})
             warnings.warn(
                 f"{saved.region} modifies in place what the policy of its selective checkpoint "
                 f"saves: results of {', '.join(names)} are recomputed instead",
@@ -312,7 +310,7 @@ class _Replaying(_Mode):
     def __init__(self, saved: _Saved) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saved = saved
-        self._calls: Counter[Any] = Counter()
+        self._calls: dict[str, int] = {}
 
     def __enter__(self) -> Any:
         self._calls.clear()
@@ -321,11 +319,11 @@ class _Replaying(_Mode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_ignored(op, args):
+        facts, saved = facts_of(op), self._saved
+        if facts.name not in saved.saved_ops or _ignores(facts, args):
             return op(*args, **(kwargs or {}))
-        saved = self._saved
-        key = (op, self._calls[op])
-        self._calls[op] += 1
+        key = (facts.name, self._calls.get(facts.name, 0))
+        self._calls[facts.name] = key[1] + 1
         if key in saved.used:
             raise RuntimeError(
                 f"selective checkpoint: {saved.region} is needed in a second backward pass, but "
@@ -333,7 +331,7 @@ class _Replaying(_Mode):
             )
         result = saved.results.get(key)
         if result is None:
-            if key[1] >= saved.calls[op] and op in saved.saved_ops:
+            if key[1] >= saved.calls[facts.name]:
                 raise _differs(saved.region, op)
             return op(*args, **(kwargs or {}))
         if result.arguments != _describe(args, kwargs):
@@ -366,12 +364,22 @@ def is_ignored(op: Any, args: Any) -> bool:
 
     Autocast casts a parameter where it is first used, and keeps the result for other regions.
     """
-    cast = op is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
-    return cast or op in SAC_IGNORED_OPS
+    return _ignores(facts_of(op), args)
+
+
+def _ignores(facts: Facts, args: Any) -> bool:
+    return facts.is_ignored or (facts.is_cast and isinstance(args[0], nn.Parameter))
+
+
+# Trees are slow to walk in Python, and most ops take and return plain tensors and numbers.
+def _mapped(fn: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:
+    return fn(value) if isinstance(value, kinds) else tree_map_only(kinds, fn, value)
 
 
 def _describe(args: Any, kwargs: Any) -> Arguments:
-    return [(t.shape, t.dtype) for t in _tensors((args, kwargs or {}))]
+    if kwargs or any(isinstance(a, (list, tuple, dict)) for a in args):
+        args = _tensors((args, kwargs))
+    return [(t.shape, t.dtype) for t in args if isinstance(t, Tensor)]
 
 
 def _differs(region: str, op: Any) -> RuntimeError:
@@ -384,13 +392,16 @@ def _differs(region: str, op: Any) -> RuntimeError:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):  # walking a tree takes long
+    if isinstance(value, Tensor):
         return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def by_storage(value: Any) -> dict[int, Tensor]:
     """The tensors in a tree, one for each storage; those that have none are left out."""
+    if isinstance(value, Tensor):
+        key = storage_key(value)
+        return {} if key is None else {key: value}
     return {key: t for t in _tensors(value) if (key := storage_key(t)) is not None}
 
 

@@ -27,6 +27,8 @@ class Rates:
         few_rows16: 16-bit products of n rows take 1 + few_rows16 / n times as long.
         copying: multiplications that copying an operand's number takes as long as, where products
             are the package's own.
+        asking: seconds that Python takes to ask a policy about an op, or whether it was saved; 0
+            where the device works meanwhile.
         link: bytes per second to and from host memory, in each direction at the same time; 0 where
             the device has no other memory.
     """
@@ -41,6 +43,7 @@ class Rates:
     overlaps: bool
     few_rows16: float = 0.0
     copying: float = 10.0
+    asking: float = 0.0
     link: float = 0.0
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
@@ -59,8 +62,10 @@ def _gpu(
 # Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in
 # chunks and in slices; of an Intel Xeon with AMX, to which plans were the fastest. Processors of
 # one kind differ in all of these alike, and plans depend on ratios.
-_AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0)
-_AMX = Rates("cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0)
+_AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0, asking=1e-5)
+_AMX = Rates(
+    "cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0, asking=1e-5
+)
 
 # Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
 # on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
