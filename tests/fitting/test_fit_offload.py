@@ -10,8 +10,9 @@ from storage_ops import policies
 from storage_ops.fitting.fit import Search
 
 from .models import MODELS, llama
-from .test_fit import ADAM, gradients, measured_peak
+from .test_fit import ADAM, asking_is_free, gradients, measured_peak  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("asking_is_free")
 ACTIONS = ["output_discard", "selective", "full", "offload"]
 FAST = 1e12
 
