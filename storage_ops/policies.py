@@ -1,5 +1,6 @@
 """Policies of selective checkpointing: what is saved in forward, what recomputed in backward."""
 
+from storage_ops.checkpoint.copies import SimulatedCopies, simulated_copies
 from storage_ops.checkpoint.policies import (
     Policy,
     attention,
@@ -9,6 +10,7 @@ from storage_ops.checkpoint.policies import (
     every_other_mm,
     everything,
     matmuls,
+    offload,
     save,
     save_calls,
     save_mm_shapes,
@@ -18,6 +20,7 @@ from storage_ops.checkpoint.selective import contexts
 
 __all__ = [
     "Policy",
+    "SimulatedCopies",
     "attention",
     "communication",
     "contexts",
@@ -26,8 +29,10 @@ __all__ = [
     "every_other_mm",
     "everything",
     "matmuls",
+    "offload",
     "save",
     "save_calls",
     "save_mm_shapes",
+    "simulated_copies",
     "union",
 ]

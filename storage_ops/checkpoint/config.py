@@ -18,13 +18,20 @@ Mode = Literal["full", "selective", "output_discard"]
 MODES = ("full", "selective", "output_discard")
 CHECKS = ("default", "none", "checksum")
 _OPS = ("ops_to_save", "ops_to_recompute")
-_LISTS = (*_OPS, "layer_classes", "layer_names", "mm_shapes_to_save", "mm_shapes_to_recompute")
+_LISTS = (
+    *_OPS,
+    "ops_to_offload",
+    "layer_classes",
+    "layer_names",
+    "mm_shapes_to_save",
+    "mm_shapes_to_recompute",
+)
 _SWITCHES = (
     "use_reentrant", "preserve_rng_state", "allow_no_match", "early_stop", "debug",
     "respect_saved_tensors_hooks",
 )  # fmt: skip
 # What makes a checkpoint a selective one.
-_RULES = (*_OPS, "mm_shapes_to_save", "mm_shapes_to_recompute", "policy")
+_RULES = (*_OPS, "ops_to_offload", "mm_shapes_to_save", "mm_shapes_to_recompute", "policy")
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class ActivationCheckpointConfig:
             must need grad. torch.compile always gets the other one.
         ops_to_save: ops whose results are saved: "aten.mm" for all overloads, "aten.mm.default",
             "torch.ops.aten.mm.default", a custom op, or the op itself.
+        ops_to_offload: ops whose results are saved in host memory, unless other rules save them
+            (`storage_ops.policies.offload`).
         layer_names: patterns (fnmatch; `*` also matches dots) of names in `named_modules()`, such
             as "layers.*.mlp". The model itself has the name "", which only "" matches.
         mode: "full" saves nothing inside a layer, "selective" what the rules say, and
@@ -97,6 +106,7 @@ class ActivationCheckpointConfig:
     early_stop: bool = True
     debug: bool = False
     respect_saved_tensors_hooks: bool = False
+    ops_to_offload: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         for name in _LISTS:
@@ -110,6 +120,7 @@ class ActivationCheckpointConfig:
         _check_choice("determinism_check", self.determinism_check, CHECKS)
         self.policies()
         saved, recomputed = (resolve(getattr(self, name) or (), name) for name in _OPS)
+        resolve(self.ops_to_offload or (), "ops_to_offload")
         self._check_rules(saved, recomputed)
 
     def _check_rules(self, saved: frozenset[str], recomputed: frozenset[str]) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
 from storage_ops.checkpoint.op_names import name_of, readable
-from storage_ops.checkpoint.policies import Policy, begin
+from storage_ops.checkpoint.policies import OFFLOAD, Policy, begin
 from storage_ops.checkpoint.rules import policy_of
 from storage_ops.checkpoint.selective import by_storage, saves_result
 from storage_ops.quantities import as_text, metric
@@ -23,13 +23,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+_IN_WORDS: dict[bool | str, str] = {
+    True: "[green]saved[/]",
+    False: "[yellow]recomputed[/]",
+    OFFLOAD: "[cyan]offloaded[/]",
+}
+
+
 @dataclass
 class OpRow:
     """All calls of one op whose results are treated alike.
 
     Attributes:
         op: its name, such as "aten.mm".
-        saved: whether the results are saved; otherwise they are recomputed in backward.
+        saved: whether the results are saved; otherwise they are recomputed in backward. "offload":
+            saved in host memory.
         count: how often it ran.
         nbytes: bytes of its results; those of views and of in-place ops are none.
         flops: floating-point operations by `torch.utils.flop_counter`, which counts matrix
@@ -38,7 +46,7 @@ class OpRow:
     """
 
     op: str
-    saved: bool
+    saved: bool | str
     count: int = 0
     nbytes: int = 0
     flops: int = 0
@@ -57,8 +65,8 @@ class PolicyTable:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all results that are saved."""
-        return sum(row.nbytes for row in self.rows if row.saved)
+        """Bytes of all results that are saved on the device."""
+        return sum(row.nbytes for row in self.rows if row.saved is True)
 
     @property
     def flops(self) -> int:
@@ -87,7 +95,7 @@ class PolicyTable:
                 row.op,
                 str(row.count),
                 readable_bytes(row.nbytes),
-                "[green]saved[/]" if row.saved else "[yellow]recomputed[/]",
+                _IN_WORDS[row.saved],
                 metric(row.flops, "") if row.flops else "",
                 f"{row.recompute_share:.1%}" if row.recompute_share else "",
             )
@@ -138,7 +146,7 @@ class _Explaining(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry
 
-        self.rows: dict[tuple[str, bool], OpRow] = {}
+        self.rows: dict[tuple[str, bool | str], OpRow] = {}
         self._policy = None if policy is None else begin(policy)
         # torch has no formula for the fused attention of the CPU, which does the same work.
         aten = torch.ops.aten
@@ -156,7 +164,9 @@ class _Explaining(TorchDispatchMode):
             return out
         ctx = SelectiveCheckpointContext(is_recompute=False)
         ctx.op_output = out  # torch 2.10 does not set it
-        saved = self._policy is not None and saves_result(self._policy, ctx, op, args, kwargs)
+        saved: bool | str = self._policy is not None and saves_result(
+            self._policy, ctx, op, args, kwargs
+        )
         name = readable(name_of(op))
         row = self.rows.setdefault((name, saved), OpRow(name, saved))
         row.count += 1

@@ -48,6 +48,11 @@ _BY_CPP = _held_by_cpp()
 _OWN_NAMES = _OF_A_PAIR = 0  # what asking adds; measured at the end, for it depends on Python
 
 
+def is_held_by(key: int, tensors: int) -> bool:
+    """Whether no more than so many tensors share a live storage."""
+    return _count(key) - _ONE + 1 <= tensors
+
+
 class Holders(NamedTuple):
     """How many hold an output.
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 HIGHER_ORDER = "higher_order"
 # aten.mm, aten.mm.default, aten::mm, torch.ops.aten.mm.default
@@ -62,6 +63,44 @@ def is_view(op: Any) -> bool:
 def is_allocation(op: Any) -> bool:
     """Whether the op returns bytes that nothing has written."""
     return name_of(op).startswith(("aten::empty", "aten::new_empty"))
+
+
+class Facts(NamedTuple):
+    """What modes ask of each op that runs.
+
+    Attributes:
+        op: itself.
+        name: the dispatcher's.
+        saveable: whether its result can be kept in the place of running it again: not of an op that
+            modifies an argument, nor a view, nor bytes that nothing has written.
+        is_view: whether an output is a view of an argument.
+        is_ignored: whether torch's checkpoints take no notice of it.
+        is_cast: whether it converts a tensor.
+    """
+
+    op: Any
+    name: str
+    saveable: bool
+    is_view: bool
+    is_ignored: bool
+    is_cast: bool
+
+
+_facts: dict[int, Facts] = {}
+
+
+def facts_of(op: Any) -> Facts:
+    """The facts of an op, by its identity: an op's hash is computed in Python, which takes long."""
+    found = _facts.get(id(op))
+    if found is None:
+        saveable = not (is_mutating(op) or is_view(op) or is_allocation(op))
+        found = _facts[id(op)] = Facts(
+            op, name_of(op), saveable, is_view(op), op in SAC_IGNORED_OPS, op is _CAST
+        )
+    return found
+
+
+_CAST = torch.ops.aten._to_copy.default
 
 
 def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:

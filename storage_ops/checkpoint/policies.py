@@ -5,22 +5,30 @@ A policy is a plain function of the form `torch.utils.checkpoint` knows:
     def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool
 
 It is asked about every op of the forward, with the op's arguments; `ctx.op_output` is its result.
-True and `CheckpointPolicy.MUST_SAVE` or `PREFER_SAVE` save it. Policies are combined as the sets of
-ops that they save: `union`, `difference`, `every_kth`. One that counts ops has a method `begin()`
-that returns a fresh one; it is called for every region.
+True and `CheckpointPolicy.MUST_SAVE` or `PREFER_SAVE` save it, "offload" saves it in host memory.
+Policies are combined as the sets of ops that they save: `union`, `difference`, `every_kth`. One
+that counts ops has a method `begin()` that returns a fresh one; it is called for every region.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from storage_ops.checkpoint.op_names import is_mutating, is_view, name_of, packet_of, resolve
+from storage_ops.checkpoint.op_names import (
+    facts_of,
+    is_mutating,
+    is_view,
+    name_of,
+    packet_of,
+    resolve,
+)
 
-Policy = Callable[..., CheckpointPolicy | bool]
+Policy = Callable[..., CheckpointPolicy | bool | str]
 
 MATMULS = frozenset(
     f"aten::{name}"
@@ -43,18 +51,26 @@ COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::"
 
 _SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _RECOMPUTING = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+OFFLOAD: Literal["offload"] = "offload"
+# torch has a word for it from 2.13 on, and in eager mode nothing that heeds it.
+_OFFLOADING = (OFFLOAD, getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", OFFLOAD))
+_Kept = bool | Literal["offload"]  # saved, recomputed, or saved in host memory
 
 
 def _decision(save: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def saves(policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a policy saves the result of an op.
+def _word(kept: _Kept) -> CheckpointPolicy | str:
+    return kept if isinstance(kept, str) else _decision(kept)
+
+
+def saves(policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any) -> _Kept:
+    """Whether a policy saves the result of an op; "offload" where it does so in host memory.
 
     Raises:
-        ValueError: the policy returned neither a bool nor a CheckpointPolicy that saves or
-            recomputes.
+        ValueError: the policy returned neither a bool, "offload", nor a CheckpointPolicy that saves
+            or recomputes.
         RuntimeError: it raised a TypeError, which an operator such as @ would hide.
     """
     try:
@@ -68,8 +84,10 @@ def saves(policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any) -> bool:
         return True
     if decision is False or decision in _RECOMPUTING:
         return False
+    if decision in _OFFLOADING:
+        return OFFLOAD
     raise ValueError(
-        f"the policy {policy!r} returned {decision!r} for {op}; expected a bool or a "
+        f"the policy {policy!r} returned {decision!r} for {op}; expected a bool, 'offload', or a "
         "CheckpointPolicy that saves or recomputes"
     )
 
@@ -127,7 +145,11 @@ def save(*ops: Any) -> Policy:
 
 def call_name(op: Any) -> str:
     """The name by which `save_calls` counts the calls of an op."""
-    name = name_of(op)
+    return _call_name(facts_of(op).name)
+
+
+@functools.cache
+def _call_name(name: str) -> str:
     # Which kernel of attention runs depends on the device.
     return "attention" if packet_of(name) in ATTENTION else name
 
@@ -148,10 +170,13 @@ class _CallCounter:
 
     def __init__(self, calls: frozenset[tuple[str, int]]) -> None:
         self._calls = calls
+        self._names = {name for name, _ in calls}
         self._seen: dict[tuple[str, bool], int] = {}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = call_name(op)
+        if name not in self._names:
+            return CheckpointPolicy.PREFER_RECOMPUTE
         key = name, bool(ctx.is_recompute)
         number = self._seen.get(key, 0)
         self._seen[key] = number + 1
@@ -218,16 +243,16 @@ def save_mm_shapes(shapes: Iterable[tuple[int, ...]]) -> Policy:
 class _Union:
     parts: tuple[Policy, ...]
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
         decisions = [saves(p, ctx, op, args, kwargs) for p in self.parts]  # each one may count
-        return _decision(any(decisions))
+        return _decision(True) if True in decisions else _word(next(filter(None, decisions), False))
 
     def begin(self) -> Policy:
         return _Union(tuple(begin(p) for p in self.parts))
 
 
 def union(*policies: Policy) -> Policy:
-    """Save what any of these policies saves.
+    """Save what any of these policies saves, in host memory what none saves on the device.
 
     Example:
         >>> from storage_ops import policies
@@ -241,9 +266,9 @@ class _Difference:
     policy: Policy
     other: Policy
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
         first, second = (saves(p, ctx, op, args, kwargs) for p in (self.policy, self.other))
-        return _decision(first and not second)
+        return _word(first if not second else False)
 
     def begin(self) -> Policy:
         return _Difference(begin(self.policy), begin(self.other))
@@ -257,6 +282,38 @@ def difference(policy: Policy, other: Policy) -> Policy:
         >>> policy = policies.difference(policies.matmuls, policies.save("aten.bmm"))
     """
     return _Difference(policy, other)
+
+
+@dataclass(frozen=True)
+class _Offload:
+    policy: Policy
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+        return OFFLOAD if saves(self.policy, ctx, op, args, kwargs) else _decision(False)
+
+    def begin(self) -> Policy:
+        return _Offload(begin(self.policy))
+
+
+def offload(policy: Policy) -> Policy:
+    """Save what `policy` saves in host memory, between a region's forward and its backward.
+
+    The copies run beside the work of the GPU: those to pinned host memory while the next region
+    with a policy runs its forward, after which the bytes on the device are freed, and those back
+    while the region after it runs its backward. It costs no time where the link to the host moves
+    the results of a region in less time than a region takes, which `storage_ops.fit` computes.
+
+    A result that something else holds when the forward of its region ends, such as an output of the
+    region, is saved on the device, and so is what a collective returns. On a CPU there is no other
+    memory, so everything is saved, but in `simulated_copies`. A graph that is retained has the
+    bytes on the device from its first backward on. Code that torch.compile compiles or
+    `trace_step` traces refuses such a policy.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.union(policies.attention, policies.offload(policies.matmuls))
+    """
+    return _Offload(policy)
 
 
 def _not_begun(name: str) -> RuntimeError:
@@ -286,12 +343,13 @@ class _Counter:
         self._k = k
         self._seen = {False: 0, True: 0}
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if not saves(self._policy, ctx, op, args, kwargs):
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+        kept = saves(self._policy, ctx, op, args, kwargs)
+        if not kept:
             return CheckpointPolicy.PREFER_RECOMPUTE
         seen = self._seen[ctx.is_recompute]
         self._seen[ctx.is_recompute] += 1
-        return _decision(seen % self._k == 0)
+        return _word(kept if seen % self._k == 0 else False)
 
 
 def every_kth(policy: Policy, k: int) -> Policy:

@@ -16,6 +16,7 @@ from storage_ops.checkpoint.policies import (
     Policy,
     difference,
     everything,
+    offload,
     save,
     save_mm_shapes,
     union,
@@ -31,6 +32,7 @@ def policy_of(cfg: ActivationCheckpointConfig, model: nn.Module) -> Policy | Non
     if cfg.effective_mode != "selective":
         return None
     saved = _parts(cfg.ops_to_save, cfg.mm_shapes_to_save, model, "mm_shapes_to_save")
+    saved += map(offload, _parts(cfg.ops_to_offload, None, model, "ops_to_offload"))
     saved += cfg.policies()
     recomputed = _parts(
         cfg.ops_to_recompute, cfg.mm_shapes_to_recompute, model, "mm_shapes_to_recompute"

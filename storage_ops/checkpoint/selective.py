@@ -13,30 +13,28 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
 
+from storage_ops.checkpoint import offload
+from storage_ops.checkpoint.copies import copies_for
 from storage_ops.checkpoint.execution import rng_of
 from storage_ops.checkpoint.guard import storage_key
-from storage_ops.checkpoint.op_names import (
-    is_allocation,
-    is_mutating,
-    is_view,
-    name_of,
-    readable,
-)
-from storage_ops.checkpoint.policies import Policy, begin, saves
+from storage_ops.checkpoint.holders import is_held_by
+from storage_ops.checkpoint.offload import Away, Trip
+from storage_ops.checkpoint.op_names import Facts, facts_of, name_of, readable
+from storage_ops.checkpoint.policies import COLLECTIVES, OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.region import Region, is_retained
+from storage_ops.storage.storage import is_discarded, locals_of
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -90,12 +88,20 @@ class _ForCompile:
 
     policy: Policy
     region: str
-    calls: Counter[Any] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
     saves_any: bool = False
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        self.calls[op] += 1
-        if saves_result(self.policy, ctx, op, args, kwargs):
+        self.calls[name_of(op)] += 1
+        kept = saves_result(self.policy, ctx, op, args, kwargs)
+        if kept == OFFLOAD:
+            raise RuntimeError(
+                f"the policy of the selective checkpoint says 'offload' for "
+                f"{readable(name_of(op))} in {self.region}, which is compiled or traced: only "
+                "eager code brings bytes back from host memory; expected a policy that saves or "
+                "recomputes"
+            )
+        if kept:
             self.saves_any = True
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -116,9 +122,9 @@ def _ending(mode: type) -> type:
     return type("SelectiveMode", (mode,), members)
 
 
-def _warn_of_nothing(region: str, calls: Counter[Any]) -> None:
+def _warn_of_nothing(region: str, calls: dict[str, int]) -> None:
     if calls:
-        ran = [f"{readable(name_of(op))} x{n}" for op, n in calls.most_common(8)]
+        ran = [f"{readable(name)} x{n}" for name, n in Counter(calls).most_common(8)]
         warnings.warn(
             f"the policy of the selective checkpoint saves nothing in {region}, which is "
             f"recomputed as a whole; its ops are {', '.join(ran)}",
@@ -126,14 +132,20 @@ def _warn_of_nothing(region: str, calls: Counter[Any]) -> None:
         )
 
 
-def saves_result(policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any) -> bool:
+def saves_result(
+    policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any
+) -> bool | Literal["offload"]:
     """Whether the result of an op is saved: as the policy says, where that can be done.
 
     An op that modifies an argument must run again to do so. A view is nothing to save, nor are
     bytes that no op has written yet.
     """
     wanted = saves(policy, ctx, op, args, kwargs)
-    return wanted and not (is_mutating(op) or is_view(op) or is_allocation(op))
+    if not wanted or not facts_of(op).saveable:
+        return False
+    if wanted == OFFLOAD and name_of(op).startswith(COLLECTIVES):
+        return True  # its bytes come later than the op
+    return wanted
 
 
 @dataclass
@@ -146,12 +158,24 @@ class _Result:
     # All tensors on the same bytes and their versions. Most views share their version with the
     # value; what aten._unsafe_view returns, the last step of a product in 3-D, has its own.
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    offloads: bool = False
+    trips: list[Trip] = field(default_factory=list)  # of its bytes to host memory and back
 
     def watch(self, t: Tensor) -> None:
         self.versions.append((t, t._version))
 
     def is_modified(self) -> bool:
         return any(t._version != version for t, version in self.versions)
+
+    def depart(self) -> None:
+        """Begin to copy the bytes to host memory, if nobody else holds them."""
+        ours = {id(t): t for t in (*_tensors(self.value), *(t for t, _ in self.versions))}
+        for key, t in by_storage(self.value).items():
+            held = sum(storage_key(each) == key for each in ours.values())
+            inside = locals_of("offload", "a result", t)
+            copies = copies_for(inside[0]) if len(inside) == 1 else None
+            if copies is not None and not is_discarded(t) and is_held_by(key, held):
+                self.trips.append(Trip(inside[0], copies))
 
     def pack(self, hooks: Hooks) -> None:
         """Hand the tensors to saved-tensor hooks; whoever modifies them then is unseen."""
@@ -160,7 +184,10 @@ class _Result:
 
     def read(self) -> Any:
         """What the op returned; the tensors without a history."""
-        return tree_map_only((Tensor, _Packed), _unpacked, self.value)
+        while self.trips:
+            self.trips[0].arrive()
+            self.trips.pop(0)
+        return _mapped(_unpacked, self.value, (Tensor, _Packed))
 
 
 @dataclass
@@ -181,11 +208,13 @@ class _Saved:
 
     region: str
     preserve_rng_state: bool
-    calls: Counter[Any] = field(default_factory=Counter)
-    results: dict[tuple[Any, int], _Result] = field(default_factory=dict)
-    saved_ops: set[Any] = field(default_factory=set)
-    used: set[tuple[Any, int]] = field(default_factory=set)
+    # Ops by their names.
+    calls: dict[str, int] = field(default_factory=dict)
+    results: dict[tuple[str, int], _Result] = field(default_factory=dict)
+    saved_ops: set[str] = field(default_factory=set)
+    used: set[tuple[str, int]] = field(default_factory=set)
     hooks: Hooks | None = None
+    away: Away | None = None  # what of it is in host memory
     # A pass that keeps the graph has had them: passes for parts of the rest may follow, such as
     # those for the weights alone, of which none is known to be the last.
     is_shared: bool = False
@@ -212,25 +241,28 @@ class _Recording(_Mode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
-        if is_ignored(op, args):
+        facts = facts_of(op)
+        if _ignores(facts, args):
             return out
-        saved = self._saved
-        index = saved.calls[op]
-        saved.calls[op] += 1
+        saved, name = self._saved, facts.name
+        index = saved.calls.get(name, 0)
+        saved.calls[name] = index + 1
         ctx = SelectiveCheckpointContext(is_recompute=False)
         ctx.op_output = out  # torch 2.10 does not set it
         wanted = saves_result(self._policy, ctx, op, args, kwargs)
-        if not wanted and (not self._on_storage or is_view(op)):
+        if not wanted and (not self._on_storage or facts.is_view):
             return out  # a view has the version of what it views
         made = by_storage(out)
-        for key in made.keys() & self._on_storage.keys():
-            self._on_storage[key].watch(_detached(made[key]))
+        for key, t in made.items():
+            if key in self._on_storage:
+                self._on_storage[key].watch(_detached(t))
         # A number costs nothing. On the bytes of an argument there is nothing to save, and whoever
         # modifies them is unseen.
         if wanted and _tensors(out) and not made.keys() & by_storage((args, kwargs)).keys():
-            value = tree_map_only(Tensor, _detached, out)
+            value = _mapped(_detached, out)
             random = _random_state(op, out) if saved.preserve_rng_state else []
-            result = saved.results[op, index] = _Result(value, _describe(args, kwargs), random)
+            result = _Result(value, _describe(args, kwargs), random, offloads=wanted == OFFLOAD)
+            saved.results[name, index] = result
             for t in _tensors(value):
                 result.watch(t)
             self._on_storage |= dict.fromkeys(by_storage(value), result)
@@ -251,13 +283,25 @@ class _Recording(_Mode):
         if saved.hooks is not None:
             for result in saved.results.values():
                 result.pack(saved.hooks)
+        else:
+            self._send_away()
         if modified:
-            names = sorted({readable(name_of(op)) for op, _ in modified})
+            names = sorted({readable(name) for name, _ in modified})
             warnings.warn(
                 f"{saved.region} modifies in place what the policy of its selective checkpoint "
                 f"saves: results of {', '.join(names)} are recomputed instead",
                 stacklevel=2,
             )
+
+    def _send_away(self) -> None:
+        trips: list[Trip] = []
+        for result in self._saved.results.values():
+            if result.offloads:
+                result.depart()
+                trips += result.trips
+        offload.region_ended()
+        if trips:
+            self._saved.away = Away(trips)
 
 
 class _Replaying(_Mode):
@@ -266,18 +310,20 @@ class _Replaying(_Mode):
     def __init__(self, saved: _Saved) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saved = saved
-        self._calls: Counter[Any] = Counter()
+        self._calls: dict[str, int] = {}
 
     def __enter__(self) -> Any:
         self._calls.clear()
+        if self._saved.away is not None:
+            self._saved.away.fetch()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_ignored(op, args):
+        facts, saved = facts_of(op), self._saved
+        if facts.name not in saved.saved_ops or _ignores(facts, args):
             return op(*args, **(kwargs or {}))
-        saved = self._saved
-        key = (op, self._calls[op])
-        self._calls[op] += 1
+        key = (facts.name, self._calls.get(facts.name, 0))
+        self._calls[facts.name] = key[1] + 1
         if key in saved.used:
             raise RuntimeError(
                 f"selective checkpoint: {saved.region} is needed in a second backward pass, but "
@@ -285,7 +331,7 @@ class _Replaying(_Mode):
             )
         result = saved.results.get(key)
         if result is None:
-            if key[1] >= saved.calls[op] and op in saved.saved_ops:
+            if key[1] >= saved.calls[facts.name]:
                 raise _differs(saved.region, op)
             return op(*args, **(kwargs or {}))
         if result.arguments != _describe(args, kwargs):
@@ -318,12 +364,22 @@ def is_ignored(op: Any, args: Any) -> bool:
 
     Autocast casts a parameter where it is first used, and keeps the result for other regions.
     """
-    cast = op is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
-    return cast or op in SAC_IGNORED_OPS
+    return _ignores(facts_of(op), args)
+
+
+def _ignores(facts: Facts, args: Any) -> bool:
+    return facts.is_ignored or (facts.is_cast and isinstance(args[0], nn.Parameter))
+
+
+# Trees are slow to walk in Python, and most ops take and return plain tensors and numbers.
+def _mapped(fn: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:
+    return fn(value) if isinstance(value, kinds) else tree_map_only(kinds, fn, value)
 
 
 def _describe(args: Any, kwargs: Any) -> Arguments:
-    return [(t.shape, t.dtype) for t in _tensors((args, kwargs or {}))]
+    if kwargs or any(isinstance(a, (list, tuple, dict)) for a in args):
+        args = _tensors((args, kwargs))
+    return [(t.shape, t.dtype) for t in args if isinstance(t, Tensor)]
 
 
 def _differs(region: str, op: Any) -> RuntimeError:
@@ -336,13 +392,16 @@ def _differs(region: str, op: Any) -> RuntimeError:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):  # walking a tree takes long
+    if isinstance(value, Tensor):
         return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def by_storage(value: Any) -> dict[int, Tensor]:
     """The tensors in a tree, one for each storage; those that have none are left out."""
+    if isinstance(value, Tensor):
+        key = storage_key(value)
+        return {} if key is None else {key: value}
     return {key: t for t in _tensors(value) if (key := storage_key(t)) is not None}
 
 

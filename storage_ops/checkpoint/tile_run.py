@@ -13,10 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from storage_ops.checkpoint.execution import ExecutionState
 from storage_ops.checkpoint.inputs import Inputs
+from storage_ops.checkpoint.op_names import is_view
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.region import is_retained
 
@@ -142,7 +145,8 @@ class _Call:
                 where = (pieces.dim, at, tile.shape[pieces.dim])
                 at += where[2]
                 tile = tile.detach().requires_grad_(needed[0])
-                out = pieces.output_of(tile)
+                with _LastProductLeftOut():
+                    out = pieces.output_of(tile)
                 pieces.check_leaves(out, [tile, *(each.leaf for each in sums)])
                 if out.requires_grad:
                     torch.autograd.backward(out, gradient.narrow(*where))
@@ -153,6 +157,49 @@ class _Call:
         if not is_retained():
             self._inputs = self._state = None
         return [gradient_of_x, *(each.total() for each in sums)]
+
+
+class _LastProductLeftOut(TorchDispatchMode):
+    """Leaves out the matrix product that ends a block, of which backward needs the inputs only.
+
+    A product is left until the next op that computes something, and then done; views do not read
+    it. So a checkpoint does, which ends its recompute with the last tensor that is saved.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left: tuple[Any, Any, Tensor] | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Code that is compiled already runs as it is."""
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_view(op) or op is _aten._unsafe_view.default:
+            return op(*args, **(kwargs or {}))
+        left, self._left = self._left, None
+        if left is not None:
+            product, factors, out = left
+            product(*factors, out=out)
+        if op not in _PRODUCTS or kwargs or any(type(t) not in _PLAIN for t in args):
+            return op(*args, **(kwargs or {}))
+        first, second = args[-2:]
+        made: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
+        self._left = _PRODUCTS[op], args, made
+        return made
+
+
+_aten = torch.ops.aten
+# None of them saves its result for backward.
+_PRODUCTS = {
+    _aten.mm.default: _aten.mm.out,
+    _aten.addmm.default: _aten.addmm.out,
+    _aten.bmm.default: _aten.bmm.out,
+}
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class _Host(nn.Module):

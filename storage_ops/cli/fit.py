@@ -17,7 +17,9 @@ HELP = "what to recompute so that a training step of a model fits into a GPU"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     hf_model.add_arguments(parser)
-    parser.add_argument("--actions", nargs="*", help="keep, output_discard, selective, full, tile")
+    parser.add_argument(
+        "--actions", nargs="*", help="keep, output_discard, selective, full, offload, tile"
+    )
     parser.add_argument("--save", type=Path, help="write the plan for load_fit into this file")
     output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw time against peak into this file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from storage_ops.checkpoint.transform import (
 from storage_ops.quantities import readable
 
 LOSS = "linear_cross_entropy"
-NAMES = ("keep", "output_discard", "selective", "full", "tile", LOSS)
+NAMES = ("keep", "output_discard", "selective", "full", "offload", "tile", LOSS)
 EXACT = NAMES[:4]
 
 
@@ -29,6 +30,7 @@ class Action:
         mode: "keep", "full", "selective" or "output_discard"; of a whole model of transformers
             "linear_cross_entropy".
         saved: with mode "selective": which calls of which ops are saved, (op, number of the call).
+        offloaded: the same for those that are saved in host memory.
         discarded: with mode "output_discard": names of modules in the layer.
         tiled: names of modules in the layer that run in tiles.
         tiles: how many.
@@ -37,6 +39,7 @@ class Action:
 
     mode: str
     saved: tuple[tuple[str, int], ...] = ()
+    offloaded: tuple[tuple[str, int], ...] = ()
     discarded: tuple[str, ...] = ()
     tiled: tuple[str, ...] = ()
     tiles: int = 0
@@ -63,18 +66,18 @@ class Action:
         if self.mode == "output_discard":
             names = list(self.discarded)
             return ActivationCheckpointConfig(layer_names=names, mode="output_discard")
-        policy = policies.save_calls(self.saved) if self.mode == "selective" else None
-        return ActivationCheckpointConfig(layer_names=[""], policy=policy)
+        parts = [policies.save_calls(self.saved)] if self.saved else []
+        if self.offloaded:
+            parts.append(policies.offload(policies.save_calls(self.offloaded)))
+        return ActivationCheckpointConfig(layer_names=[""], policy=parts or None)
 
     def __str__(self) -> str:
         what = {"full": "full checkpoint", "keep": "keep"}.get(self.mode, self.mode)
         if self.mode == "selective":
-            counts: dict[str, int] = {}
-            for op, _ in self.saved:
-                short = op.partition("::")[2] or op
-                counts[short] = counts.get(short, 0) + 1
-            ops = (f"{n} {op}" if n > 1 else op for op, n in counts.items())
-            what = f"recompute all but {', '.join(ops)}"
+            kept = [_counted(self.saved)] if self.saved else []
+            if self.offloaded:
+                kept.append(f"{_counted(self.offloaded)} in host memory")
+            what = f"recompute all but {'; '.join(kept)}"
         elif self.mode == LOSS:
             where = "" if self.memory_budget is None else f" in {readable(self.memory_budget)}"
             what = f"linear_cross_entropy{where}, sums in another order"
@@ -93,12 +96,22 @@ class Action:
         """From what `as_dict` returned."""
         return Action(
             values["mode"],
-            tuple((str(op), int(n)) for op, n in values.get("saved", ())),
+            _calls(values.get("saved", ())),
+            _calls(values.get("offloaded", ())),
             tuple(values.get("discarded", ())),
             tuple(values.get("tiled", ())),
             int(values.get("tiles", 0)),
             values.get("memory_budget"),
         )
+
+
+def _calls(values: Any) -> tuple[tuple[str, int], ...]:
+    return tuple((str(op), int(n)) for op, n in values)
+
+
+def _counted(calls: tuple[tuple[str, int], ...]) -> str:
+    counts = Counter(op.partition("::")[2] or op for op, _ in calls)
+    return ", ".join(f"{n} {op}" if n > 1 else op for op, n in counts.items())
 
 
 KEEP = Action("keep")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from storage_ops.checkpoint.copies import active
 from storage_ops.checkpoint.rules import class_of
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.probe import Cost, Probe
@@ -22,7 +24,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
 def costs_of(call: Call, allowed: Sequence[str], on_gpu: bool, rates: Rates) -> dict[Action, Cost]:
-    """Actions for a call of a layer, the first of them to keep all, without those that are worse.
+    """Actions for a call of a layer, the first of them to keep all.
 
     Args:
         call: of the layer.
@@ -33,34 +35,36 @@ def costs_of(call: Call, allowed: Sequence[str], on_gpu: bool, rates: Rates) -> 
     probe = Probe(call, on_gpu, rates)
     keep = Action("keep")
     costs = {keep: probe.cost(keep)}
-    for action in _candidates(call.unit.module, probe, allowed, costs[keep].kept):
+    hides = int(rates.link * costs[keep].forward_seconds)
+    for action in _candidates(call.unit.module, probe, allowed, costs[keep].kept, hides):
         try:
             costs[action] = probe.cost(action)
         except _REFUSALS:
             continue
-    return {
-        action: cost
-        for action, cost in costs.items()
-        if action == keep or not any(_is_worse(cost, c) for a, c in costs.items() if a != action)
-    }
+    return costs
 
 
-def _is_worse(cost: Cost, other: Cost) -> bool:
-    ours = (cost.kept, cost.forward, cost.backward, cost.seconds)
-    theirs = (other.kept, other.forward, other.backward, other.seconds)
-    return ours != theirs and all(a >= b for a, b in zip(ours, theirs, strict=True))
-
-
-def _candidates(layer: nn.Module, probe: Probe, allowed: Sequence[str], most: int) -> list[Action]:
+def _candidates(
+    layer: nn.Module, probe: Probe, allowed: Sequence[str], most: int, hides: int
+) -> list[Action]:
+    """Actions to look at; `hides`: bytes that can be copied each way while the layer runs."""
     found: list[Action] = []
     if "full" in allowed:
         found.append(Action("full"))
-    if "selective" in allowed:
+    offloads = "offload" in allowed and hides > 0
+    if "selective" in allowed or offloads:
         try:
             ops, again = probe.ops()
         except _REFUSALS:
             ops, again = [], 0
-        found += [Action("selective", saved=saved) for saved in _selections(ops[:again], most)]
+        sets = _selections(ops[:again])
+        if "selective" in allowed:
+            found += [_selective(s) for s in sets if sum(op.nbytes for op in s) < most]
+        if offloads:
+            for chosen in sets:
+                away = _that_fit(chosen, hides)
+                if away and ("selective" in allowed or len(away) == len(chosen)):
+                    found.append(_selective(chosen, away))
     if "output_discard" in allowed:
         found += _discards(layer)
     if "tile" in allowed:
@@ -71,8 +75,8 @@ def _candidates(layer: nn.Module, probe: Probe, allowed: Sequence[str], most: in
     return found
 
 
-def _selections(ops: list[Op], most: int) -> list[tuple[tuple[str, int], ...]]:
-    """Sets of ops to save, of less than `most` bytes; those first that take long for their bytes.
+def _selections(ops: list[Op]) -> list[list[Op]]:
+    """Sets of ops to save; those first that take long for their bytes.
 
     Each is the best of all sets that take no more bytes than it (the greedy solutions of a knapsack
     at its own sizes).
@@ -80,15 +84,29 @@ def _selections(ops: list[Op], most: int) -> list[tuple[tuple[str, int], ...]]:
     saveable = [op for op in ops if op.saveable and op.nbytes > 0]
     order = sorted(saveable, key=lambda op: -op.seconds / op.nbytes)
     total = sum(op.nbytes for op in order)
-    sets: list[tuple[tuple[str, int], ...]] = []
-    taken, saved = 0, []
-    for op in order:
+    sets: list[list[Op]] = []
+    taken, reached = 0, 0
+    for number, op in enumerate(order, 1):
         taken += op.nbytes
-        saved.append(op.call)
-        reached = sum(taken >= share * total for share in _SHARES)
-        if reached > len(sets) and taken < most:
-            sets += [tuple(sorted(saved))] * (reached - len(sets))
-    return list(dict.fromkeys(sets))
+        before, reached = reached, sum(taken >= share * total for share in _SHARES)
+        if reached > before:
+            sets.append(order[:number])
+    return sets
+
+
+def _that_fit(ops: list[Op], nbytes: int) -> list[Op]:
+    """Some of the ops, the largest first, whose results take no more than so many bytes."""
+    found = []
+    for op in sorted(ops, key=lambda op: -op.nbytes):
+        if op.nbytes <= nbytes:
+            nbytes -= op.nbytes
+            found.append(op)
+    return found
+
+
+def _selective(ops: list[Op], away: Sequence[Op] = ()) -> Action:
+    saved = (op.call for op in ops if op not in away)
+    return Action("selective", tuple(sorted(saved)), tuple(sorted(op.call for op in away)))
 
 
 def _discards(layer: nn.Module) -> list[Action]:
@@ -138,8 +156,13 @@ def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
         kinds = {p.device for p in model.parameters() if p.device.type != "cpu"}
         device = next(iter(kinds), torch.device("cpu"))
     if str(device).lower() in DEVICES:
-        return named(str(device).lower())
-    found = torch.device(device)
-    if found.type == "cuda" and torch.cuda.is_available():
-        return rates_of(found)
-    return named("cpu" if found.type == "cpu" else "h200")
+        rates = named(str(device).lower())
+    else:
+        found = torch.device(device)
+        if found.type == "cuda" and torch.cuda.is_available():
+            return rates_of(found)
+        rates = named("cpu" if found.type == "cpu" else "h200")
+    copies = active()
+    if copies is not None and not rates.link:
+        return replace(rates, link=copies.bytes_per_second)
+    return rates

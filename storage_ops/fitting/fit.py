@@ -56,12 +56,15 @@ def fit(
     beside them. An action keeps what autograd keeps ("keep"), frees the outputs of norms and
     activations ("output_discard"), saves the results of some ops, chosen for the layer by their
     bytes and the time they take, and recomputes the others ("selective"), or recomputes the whole
-    layer ("full"). With these gradients are those of eager, bit for bit. "tile" runs MLPs over
+    layer ("full"). With these gradients are those of eager, bit for bit. So they are with
+    "offload", which saves results in host memory (`policies.offload`), no more of them than the
+    link of the device moves while the layer runs; it is used only if it is asked for, because such
+    a model cannot be compiled. "tile" runs MLPs over
     slices of the sequence, which lowers the peak further and sums in another order
     (`storage_ops.tile`). "linear_cross_entropy" computes the loss of a causal language model of
     transformers without its logits (`storage_ops.patch_causal_lm`), in as much memory as pays:
     gradients are equal to rounding, and `outputs.logits` is None in training. These two are used
-    only if they are asked for.
+    only if they are asked for, too.
 
     Args:
         model: a model without checkpoints, in the mode and dtype in which it is trained; on the
@@ -185,7 +188,7 @@ class Search:
                         raise
                     continue  # so little memory is not enough for the loss
                 costs = self._costs_of_calls(recording, allowed)
-                self._ways.append(Way.of(action, recording, costs))
+                self._ways += Way.all_of(action, recording, costs)
         self.problem = self._ways[0].problem
 
     def _costs_of_calls(
@@ -299,7 +302,7 @@ class Search:
                 row.peak_bytes += cost.kept
             elif place == at_peak.running:
                 row.peak_bytes += max(cost.forward, cost.backward)
-        if number:
+        if way.loss != KEEP:
             there = way.loss_bytes if at_peak.alive == len(calls) else 0
             row = Row(["loss"], str(way.loss), 0, there, way.seconds - own.seconds)
             rows["", way.loss] = row

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from storage_ops.checkpoint.offload import region_ended
 from storage_ops.checkpoint.wrapper import CheckpointWrapper
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import Call, Like
@@ -28,13 +29,18 @@ class Cost:
             input is not kept.
         forward, backward: bytes at the highest level of each; the outputs, and the gradients that
             backward starts from, are part of them.
-        seconds: of all its ops, forward and backward.
+        seconds: of all its ops, forward and backward, of asking a policy about them, and that they
+            stand still for copies between the device and host memory.
+        forward_seconds: of its forward, in which copies can hide.
+        away: bytes in host memory between forward and backward.
     """
 
     kept: int
     forward: int
     backward: int
     seconds: float
+    forward_seconds: float = 0.0
+    away: int = 0
 
 
 class _Entry(torch.autograd.Function):
@@ -78,13 +84,14 @@ class Probe:
 
     def __init__(self, call: Call, on_gpu: bool, rates: Rates) -> None:
         self._call, self._on_gpu, self._rates = call, on_gpu, rates
+        self._forward = 0.0, 0  # seconds and ops of the forward that ran last
 
     def cost(self, action: Action) -> Cost:
         """What the layer takes with an action."""
         module = self._call.unit.module
         try:
             action.apply(module)
-            return self._run(OpTimes(self._rates))
+            return self._run(OpTimes(self._rates), asks=action.mode == "selective")
         finally:
             action.undo(module)
 
@@ -115,19 +122,31 @@ class Probe:
             Action("full").undo(module)
         return forward or times.ops, len(times.ops) if forward else 0
 
-    def _run(self, times: OpTimes) -> Cost:
+    def _run(self, times: OpTimes, asks: bool = False) -> Cost:
         books, module = Books(self._on_gpu), self._call.unit.module
-        with without_gradients(module.parameters()), books.open(module, (), {}):
+        with (
+            without_gradients(module.parameters()),
+            books.open(module, (), {}) as (simulation, *_),
+        ):
             marks: list[int] = []
             books.run(self._once, books, times, marks)
             levels = books.levels()
+            copies = simulation.copies
+        away = 0 if copies is None else copies.sent_bytes
         ready, after, before = marks
+        in_forward, calls = self._forward
         base = levels[ready]
+        # Copies hide in a forward and in a backward; what does not is waited for.
+        copying = away / self._rates.link if away else 0.0
+        parts = in_forward, times.seconds - in_forward
+        asking = 2 * calls * self._rates.asking if asks else 0.0  # in forward, and again
         return Cost(
             levels[before] - base,
             max(levels[ready : after + 1]) - base,
             max(levels[before:]) - base,
-            times.seconds,
+            times.seconds + asking + sum(max(copying - part, 0.0) for part in parts),
+            in_forward,
+            away,
         )
 
     def _once(self, books: Books, times: OpTimes, marks: list[int]) -> None:
@@ -153,7 +172,9 @@ class Probe:
                 for device_type, dtype in call.autocast:
                     stack.enter_context(torch.autocast(device_type, dtype))
                 outputs = call.unit.module(*args, **kwargs)
+                self._forward = times.seconds, times.count
                 marks.append(books.mark())
+                region_ended()  # the next one
             made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
             made = [t for t in made if id(t) not in inputs and t.requires_grad]
             root = _Exit.apply(call.gradients, *made) if made else None  # type: ignore[no-untyped-call]

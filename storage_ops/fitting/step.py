@@ -64,6 +64,7 @@ class OpTimes(TorchDispatchMode):
 
     Attributes:
         seconds: of all ops so far.
+        count: how many there were, views among them.
         ops: every op that is no view, while `logs` is set.
     """
 
@@ -76,6 +77,7 @@ class OpTimes(TorchDispatchMode):
         self._formulas = flop_registry
         self._rates = rates
         self.seconds = 0.0
+        self.count = 0
         self.logs = False
         self.ops: list[Op] = []
         self._numbers: dict[str, int] = {}
@@ -91,6 +93,7 @@ class OpTimes(TorchDispatchMode):
         out = op(*args, **kwargs)
         if is_ignored(op, args):
             return out
+        self.count += 1
         outputs = by_storage(out)
         made = {key: t for key, t in outputs.items() if key not in inputs}
         seconds = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import le
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,24 +21,33 @@ _SHARES = (1 / 4, 1 / 16, 1 / 64)
 
 @dataclass(frozen=True)
 class Way:
-    """A step with one loss.
+    """A step with one loss, with or without results in host memory.
 
     Attributes:
         loss: what is done with the loss of the model.
         recording: of the step without its layers.
         costs: of the actions for each call of a layer.
         problem: what actions do to each call.
+        away: the most bytes that a call has in host memory. At every moment those of one call more
+            than composed may be on the device: they leave late and come back early.
     """
 
     loss: Action
     recording: Recording
     costs: Costs
     problem: Problem
+    away: int
 
     @staticmethod
-    def of(loss: Action, recording: Recording, costs: Costs) -> Way:
-        """From what was recorded."""
-        return Way(loss, recording, costs, _problem(recording, costs))
+    def all_of(loss: Action, recording: Recording, costs: Costs) -> list[Way]:
+        """From what was recorded: without anything in host memory first."""
+        here = [[(a, c) for a, c in each if not a.offloaded] for each in costs]
+        away = max((c.away for each in costs for _, c in each), default=0)
+        ways = []
+        for these, most in [(here, 0), (costs, away)][: 2 if away else 1]:
+            best = [_without_worse(each) for each in these]
+            ways.append(Way(loss, recording, best, _problem(recording, best, most), most))
+        return ways
 
     @property
     def seconds(self) -> float:
@@ -49,7 +59,17 @@ class Way:
         """The highest level between the last forward of a layer and the first backward."""
         calls = self.recording.calls
         before = self.recording.levels[calls[-1].forward[1] if calls else self.recording.start]
-        return self.problem.between[-1] - before
+        return self.problem.between[-1] - self.away - before
+
+
+def _without_worse(costs: list[tuple[Action, Cost]]) -> list[tuple[Action, Cost]]:
+    """The first action, and those than which no other is better in everything."""
+    numbers = [(c.kept, c.forward, c.backward, c.seconds) for _, c in costs]
+    return [
+        pair
+        for pair, ours in zip(costs, numbers, strict=True)
+        if pair is costs[0] or not any(o != ours and all(map(le, o, ours)) for o in numbers)
+    ]
 
 
 def loss_actions(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
@@ -76,7 +96,7 @@ def loss_actions(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
     return [Action(LOSS, memory_budget=n) for n in (None, *(int(logits * s) for s in _SHARES))]
 
 
-def _problem(recording: Recording, costs_of_calls: Costs) -> Problem:
+def _problem(recording: Recording, costs_of_calls: Costs, away: int) -> Problem:
     levels, calls = recording.levels, recording.calls
     options = []
     for call, costs in zip(calls, costs_of_calls, strict=True):
@@ -89,13 +109,13 @@ def _problem(recording: Recording, costs_of_calls: Costs) -> Problem:
             [
                 Option(
                     c.kept if call.backward else 0,
-                    max(at_forward + c.forward, at_backward + c.backward),
+                    max(at_forward + c.forward, at_backward + c.backward) + away,
                     c.seconds - least,
                 )
                 for _, c in costs
             ]
         )
-    return Problem(options, _between(recording))
+    return Problem(options, [level + away for level in _between(recording)])
 
 
 def _between(recording: Recording) -> list[int]:

@@ -28,6 +28,10 @@ class Rates:
         copying: multiplications that copying an operand's number takes as long as, where products
             are the package's own.
         merge_seconds: assumed of ranks that merge some rows, two collectives of a few numbers each.
+        asking: seconds that Python takes to ask a policy about an op, or whether it was saved; 0
+            where the device works meanwhile.
+        link: bytes per second to and from host memory, in each direction at the same time; 0 where
+            the device has no other memory.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Rates:
     few_rows16: float = 0.0
     copying: float = 10.0
     merge_seconds: float = 1e-3
+    asking: float = 0.0
+    link: float = 0.0
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Rate of products of elements of this size."""
@@ -49,27 +55,34 @@ class Rates:
         return self.flops32 if itemsize == 4 or upcast else self.flops16
 
 
-def _gpu(name: str, flops16: float, flops32: float, bandwidth: float, cache: int) -> Rates:
+def _gpu(
+    name: str, flops16: float, flops32: float, bandwidth: float, cache: int, link: float
+) -> Rates:
     return Rates(name, flops16, flops32, flops32 / 2, bandwidth, cache, 5e-6, True,
-                 merge_seconds=6e-5)  # fmt: skip
+                 merge_seconds=6e-5, link=link)  # fmt: skip
 
 
 # Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in
 # chunks and in slices; of an Intel Xeon with AMX, to which plans were the fastest. Processors of
 # one kind differ in all of these alike, and plans depend on ratios.
-_AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0)
-_AMX = Rates("cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0)
+_AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0, asking=1e-5)
+_AMX = Rates(
+    "cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0, asking=1e-5
+)
 
 # Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
 # on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
-# figures were measured (790 TFLOP/s, 4.3 TB/s).
+# figures were measured (790 TFLOP/s, 4.3 TB/s). Links: PCIe x16 of the generation that the data
+# sheet names, half of its figure for both directions together (Gen5 128 GB/s, Gen4 64 GB/s), times
+# 0.8.
+_GEN5, _GEN4 = 0.8 * 64e9, 0.8 * 32e9
 GPUS = {
-    "h200": _gpu("H200", 790e12, 54e12, 4.3e12, 25 << 20),
-    "h100": _gpu("H100 SXM", 790e12, 54e12, 3.0e12, 25 << 20),
-    "b200": _gpu("B200", 1800e12, 64e12, 7.2e12, 60 << 20),
-    "a100": _gpu("A100 80GB", 250e12, 15.6e12, 1.8e12, 20 << 20),
-    "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20),
-    "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20),
+    "h200": _gpu("H200", 790e12, 54e12, 4.3e12, 25 << 20, _GEN5),
+    "h100": _gpu("H100 SXM", 790e12, 54e12, 3.0e12, 25 << 20, _GEN5),
+    "b200": _gpu("B200", 1800e12, 64e12, 7.2e12, 60 << 20, _GEN5),
+    "a100": _gpu("A100 80GB", 250e12, 15.6e12, 1.8e12, 20 << 20, _GEN4),
+    "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20, _GEN4),
+    "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20, _GEN4),
 }
 DEVICES = ("cpu", *GPUS)
 

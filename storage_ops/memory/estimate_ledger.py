@@ -97,6 +97,11 @@ class Ledger:
         self._outer = outer
         self._bound: dict[int, _Bound] = {}
 
+    @property
+    def is_of_a_part(self) -> bool:
+        """Whether these are books of a part of a run, of which others have the rest."""
+        return self._outer is not None
+
     def see(self, t: Tensor, made_by: str, *, is_input: bool = False) -> None:
         """Book the storage of a tensor, unless it is known."""
         storage = t.untyped_storage()

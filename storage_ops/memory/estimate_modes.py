@@ -20,7 +20,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.checkpoint.copies import BookedCopies, active
 from storage_ops.memory import estimate_cpu, estimate_ranks
+from storage_ops.memory.alike import Unlike
 from storage_ops.memory.estimate_assume import Assumption, Source, unanswered
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
@@ -57,6 +59,7 @@ class Simulation(TorchDispatchMode):
         self.any_value = False
         self.sent: Counter[str] = Counter()  # bytes from this rank to others, by collective
         self.buckets: list[Tensor] = []  # of DDP
+        self._to_host = BookedCopies()
         # Tensors from outside stay referenced, so that their ids and those of their storages stay
         # theirs. By storage: fake bytes that all twins with this storage are views of.
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
@@ -71,6 +74,15 @@ class Simulation(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._fake.__exit__(*exception)
+
+    @property
+    def copies(self) -> BookedCopies | None:
+        """What carries results to host memory: on a GPU, and where a CPU stands for one."""
+        if not self.on_gpu and active() is None:
+            return None
+        if self.ledger.is_of_a_part:
+            raise Unlike  # they leave when the next region has ended, which is in no such part
+        return self._to_host
 
     def follow_resize(self, storage: torch.UntypedStorage) -> None:
         """Book that a storage was resized, which is not an op."""

@@ -29,7 +29,7 @@ class DiscardedTensorError(RuntimeError):
     """A tensor was read after its bytes were discarded."""
 
 
-def _locals(op: str, name: str, t: object) -> list[Tensor]:
+def locals_of(op: str, name: str, t: object) -> list[Tensor]:
     """Return the tensors with storages of their own behind an argument; raise for what has none."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
@@ -37,10 +37,10 @@ def _locals(op: str, name: str, t: object) -> list[Tensor]:
         raise RuntimeError(f"{op}: {name} is a FakeTensor, which has no bytes; expected a tensor")
     if is_traceable_wrapper_subclass(t):
         if t.layout == torch.jagged:  # its offsets belong to every nested tensor of these lengths
-            return _locals(op, name, t._values)
+            return locals_of(op, name, t._values)
         inner = [getattr(t, attribute) for attribute in t.__tensor_flatten__()[0]]
         tensors = [part for part in inner if isinstance(part, Tensor)]
-        return [leaf for part in tensors for leaf in _locals(op, name, part)]
+        return [leaf for part in tensors for leaf in locals_of(op, name, part)]
     return [t]
 
 
@@ -71,7 +71,7 @@ def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> 
     with torch._C.DisableTorchFunctionSubclass():
         for t in arguments.values():
             wait_for(t)
-        behind = [_locals(op, name, t) for name, t in arguments.items()]
+        behind = [locals_of(op, name, t) for name, t in arguments.items()]
         if len({len(tensors) for tensors in behind}) > 1:
             raise RuntimeError(
                 f"{op}: src holds {len(behind[1])} tensors; expected {len(behind[0])}, as dst does"

@@ -105,9 +105,6 @@ def test_misuse():
     for wrong, error in ((lambda *a, **k: None, ValueError), (lambda ctx, op: True, RuntimeError)):
         with pytest.raises(error, match=r"the policy .* expected a"):
             region(lambda x: x @ x.transpose(1, 2), wrong)(x)
-    offload = getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", None)  # torch 2.13 has it
-    with pytest.raises(ValueError, match=f"returned {offload!r}"):
-        region(torch.sin, lambda *a, **k: offload)(x)
 
 
 def test_a_saved_random_op_leaves_later_masks_as_they_were():

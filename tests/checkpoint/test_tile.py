@@ -11,6 +11,8 @@ import storage_ops
 from storage_ops.checkpoint.tile import tiling_of
 from storage_ops.memory import measure
 
+from .blocks import Ops
+
 
 class Mlp(nn.Module):
     def __init__(self, hidden=16, width=48, dropout=0.0, bias=True):
@@ -385,3 +387,44 @@ def test_a_traced_step():
 
     traced = storage_ops.graph.trace_step(step, tiled, x)
     torch.testing.assert_close(traced(tiled, x), step(plain, x), rtol=1e-12, atol=1e-12)
+
+
+class Products(nn.Module):
+    """Products in a row, followed by what a recompute has to run, or may leave out."""
+
+    def __init__(self, ending):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.ending = ending
+
+    def forward(self, x):
+        return self.ending(self.second(self.first(x)))
+
+
+ENDINGS = {
+    "nothing": (lambda y: y, 0),
+    "a view": (lambda y: y.transpose(0, 1).transpose(0, 1), 0),
+    "an op": (lambda y: y.exp(), 4),
+    "an op in place": (lambda y: y.add_(1).square(), 4),
+    "the product twice": (lambda y: y * y, 4),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_product_that_ends_a_tile_runs_once(ending):
+    fn, again = ENDINGS[ending]
+    plain = Products(fn).double()
+    tiled = storage_ops.tile(copy.deepcopy(plain), 4)
+    x = torch.randn(2, 12, 8, dtype=torch.float64, requires_grad=True)
+    out = tiled(x)  # which checks it, too
+    with Ops() as ops:
+        out = tiled(x)
+        out.square().sum().backward()
+    # Of each tile two products forward, one or two again, and four for gradients.
+    assert ops.count["mm"] == 4 * (2 + 1 + 4) + again
+    got, x.grad = x.grad, None
+    right = plain(x)
+    right.square().sum().backward()
+    assert torch.allclose(out, right) and torch.allclose(got, x.grad)
+    for a, b in zip(tiled.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad)
