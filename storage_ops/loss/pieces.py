@@ -1,9 +1,10 @@
 """Calls of several ranks in the pieces that they consist of, for those who look for collectives.
 
 By default a call is one op, whose collectives are inside of it: what caches or recomputes ops shall
-not see tiles that are overwritten. In a trace (make_fx, torch.compile, AOT export, trace_step) and
-under CommDebugMode the same code runs without the op around it: its products, the row kernel and
-functional collectives are what is recorded, each collective begun before the work that hides it.
+not see tiles that are overwritten. In a trace of make_fx or trace_step and under CommDebugMode the
+same code runs without the op around it: its products, the row kernel and functional collectives are
+what is recorded, each collective begun before the work that hides it. In graphs of torch.compile a
+call stays one op.
 """
 
 from __future__ import annotations
