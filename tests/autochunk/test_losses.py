@@ -17,6 +17,7 @@ def error(got, want):
     return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_gradients(loss, dtype):

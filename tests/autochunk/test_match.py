@@ -217,6 +217,7 @@ def check(loss, dtype, op):
         assert error <= allowed + floor * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", FORMS, ids=lambda f: f.__name__)
 def test_becomes_the_op(loss):
     check(loss, torch.float32, OP)

@@ -154,6 +154,7 @@ def check(loss, given, dtype, **options):
     return ops, reports[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [4, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("loss", NARROWED, ids=lambda f: f.__name__)
@@ -191,6 +192,7 @@ def test_one_token_of_one_sequence(loss):
     assert report.chunked and report.peak_after < report.peak_before / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [contiguous, capped, preference, teacher, twice, one_token, last_token],
@@ -211,6 +213,7 @@ def test_dynamic_sizes_that_no_input_has():
         check(loss, given(torch.float32, 4), torch.float32, dynamic=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [

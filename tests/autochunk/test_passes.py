@@ -90,6 +90,7 @@ def with_upstream(f, x, w, t, upstream):
 RANGES = {halves: 1, range_with_two: 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("f", "dynamic"),
     [*((f, dynamic) for f in FORMED for dynamic in (False, True)), *((f, False) for f in RANGES)],

@@ -260,6 +260,7 @@ def test_share_of_the_logits_in_16_bits(loss):
     assert run(compiled, data(torch.bfloat16))[1] < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_gradients(loss):
     torch._dynamo.reset()

@@ -48,6 +48,7 @@ def error(got, want):
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chunks", [2, 4, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
