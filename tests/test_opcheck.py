@@ -112,7 +112,7 @@ def span(dtype=torch.float32):
         Output(Slice(0, 1, 1), 2, name, None, (value, Factor("input", 1, False))),
         Output(None, 2, name, None, (Factor("value", 0, True), Factor("input", 0, False)), 1),
     )
-    program = Program((Slice(0, 1, 1), None), outputs, 3, 0, 0, False, nodes)
+    program = Program((Slice(0, 1, 1), None), outputs, 3, 0, 0, 0, False, nodes)
     tensors = [torch.randn(8, 3).to(dtype), torch.randn(3, 5).to(dtype)]
     return tensors, [], [8, 5, 3, 3], [8], encode([program])
 

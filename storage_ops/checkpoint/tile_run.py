@@ -178,8 +178,8 @@ class _LastProductLeftOut(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_view(op) or op is _aten._unsafe_view.default:
-            return op(*args, **(kwargs or {}))
+        if is_view(op) or op is _aten._unsafe_view.default or op.namespace == "prim":
+            return op(*args, **(kwargs or {}))  # one of prim asks for a fake tensor's device
         left, self._left = self._left, None
         if left is not None:
             product, factors, out = left

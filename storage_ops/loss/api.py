@@ -223,8 +223,7 @@ def linear_cross_entropy(
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
     ignore_index = -100 if ignore_index is None else ignore_index
-    if process_group is not None and not ranks.is_group(process_group):
-        process_group = group_of(process_group, "linear_cross_entropy")
+    process_group = group_of(process_group, "linear_cross_entropy")
     check_arguments(
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,

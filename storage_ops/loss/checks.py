@@ -70,7 +70,7 @@ def names_of(returns: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
 
 def group_of(mesh: Any, name: str) -> Any:
     """The process group of a mesh of one dimension; what is no mesh as it is."""
-    if hasattr(mesh, "group_name") or not hasattr(mesh, "get_group"):
+    if mesh is None or is_group(mesh) or not hasattr(mesh, "get_group"):
         return mesh
     if mesh.ndim != 1:
         raise ValueError(

@@ -36,8 +36,10 @@ _COMPARED = (
 
 
 def is_group(what: Any) -> bool:
-    """Whether this is a process group, in a form that Dynamo of torch 2.10 knows as well."""
-    return dist.is_available() and isinstance(what, dist.ProcessGroup)
+    """Whether this is a process group or stands for one by its name."""
+    # Dynamo of torch 2.10 knows the class of a group, and not what attributes it has.
+    is_torchs = dist.is_available() and isinstance(what, dist.ProcessGroup)
+    return is_torchs or hasattr(what, "group_name")
 
 
 def name_of(process_group: Any) -> str:
