@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -201,11 +202,11 @@ def every_mesh(rank):
 
 
 def test_the_peak_of_a_rank_is_estimated_within_a_percent():
-    run_on_ranks(every_way, 2)
+    run_on_ranks(every_way, 2, mp.spawn)
 
 
 def test_the_peak_on_a_mesh_is_estimated_within_a_percent():
-    run_on_ranks(every_mesh, 4)
+    run_on_ranks(every_mesh, 4, mp.spawn)
 
 
 def alone(_, work):
