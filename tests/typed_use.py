@@ -56,10 +56,14 @@ def checkpointing(model: nn.Module, x: Tensor) -> nn.Module:
 def policies(ctx: Any, op: Any) -> list[so.policies.Policy]:
     kept = so.policies.union(so.policies.matmuls, so.policies.save("aten.mm"))
     so.policies.contexts(so.policies.everything)
+    with so.policies.simulated_copies(bytes_per_second=50e9) as copies:
+        simulated: so.policies.SimulatedCopies = copies
+        print(simulated.waited_seconds)
     return [
         so.policies.difference(kept, so.policies.attention),
         so.policies.every_kth(so.policies.communication, 2),
         so.policies.every_other_mm,
+        so.policies.offload(kept),
         so.policies.save_calls([("mm", 0)]),
         so.policies.save_mm_shapes([(4, 8)]),
     ]
