@@ -47,13 +47,10 @@ def run_in_processes(work, arguments, count):
     mp.start_processes(work, arguments, count, start_method=forked().get_start_method())
 
 
-def run_on_ranks(work, world, run=run_in_processes):
-    """Call `work(rank)`, a function of a module, in `world` processes with one random seed.
-
-    `run`: `mp.spawn` where memory is measured, for in forked processes more of what gloo's threads
-    free is missed.
-    """
-    run(_rank, (work, world, free_port(), int(torch.randint(1 << 30, ()))), world)
+def run_on_ranks(work, world):
+    """Call `work(rank)`, a function of a module, in `world` processes with one random seed."""
+    arguments = (work, world, free_port(), int(torch.randint(1 << 30, ())))
+    run_in_processes(_rank, arguments, world)
 
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -215,11 +214,11 @@ def every_mesh(rank):
 
 
 def test_the_peak_of_a_rank_is_estimated_within_a_percent():
-    run_on_ranks(every_way, 2, mp.spawn)
+    run_on_ranks(every_way, 2)
 
 
 def test_the_peak_on_a_mesh_is_estimated_within_a_percent():
-    run_on_ranks(every_mesh, 4, mp.spawn)
+    run_on_ranks(every_mesh, 4)
 
 
 def alone(_, work):
