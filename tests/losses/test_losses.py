@@ -90,7 +90,7 @@ def compare(problem, loss, expected):
     got = torch.autograd.grad(loss, problem.leaves)
     right = torch.autograd.grad(expected, problem.leaves, retain_graph=True)
     for ours, wanted in zip(got, right, strict=True):
-        assert wanted.abs().max() > 0
+        assert wanted.abs().max() > 0 or expected == 0  # a hinge that no pair is in
         torch.testing.assert_close(ours, wanted, **close)
 
 
