@@ -13,7 +13,8 @@ from torch import nn
 from storage_ops.checkpoint.rules import class_of, qualified_name
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_PLACE = re.compile(r"(idx|index)$|^(layer|block)_?(id|num|number|no)$")
+# Where a layer is in a model, and where a model of transformers was loaded from.
+_PLACE = re.compile(r"(idx|index)$|^(layer|block)_?(id|num|number|no)$|^name_or_path$")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -69,7 +70,8 @@ def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def fingerprint(module: nn.Module) -> str:
     """What two modules have in common that do the same work on the same inputs.
 
-    Numbers by which layers know their place, such as `layer_idx`, do not count.
+    Numbers by which layers know their place, such as `layer_idx`, do not count, and neither does
+    the name of what a model was loaded from.
     """
     text = []
     for inner_name, inner in module.named_modules():

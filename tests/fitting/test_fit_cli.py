@@ -8,20 +8,17 @@ import torch
 import storage_ops
 from storage_ops import cli
 
+from .. import hf_config
+
 transformers = pytest.importorskip("transformers")
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-    "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 256,
-}  # fmt: skip
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": 256}
 
 
 @pytest.fixture
 def command(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    return ["fit", "--hf-config", str(path), "--batch", "2", "--seq", "128", "--dtype", "fp32"]
+    path = hf_config.written(tmp_path, **SIZES)
+    return ["fit", "--hf-config", path, "--batch", "2", "--seq", "128", "--dtype", "fp32"]
 
 
 def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, capsys):
@@ -32,7 +29,7 @@ def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, caps
     shown = capsys.readouterr().out
     assert "of 7 MiB allowed" in " ".join(shown.split()) and "full checkpoint: peak" in shown
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
-    config = transformers.AutoConfig.for_model(**CONFIG)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
     config.use_cache = False
     model = transformers.LlamaForCausalLM(config).train()
     plan = storage_ops.load_fit(saved, model)

@@ -6,20 +6,17 @@ import pytest
 
 from storage_ops import cli
 
+from .. import hf_config
+
 pytest.importorskip("transformers")
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256,
-    "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 1024,
-}  # fmt: skip
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
 
 
 @pytest.fixture
 def command(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    return ["will-it-fit", "--hf-config", str(path), "--batch", "2", "--seq", "128"]
+    path = hf_config.written(tmp_path, **SIZES)
+    return ["will-it-fit", "--hf-config", path, "--batch", "2", "--seq", "128"]
 
 
 def test_a_table(command, capsys):
