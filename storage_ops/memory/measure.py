@@ -160,8 +160,8 @@ class measure:
     ) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._profile.__exit__(kind, error, trace)
         self._marks.close()
+        self._profile.__exit__(kind, error, trace)
         self._read_events()
         if self._device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self._device)

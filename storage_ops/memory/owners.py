@@ -151,12 +151,15 @@ def _own(block: Taken, freed: int | None) -> None:
 
 
 def _relevant(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """The events of memory and gradients, each with what is around it: a call, a step or a node."""
-    ahead: list[tuple[Any, Any]] = [(root, None) for root in roots]
+    """The events of memory and gradients, each with what is around it: a call, a step or a node.
+
+    Those of one moment come in the order in which they were.
+    """
+    ahead: list[tuple[Any, Any]] = [(root, None) for root in roots][::-1]
     while ahead:
         event, inside = ahead.pop()
         if event.name == "[memory]" or event.name.startswith(_GRADIENT):
             yield event, inside
         elif event.name.startswith((_CALL, _STEP, _BACKWARD)):
             inside = event
-        ahead += [(child, inside) for child in event.children]
+        ahead += [(child, inside) for child in event.children][::-1]
