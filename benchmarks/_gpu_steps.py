@@ -124,8 +124,7 @@ def tests(which: str, junit: str, rehearse: str = "") -> int:
         chosen = [*chosen, "tests/cuda_emulation"]
         os.environ["CI"] = "1"  # a share of them
     command = [*PYTEST, f"--junit-xml={junit}", *([] if rehearse else ["-m", "cuda"]), *chosen]
-    # One worker too is worth it: a test that hangs or crashes does not take the report with it.
-    workers = 6 if which == "core" else 1
+    workers = 8
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(workers)]
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // workers))

@@ -116,12 +116,16 @@ def _cce(task: Task, **more: Any) -> Loss:
     return lambda x, w, t: call(x, w, t, **options)
 
 
-def _quack(task: Task, **more: Any) -> Loss:
+def _quack(task: Task, scaled_exp: bool) -> Loss:
     call = _gpu_package(task, "quack.linear_cross_entropy").chunked_linear_cross_entropy
     if task.softcap is not None or task.reduction == "none" or task.vocab % 8:
         raise Unable("chunks plain means of vocabularies divisible by 8 only")
-    chunk = min(4096, task.tokens)
-    return lambda x, w, t: call(x, w, t, chunk_size=chunk, **more)
+    options: dict[str, Any] = {"chunk_size": min(4096, task.tokens)}
+    if "use_scaled_exp" in inspect.signature(call).parameters:
+        options["use_scaled_exp"] = scaled_exp
+    elif scaled_exp:
+        raise Missing("not in this quack")
+    return lambda x, w, t: call(x, w, t, **options)
 
 
 PEERS: dict[str, Callable[[Task], Loss]] = {
@@ -134,8 +138,8 @@ PEERS: dict[str, Callable[[Task], Loss]] = {
     "Liger, fp32 sums": lambda task: _liger(task, accum_dtype=torch.float32),
     "CCE": _cce,
     "CCE, unfiltered": lambda task: _cce(task, filter_eps=None),
-    "quack": lambda task: _quack(task, use_scaled_exp=False),
-    "quack, scaled exp": lambda task: _quack(task, use_scaled_exp=True),
+    "quack": lambda task: _quack(task, scaled_exp=False),
+    "quack, scaled exp": lambda task: _quack(task, scaled_exp=True),
 }
 
 
