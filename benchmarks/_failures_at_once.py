@@ -31,7 +31,7 @@ class FailuresAtOnce:
         text = crash.message if crash else report.longreprtext
         reason = (text.strip().splitlines() or [""])[0]
         sections = [f"--- {title}\n{content}" for title, content in report.sections]
-        self.terminal.ensure_newline()
+        self.terminal.write("\n")
         self.terminal.write_line(f"{word} {report.nodeid} - {reason}")
         self.terminal.write_line("\n".join([report.longreprtext, *sections]))
         self.terminal.flush()

@@ -114,6 +114,10 @@ def build() -> int:
             print("\n".join(f"{lines.count(line)} x {line}" for line in sorted(set(lines))))
     else:
         print("prebuilt libraries: loaded")
+        # Entry points, by which torch.compile finds the backend.
+        command = [sys.executable, "setup.py", "-q", "egg_info"]
+        if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+            return code
     return subprocess.run([sys.executable, "-m", "storage_ops", "info"], cwd=ROOT).returncode
 
 

@@ -80,11 +80,12 @@ class _Limit(Tracking):
 @contextlib.contextmanager
 def _limited_allocator(most: int, device: torch.device) -> Iterator[None]:
     """Let the caching allocator of a GPU have this many bytes at most."""
+    index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    before = torch.cuda.get_per_process_memory_fraction(device)
-    torch.cuda.set_per_process_memory_fraction(min(most / total, before), device)
+    total = torch.cuda.get_device_properties(index).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(index)
+    torch.cuda.set_per_process_memory_fraction(min(most / total, before), index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
+        torch.cuda.set_per_process_memory_fraction(before, index)

@@ -93,8 +93,8 @@ def check_may_lose_bytes(op: str, name: str, storage: Storage) -> None:
     """Raise for a storage whose bytes another library made or looks at."""
     if not storage.resizable() and record_of(storage).owner is None:
         raise RuntimeError(
-            f"{op}: {name} has bytes that torch cannot resize, because another library such as "
-            "numpy looks at them; expected a tensor whose bytes are its own"
+            f"{op}: {name} has bytes that torch cannot resize, because numpy or another library "
+            "looks at them or pin_memory() made them; expected a tensor whose bytes are its own"
         )
 
 

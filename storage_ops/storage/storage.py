@@ -92,7 +92,7 @@ def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> 
 
 
 def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream]) -> None:
-    if t.is_cuda:
+    if t.is_cuda and t.layout == torch.strided:  # others are refused below
         for stream in (torch.cuda.current_stream(t.device), *streams):
             _OPS._record_stream(t, stream.stream_id, stream.device_index, stream.device_type)
     _OPS.discard_storage(t, guard)
