@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 KEY = "storage_ops_mark"
+_NO_NUMBER = (1 << 64) - 1  # that autograd gives to the accumulation of a gradient
 Policy = Callable[..., Any]
 _ids = itertools.count()
 
@@ -81,8 +82,9 @@ class Recorder:
 
     def __init__(self, tracer: Any) -> None:
         self._open: list[_Open] = []
-        # Autograd nodes are numbered as they are made. The regions around the op that made one are
-        # those that were open from the last of these numbers that is not above its own.
+        # Autograd nodes are numbered as they are made, by each thread on its own: on a GPU a backward
+        # runs in another. The regions around the op that made one are those that were open from the
+        # last of these numbers that is not above its own.
         self._starts: list[int] = []
         self._paths: list[tuple[int, ...]] = []
         self._undecided: fx.Node | None = None
@@ -144,7 +146,7 @@ class Recorder:
         if running is None:
             return (), -1
         number = running._sequence_nr()
-        if number >= _next_number():  # the accumulation of a gradient has none
+        if number == _NO_NUMBER:
             return (), -1
         at = bisect.bisect_right(self._starts, number) - 1
         return self._paths[at] if at >= 0 else (), number

@@ -400,3 +400,20 @@ def test_modules_that_are_checkpointed_elsewhere_are_not_touched():
     layer = nn.Linear(2, 2)
     checkpoint(layer, torch.ones(2), use_reentrant=False).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_a_backward_that_a_thread_with_numbers_of_its_own_runs(monkeypatch):
+    """As on a GPU, whose backward runs in a thread that has made no autograd node before."""
+    real = torch.autograd._get_sequence_nr
+    monkeypatch.setattr(torch.autograd, "_get_sequence_nr",
+                        lambda: real() if torch._C._current_graph_task_id() == -1 else 0)  # fmt: skip
+    x, w = leaves((8, 8), (8, 8))
+
+    def train(x, w):
+        y = checkpoint(lambda x: (x @ w).sin().exp(), x, use_reentrant=False)
+        return torch.autograd.grad(y.sum(), (x, w))
+
+    step = graph.trace_step(train, x, w)
+    assert count(step.gm, MM) == 4  # one twice, two in backward
+    for got, right in zip(step(x, w), train(x, w), strict=True):
+        torch.testing.assert_close(got, right)
