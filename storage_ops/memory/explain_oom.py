@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _ROWS = 16  # of the table; the rest is one row
 UNKNOWN = "not known"
+WORKSPACES = "workspaces of cuBLAS"
 
 
 @dataclass
@@ -45,7 +46,8 @@ class OomReport:
         by_owner: bytes by their owner, most first. Owners are "parameters", "gradients", "optimizer
             state" and "buffers", each with the name of its module, "activations of" a module by
             name, "temporaries of" an op outside of modules, as in backward, "input" with its
-            shape, and "not known" for what the allocator had given to others.
+            shape, "workspaces of cuBLAS", which are freed to know them and made again when they
+            are needed, and "not known" for what the allocator had given to others.
         in_use_bytes: the sum of these.
         attributed_share: the part of it that has a known owner, from 0 to 1.
         failed: the op that asked for more, and the module that called it.
@@ -196,7 +198,9 @@ class Explaining(Tracking):
         total = known
         if self._device.type == "cuda":
             total = max(known, torch.cuda.memory_allocated(self._device))
-            owners[UNKNOWN] += total - known
+            owners[WORKSPACES] = workspaces = min(_freed_workspaces(self._device), total - known)
+            known += workspaces
+            owners[UNKNOWN] = total - known
         self.report.by_owner = dict((+owners).most_common())
         self.report.in_use_bytes = total
         self.report.attributed_share = known / total if total else 1.0
@@ -229,6 +233,15 @@ class Explaining(Tracking):
             give(GRADIENTS, p.grad)
         for t in tree_leaves(list(optimizer.state.values())):
             give(f"{STATE} of {type(optimizer).__name__}", t)
+
+
+def _freed_workspaces(device: torch.device) -> int:
+    """Bytes that cuBLAS had for itself, one part for each thread and stream that multiplied."""
+    if torch.cuda.is_current_stream_capturing():
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated(device)
 
 
 def _maker_of(block: Block) -> str:

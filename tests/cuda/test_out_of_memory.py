@@ -85,6 +85,9 @@ def check(net, x, run_out, device, relieve=lambda: None):
     try:
         with so.memory.measure(device) as m:
             error = failing_step(net, x, run_out)
+            # On a GPU a thread of autograd runs the backward, which raises here before it has let
+            # go of the graph; it has by the time that it has run another.
+            torch.zeros((), device=device, requires_grad=True).sum().backward()
     finally:
         gc.enable()
         net.greedy.wants = None
