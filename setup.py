@@ -54,7 +54,12 @@ def kernels() -> list[Native]:
         name, needs = f"lib.libstorage_ops_cu{major}", ["torch_cpu", "torch_cuda"]
         macros = [ninja_file.STABLE, "-DUSE_CUDA"]
         cuda = Native(
-            name, "cuda/linear_cross_entropy.cu cuda/scale.cu", newest, macros, needs, nvcc
+            name,
+            "cuda/linear_cross_entropy.cu cuda/divergence.cu cuda/scale.cu",
+            newest,
+            macros,
+            needs,
+            nvcc,
         )
         libs.append(cuda)
     return libs

@@ -117,45 +117,64 @@ __device__ __forceinline__ void load(const T* from, A (&to)[n]) {
 enum Access { kRead = 1, kWrite = 2, kReadWrite = kRead | kWrite };
 enum Direction { kForwards, kBackwards };
 
-// Calls `body(column, numbers)` for every piece of a row that this thread owns: an array of type A
-// with the numbers from `column` on, loaded before and stored after as `kAccess` says. kTile packs
-// are on their way from memory at a time.
-template <typename A, Access kAccess, int kTile, Direction kDirection, typename T, typename Body>
-__device__ __forceinline__ void for_pieces(T* row, int64_t columns, Body body) {
-  const unsigned packs = is_aligned(row) ? static_cast<unsigned>(columns / kPack<T>) : 0;
-  auto* packed = reinterpret_cast<uint4*>(row);
+// Calls `body(column, numbers)` for every piece of n rows that this thread owns: n arrays of type A
+// with the numbers of each row from `column` on, loaded before as `kAccess` says, and the first
+// stored after. kTile packs of each row are on their way from memory at a time.
+template <typename A, Access kAccess, int kTile, Direction kDirection, int n, typename T,
+          typename Body>
+__device__ __forceinline__ void for_pieces_of(T* const (&rows)[n], int64_t columns, Body body) {
+  bool aligned = true;
+#pragma unroll
+  for (int r = 0; r < n; ++r) aligned = aligned && is_aligned(rows[r]);
+  const unsigned packs = aligned ? static_cast<unsigned>(columns / kPack<T>) : 0;
   const unsigned step = blockDim.x * kTile, tiles = (packs + step - 1) / step;
   for (unsigned t = 0; t < tiles; ++t) {
     const unsigned begin = (kDirection == kForwards ? t : tiles - 1 - t) * step + threadIdx.x;
-    uint4 tile[kTile];
+    uint4 tile[kTile][n];
     if constexpr (kAccess & kRead) {
 #pragma unroll
       for (int u = 0; u < kTile; ++u) {
         const unsigned p = begin + u * blockDim.x;
-        if (p < packs) tile[u] = packed[p];
+        if (p >= packs) continue;
+#pragma unroll
+        for (int r = 0; r < n; ++r) tile[u][r] = reinterpret_cast<const uint4*>(rows[r])[p];
       }
     }
 #pragma unroll
     for (int u = 0; u < kTile; ++u) {
       const unsigned p = begin + u * blockDim.x;
       if (p >= packs) continue;
-      A numbers[kPack<T>];
-      if constexpr (kAccess & kRead) unpack(tile[u], numbers, T());
+      A numbers[n][kPack<T>];
+      if constexpr (kAccess & kRead) {
+#pragma unroll
+        for (int r = 0; r < n; ++r) unpack(tile[u][r], numbers[r], T());
+      }
       body(static_cast<int64_t>(p) * kPack<T>, numbers);
       if constexpr (kAccess & kWrite) {
-        pack(numbers, tile[u], T());
-        packed[p] = tile[u];
+        pack(numbers[0], tile[u][0], T());
+        reinterpret_cast<uint4*>(rows[0])[p] = tile[u][0];
       }
     }
   }
   // By the last threads first: they have the fewest packs.
   const int64_t rest = static_cast<int64_t>(packs) * kPack<T>;
   for (int64_t j = rest + blockDim.x - 1 - threadIdx.x; j < columns; j += blockDim.x) {
-    A number[1];
-    if constexpr (kAccess & kRead) number[0] = static_cast<A>(row[j]);
-    body(j, number);
-    if constexpr (kAccess & kWrite) row[j] = static_cast<T>(number[0]);
+    A numbers[n][1];
+    if constexpr (kAccess & kRead) {
+#pragma unroll
+      for (int r = 0; r < n; ++r) numbers[r][0] = static_cast<A>(rows[r][j]);
+    }
+    body(j, numbers);
+    if constexpr (kAccess & kWrite) rows[0][j] = static_cast<T>(numbers[0][0]);
   }
+}
+
+// The same for one row, whose numbers are one array.
+template <typename A, Access kAccess, int kTile, Direction kDirection, typename T, typename Body>
+__device__ __forceinline__ void for_pieces(T* row, int64_t columns, Body body) {
+  T* const rows[] = {row};
+  for_pieces_of<A, kAccess, kTile, kDirection>(
+      rows, columns, [&](int64_t column, auto& numbers) { body(column, numbers[0]); });
 }
 
 template <int n, typename V, typename Combine>

@@ -4,26 +4,11 @@
 #include <cstring>
 #include <string>
 
-#include "cross_entropy_rows.h"
-#include "divergence_math.h"
+#include "divergence_rows.h"
 #include "row_blocks.h"
 
 namespace storage_ops {
 namespace {
-
-constexpr int64_t kStatistics = 3;  // rows of `state`: two log-sum-exps and the center
-
-// The arguments of _divergence_rows, for logits of type T and arithmetic A.
-template <typename T, typename A>
-struct Arguments {
-  T* logits;
-  const T* teacher;
-  const A *bias, *teacher_bias, *upstream;
-  A *state, *loss;
-  int64_t rows, columns, stride, teacher_stride, state_stride, upstream_stride;
-  A beta, scale;
-  bool update, grad;
-};
 
 template <typename T, typename A>
 STORAGE_OPS_INLINE void load(const T* row, const A* bias, A scale, int64_t begin, int64_t n, A* z) {
@@ -59,9 +44,6 @@ STORAGE_OPS_INLINE A log_sum_exp(const T* row, const A* bias, A scale, int64_t c
   return shift + static_cast<A>(std::log(total));
 }
 
-// The gradient of the forward divergence needs no sum: it is formed in the same pass.
-constexpr bool at_once(Divergence kind) { return kind == Divergence::kForward; }
-
 template <typename A>
 struct RowSums {
   A value, center;
@@ -69,13 +51,13 @@ struct RowSums {
 
 // One pass over both tiles: the sums of a row, or its gradient, or both where that is possible.
 template <Divergence kKind, bool kSums, typename T, typename A>
-STORAGE_OPS_INLINE RowSums<double> pass(const Arguments<T, A>& arguments, int64_t i, bool grad,
-                                        A center) {
+STORAGE_OPS_INLINE RowSums<double> pass(const DivergenceArguments<T, A>& arguments, int64_t i,
+                                        bool grad, A center) {
   T* row = arguments.logits + i * arguments.stride;
   const T* teacher = arguments.teacher + i * arguments.teacher_stride;
   const A lse = arguments.state[i], teacher_lse = arguments.state[arguments.state_stride + i];
   const A beta = arguments.beta, scale = arguments.scale;
-  const A upstream = grad ? arguments.upstream[i * arguments.upstream_stride] * scale : A(0);
+  const A upstream = grad ? arguments.factor(i) : A(0);
   Block<A> blocks[5];
   A *a = blocks[0].values, *b = blocks[1].values, *p = blocks[2].values, *q = blocks[3].values;
   A* m = kKind == Divergence::kJsd ? blocks[4].values : q;
@@ -127,7 +109,7 @@ STORAGE_OPS_INLINE RowSums<double> pass(const Arguments<T, A>& arguments, int64_
 }
 
 template <Divergence kKind, typename T, typename A>
-STORAGE_OPS_INLINE void run_row(const Arguments<T, A>& a, int64_t i) {
+STORAGE_OPS_INLINE void run_row(const DivergenceArguments<T, A>& a, int64_t i) {
   A* state = a.state + i;
   A& center = state[2 * a.state_stride];
   if (a.update) {
@@ -143,86 +125,30 @@ STORAGE_OPS_INLINE void run_row(const Arguments<T, A>& a, int64_t i) {
 }
 
 // Multiversioned entry points, one per dtype: the attribute does not apply to templates.
-#define STORAGE_OPS_DIVERGENCE(T, A)                                                        \
-  STORAGE_OPS_MULTIVERSION void run(const Arguments<T, A>& a, Divergence kind, int64_t i) { \
-    if (kind == Divergence::kForward) return run_row<Divergence::kForward, T, A>(a, i);     \
-    if (kind == Divergence::kReverse) return run_row<Divergence::kReverse, T, A>(a, i);     \
-    if (kind == Divergence::kJsd) return run_row<Divergence::kJsd, T, A>(a, i);             \
-    run_row<Divergence::kTvd, T, A>(a, i);                                                  \
+#define STORAGE_OPS_DIVERGENCE(T, A)                                                     \
+  STORAGE_OPS_MULTIVERSION void run(const DivergenceArguments<T, A>& a, Divergence kind, \
+                                    int64_t i) {                                         \
+    if (kind == Divergence::kForward) return run_row<Divergence::kForward, T, A>(a, i);  \
+    if (kind == Divergence::kReverse) return run_row<Divergence::kReverse, T, A>(a, i);  \
+    if (kind == Divergence::kJsd) return run_row<Divergence::kJsd, T, A>(a, i);          \
+    run_row<Divergence::kTvd, T, A>(a, i);                                               \
   }
 STORAGE_OPS_DIVERGENCE(double, double)
 STORAGE_OPS_DIVERGENCE(float, float)
 STORAGE_OPS_DIVERGENCE(BFloat16, float)
 STORAGE_OPS_DIVERGENCE(Half, float)
 
-void check(const Tensor& logits, const Tensor& teacher, const std::optional<Tensor>& bias,
-           const std::optional<Tensor>& teacher_bias, const Tensor& state, const Tensor& loss,
-           const std::optional<Tensor>& upstream, bool grad) {
-  constexpr const char* kOp = "_divergence_rows: ";
-  const ScalarType arithmetic = arithmetic_of(logits);
-  STD_TORCH_CHECK(logits.dim() == 2 && teacher.dim() == 2, kOp, "logits must be matrices");
-  const int64_t rows = logits.size(0), columns = logits.size(1);
-  for (const Tensor* t : {&logits, &teacher}) {
-    STD_TORCH_CHECK(t->size(0) == rows && t->size(1) == columns &&
-                        t->scalar_type() == logits.scalar_type() &&
-                        (t->stride(1) == 1 || columns < 2),
-                    kOp, "logits must have one shape and dtype, and contiguous rows");
-  }
-  for (const auto* t : {&bias, &teacher_bias}) {
-    STD_TORCH_CHECK(!*t || ((*t)->dim() == 1 && (*t)->size(0) == columns && (*t)->is_contiguous() &&
-                            (*t)->scalar_type() == arithmetic),
-                    kOp, "biases must be contiguous, of the arithmetic's dtype, one per column");
-  }
-  STD_TORCH_CHECK(state.scalar_type() == arithmetic && state.dim() == 2 &&
-                      state.size(0) == kStatistics && state.size(1) == rows &&
-                      (state.stride(1) == 1 || rows < 2),
-                  kOp, "state must be (3, rows), contiguous rows, in the dtype of the arithmetic");
-  STD_TORCH_CHECK(loss.scalar_type() == arithmetic && loss.dim() == 1 && loss.size(0) == rows &&
-                      loss.is_contiguous(),
-                  kOp, "loss must be contiguous, one per row, in the dtype of the arithmetic");
-  STD_TORCH_CHECK(
-      !grad || (upstream && upstream->scalar_type() == arithmetic && upstream->dim() == 1 &&
-                (upstream->size(0) == rows || upstream->size(0) == 1)),
-      kOp, "upstream must be (rows) or (1), in the dtype of the arithmetic");
-}
-
-Divergence kind_of(const std::string& name) {
-  if (name == "forward") return Divergence::kForward;
-  if (name == "reverse") return Divergence::kReverse;
-  if (name == "jsd") return Divergence::kJsd;
-  STD_TORCH_CHECK(name == "tvd", "_divergence_rows: divergence is ", name,
-                  "; expected forward, reverse, jsd or tvd");
-  return Divergence::kTvd;
-}
-
 void divergence_rows(Tensor logits, Tensor teacher, std::optional<Tensor> bias,
                      std::optional<Tensor> teacher_bias, Tensor state, Tensor loss,
                      std::optional<Tensor> upstream, std::string divergence, double beta,
                      double scale, int64_t phases) {
-  const bool grad = phases & kGradient;
-  const Divergence kind = kind_of(divergence);
-  check(logits, teacher, bias, teacher_bias, state, loss, upstream, grad);
+  const Divergence kind = divergence_of(divergence);
+  const DivergenceTensors tensors{logits, teacher, bias, teacher_bias, state, loss, upstream};
+  check_divergence(tensors, phases & kGradient);
   for_dtypes("_divergence_rows: logits", logits, [&](auto logit, auto arithmetic) {
     using T = decltype(logit);
     using A = decltype(arithmetic);
-    Arguments<T, A> a{};
-    a.logits = static_cast<T*>(logits.mutable_data_ptr());
-    a.teacher = static_cast<const T*>(teacher.const_data_ptr());
-    a.bias = pointer<A>(bias);
-    a.teacher_bias = pointer<A>(teacher_bias);
-    a.upstream = pointer<A>(upstream);
-    a.state = static_cast<A*>(state.mutable_data_ptr());
-    a.loss = static_cast<A*>(loss.mutable_data_ptr());
-    a.rows = logits.size(0);
-    a.columns = logits.size(1);
-    a.stride = logits.stride(0);
-    a.teacher_stride = teacher.stride(0);
-    a.state_stride = state.stride(0);
-    a.upstream_stride = upstream && upstream->size(0) > 1 ? upstream->stride(0) : 0;
-    a.beta = static_cast<A>(beta);
-    a.scale = static_cast<A>(scale);
-    a.update = phases & kUpdate;
-    a.grad = grad;
+    const auto a = divergence_arguments<T, A>(tensors, beta, scale, phases);
     torch::stable::parallel_for(0, a.rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) run(a, kind, i);
     });

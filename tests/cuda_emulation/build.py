@@ -17,7 +17,7 @@ from storage_ops import _schemas
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-KERNELS = [ROOT / "cuda/linear_cross_entropy.cu", ROOT / "cuda/scale.cu"]
+KERNELS = [ROOT / f"cuda/{name}.cu" for name in ("linear_cross_entropy", "divergence", "scale")]
 NAMESPACE = "storage_ops_emulated"
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]

@@ -1,0 +1,80 @@
+"""The row kernel of divergences on a GPU, against plain torch in float64 on the CPU."""
+
+import pytest
+import torch
+
+import storage_ops as so
+from storage_ops.divergence import rows
+
+from ..divergence.test_divergence_rows import DIVERGENCES, GRADIENT, UPDATE, part_ties, tiles
+from .devices import DTYPES, each_device, moved
+
+OPS = torch.ops.storage_ops
+
+
+@pytest.mark.cuda
+def test_there_is_a_kernel():
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has("storage_ops::_divergence_rows", "CUDA")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("columns", [1, 5, 1025, 50257, 128256])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_against_plain_torch_in_float64(dtype, divergence, columns):
+    given = tiles(dtype, columns, bias=columns % 2 > 0)
+    if columns > 1:
+        part_ties(given)
+    wide = given[4].dtype
+    double = [None if t is None else t.to(torch.float64, copy=True) for t in given]
+    upstream = torch.randn(7, dtype=wide)
+    options = (divergence, 0.3, 0.7)
+    rows.divergence_rows(*double, upstream.double(), *options, UPDATE | GRADIENT)
+    for phases in ([UPDATE | GRADIENT], [UPDATE, GRADIENT]):
+        fence = torch.full((7, columns + 9), 9.0, dtype=dtype, device="cuda")
+        fence[:, :columns] = given[0]
+        own = [fence[:, :columns], *moved(given[1:], "cuda")]
+        own[4].fill_(torch.nan)
+        own[5].fill_(torch.nan)
+        for phase in phases:
+            OPS._divergence_rows(*own, upstream.cuda(), *options, phase)
+        close = {"rtol": 1e-11, "atol": 1e-11} if wide == torch.float64 else {}
+        close = close or {"rtol": 5e-5, "atol": 5e-6}
+        torch.testing.assert_close(own[4].cpu(), double[4].to(wide), **close)
+        torch.testing.assert_close(own[5].cpu(), double[5].to(wide), **close)
+        error = (own[0].cpu().double() - double[0]).norm() / double[0].norm().clamp_min(1e-30)
+        if not (divergence == "tvd" and columns == 1) and double[0].norm() > 0:
+            assert error < {2: 5e-3, 4: 5e-5, 8: 1e-11}[dtype.itemsize]
+        assert (fence[:, columns:] == 9).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_two_runs_give_the_same_bits(divergence):
+    given, results = moved(tiles(torch.bfloat16, 50257), "cuda"), []
+    upstream = torch.ones(1, device="cuda")
+    for _ in range(2):
+        own = [None if t is None else t.clone() for t in given]
+        OPS._divergence_rows(*own, upstream, divergence, 0.3, 1.0, UPDATE | GRADIENT)
+        results.append((own[0], own[4], own[5]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@each_device
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("budget", [None, "400 KiB"])
+def test_the_divergence_of_two_heads(device, divergence, budget):
+    made = [torch.randn(*shape) for shape in ((40, 16), (1003, 16), (40, 24), (1003, 24))]
+    results = []
+    for where, dtype in ((device, torch.float32), ("cpu", torch.float64)):
+        x, w, t, head = (m.to(where, dtype) for m in made)
+        leaves = [x.requires_grad_(), w.requires_grad_()]
+        options = {"divergence": divergence, "beta": 0.3}
+        if dtype == torch.float32:
+            options["memory_budget"] = budget
+        loss = so.linear_kl_div(*leaves, t, head, **options)
+        grads = torch.autograd.grad(loss, leaves)
+        results.append([r.detach().cpu().double() for r in (loss, *grads)])
+    for ours, right in zip(*results, strict=True):
+        assert (ours - right).norm() <= 2e-4 * right.norm()
