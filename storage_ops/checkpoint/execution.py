@@ -155,12 +155,12 @@ _SETTINGS: tuple[_Source, ...] = (
     (is_disabled, _disable),
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),
-    # torch.nn.attention.sdpa_kernel
+    # torch.nn.attention.sdpa_kernel. Not the order in which it prefers them: torch changes that by
+    # itself, at the first attention of a process on some GPUs.
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
     # torch.backends.cudnn.flags
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),

@@ -82,9 +82,9 @@ class Recorder:
 
     def __init__(self, tracer: Any) -> None:
         self._open: list[_Open] = []
-        # Autograd nodes are numbered as they are made, by each thread on its own: on a GPU a backward
-        # runs in another. The regions around the op that made one are those that were open from the
-        # last of these numbers that is not above its own.
+        # Autograd nodes are numbered as they are made, by each thread on its own, and on a GPU a
+        # backward runs in another. The regions around the op that made one are those that were open
+        # from the last of these numbers that is not above its own.
         self._starts: list[int] = []
         self._paths: list[tuple[int, ...]] = []
         self._undecided: fx.Node | None = None

@@ -126,7 +126,8 @@ def test_the_two_parts_of_the_tests_are_all_that_need_a_gpu(executed):
     _gpu_steps.tests("others", "a.xml")
     core, others = executed
     assert core[core.index("-m", 3) : -2] == ["-m", "cuda", *_gpu_steps.CORE]
-    assert others[-2 - len(_gpu_steps.CORE) : -2] == [f"--ignore={name}" for name in _gpu_steps.CORE]
+    ignored = [f"--ignore={name}" for name in _gpu_steps.CORE]
+    assert others[-2 - len(ignored) : -2] == ignored
 
 
 def test_tests_without_xdist_are_one_process(executed, capsys, monkeypatch):

@@ -147,27 +147,21 @@ def test_deterministic_mode(path):
     assert seen == [False, False, False]
 
 
-@pytest.mark.parametrize("order", [False, True])
-def test_attention_takes_the_kernel_of_the_forward(path, order):
-    flash, math = torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.MATH
+def test_attention_takes_the_kernel_of_the_forward(path):
     seen = []
 
     def producer(x):
-        now = torch._C._get_math_sdp_enabled(), torch._C._get_flash_sdp_enabled()
-        seen.append((now, torch._C._get_sdp_priority_order()))
+        seen.append((torch._C._get_math_sdp_enabled(), torch._C._get_flash_sdp_enabled()))
         return x.sin() + F.scaled_dot_product_attention(x, x, x)
 
-    there = [math, flash] if order else [math]
-    before = torch._C._get_flash_sdp_enabled(), torch._C._get_sdp_priority_order()
     x = torch.randn(1, 2, 8, 8, requires_grad=True)
     ckpt = so.OutputDiscardCheckpoint()
-    with torch.nn.attention.sdpa_kernel(there, set_priority=order):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         h = ckpt.checkpoint(producer, x)
         y = h * h
     ckpt.discard_output_and_register_recompute(y)
     y.sum().backward()
-    assert len(seen) == 2 and seen[0] == seen[1] and seen[0][0] == (True, order)
-    assert (torch._C._get_flash_sdp_enabled(), torch._C._get_sdp_priority_order()) == before
+    assert seen == [(True, False)] * 2 and torch._C._get_flash_sdp_enabled()
 
 
 def test_cudnn_is_off_where_it_was(path):

@@ -19,16 +19,15 @@ def test_there_is_a_kernel():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("columns", [1, 5, 1025, 50257, 128256])
+@pytest.mark.parametrize("columns", [2, 5, 1025, 50257, 128256])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_against_plain_torch_in_float64(dtype, divergence, columns):
     given = tiles(dtype, columns, bias=columns % 2 > 0)
-    if columns > 1:
-        part_ties(given)
+    part_ties(given)
     wide = given[4].dtype
     double = [None if t is None else t.to(torch.float64, copy=True) for t in given]
-    upstream = torch.randn(7, dtype=wide)
+    upstream = 64 * torch.randn(7, dtype=wide)  # gradients above the least that float16 has
     options = (divergence, 0.3, 0.7)
     rows.divergence_rows(*double, upstream.double(), *options, UPDATE | GRADIENT)
     for phases in ([UPDATE | GRADIENT], [UPDATE, GRADIENT]):
@@ -44,7 +43,7 @@ def test_rows_against_plain_torch_in_float64(dtype, divergence, columns):
         torch.testing.assert_close(own[4].cpu(), double[4].to(wide), **close)
         torch.testing.assert_close(own[5].cpu(), double[5].to(wide), **close)
         error = (own[0].cpu().double() - double[0]).norm() / double[0].norm().clamp_min(1e-30)
-        if not (divergence == "tvd" and columns == 1) and double[0].norm() > 0:
+        if double[0].norm() > 0:
             assert error < {2: 5e-3, 4: 5e-5, 8: 1e-11}[dtype.itemsize]
         assert (fence[:, columns:] == 9).all()
 

@@ -405,8 +405,11 @@ def test_modules_that_are_checkpointed_elsewhere_are_not_touched():
 def test_a_backward_that_a_thread_with_numbers_of_its_own_runs(monkeypatch):
     """As on a GPU, whose backward runs in a thread that has made no autograd node before."""
     real = torch.autograd._get_sequence_nr
-    monkeypatch.setattr(torch.autograd, "_get_sequence_nr",
-                        lambda: real() if torch._C._current_graph_task_id() == -1 else 0)  # fmt: skip
+
+    def number():
+        return real() if torch._C._current_graph_task_id() == -1 else 0
+
+    monkeypatch.setattr(torch.autograd, "_get_sequence_nr", number)
     x, w = leaves((8, 8), (8, 8))
 
     def train(x, w):
