@@ -165,6 +165,9 @@ class Head:
             if not detached and not slope.norm() <= 1e-9 * size.norm():
                 raise Conflict("has another gradient")
             *nll, spread, lse, entropy = numbers
+            # A sum of logits: V lse would take its digits, and of weights it is another number.
+            if lse and (spread or (any(nll) and (self.dense or self.classes is not None))):
+                raise Conflict("is a sum of logits", row)
             self.terms.append(Terms(nll, spread, lse, entropy, detached))
 
 
@@ -179,7 +182,7 @@ class _Tokens:
         b, c = torch.randn(vocabulary, **double), torch.ones(vocabulary, **double)
         if head.classes is not None:
             c = torch.rand(vocabulary, **double) + 0.5
-        q = torch.softmax(torch.randn(vocabulary, _TOKENS, **double), 0).t()
+        q = torch.rand(vocabulary, _TOKENS, **double).t()  # which need not add up to 1
         targets = [torch.randint(vocabulary, (_TOKENS,)) for _ in head.targets]
         with torch.enable_grad():
             z = F.linear(x, w, None if head.bias is None else b) * head.logit_scale

@@ -234,8 +234,23 @@ def log_odds(x, w, t):
     return F.softplus(-100 * log_probs(x, w, t)).mean()
 
 
+def sum_of_logits(x, w, t):
+    """V lse less a sum over all classes, but for rounding."""
+    return (z(x, w).sum(-1) * TOKENS).square().mean()
+
+
+def weighed_logits(x, w, t):
+    return (z(x, w) * CLASSES).sum(-1).square().mean()
+
+
+def unnormalised(x, w, t):
+    return (z(x, w) * Q * 2).sum(-1).square().mean()
+
+
 RARELY = [saturated, saturated_by_a_choice, floored, finite]  # unlike cross-entropy
-OTHERS = [brier, of_a_changed_input, *RARELY]
+OTHERS = [
+    brier, of_a_changed_input, sum_of_logits, weighed_logits, unnormalised, *RARELY,
+]  # fmt: skip
 ROWS = [
     z_loss_without_mask, shown_without_weights, another_target, smoothing_without_weights,
     again_detached, learned_weights, z_loss_of_some, z_loss_of_the_good, class_weights_focal,
