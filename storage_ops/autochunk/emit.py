@@ -106,7 +106,8 @@ class Emitter:
             first -= 1
         if any(position[node] >= first for node in forward.inputs.values()):
             raise Conflict("reads what is not there when the first of its rows is read")
-        return order[first]
+        found: fx.Node = order[first]
+        return found
 
     def is_shared(self) -> bool:
         """Whether another product of that size has the same weight: chunks add both gradients up
@@ -157,7 +158,7 @@ class Emitter:
         for each in heads:
             begin, end = end, end + each.span.tokens
             for row, t in zip(each.rows, each.terms, strict=True):
-                factors = {
+                factors: dict[tuple[Any, ...], float] = {
                     **{("nll", k): c for k, c in enumerate(t.nll)},
                     ("spread",): t.spread * head.vocabulary,  # the op has their mean
                     ("lse",): t.lse, ("entropy",): t.entropy,
@@ -174,6 +175,7 @@ class Emitter:
                 self.splice.env[row] = value
 
     def times(self, value: fx.Node, factor: float) -> fx.Node:
+        """A value times a number."""
         if factor in (1, -1):
             return value if factor > 0 else self.splice.call(_ATEN.neg.default, value)
         return self.splice.call(_ATEN.mul.Tensor, value, factor)
@@ -189,10 +191,9 @@ class Emitter:
             "softcap": head.softcap, "logit_scale": head.logit_scale, "grad_mask": learns,
             "wants": [False] * 4, **options,
         }  # fmt: skip
-        made = Call(
-            self.input(heads), weight, target, head.bias and copy(head.bias), **options
-        )  # type: ignore[arg-type]
-        values = Call(*fx.map_arg(tuple(made), lambda n: n.meta["example_value"]))
+        made = Call(self.input(heads), weight, target, head.bias and copy(head.bias), **options)  # type: ignore[arg-type]
+        given: Any = fx.map_arg(tuple(made), lambda n: n.meta["example_value"])
+        values = Call(*given)
         budget, plan = plan_of(values, self.num_chunks, self.budget)
         passes = 1 + (not values.in_forward and any(learns))
         count = max(self.emitted.num_chunks, plan.num_chunks * plan.num_slices)
@@ -230,9 +231,11 @@ class Emitter:
         return parts[0] if len(parts) == 1 else self.splice.call(_ATEN.cat.default, parts)
 
     def flat(self, node: fx.Node) -> fx.Node:
+        """A value per token, or per class, in one dimension."""
         return self.splice.call(_ATEN.reshape.default, self.splice.copy(node), [-1])
 
     def classes(self, head: Head) -> fx.Node | None:
+        """The weights of the classes, if there are some."""
         return head.classes and self.flat(head.classes)
 
     def like(self, node: fx.Node, value: torch.Tensor) -> fx.Node:

@@ -52,7 +52,7 @@ class Forward:
     def values(self) -> list[fx.Node]:
         """The nodes of the ATen graph that `ends` are."""
         end = next(n for n in self.graph.nodes if n.op == "output")
-        return list(end.args[0])  # type: ignore[arg-type]
+        return list(end.args[0])
 
     def learns(self, node: fx.Node) -> bool:
         """Whether a value of the ATen graph depends on an input that has a gradient."""
@@ -212,7 +212,7 @@ class Replay:
                 if _name(node) == "_enter_autocast":
                     opened.append(env[node])
                 elif _name(node) == "_exit_autocast":
-                    opened.remove(env[node.args[0]])  # type: ignore[index]
+                    opened.remove(env[node.args[0]])
         finally:
             for scope in reversed(opened):
                 torch.amp.autocast_mode._exit_autocast(scope)

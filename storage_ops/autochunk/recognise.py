@@ -4,10 +4,11 @@ A loss falls into the part from the hidden states to a few numbers per token, it
 *tail* that makes one number of the rows, with masks, weights and counts.
 
 The part before is evaluated in float64 on a few random tokens: every row has to be a sum of the
-terms that the loss has, each times a number. The tail has to be linear in the rows, but for the
-square of lse. Then its gradient with respect to the rows, which is traced, is the weight of each
+terms that linear cross-entropy has, each times a number. Where the tail is linear in the rows, but
+for the square of lse, its gradient with respect to the rows, which is traced, is the weight of each
 token, whatever masks and means it comes from, and the loss is that of the op with these weights,
-plus what the tail makes of zeros.
+plus what the tail makes of zeros. Any other tail stays as it is, and its rows are the op's: those
+of policy losses, preferences, ratios and entropies.
 """
 
 from __future__ import annotations
