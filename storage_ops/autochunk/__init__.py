@@ -6,17 +6,20 @@ A product by the vocabulary *amplifies*: its result, the logits, is larger than 
 that is made of the logits needs all of them at once, for each token is by itself until a sum. So::
 
     Dynamo graph -> recognise the forward loss -> the op (its autograd is its own)
-                 \\-> AOT joint graph -> label -> span -> body -> chunk op        (every other loss)
+                 \\-> AOT joint graph -> label -> span -> body -> chunk op        (what is none)
 
-Before autograd a loss stands as it was written. `recognise` looks whether it is linear
-cross-entropy, which has an op of its own::
+Before autograd a loss stands as it was written. `recognise` looks whether the few numbers per
+token that it is made of are those of linear cross-entropy, which has an op of its own::
 
     for product in the largest products of Dynamo's graph:
-        forward = trace(what lies between product and loss)        # forward: ATen ops, and back
-        leave out tokens that are sliced or masked away after it   # ranges
-        head, tail = logits -> a few numbers per token, those -> the loss
-        if head is (lse - z_t, lse, ...) on random tokens, and tail is linear in them:
-            loss = linear_cross_entropy(x, w, t, token_weight=gradient of tail) + tail(0)
+        forward = trace(what lies between product and a few numbers per token)    # forward
+        form it in the ranges of tokens that are sliced or masked after it        # ranges
+        head, tail = logits -> these numbers, those -> the loss
+        if head is (lse - z_t, lse, entropy, ...) on random tokens:               # head
+            if tail is linear in them:                                            # tail, emit
+                loss = linear_cross_entropy(x, w, t, token_weight=gradient of tail) + tail(0)
+            else:
+                the numbers are the op's, with a gradient each; the tail stays the user's code
 
 Every other loss is chunked in the joint graph of forward and backward::
 

@@ -137,7 +137,7 @@ def _chunk(
     total.peak_before = total.peak_after + recognised.saved
     total.num_chunks, largest = recognised.num_chunks, recognised.largest
     total.chunked = total.num_chunks > 0
-    total.num_passes = int(total.chunked)
+    total.num_passes = recognised.num_passes
     tries = 0
     while True:
         found = candidates(graph, set(tangents or starts(graph)), tried)

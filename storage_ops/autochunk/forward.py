@@ -1,14 +1,15 @@
-"""A product of Dynamo's graph and what depends on it, as ATen ops, and back again.
+"""A product of Dynamo's graph and what is made of it, as ATen ops, and back again.
 
 Before autograd the loss stands as the user wrote it. Dynamo's graph says so in functions of torch,
-of which there are many; the rules know ATen's ops. So the slice of the graph from a product to the
-loss is traced, and what is found out there is written back as ATen ops, which autograd takes.
+of which there are many; the rules know ATen's ops. So the slice of the graph from a product to a
+few numbers per token is traced, and what is found out there is written back as ATen ops, which
+autograd takes. What is made of these numbers stays the user's code.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,13 @@ from torch import Tensor, fx
 
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.prepare import decompose
-from storage_ops.autochunk.values import is_hinted, leading_to, numel, reached
+from storage_ops.autochunk.spans import is_product
+from storage_ops.autochunk.values import hint, is_hinted, leading_to, numel, reached
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph
+_GRADS = "_set_grad_enabled"
+_CHOOSING = {"getitem", "narrow", "select"}  # tokens, so that others need not be formed
 MOST = 256  # nodes of a slice: what comes after the logits of a model are some tens
 
 
@@ -31,35 +35,37 @@ class Forward:
     Attributes:
         gm: the module of that graph.
         product: the node that forms the logits.
-        loss: the number that all of its users lead to, if there is one; the last node then.
-        graph: the slice as ATen ops; its output are the values that are read elsewhere.
+        nodes: of Dynamo, from the product to the few numbers per token.
+        ends: those of them that are read elsewhere.
+        graph: the slice as ATen ops; its output are the values of `ends`.
         inputs: for its placeholders, the nodes of Dynamo.
-        values: for the nodes of Dynamo in the slice, those of `graph`.
     """
 
     gm: fx.GraphModule
     product: fx.Node
-    loss: fx.Node | None
+    nodes: list[fx.Node]
+    ends: list[fx.Node]
     graph: fx.Graph
     inputs: dict[fx.Node, fx.Node]
-    values: dict[fx.Node, fx.Node]
 
     @property
-    def output(self) -> fx.Node:
-        """The end of the ATen graph."""
-        end: fx.Node = next(n for n in self.graph.nodes if n.op == "output")
-        return end
+    def values(self) -> list[fx.Node]:
+        """The nodes of the ATen graph that `ends` are."""
+        end = next(n for n in self.graph.nodes if n.op == "output")
+        return list(end.args[0])
 
     def learns(self, node: fx.Node) -> bool:
         """Whether a value of the ATen graph depends on an input that has a gradient."""
-        return any(
-            _value(self.inputs[n]).requires_grad
-            for n in leading_to([node]) if n in self.inputs and _is_tensor(self.inputs[n])
-        )  # fmt: skip
+        return any(learns(self.inputs[n]) for n in leading_to([node]) if n in self.inputs)
 
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
+
+
+def learns(node: fx.Node) -> bool:
+    """Whether a value of Dynamo has a gradient."""
+    return _is_tensor(node) and bool(_value(node).requires_grad)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -107,51 +113,172 @@ def _is_mask(item: Any) -> bool:
     return isinstance(item, fx.Node) and _is_tensor(item) and _value(item).dtype == torch.bool
 
 
-def _end(nodes: list[fx.Node]) -> int:
-    """How many nodes there are until a number is all that the others read; 0 if that never is."""
+def loss_of(forward: Forward) -> tuple[fx.Node, list[fx.Node]] | None:
+    """The number that all that a product leads to becomes, if it does; and what leads there."""
+    after = reached([forward.product]) | {forward.product}
+    nodes = [n for n in forward.gm.graph.nodes if n in after and n.op != "output"]
     place = {node: i for i, node in enumerate(nodes)}
     latest = 0
     for i, node in enumerate(nodes):
         if latest <= i and i and _is_tensor(node) and not _value(node).shape:
-            return i + 1 if _value(node).requires_grad else 0
+            known = set(forward.nodes)
+            between = [n for n in nodes[: i + 1] if n not in known]
+            return (node, between) if learns(node) and len(between) <= MOST else None
         latest = max([latest, *(place.get(user, len(nodes)) for user in node.users)])
-    return 0
+    return None
+
+
+def _up_to_rows(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
+    """A product and what is made of it, up to what has a few numbers per token, in order.
+
+    So far, what is there is large, or is made of that, or leads to it, or chooses tokens of it.
+    """
+    tokens = numel(product) // max(hint(_value(product).shape[-1]), 1)
+    after = reached([product])
+    order = [n for n in graph.nodes if n in after]
+    large, found, stack = {product}, {product}, list[fx.Node]()
+    for node in order:
+        if node.op != "output" and numel(node) > tokens:
+            large.add(node)
+        chooses = _name(node) in _CHOOSING and not found.isdisjoint(node.all_input_nodes)
+        if chooses or node in large or not large.isdisjoint(node.all_input_nodes):
+            if node.op == "output":
+                raise Conflict("is returned, or kept for a backward", product)
+            stack.append(node)
+        while stack:
+            new = stack.pop()
+            if new not in found:
+                found.add(new)
+                stack += [a for a in new.all_input_nodes if a in after]
+    return [product, *(n for n in order if n in found)]
 
 
 def slice_of(gm: fx.GraphModule, product: fx.Node) -> Forward:
-    """The slice from a product to the loss, or to the end.
+    """The slice from a product to a few numbers per token.
 
     Raises:
         Conflict: the slice is not one of plain functions.
     """
-    after = reached([product]) | {product}
-    nodes = [n for n in gm.graph.nodes if n in after and n.op != "output"]
-    end = _end(nodes)
-    nodes = nodes[:end] if end else nodes
+    nodes = _up_to_rows(gm.graph, product)
     if len(nodes) > MOST or any(_is_product(n) for n in nodes[1:]):
         raise Conflict("leads to more than a loss", product)
-    loss = nodes[-1] if end else None
-    run = set(nodes)
-    if all(is_hinted(s) for n in nodes if _is_tensor(n) for s in _value(n).shape):
-        run |= _of_integers(nodes)  # a mask that is formed again keeps another number of tokens
-    order = list(gm.graph.nodes)
-    inside = order[order.index(nodes[0]) : order.index(nodes[-1])]
-    for node in [*run, *inside]:
-        if _name(node) == "_set_grad_enabled" or (node in run and _is_opaque(node)):
-            raise Conflict("is no plain function", node)
-    scopes = [n for n in order if n.op == "call_function" and _name(n) in _SCOPES]
-    run |= {n for n in scopes if order.index(n) < order.index(nodes[-1])}
-    return _trace(gm, product, loss, [n for n in order if n in run], nodes)
+    known = set(nodes)
+    ends = [n for n in nodes[1:] if any(user not in known for user in n.users)]
+    run = Replay(gm.graph, nodes)
+    if not all(isinstance(_value(n), (Tensor, torch.SymInt)) for n in ends):
+        raise Conflict("leads to more than tensors", product)
+    changed = [n for n in [*run.inputs, *ends] if _is_tensor(n) and _value(n)._version]
+    if changed:
+        raise Conflict("is changed in place by the function", changed[0])
+    graph = run.trace(ends)
+    inputs = dict(zip((n for n in graph.nodes if n.op == "placeholder"), run.inputs, strict=True))
+    return Forward(gm, product, nodes, ends, graph, inputs)
 
 
-def _of_integers(nodes: list[fx.Node]) -> set[fx.Node]:
+class Replay:
+    """Nodes of Dynamo that are run again.
+
+    Attributes:
+        order: these, and what they read that is made of integers; scopes of autocast.
+        inputs: what they read besides.
+    """
+
+    def __init__(self, graph: fx.Graph, nodes: list[fx.Node], given: Iterable[fx.Node] = ()):
+        """`given`: nodes whose values are there."""
+        run, self.given, order = set(nodes), set(given), list(graph.nodes)
+        if all(is_hinted(s) for n in nodes if _is_tensor(n) for s in _value(n).shape):
+            run |= _of_integers(nodes, self.given)  # a mask again keeps another number of tokens
+        for node in run:
+            if _is_opaque(node):
+                raise Conflict("is no plain function", node)
+        last = max(map(order.index, nodes), default=0)
+        run |= {n for n in order[:last] if n.op == "call_function" and _name(n) in _SCOPES}
+        self.order = [n for n in order if n in run]
+        self.still = without_gradients(order)
+        self.inputs = list(dict.fromkeys(
+            a for n in self.order for a in n.all_input_nodes if a not in run | self.given
+        ))  # fmt: skip
+        if any(_value(n) is None for n in [*self.inputs, *nodes]):
+            raise Conflict("has no value", nodes[0] if nodes else None)
+
+    def __call__(self, env: dict[fx.Node, Any]) -> None:
+        """Run them; `env`: values of what is given and of the inputs, to which theirs are added."""
+        opened: list[Any] = []
+        try:
+            for node in self.order:
+                env[node] = _call(node, env)
+                if node in self.still and isinstance(env[node], Tensor):
+                    env[node] = env[node].detach()
+                if _name(node) == "_enter_autocast":
+                    opened.append(env[node])
+                elif _name(node) == "_exit_autocast":
+                    opened.remove(env[node.args[0]])
+        finally:
+            for scope in reversed(opened):
+                torch.amp.autocast_mode._exit_autocast(scope)
+
+    def trace(self, ends: list[fx.Node]) -> fx.Graph:
+        """As ATen ops, with `ends` for results."""
+
+        def run(*given: Any) -> list[Any]:
+            env: dict[fx.Node, Any] = dict(zip(self.inputs, given, strict=True))
+            self(env)
+            return [env[n] for n in ends]
+
+        graph = traced(run, list(map(_value, self.inputs)), grads=False)
+        if any(n.op not in ("placeholder", "call_function", "output") for n in graph.nodes):
+            raise Conflict("reads a tensor that is no input", ends[0] if ends else None)
+        decompose(graph, graph.nodes)
+        graph.eliminate_dead_code()
+        return graph
+
+
+def traced(run: Callable[..., Any], values: list[Any], grads: bool = True) -> fx.Graph:
+    """The ATen ops of a function of fake tensors.
+
+    Raises:
+        Conflict: some change something in place, or are random.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # In torch 2.10 ops that C++ takes apart read sizes as numbers, unless Python's dispatcher does.
+    old = torch.__version__.startswith("2.10.")
+    dispatcher = enable_python_dispatcher() if old else contextlib.nullcontext()
+    mode = next(v for v in values if isinstance(v, Tensor)).fake_mode  # type: ignore[attr-defined]
+    with dispatcher, mode, torch.set_grad_enabled(grads):
+        graph = make_fx(dispatch_functionalize(run), decomposition_table=decompositions())(
+            *values
+        ).graph
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if node.op == "call_function" and (
+            node.is_impure() or torch.Tag.nondeterministic_seeded in tags
+        ):
+            raise Conflict("changes something in place, or is random")
+    return graph
+
+
+def without_gradients(order: list[fx.Node]) -> set[fx.Node]:
+    """What the function computes under torch.no_grad."""
+    found, enabled = set[fx.Node](), True
+    for node in order:
+        if node.op == "call_function" and _name(node) == _GRADS:
+            enabled = bool(node.args[0])
+        elif not enabled:
+            found.add(node)
+    return found
+
+
+def _of_integers(nodes: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
     """What nodes read that is made of integers, such as targets and masks, or of nothing."""
     found: set[fx.Node] = set()
     stack = [a for n in nodes for a in n.all_input_nodes]
     while stack:
         node = stack.pop()
         value = _value(node)
-        if node in found or node.op not in ("call_function", "call_method"):
+        if node in found | given or node.op not in ("call_function", "call_method"):
             continue
         if isinstance(value, Tensor) and all(map(_is_integral, node.all_input_nodes)):
             found.add(node)
@@ -196,82 +323,24 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {**table, aten.sum.default: _by_rows, aten.mean.default: _mean_by_rows}
 
 
-def _trace(
-    gm: fx.GraphModule, product: fx.Node, loss: fx.Node | None, run: list[fx.Node],
-    nodes: list[fx.Node],
-) -> Forward:  # fmt: skip
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.functional_tensor import dispatch_functionalize
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    known = set(run)
-    read = dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in known)
-    if any(_value(n) is None for n in [*read, *nodes]):
-        raise Conflict("has no value", product)
-    changed = [n for n in read if _is_tensor(n) and _value(n)._version]
-    if changed:
-        raise Conflict("is changed in place by the function", changed[0])
-    results: list[fx.Node] = []
-
-    def slice(*given: Any) -> list[Tensor]:
-        env: dict[fx.Node, Any] = dict(zip(read, given, strict=True))
-        opened: list[Any] = []
-        try:
-            for node in run:
-                env[node] = _call(node, env)
-                if _name(node) == "_enter_autocast":
-                    opened.append(env[node])
-                elif _name(node) == "_exit_autocast":
-                    opened.remove(env[node.args[0]])  # type: ignore[index]
-        finally:
-            for scope in reversed(opened):
-                torch.amp.autocast_mode._exit_autocast(scope)
-        results[:] = [n for n in nodes if isinstance(env[n], Tensor)]
-        return [env[n] for n in results]
-
-    # In torch 2.10 ops that C++ takes apart read sizes as numbers, unless Python's dispatcher does.
-    old = torch.__version__.startswith("2.10.")
-    dispatcher = enable_python_dispatcher() if old else contextlib.nullcontext()
-    with dispatcher, _value(product).fake_mode, torch.no_grad():
-        graph = make_fx(dispatch_functionalize(slice), decomposition_table=decompositions())(
-            *map(_value, read)
-        ).graph
-    if any(n.op not in ("placeholder", "call_function", "output") for n in graph.nodes):
-        raise Conflict("reads a tensor that is no input", product)
-    for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        if node.op == "call_function" and (
-            node.is_impure() or torch.Tag.nondeterministic_seeded in tags
-        ):
-            raise Conflict("changes something in place, or is random", product)
-    decompose(graph, graph.nodes)
-    inputs = dict(zip((n for n in graph.nodes if n.op == "placeholder"), read, strict=True))
-    end = next(n for n in graph.nodes if n.op == "output")
-    values = dict(zip(results, end.args[0], strict=True))
-    last = [loss] if loss is not None else [
-        n for n in values if any(user not in values for user in n.users)
-    ]  # fmt: skip
-    end.args = ([values[n] for n in last],)
-    graph.eliminate_dead_code()
-    return Forward(gm, product, loss, graph, inputs, values)
-
-
 class Splice:
-    """Copies nodes of ATen graphs to Dynamo's, before one of its nodes."""
+    """Copies nodes of ATen graphs to Dynamo's, before one of its nodes.
+
+    Attributes:
+        env: for nodes of the ATen graph, those of Dynamo's.
+    """
 
     def __init__(self, forward: Forward, before: fx.Node):
         self.forward, self.before = forward, before
         self.env: dict[fx.Node, fx.Node] = dict(forward.inputs)
-        self.made: list[fx.Node] = []
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call, with its value."""
         graph = self.forward.gm.graph
         with graph.inserting_before(self.before):
             node = graph.call_function(target, args, kwargs)
-        self.made.append(node)
         values = fx.map_arg((args, kwargs), _value)
-        with _value(self.forward.product).fake_mode, torch.no_grad():
+        with _value(self.forward.product).fake_mode:
             node.meta["example_value"] = target(*values[0], **values[1])
         node.meta["stack_trace"] = self.forward.product.meta.get("stack_trace")
         return node
@@ -287,6 +356,8 @@ class Splice:
                 stack += node.all_input_nodes
         for node in wanted.graph.nodes:
             if node in needed:
+                if is_product(node):
+                    raise Conflict("would be formed", node)
                 args, kwargs = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
                 self.env[node] = self.call(node.target, *args, **kwargs)
         return self.env[wanted]
@@ -294,7 +365,6 @@ class Splice:
 
 def sweep(forward: Forward) -> None:
     """Drop what nobody reads any more of the slice."""
-    graph = forward.gm.graph
-    for node in reversed([n for n in graph.nodes if n in forward.values]):
+    for node in reversed(forward.nodes):
         if not node.users:
-            graph.erase_node(node)
+            forward.gm.graph.erase_node(node)

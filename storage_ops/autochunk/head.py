@@ -1,11 +1,12 @@
 """The part of a loss from the hidden states to its rows, a few numbers per token.
 
 It is evaluated in float64 on random tokens: every row, and its gradient, has to be a sum of the
-terms that linear cross-entropy has, each times a number.
+terms that linear cross-entropy has, each times a number, or such a sum without a gradient.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from storage_ops.autochunk.rules import is_transposition
 from storage_ops.autochunk.spans import Span
 from storage_ops.autochunk.values import hint, name_of, numel, reached, shape, short_name
 
-_TOKENS, _HIDDEN = 8, 2  # of the comparison
+_TOKENS, _HIDDEN = 16, 2  # of the comparison
+_MOST = 4  # classes of a token whose log-probabilities are read
 # What may happen to logits: analytic functions, which agree everywhere if they do on random tokens,
 # and the largest logit of a row. Others, such as clamp, may differ where no random token is.
 _ANALYTIC = {
@@ -35,18 +37,37 @@ _ANALYTIC = {
 VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias")
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a row is made of: the numbers that its terms are multiplied by.
+
+    row = sum_k nll_k C_t (lse - z_t) + spread sum_j C_j (lse - z_j) + lse lse + entropy entropy,
+    with t the k-th target. `detached`: it has no gradient.
+    """
+
+    nll: list[float]
+    spread: float
+    lse: float
+    entropy: float
+    detached: bool
+
+    @property
+    def is_lse(self) -> bool:
+        """Whether the row is lse alone."""
+        return not any(self.nll) and not self.spread and abs(self.lse - 1) < 1e-9
+
+
 class Head:
     """What a product and its rows are to the op.
 
     Attributes:
         span: from the product to the rows.
         input, weight, bias: of the product; weight is (D, V) if transposed, else (V, D).
-        target: class indices of the tokens, or probabilities.
+        targets: class indices of the tokens, one or more of each; or one, of probabilities.
         classes: weights of the classes, or None.
         softcap (0: none), logit_scale: of the logits.
         rows: values per token.
-        terms: for each row the numbers c with row = c0 C_t (lse - z_t) + c1 sum_j C_j (lse - z_j)
-            + c2 lse.
+        terms: what the rows are made of.
     """
 
     def __init__(self, forward: Forward, span: Span):
@@ -59,11 +80,11 @@ class Head:
         *bias, self.input, right = factors
         self.weight, self.transposed = _untransposed(right)
         self.bias: fx.Node | None = next(iter(bias or _added(amplifier)), None)
-        self._target: fx.Node | None = None
+        self.targets: list[fx.Node] = []
         self.classes: fx.Node | None = None
         self.softcap, self.logit_scale = _transform(amplifier, self.bias)
         self.rows = self._rows()
-        self.terms: list[list[float]] = []
+        self.terms: list[Terms] = []
         self.body = Body(span, Builder(forward.graph, span.amplifiers, span.layouts))
         self.body.run([n for n in forward.graph.nodes if n in span.layouts], self.rows)
         if self.body.ints or not isinstance(self.vocabulary, int):
@@ -72,16 +93,14 @@ class Head:
         self.roles = [self._role(arg, layout) for arg, layout, _ in self.body.inputs]
 
     @property
-    def target(self) -> fx.Node:
-        """The targets."""
-        if self._target is None:
-            raise Conflict("has no target")
-        return self._target
-
-    @property
     def dense(self) -> bool:
         """Whether the targets are probabilities."""
-        return bool(self.target.meta["val"].is_floating_point())
+        return any(t.meta["val"].is_floating_point() for t in self.targets)
+
+    @property
+    def learns(self) -> list[bool]:
+        """Whether input, weight and bias have gradients."""
+        return [bool(n and self.forward.learns(n)) for n in (self.input, self.weight, self.bias)]
 
     def _rows(self) -> list[fx.Node]:
         layouts, after, rows = self.span.layouts, reached([self.amplifier]), []
@@ -108,14 +127,16 @@ class Head:
         vector = isinstance(layout, Whole) and wide and all(same(s, 1) for s in sizes[:-1])
         if self.forward.learns(arg) or value.dtype == torch.bool:
             raise Conflict(f"{arg} has a gradient, or is a mask")
-        if rows and not value.is_floating_point() and self._target in (None, arg):
-            self._target = arg
-            return "target"
-        if rows and wide and len(sizes) == 2 and self._target is None:
-            self._target = arg
+        if rows and not value.is_floating_point() and not self.dense:
+            known = [k for k, t in enumerate(self.targets) if _alike(bare(t), bare(arg))]
+            if known or len(self.targets) < _MOST:
+                self.targets += [] if known else [arg]
+                return f"target {known[0] if known else len(self.targets) - 1}"
+        if rows and wide and len(sizes) == 2 and not self.targets:
+            self.targets.append(arg)
             return "probabilities"
-        if vector and self.classes in (None, _bare(arg)):
-            self.classes = _bare(arg)
+        if vector and self.classes in (None, bare(arg)):
+            self.classes = bare(arg)
             return "classes"
         raise Conflict(f"{arg} is none of its inputs")
 
@@ -124,7 +145,7 @@ class Head:
         tokens, tensors = _Tokens(self), []
         for (arg, layout, _), role in zip(self.body.inputs, self.roles, strict=True):
             value, rank = tokens.given[role], len(shape(arg))
-            if role == "target":
+            if "target" in role:
                 assert isinstance(layout, Rows)
                 value = value.reshape([_TOKENS if d == layout.hi - 1 else 1 for d in range(rank)])
             elif role in ("classes", "bias"):
@@ -138,10 +159,16 @@ class Head:
             # Not only the values: a row may be detached, or have another gradient in part.
             left = got - sum(c * term for c, term in zip(numbers, tokens.terms, strict=True))
             factors = torch.rand_like(got)
-            slope, size = (tokens.gradient((v * factors).sum()) for v in (left, tokens.terms[0]))
-            if not slope.norm() <= 1e-9 * size.norm():
+            slope, whole, size = (tokens.gradient((v * factors).sum())
+                                  for v in (left, got, tokens.terms[-2]))  # fmt: skip
+            detached = not whole.any()
+            if not detached and not slope.norm() <= 1e-9 * size.norm():
                 raise Conflict("has another gradient")
-            self.terms.append(numbers)
+            *nll, spread, lse, entropy = numbers
+            # A sum of logits: V lse would take its digits, and of weights it is another number.
+            if lse and (spread or (any(nll) and (self.dense or self.classes is not None))):
+                raise Conflict("is a sum of logits", row)
+            self.terms.append(Terms(nll, spread, lse, entropy, detached))
 
 
 class _Tokens:
@@ -152,28 +179,32 @@ class _Tokens:
         vocabulary = head.vocabulary
         x = torch.randn(_TOKENS, _HIDDEN, **double, requires_grad=True)
         w = torch.randn(vocabulary, _HIDDEN, **double, requires_grad=True)
-        b, t = torch.randn(vocabulary, **double), torch.randint(vocabulary, (_TOKENS,))
-        c = torch.ones(vocabulary, **double)
+        b, c = torch.randn(vocabulary, **double), torch.ones(vocabulary, **double)
         if head.classes is not None:
             c = torch.rand(vocabulary, **double) + 0.5
-        q = torch.softmax(torch.randn(vocabulary, _TOKENS, **double), 0).t()
+        q = torch.rand(vocabulary, _TOKENS, **double).t()  # which need not add up to 1
+        targets = [torch.randint(vocabulary, (_TOKENS,)) for _ in head.targets]
         with torch.enable_grad():
             z = F.linear(x, w, None if head.bias is None else b) * head.logit_scale
             z = torch.tanh(z / head.softcap) * head.softcap if head.softcap else z
             lse = torch.logsumexp(z, 1)
             below = (lse[:, None] - z) * c
-            nll = (below * q).sum(1) if head.dense else below.gather(1, t[:, None])[:, 0]
-            self.terms = (nll, below.sum(1), lse)
+            entropy = lse - (torch.softmax(z, 1) * z).sum(1)
+            nll = [(below * q).sum(1) if head.dense else below.gather(1, t[:, None])[:, 0]
+                   for t in targets]  # fmt: skip
+            self.terms = (*nll, below.sum(1), lse, entropy)
         self.learning = x, w
         self.given = {
-            "input": x, "weight": w, "weight.t": w.t(), "bias": b, "target": t, "classes": c,
-            "probabilities": q,
+            "input": x, "weight": w, "weight.t": w.t(), "bias": b, "classes": c, "probabilities": q,
+            **{f"target {k}": t for k, t in enumerate(targets)},
         }  # fmt: skip
 
     def gradient(self, value: Tensor) -> Tensor:
         """Of a number, with respect to input and weight."""
-        found = torch.autograd.grad(value, self.learning, retain_graph=True)
-        return torch.cat([g.flatten() for g in found])
+        if not value.requires_grad:
+            return torch.zeros(1)
+        found = torch.autograd.grad(value, self.learning, retain_graph=True, allow_unused=True)
+        return torch.cat([g.flatten() for g in found if g is not None])
 
 
 def _untransposed(node: Any) -> tuple[fx.Node, bool]:
@@ -184,11 +215,23 @@ def _untransposed(node: Any) -> tuple[fx.Node, bool]:
     return node, transposed
 
 
-def _bare(node: Any) -> fx.Node:
+def bare(node: Any) -> fx.Node:
     """A node without views of it."""
     while short_name(node) in VIEWS:
         node = node.args[0]
     return node  # type: ignore[no-any-return]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two nodes, or arguments, have the same value for they are made in the same way."""
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)):
+        return bool(type(one) is type(other) and one == other)
+    if one is other or one.op != "call_function" or one.target is not other.target:
+        return one is other
+    named = (sorted(node.kwargs.items()) for node in (one, other))
+    return _alike(one.args, other.args) and _alike(*named)
 
 
 def _added(amplifier: fx.Node) -> list[Any]:

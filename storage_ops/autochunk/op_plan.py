@@ -8,12 +8,15 @@ import torch
 from torch import fx
 
 from storage_ops import matmul
-from storage_ops.autochunk.values import hint
+from storage_ops.autochunk.values import hint, name_of
 from storage_ops.loss import cost, planner
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.devices import has_row_kernel, rates_of
+from storage_ops.loss.op import call_of_backward
 from storage_ops.loss.problem import Problem, padded, parts
 from storage_ops.loss.tokens import copy_elements
+
+EVERY = -(1 << 62)  # no class: as ignore_index it says that no token is ignored
 
 
 def budget_of(size: int, given: int | None) -> int:
@@ -36,7 +39,9 @@ def _problem(call: Call) -> Problem:
         hint(call.weight.shape[0]),
         matmul.of(x.dtype, x.device.type, torch.get_num_threads()),
         grads=(call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
-        gathers=not dense,
+        in_forward=call.in_forward,
+        picks=0 if call.selected_ids is None else call.selected_ids.shape[-1],
+        gathers=not dense and call.ignore_index != EVERY,
         rescales=not dense and not (call.label_smoothing and call.softcap),
         masks=dense and call.token_weight is not None,
         plain=not has_row_kernel(x.device.type),
@@ -59,7 +64,7 @@ def plan_of(
 
 
 def scratch(node: fx.Node) -> int:
-    """What a call of the op holds besides its arguments and results, as planned."""
+    """What the op, or its backward, holds besides its arguments and results, as planned."""
     values: Any = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
-    call = Call(*values)
+    call = call_of_backward(values) if "backward" in name_of(node) else Call(*values)
     return plan_of(call, None, call.memory_budget)[1].peak_bytes

@@ -153,7 +153,7 @@ def _inside(node: fx.Node) -> int:
         wide, late = _sums(node)
         chunk = max(_chunk(node, p, -(-n // p.count(n))) for p, n in programs)
         return wide + max(chunk - late, 0)
-    if name_of(node) == "storage_ops.linear_cross_entropy.default":
+    if name_of(node).startswith("storage_ops.linear_cross_entropy"):
         from storage_ops.autochunk.op_plan import scratch
 
         return scratch(node)

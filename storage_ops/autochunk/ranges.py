@@ -60,13 +60,6 @@ def take_apart(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
     return done
 
 
-def leave_out(graph: fx.Graph, product: fx.Node) -> fx.Node:
-    """Leave tokens out of a product that nobody reads; the product of the others."""
-    while (found := _attempt(graph, product, small=True)) is not None:
-        (product,) = found
-    return product
-
-
 def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | None:
     """The products of one more cut, of which there is one if `small`; None: nothing is changed."""
     for first, stacks in itertools.product(rows_of(product), (True, False)):

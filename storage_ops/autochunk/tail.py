@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from storage_ops.autochunk.fit import fit, in_double
-from storage_ops.autochunk.forward import Forward, decompositions
+from storage_ops.autochunk.forward import Replay, learns, loss_of, traced
 from storage_ops.autochunk.head import VIEWS, Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.spans import is_product
@@ -29,67 +29,83 @@ class Tail:
     """What becomes of the rows.
 
     Attributes:
-        nodes: of the forward, from the rows and leaves to the loss.
-        leaves: what they read besides the rows.
+        loss: the number, a node of Dynamo.
+        leaves: nodes of Dynamo that are read besides the rows.
         graph: traced; takes `inputs`, the leaves and the rows, and gives `weight`, those of the
-            tokens, `loss`, and the gradient of the loss with respect to every row.
+            tokens, `total`, the loss, and its gradient with respect to every row.
         label_smoothing, z_loss: options of the loss.
     """
 
-    def __init__(self, forward: Forward, head: Head):
+    def __init__(self, head: Head):
         self.head, self.label_smoothing, self.z_loss = head, 0.0, 0.0
-        needed: set[fx.Node] = set()
-        stack = forward.output.all_input_nodes
-        while stack:
-            node = stack.pop()
-            if node not in needed and node not in head.rows:
-                needed.add(node)
-                stack += node.all_input_nodes
-        self.nodes = [n for n in forward.graph.nodes if n in needed]
-        self.leaves = [n for n in self.nodes if n.op == "placeholder"]
-        for node in self.nodes:
+        found = loss_of(head.forward)
+        if found is None:
+            raise Conflict("leads to no loss")
+        if len(head.targets) != 1 or any(t.entropy or t.detached for t in head.terms):
+            raise Conflict("is no sum of cross-entropy and squares of lse")
+        self.loss, nodes = found
+        self.ends = Replay(head.forward.gm.graph, nodes, head.forward.ends)
+        self.between = self._between()
+        inputs = head.forward.inputs
+        own = [inputs[n] for n in self.between if n.op == "placeholder"]
+        self.leaves = list(dict.fromkeys([*own, *self.ends.inputs]))
+        for leaf in self.leaves:
+            if learns(leaf):
+                raise Conflict("has a gradient", leaf)
+        self.graph = self._trace()
+        for node in self.graph.nodes:
             if is_product(node) or numel(node) > _MOST:
                 raise Conflict("is too large for what follows a value per token", node)
-        for leaf in self.leaves:
-            if forward.learns(leaf):
-                raise Conflict("has a gradient", leaf)
-        self.graph = self._trace(forward)
         self.inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         end: Any = next(n for n in self.graph.nodes if n.op == "output").args[0]
         self.weight: fx.Node = end[0]
-        self.loss: fx.Node = end[1]
+        self.total: fx.Node = end[1]
         sizes = [n for n in self.graph.nodes if short_name(n) == "sym_size"]  # they may be of rows
         read = leading_to([self.weight], dict.fromkeys(sizes, self.weight))
         if read & set(self.inputs[len(self.leaves) :]):
             raise Conflict("is not linear in the rows")
 
-    def _trace(self, forward: Forward) -> fx.Graph:
-        from torch.fx.experimental.proxy_tensor import make_fx
+    def _between(self) -> list[fx.Node]:
+        """The nodes of the ATen graph between rows and ends, and what they read, in order."""
+        found: set[fx.Node] = set()
+        stack = list(self.head.forward.values)
+        while stack:
+            node = stack.pop()
+            if node not in found and node not in self.head.rows:
+                found.add(node)
+                stack += node.all_input_nodes
+        if any(map(is_product, found)):
+            raise Conflict("reads the size of the logits")
+        return [n for n in self.head.forward.graph.nodes if n in found]
 
-        head, loss = self.head, forward.output.all_input_nodes[0]
-        shares = [target + head.vocabulary * spread for target, spread, _ in head.terms]
+    def _trace(self) -> fx.Graph:
+        head, forward = self.head, self.head.forward
+        shares = [sum(t.nll) + head.vocabulary * t.spread for t in head.terms]
 
         def run(*given: Any) -> list[Tensor]:
-            env: dict[fx.Node, Any] = dict(zip([*self.leaves, *head.rows], given, strict=True))
-            rows = [env[row].detach().requires_grad_() for row in head.rows]
-            env.update(zip(head.rows, rows, strict=True))
+            outer: dict[fx.Node, Any] = dict(zip(self.leaves, given, strict=False))
+            rows = [row.detach().requires_grad_() for row in given[len(self.leaves) :]]
+            inner: dict[fx.Node, Any] = dict(zip(head.rows, rows, strict=True))
             with torch.enable_grad():
-                for node in self.nodes:
-                    if node.op == "call_function":
-                        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                        env[node] = node.target(*args, **kwargs)
-                pulled = torch.autograd.grad(env[loss], rows)
+                for node in self.between:
+                    if node.op == "placeholder":
+                        inner[node] = outer[forward.inputs[node]]
+                    else:
+                        args, kwargs = fx.map_arg((node.args, node.kwargs), inner.__getitem__)
+                        inner[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                outer.update((e, inner[v]) for e, v in zip(forward.ends, forward.values,
+                                                           strict=True))  # fmt: skip
+                self.ends(outer)
+                loss = outer[self.loss]
+                pulled = torch.autograd.grad(loss, rows)
             flat = [p.reshape(-1) for p in pulled]
             parts = [p if share == 1 else p * share
                      for p, share in zip(flat, shares, strict=True) if share]  # fmt: skip
             weight = sum(parts[1:], start=parts[0])
-            return [weight, env[loss].detach(), *flat]
+            return [weight, loss.detach(), *flat]
 
-        values = [n.meta["val"] for n in [*self.leaves, *head.rows]]
-        for i, row in enumerate(head.rows, len(self.leaves)):
-            values[i] = values[i].to(arithmetic(row.meta["val"].dtype))
-        with head.input.meta["val"].fake_mode, torch.no_grad():
-            return make_fx(run, decomposition_table=decompositions())(*values).graph
+        rows = [n.meta["val"].to(arithmetic(n.meta["val"].dtype)) for n in head.rows]
+        return traced(run, [*(leaf.meta["example_value"] for leaf in self.leaves), *rows])
 
     @property
     def uniform(self) -> bool:
@@ -124,7 +140,7 @@ class Tail:
 
     def _draw(self, run: Any) -> tuple[float, float] | None:
         """Smoothing and z-loss that random leaves and rows show; None if no token counts."""
-        numbers = _literals([*self.graph.nodes, *self.nodes])
+        numbers = _literals(self.graph.nodes)
         leaves = [_drawn(leaf, numbers) for leaf in self.leaves]
         rows = [torch.rand([hint(s) for s in shape(row)]).double() + 0.5 for row in self.head.rows]
         weight, loss, *pulled = run(*leaves, *rows)
@@ -135,12 +151,11 @@ class Tail:
             raise Conflict("has weights of another kind")
         flat, terms = [row.flatten() for row in rows], self.head.terms
         spread, lse = (
-            torch.stack([p * term[i] for p, term in zip(pulled, terms, strict=True)]).sum(0)
-            for i in (1, 2)
+            torch.stack([p * by for p, by in zip(pulled, each, strict=True)]).sum(0)
+            for each in ([t.spread for t in terms], [t.lse for t in terms])
         )
         (smoothing,) = fit(spread * self.head.vocabulary, [weight])
-        squared = [i for i, (target, spread, lse) in enumerate(terms)
-                   if target == spread == 0 and abs(lse - 1) < 1e-9]  # fmt: skip
+        squared = [i for i, t in enumerate(terms) if t.is_lse]
         total = torch.zeros_like(loss)
         z_loss = 0.0
         if lse.norm() > 1e-9 * weight.norm():
@@ -162,7 +177,7 @@ class Tail:
             short_name(n) in _CHOOSING
             and numel(n) >= tokens
             and any(v.is_floating_point() for a in n.all_input_nodes for v in values_of(a))
-            for n in [*self.graph.nodes, *self.nodes]
+            for n in self.graph.nodes
         )
 
 
@@ -178,7 +193,7 @@ def _literals(nodes: Iterable[fx.Node]) -> list[int]:
 
 def _drawn(node: fx.Node, numbers: list[int]) -> Any:
     """A random value for a leaf."""
-    value = node.meta["val"]
+    value = node.meta["example_value"]
     if not isinstance(value, Tensor):
         return hint(value)
     sizes = [hint(s) for s in value.shape]

@@ -77,7 +77,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
     """What a call was about to do when its forward ended, from the arguments of a backward op."""
-    call = _call_of_backward(args, into)
+    call = call_of_backward(args, into)
     state = args[_UPSTREAM - 1]
     run = Run(call, state)
     tokens = run.tokens
@@ -94,7 +94,7 @@ def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
     return run
 
 
-def _call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
+def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     """The arguments of the forward; only one backward op takes accumulate_into."""
     given = args[_UPSTREAM:]
     if not into:
@@ -297,16 +297,16 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 @register_fake(_BACKWARD_NAME, lib=_schemas.library)
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_grads(_call_of_backward(args))
+    return _fake_grads(call_of_backward(args))
 
 
 @register_fake(_BACKWARD_NAME + "_target", lib=_schemas.library)
 def _(*args: Any) -> Tensor:
-    target = _call_of_backward(args).target
+    target = call_of_backward(args).target
     return torch.empty_like(target, memory_format=torch.contiguous_format)
 
 
 @register_fake(_BACKWARD_NAME + "_into", lib=_schemas.library)
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    grad_input, _, grad_bias = _fake_grads(_call_of_backward(args, into=True))
+    grad_input, _, grad_bias = _fake_grads(call_of_backward(args, into=True))
     return grad_input, grad_bias

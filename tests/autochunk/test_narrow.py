@@ -172,11 +172,11 @@ def test_gradients(loss, dtype, batch, monkeypatch):
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(recognise, "leave_out")
+    watch(recognise, "take_apart")
     watch(driver, "take_apart")
     data = given(dtype, 4 if loss in (sequences, last_token, first_token) else batch)
     ops, report = check(loss, data, dtype)
-    narrowed = narrowed["leave_out" if LINEAR in ops else "take_apart"]
+    narrowed = narrowed["take_apart"]
     assert narrowed and all(narrowed)
     # As the op, up to D tokens wait in the weight's gradient: they need few tiles.
     waits = LINEAR in ops and narrowed[-1].meta["val"].shape[0] <= D

@@ -8,12 +8,20 @@ import storage_ops
 from storage_ops.autochunk import assemble
 from storage_ops.autochunk.backend import backend
 
-from .losses import V, biased, distillation, focal, interpreted, policy_ratio, run, squared
+from .losses import V, biased, distillation, flat, interpreted, policy_ratio, run, squared
 from .losses import z_loss_and_entropy as mixed
 
 
+def focal(x, w, t):
+    """Of capped logits, which are no linear cross-entropy's."""
+    log_p = torch.log_softmax(flat(x, w).float().clamp(-50, 50), -1)
+    nll = -log_p.gather(-1, t.flatten().clamp(min=0)[:, None])
+    return (nll * (1 - (-nll).exp()) ** 2).mean()
+
+
 def focal_with_bias(x, w, t):
-    log_p = torch.log_softmax(F.linear(x, w, w[:, 0]).flatten(0, -2).float(), -1)
+    z = F.linear(x, w, w[:, 0]).flatten(0, -2).float()
+    log_p = torch.log_softmax(z.clamp(-50, 50), -1)
     nll = -log_p.gather(-1, t.flatten().clamp(min=0)[:, None])
     return (nll * (1 - (-nll).exp()) ** 2).mean()
 
