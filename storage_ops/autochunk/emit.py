@@ -2,7 +2,9 @@
 
 Of a loss whose tail is linear the op makes the loss, and gradients in the forward. Of any other it
 makes the few numbers per token, each with a gradient of its own, and the user's code goes on from
-there; its backward forms the logits once more.
+there; its backward forms the logits once more. On a CPU that is no slower than the general way,
+which forms them once for some of these losses and compiles a body for each; on a GPU, where the
+products are nearly all of the time, it would be.
 """
 
 from __future__ import annotations
@@ -97,6 +99,8 @@ class Emitter:
         """Before which node of Dynamo the rows are there, and may have gradients."""
         forward, order = self.forward, list(self.forward.gm.graph.nodes)
         learns = any(map(any, (head.learns for head in self.heads)))
+        if learns and self.heads[0].amplifier.meta["val"].device.type != "cpu":
+            raise Conflict("would be formed twice, which a GPU needs longer for", forward.product)
         if learns and self.is_shared():
             raise Conflict("has a weight that another product has, too", forward.product)
         inside, position = set(forward.nodes), {node: i for i, node in enumerate(order)}
