@@ -98,7 +98,8 @@ STAGES = [
     Stage("R1-variants", (), 120, "linear_cross_entropy",
           ("--shapes", "R1", "--variants", "none", "half ignored")),
     *(Stage(name, (), 120, name)
-      for name in ("selective_checkpoint", "autochunk", "storage", "demo", "head", "fit_plans")),
+      for name in ("selective_checkpoint", "autochunk", "storage", "demo", "head", "fit_plans",
+                   "carried_plans")),
 ]  # fmt: skip
 
 

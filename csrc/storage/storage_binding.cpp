@@ -104,9 +104,10 @@ StorageImpl* storage_of(const char* op, const char* name, const at::Tensor& t) {
 // Raises for a storage that must keep its bytes: torch marks it when an array of numpy looks at
 // them, and those that pin_memory() makes.
 void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage) {
-  TORCH_CHECK(storage->resizable() || storage->allocator() == nullptr, op, ": ", name,
-              " has bytes that torch cannot resize, because numpy or another library looks at them or "
-              "pin_memory() made them; expected a tensor whose bytes are its own");
+  TORCH_CHECK(
+      storage->resizable() || storage->allocator() == nullptr, op, ": ", name,
+      " has bytes that torch cannot resize, because numpy or another library looks at them or "
+      "pin_memory() made them; expected a tensor whose bytes are its own");
 }
 
 // The storage that discard_storage empties. Null if nothing is missing in it without bytes, or it
