@@ -226,6 +226,16 @@ def train_gpt() -> str:
     return text.removesuffix("\n") + picture("train_gpt-memory.png", "memory over one step")
 
 
+def carried_plans() -> str:
+    """Plans made without a GPU: what was predicted of them, and what was measured on one."""
+    shown = ("case", "budget (MiB)", "simulated (MiB)", PEAK, "predicted", "time / none")
+    text = ""
+    for result in results_of("carried_plans"):
+        rows = [{key: row[key] for key in shown if key in row} for row in result["rows"]]
+        text += source(result) + _report.markdown_table(rows) + "\n"
+    return text.removesuffix("\n") + picture("carried_plans.png", TRADEOFF)
+
+
 def by_shape(stem: str) -> str:
     """Every case of a benchmark and every shape; those that are fewer are the columns."""
     text = ""
@@ -267,6 +277,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "selective_checkpoint": lambda: by_shape("selective_checkpoint"),
     "autochunk": lambda: by_shape("autochunk"),
     "train_gpt": train_gpt,
+    "carried_plans": carried_plans,
     "plan": planned,
 }
 
