@@ -97,6 +97,7 @@ def test_effects_happen_once(layer, region):
     compare(COMPILED[layer], region, "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", ["output_discard", "wrapper, full", "wrapper, selective"])
 @pytest.mark.parametrize("layer", ["BatchNorm", "StatisticsRead", "Viewed", "Router", "Noise"])
 def test_inductor(layer, region):

@@ -124,6 +124,7 @@ def smallest(*tensors, **options):
 GRADS = [(True, True), (True, False), (False, True), (False, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, 0.25, 1 / 16, 1 / 64])
 @pytest.mark.parametrize("grads", GRADS)
 @pytest.mark.parametrize(
