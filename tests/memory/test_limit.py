@@ -89,6 +89,7 @@ def test_wrong_arguments(args, message):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.95, 0.7, 0.5])
 @pytest.mark.parametrize("order", ["inside", "outside"])
 @pytest.mark.parametrize("name", MODELS)
