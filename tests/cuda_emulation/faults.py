@@ -49,11 +49,12 @@ FAULTS = {
         "return THIS || reinterpret_cast<uintptr_t>(p) % sizeof(uint4) == 0;", "not aligned",
     ),
     "a read beyond the row": (
-        HEADER, "if (p < packs) tile[u] = packed[p];", "if (p < packs + THIS) tile[u] = packed[p];",
-        "outside of its tensors",
+        HEADER, "if (p >= packs) continue;\n#pragma unroll",
+        "if (p >= packs + THIS) continue;\n#pragma unroll", "outside of its tensors",
     ),
     "a write beyond the row": (
-        HEADER, "if (p >= packs) continue;", "if (p >= packs + THIS) continue;", "outside|wrong",
+        HEADER, "if (p >= packs) continue;\n      A numbers",
+        "if (p >= packs + THIS) continue;\n      A numbers", "outside|wrong",
     ),
 }  # fmt: skip
 
