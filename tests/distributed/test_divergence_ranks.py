@@ -51,8 +51,11 @@ def compare(rank):
             results.append((loss.detach().double(), *grads))
         if kind == "tvd" and dtype == torch.bfloat16:  # signs flip where logits are equal
             results = [r[:1] for r in results]
-        rtol, atol = (1e-9, 1e-10) if dtype == torch.float64 else (5e-2, 5e-2)
-        torch.testing.assert_close(*results, rtol=rtol, atol=atol)
+        if dtype == torch.float64:
+            torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+            continue
+        for got, right in zip(*results, strict=True):  # an element may be off by what logits are
+            assert (got - right).norm() <= 5e-2 * right.norm() + 1e-2
 
 
 def transforms(rank):
