@@ -195,8 +195,9 @@ class Replay:
         run |= {n for n in order[:last] if n.op == "call_function" and _name(n) in _SCOPES}
         self.order = [n for n in order if n in run]
         self.still = without_gradients(order)
+        known = run | self.given
         self.inputs = list(dict.fromkeys(
-            a for n in self.order for a in n.all_input_nodes if a not in run | self.given
+            a for n in self.order for a in n.all_input_nodes if a not in known
         ))  # fmt: skip
         if any(_value(n) is None for n in [*self.inputs, *nodes]):
             raise Conflict("has no value", nodes[0] if nodes else None)

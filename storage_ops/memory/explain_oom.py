@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.memory.advice import Follower, Step, advise, bytes_of
 from storage_ops.memory.estimate_gpu import following_resizes
 from storage_ops.memory.estimate_ledger import Block, Call
+from storage_ops.memory.measure import numbered
 from storage_ops.memory.owners import (
     BUFFERS,
     GRADIENTS,
@@ -121,9 +122,7 @@ def explain_oom(
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = numbered(torch.device(device))
     mode = Explaining(where)
     follower = Follower(mode.roots)
     named, calls = mode.named(), follower.following()

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from storage_ops.memory.estimate_gpu import following_resizes
 from storage_ops.memory.explain_oom import Explaining
+from storage_ops.memory.measure import numbered
 from storage_ops.memory.tracking import Tracking
 from storage_ops.quantities import parse_bytes, readable
 
@@ -43,7 +44,7 @@ def limit(nbytes: int | float | str, device: str | torch.device = "cpu") -> Iter
     most = parse_bytes(nbytes, "nbytes")
     where = torch.device(device)
     if where.type == "cuda" and torch.cuda.is_available():
-        with _limited_allocator(most, where):
+        with _limited_allocator(most, numbered(where)):
             yield
         return
     if where.type != "cpu":
@@ -80,12 +81,11 @@ class _Limit(Tracking):
 @contextlib.contextmanager
 def _limited_allocator(most: int, device: torch.device) -> Iterator[None]:
     """Let the caching allocator of a GPU have this many bytes at most."""
-    index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(index).total_memory
-    before = torch.cuda.get_per_process_memory_fraction(index)
-    torch.cuda.set_per_process_memory_fraction(min(most / total, before), index)
+    total = torch.cuda.get_device_properties(device).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(most / total, before), device)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, index)
+        torch.cuda.set_per_process_memory_fraction(before, device)

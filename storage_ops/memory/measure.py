@@ -49,6 +49,13 @@ class Life:
     end: int | None
 
 
+def numbered(device: torch.device) -> torch.device:
+    """A device; the current GPU for one that has no number."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 @dataclass
 class Measurement:
     """What a `measure` block allocated; filled in when the block ends.
@@ -170,9 +177,7 @@ class measure:
             self._result.peak_bytes = peak - self._entry_bytes
 
     def _read_events(self) -> None:
-        on_cuda, index = self._device.type == "cuda", self._device.index
-        if on_cuda and index is None:
-            index = torch.cuda.current_device()
+        index = numbered(self._device).index
         profiler: Any = self._profile.profiler
         changes, taken = history(
             profiler.kineto_results.experimental_event_tree(), self._device.type, index

@@ -34,6 +34,37 @@ def part_ties(given, scale):
         teacher[tied] += 1
 
 
+# Relative errors of statistics and gradients, by the bytes of a logit; absolute ones of statistics.
+BOUNDS = {2: (2e-5, 5e-3, 2e-6), 4: (2e-5, 2e-5, 2e-6), 8: (1e-12, 1e-12, 1e-12)}
+
+
+def compare_rows(kernel, given, divergence, bounds, device="cpu", by=1.0):
+    """Run a kernel on a device, with fences and poison, against plain torch in float64.
+
+    by: of the upstream gradients, as a loss scaler has it.
+    """
+    dtype, columns, wide = given[0].dtype, given[0].shape[1], given[4].dtype
+    double = [None if t is None else t.to(torch.float64, copy=True) for t in given]
+    upstream = by * torch.randn(7, dtype=wide)
+    options = (divergence, 0.3, 0.7)
+    rows.divergence_rows(*double, upstream.double(), *options, UPDATE | GRADIENT)
+    rtol, apart, atol = bounds[dtype.itemsize]
+    there = [None if t is None else t.to(device) for t in given[1:4]]
+    for phases in ([UPDATE | GRADIENT], [UPDATE, GRADIENT]):
+        fence = torch.full((7, columns + 9), 9.0, dtype=dtype, device=device)
+        fence[:, :columns] = given[0]
+        poisoned = [torch.full_like(t, torch.nan, device=device) for t in given[4:]]
+        own = [fence[:, :columns], *there, *poisoned]
+        for phase in phases:
+            kernel(*own, upstream.to(device), *options, phase)
+        torch.testing.assert_close(own[4].cpu(), double[4].to(wide), rtol=rtol, atol=atol)
+        torch.testing.assert_close(own[5].cpu(), double[5].to(wide), rtol=rtol, atol=atol)
+        error = (own[0].cpu().double() - double[0]).norm() / double[0].norm().clamp_min(1e-30)
+        if not (divergence == "tvd" and columns == 1) and double[0].norm() > 0:
+            assert error < apart
+        assert (fence[:, columns:] == 9).all()
+
+
 @pytest.mark.parametrize("columns", [1, 5, 1023, 1024, 1025, 5000])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -41,27 +72,7 @@ def test_rows_against_plain_torch_in_float64(dtype, divergence, columns):
     given = tiles(dtype, columns, bias=columns % 2 > 0)
     if columns > 1:
         part_ties(given, 0.7)
-    wide = given[4].dtype
-    double = [None if t is None else t.to(torch.float64, copy=True) for t in given]
-    upstream = torch.randn(7, dtype=wide)
-    options = (divergence, 0.3, 0.7)
-    rows.divergence_rows(*double, upstream.double(), *options, UPDATE | GRADIENT)
-    before = given[0].clone()
-    for phases in ([UPDATE | GRADIENT], [UPDATE, GRADIENT]):
-        logits = torch.full((7, columns + 3), 9.0, dtype=dtype)
-        logits[:, :columns] = before
-        poisoned = [torch.full_like(t, torch.nan) for t in given[4:]]
-        own = [logits[:, :columns], *given[1:4], *poisoned]
-        for phase in phases:
-            OPS._divergence_rows(*own, upstream, *options, phase)
-        close = {"rtol": 1e-12, "atol": 1e-12} if wide == torch.float64 else {}
-        close = close or {"rtol": 2e-5, "atol": 2e-6}
-        torch.testing.assert_close(own[4], double[4].to(wide), **close)
-        torch.testing.assert_close(own[5], double[5].to(wide), **close)
-        error = (own[0].double() - double[0]).norm() / double[0].norm().clamp_min(1e-30)
-        if not (divergence == "tvd" and columns == 1) and double[0].norm() > 0:
-            assert error < {2: 5e-3, 4: 2e-5, 8: 1e-12}[dtype.itemsize]
-        assert (logits[:, columns:] == 9).all()
+    compare_rows(OPS._divergence_rows, given, divergence, BOUNDS)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
