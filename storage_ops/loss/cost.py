@@ -41,9 +41,24 @@ def plain_elements(rows: int, columns: int) -> int:
     return max(columns, min(rows * columns, PLAIN))
 
 
-def top_rows(rows: int, columns: int, cuda: bool) -> int:
-    """Rows of a tile whose largest logits are looked for at a time."""
-    return max(1, min(rows, (PLAIN << 5 * cuda) // max(columns, 1)))
+def in_groups(columns: int, k: int) -> bool:
+    """Whether the k largest of so many logits are looked for in the groups of largest maximum."""
+    return columns >= 8 * k * GROUP
+
+
+def top_elements(cuda: bool) -> int:
+    """Logits, or maxima of groups, among which the largest ones are looked for at a time."""
+    return PLAIN << 5 * cuda
+
+
+def top_width(columns: int, k: int) -> int:
+    """Of each row so many are: all logits, or one of each group and then those of k groups."""
+    return max(parts(columns, GROUP), k * GROUP) if in_groups(columns, k) else columns
+
+
+def top_rows(rows: int, columns: int, k: int, cuda: bool) -> int:
+    """Rows of a tile whose k largest logits are looked for at a time."""
+    return max(1, min(rows, top_elements(cuda) // max(top_width(columns, k), 1)))
 
 
 def narrowed_rows(rows: int) -> int:
@@ -111,8 +126,10 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
             copies = PLAIN_COPIES * arithmetic + 24
             most = max(most, copies * plain_elements(rows, p.picks))
         if phases & UPDATE and p.top:
-            each = TOP_BYTES + 3 * arithmetic
-            most = max(most, each * top_rows(rows, classes, m.cuda) * (classes + GROUP))
+            k, copies = min(p.top, classes), 3 * arithmetic
+            found = top_rows(rows, classes, k, m.cuda) * top_width(classes, k)
+            copied = max(classes, min(rows * classes, top_elements(m.cuda)))
+            most = max(most, (TOP_BYTES + copies) * found + copies * copied * in_groups(classes, k))
         if adds & INPUT and with_input:
             size = m.scratch_bytes(Kind.INPUT, rows, classes, d, wide_input)
             if p.gathers:  # the rows' part, and with EXPONENTIALS the sum that is rescaled

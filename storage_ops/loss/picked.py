@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from storage_ops.loss.cost import GROUP, plain_rows, top_rows
+from storage_ops.loss.cost import GROUP, in_groups, plain_rows, top_elements, top_rows
 from storage_ops.loss.reference import logits_of, row_gradient, slope_of
 from storage_ops.loss.schedule import Step, slices, within
 from storage_ops.loss.tokens import may_count
@@ -84,18 +84,41 @@ class Picked:
             for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
                 rows = within(part, step.rows)
                 column, here = self._columns(step, part)
-                products = tile[rows].gather(1, column).to(self.logits.dtype)
-                found = self._logits(step, products, column)
+                found = self._logits(step, tile[rows].gather(1, column), column)
                 self.logits[part] = torch.where(here, found, self.logits[part])
         if k := min(self.top.shape[1], tile.shape[1]):
-            bias = None if self._bias is None else self._bias[step.classes].to(self.top.dtype)
-            for part in _pieces(step, top_rows(len(tile), tile.shape[1], tile.is_cuda)):
-                z = tile[within(part, step.rows)].to(self.top.dtype)
-                z = logits_of(z, bias, self._call.softcap, self._call.logit_scale)
-                value, column = _largest(z, k)
-                del z
+            for part in _pieces(step, top_rows(len(tile), tile.shape[1], k, tile.is_cuda)):
+                value, column = self._largest(step, tile[within(part, step.rows)], k)
                 column += self._first + step.classes.start
                 self._take(part, [self.top[part], value], [self.top_ids[part], column])
+
+    def _largest(self, step: Step, products: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest logits of each row, nan as inf, and their columns; of equal ones the first.
+
+        They are in the k groups of columns that have the largest maximum; of groups with an equal
+        one in the first of them.
+        """
+        columns = products.shape[1]
+        if not in_groups(columns, k):
+            return _first_largest(self._logits(step, products), k)
+        groups = _first_largest(self._maxima(step, products), k)[1].sort(1).values
+        column = torch.arange(GROUP, device=groups.device) + groups.unsqueeze(2) * GROUP
+        column = column.flatten(1)
+        outside = column >= columns
+        column.clamp_(max=columns - 1)
+        z = self._logits(step, products.gather(1, column), column).masked_fill(outside, -torch.inf)
+        value, place = _first_largest(z, k)
+        return value, column.gather(1, place)
+
+    def _maxima(self, step: Step, products: Tensor) -> Tensor:
+        """The largest logit of each group of columns."""
+        call, (rows, columns) = self._call, products.shape
+        rises = self._bias is None and not call.softcap and call.logit_scale > 0
+        if rises and (products.is_cuda or products.element_size() > 2):  # a CPU compares those fast
+            return self._logits(step, _of_groups(products))
+        size = max(1, top_elements(products.is_cuda) // columns)
+        return torch.cat([_of_groups(self._logits(step, products[part]))
+                          for part in slices(rows, size)])  # fmt: skip
 
     def merge(self, rows: slice) -> None:
         """Put together what the ranks have of some rows."""
@@ -161,7 +184,7 @@ class Picked:
         for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
             rows, call = within(part, step.rows), self._call
             column, here = self._columns(step, part)
-            z = self._logits(step, products[rows].to(self._state.dtype), column)
+            z = self._logits(step, products[rows], column)
             own = upstream if upstream.shape[1] == 1 else upstream[:, part]
             value = row_gradient(z, self._share(step, part, column), self._state[:, part], own)
             value += self.upstream[part]
@@ -188,9 +211,13 @@ class Picked:
         # Where classes are padding, ids that are none may seem to be here.
         return column.clamp_(0, width - 1), here
 
-    def _logits(self, step: Step, products: Tensor, column: Tensor) -> Tensor:
-        bias = None if self._bias is None else self._bias[step.classes][column].to(products.dtype)
-        return logits_of(products, bias, self._call.softcap, self._call.logit_scale)
+    def _logits(self, step: Step, products: Tensor, column: Tensor | None = None) -> Tensor:
+        """Logits of all classes of a step, or of some of each row."""
+        z, bias = products.to(self._state.dtype), None
+        if self._bias is not None:
+            bias = self._bias[step.classes].to(z.dtype)
+            bias = bias if column is None else bias[column]
+        return logits_of(z, bias, self._call.softcap, self._call.logit_scale)
 
     def _share(self, step: Step, rows: slice, column: Tensor) -> Tensor | None:
         """The share of each class in a target that is spread out."""
@@ -207,20 +234,11 @@ class Picked:
         return (each * share).expand(column.shape)
 
 
-def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, nan as inf, and their columns; of equal ones the first.
-
-    They are in the k groups of columns that have the largest maximum; of groups with an equal one
-    in the first of them.
-    """
-    rows, columns = z.shape
-    if columns < 8 * k * GROUP:
-        return _first_largest(z, k)
-    z = torch.nn.functional.pad(z, (0, -columns % GROUP), value=-torch.inf).view(rows, -1, GROUP)
-    groups = _first_largest(z.amax(2), k)[1].sort(1).values
-    few = z.gather(1, groups.unsqueeze(2).expand(-1, -1, GROUP)).flatten(1)
-    value, place = _first_largest(few, k)
-    return value, groups.gather(1, place // GROUP) * GROUP + place % GROUP
+def _of_groups(z: Tensor) -> Tensor:
+    """The largest of each group of columns, the last of which may be smaller."""
+    whole = z.shape[1] - z.shape[1] % GROUP
+    found, last = z[:, :whole].unflatten(1, (-1, GROUP)).amax(2), z[:, whole:]
+    return torch.cat((found, last.amax(1, keepdim=True)), 1) if last.shape[1] else found
 
 
 def _first_largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
