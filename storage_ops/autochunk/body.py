@@ -52,15 +52,12 @@ class Body:
             if node not in needed:
                 needed.add(node)
                 stack += [a for a, lay in self.span.reads[node] if self.span.reads_inside(a, lay)]
-        # All inputs first: placeholders must precede what uses them, and sizes come from tensors.
+        # All inputs first: the sizes of a chunk come from them.
         for node in nodes:
             if node in needed or node in outer:
                 for arg, layout in self.span.reads[node]:
                     if not self.span.reads_inside(arg, layout):
                         self._input(arg, layout)
-        for node in nodes:
-            if node in needed:
-                self._collect_ints(node)
         for node in nodes:
             if node in needed:
                 self._copy(node)
@@ -113,20 +110,7 @@ class Body:
                 self.int_nodes.append(self.graph.placeholder(f"i{len(self.int_nodes)}"))
         return self.int_nodes[self.ints.index(value)]
 
-    def _collect_ints(self, node: fx.Node) -> None:
-        if isinstance(self.span.layouts[node], Rows):
-            self._sizes(node, dry=True)
-        rule = rule_of(node)
-        own = [a for i, a in enumerate(node.args) if i != rule.sizes and rule.kind != "view"]
-        found: list[fx.Node] = []
-        fx.map_arg((own, dict(node.kwargs)), found.append)
-        for arg in found:
-            if not is_tensor(arg):
-                if not isinstance(arg.meta.get("val"), (int, torch.SymInt)):
-                    raise Conflict(f"reads {arg}, which is no tensor and no size", node)
-                self._int(arg)
-
-    def _sizes(self, node: fx.Node, dry: bool = False) -> list[Any]:
+    def _sizes(self, node: fx.Node) -> list[Any]:
         """The sizes of a node's value for a chunk."""
         layout, sizes = self.span.layouts[node], shape(node)
         assert isinstance(layout, Rows)
@@ -138,7 +122,7 @@ class Body:
             elif dim < layout.hi - 1:
                 result.append(1)
             else:
-                result.append(None if dry else self._rows(layout.per))
+                result.append(self._rows(layout.per))
         return result
 
     def _rows(self, per: Size) -> Any:
@@ -165,28 +149,25 @@ class Body:
 
         def take(arg: fx.Node) -> Any:
             if not is_tensor(arg):
+                if not isinstance(arg.meta.get("val"), (int, torch.SymInt)):
+                    raise Conflict(f"reads {arg}, which is no tensor and no size", node)
                 return self._int(arg)
             if self.span.reads_inside(arg, reads[arg]):
                 return self.env[arg]
             return self._input(arg, reads[arg])
 
-        if rule.kind == "view":
-            self.env[node] = self.graph.call_function(
-                _ATEN.reshape.default,
-                (take(node.args[0]), self._sizes(node)),  # type: ignore[arg-type]
-            )
-            self.env[node].meta["val"] = node.meta["val"]
-            return
         target: Any = node.target
-        args = list(node.args)
-        if rule.sizes is not None:
-            args[rule.sizes] = None  # the body's own
+        args, sizes = list(node.args), rule.sizes
+        if rule.kind == "view":
+            target, args, sizes = _ATEN.reshape.default, [*args[:1], None], 1
+        elif sizes is not None:
+            args[sizes] = None  # the body's own
         if isinstance(layout, Partial) and layout.mean:
             target = _ATEN.sum.default if len(args) == 1 else _ATEN.sum.dim_IntList
         args = [fx.map_arg(arg, take) for arg in args]
         kwargs = fx.map_arg(dict(node.kwargs), take)
-        if rule.sizes is not None:
-            args[rule.sizes] = self._sizes(node)
+        if sizes is not None:
+            args[sizes] = self._sizes(node)
         self.env[node] = self.graph.call_function(target, tuple(args), kwargs)
         self.env[node].meta["val"] = node.meta["val"]
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from storage_ops import matmul
 from storage_ops.autochunk.values import hint, name_of
 from storage_ops.loss import cost, planner
-from storage_ops.loss.call import Call, arithmetic
-from storage_ops.loss.devices import has_row_kernel, rates_of
+from storage_ops.loss.call import Call
+from storage_ops.loss.devices import rates_of
 from storage_ops.loss.op import call_of_backward
 from storage_ops.loss.problem import Problem, padded, parts
-from storage_ops.loss.tokens import copy_elements
+from storage_ops.loss.ranks import ranks_of
+from storage_ops.loss.run import problem_of
+from storage_ops.loss.tokens import tokens_of
 
 EVERY = -(1 << 62)  # no class: as ignore_index it says that no token is ignored
 
@@ -29,25 +31,20 @@ def budget_of(size: int, given: int | None) -> int:
 
 def _problem(call: Call) -> Problem:
     """What a call with fake tensors depends on; symbolic sizes count as their hints."""
-    x, target = call.input, call.target
-    wide, dense = arithmetic(x.dtype), target.is_floating_point()
-    copies = copy_elements(call.bias, x.dtype) * x.element_size()
-    copies += copy_elements(call.class_weight, wide) * wide.itemsize
-    return Problem(
-        hint(x.shape[0]),
-        hint(x.shape[1]),
-        hint(call.weight.shape[0]),
-        matmul.of(x.dtype, x.device.type, torch.get_num_threads()),
-        grads=(call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
-        in_forward=call.in_forward,
-        picks=0 if call.selected_ids is None else call.selected_ids.shape[-1],
-        gathers=not dense and call.ignore_index != EVERY,
-        rescales=not dense and not (call.label_smoothing and call.softcap),
-        masks=dense and call.token_weight is not None,
-        plain=not has_row_kernel(x.device.type),
-        cast_bytes=wide.itemsize if dense and target.dtype != wide else 0,
-        fixed_bytes=hint(copies),
-    )
+    with call.input.fake_mode:  # type: ignore[attr-defined]
+        call = call.with_tensors(tuple(map(_hinted, call.tensors())))
+        classes = len(call.weight)
+        tokens = tokens_of(call, ranks_of(call.group), 0, classes)
+        # Which tokens are ignored is not known: as if there were some.
+        gathers = not tokens.probabilities and call.ignore_index != EVERY
+        return replace(problem_of(call, tokens, classes), gathers=gathers)
+
+
+def _hinted(value: torch.Tensor | None) -> torch.Tensor | None:
+    if value is None:
+        return None
+    sizes, strides = ([hint(s) for s in each] for each in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 
 def plan_of(

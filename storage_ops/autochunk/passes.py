@@ -8,7 +8,6 @@ backward, in passes that form the logits again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +17,15 @@ from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import Degree, rule_of
 from storage_ops.autochunk.spans import Span
-from storage_ops.autochunk.values import hint, is_tensor, is_zero, numel, reached, shape
+from storage_ops.autochunk.values import (
+    hint,
+    is_tensor,
+    is_zero,
+    leading_to,
+    numel,
+    reached,
+    shape,
+)
 
 
 class Turn(NamedTuple):
@@ -60,7 +67,7 @@ def order(graph: fx.Graph, span: Span, tangents: list[fx.Node]) -> Passes:
             raise Conflict("works on the whole of what should exist in chunks only", user)
     result, late = Passes([]), set[fx.Node]()
     try:
-        _scale(span, result, tangents)
+        _scale(graph, span, result, tangents)
     except Conflict as conflict:
         log.debug("gradients wait for the backward, for %s: %s", conflict.node, conflict)
         late = reached(tangents)
@@ -136,7 +143,7 @@ def _can_leave(span: Span, node: fx.Node, turns: dict[fx.Node, Turn]) -> bool:
     return all(span.reads[u] and turns[u] > turns[node] for u in users)
 
 
-def _scale(span: Span, result: Passes, tangents: list[fx.Node]) -> None:
+def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node]) -> None:
     """Find the upstream gradient that can be taken for 1, if one is read.
 
     Raises:
@@ -153,42 +160,28 @@ def _scale(span: Span, result: Passes, tangents: list[fx.Node]) -> None:
     if shape(tangent):
         sizes = tuple(shape(tangent))
         raise Conflict(f"the upstream gradient is not a scalar: its shape is {sizes}", tangent)
-    degree = _degrees(tangent, below[tangent])
-    result.scaled = {n for n in [*read, *span.layouts] if degree(n) == 1}
+    of_interest = [n for n in [*read, *span.layouts] if n in below[tangent]]
+    degrees = _degrees(graph, tangent, leading_to(of_interest) & below[tangent])
+    result.scaled = {n for n in of_interest if degrees[n] == 1}
     result.tangent, result.dependent = tangent, below[tangent]
 
 
-def _degrees(tangent: fx.Node, dependent: set[fx.Node]) -> Callable[[object], Degree]:
-    known: dict[fx.Node, Degree] = {tangent: 1}
+def _degrees(graph: fx.Graph, tangent: fx.Node, dependent: set[fx.Node]) -> dict[fx.Node, Degree]:
+    """The degrees of nodes in the upstream gradient, of which all others have none."""
+    found: dict[fx.Node, Degree] = {tangent: 1}
 
     def degree(item: object) -> Degree:
         if is_zero(item):
             return None
-        if not isinstance(item, fx.Node) or item not in dependent:
-            return 0
-        stack = [item]
-        while stack:  # without recursion: graphs are deep
-            node = stack[-1]
-            missing = [a for a in node.all_input_nodes if a in dependent and a not in known]
-            if node in known or not missing:
-                stack.pop()
-                if node not in known:
-                    known[node] = _law(node)
-            else:
-                stack.extend(missing)
-        return known[item]
+        return found.get(item, 0) if isinstance(item, fx.Node) else 0
 
-    def look_up(item: object) -> Degree:
-        if is_zero(item):
-            return None
-        return known.get(item, 0) if isinstance(item, fx.Node) else 0
-
-    def _law(node: fx.Node) -> Degree:
+    for node in graph.nodes:
+        if node not in dependent or node is tangent:
+            continue
         if not is_tensor(node):
             raise Conflict("depends on the upstream gradient", node)
         try:
-            return rule_of(node).degree(node, look_up)
+            found[node] = None if is_zero(node) else rule_of(node).degree(node, degree)
         except Conflict as conflict:
             raise Conflict(str(conflict), conflict.node or node) from None
-
-    return degree
+    return found

@@ -19,7 +19,7 @@ from storage_ops.autochunk.predict import evaluated_once, kind_of, peak
 from storage_ops.autochunk.program import Program, encode, encode_graph
 from storage_ops.autochunk.spans import Span, is_product
 from storage_ops.autochunk.sums import Term
-from storage_ops.autochunk.values import hint, nbytes, shape, short_name, values_of
+from storage_ops.autochunk.values import hint, leading_to, nbytes, shape, short_name, values_of
 
 _ATEN = torch.ops.aten
 
@@ -40,26 +40,17 @@ class _Outside:
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def __call__(self, node: fx.Node) -> fx.Node:
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            if top in self.copies or top not in self.passes.dependent:
-                stack.pop()
-                continue
-            if top is self.passes.tangent:
-                value = top.meta["val"]
-                self.copies[top] = self.builder.call(
-                    _ATEN.full.default, [], self.seed, dtype=value.dtype, device=value.device
-                )
-                continue
-            missing = [a for a in top.all_input_nodes
-                       if a in self.passes.dependent and a not in self.copies]  # fmt: skip
-            if missing:
-                stack.extend(missing)
-                continue
-            copy = self.builder.graph.node_copy(top, lambda a: self.copies.get(a, a))
-            self.copies[top] = copy
-        return self.copies.get(node, node)
+        if node not in self.passes.dependent or node in self.copies:
+            return self.copies.get(node, node)
+        graph, needed = self.builder.graph, leading_to([node], self.copies) & self.passes.dependent
+        tangent = self.passes.tangent
+        if tangent in needed and tangent is not None:
+            value = tangent.meta["val"]
+            options = {"dtype": value.dtype, "device": value.device}
+            self.copies[tangent] = self.builder.call(_ATEN.full.default, [], self.seed, **options)
+        for each in [n for n in graph.nodes if n in needed and n is not tangent]:
+            self.copies[each] = graph.node_copy(each, lambda a: self.copies.get(a, a))
+        return self.copies[node]
 
 
 def rewrite(
