@@ -2,9 +2,9 @@
 
 Of a loss whose tail is linear the op makes the loss, and gradients in the forward. Of any other it
 makes the few numbers per token, each with a gradient of its own, and the user's code goes on from
-there; its backward forms the logits once more. On a CPU that is no slower than the general way,
-which forms them once for some of these losses and compiles a body for each; on a GPU, where the
-products are nearly all of the time, it would be.
+there; its backward forms the logits once more. So does the general way where gradients wait for all
+tokens. Where they do not it forms them once, and compiles a body for that: on a CPU that is no
+faster, on a GPU, where products are nearly all of the time, it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import EVERY, plan_of
 from storage_ops.autochunk.spans import LARGE
-from storage_ops.autochunk.tail import Tail
+from storage_ops.autochunk.tail import Linear
 from storage_ops.autochunk.values import Size, name_of, numel, shape
 from storage_ops.loss.call import Call, arithmetic
 
@@ -45,6 +45,7 @@ class Emitter:
 
     Attributes:
         heads: what the product, or ranges of its tokens, are to the op.
+        learns: whether one of them has a gradient.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Emitter:
         inside = {node for span in spans for node in span.layouts}
         self.size = Builder(forward.graph, amplifiers, inside).size
         self.emitted = Emitted(0, 0)
+        self.learns = any(map(any, (head.learns for head in heads)))
 
-    def loss(self, tail: Tail) -> Emitted:
+    def loss(self, tail: Linear) -> Emitted:
         """Write a loss, and what the tail makes of zeros."""
         (head,) = self.heads
         splice = self.splice = Splice(self.forward, tail.loss)
@@ -98,14 +100,11 @@ class Emitter:
     def place(self) -> fx.Node:
         """Before which node of Dynamo the rows are there, and may have gradients."""
         forward, order = self.forward, list(self.forward.gm.graph.nodes)
-        learns = any(map(any, (head.learns for head in self.heads)))
-        if learns and self.heads[0].amplifier.meta["val"].device.type != "cpu":
-            raise Conflict("would be formed twice, which a GPU needs longer for", forward.product)
-        if learns and self.is_shared():
+        if self.learns and self.is_shared():
             raise Conflict("has a weight that another product has, too", forward.product)
         inside, position = set(forward.nodes), {node: i for i, node in enumerate(order)}
         first = min(position[u] for e in forward.ends for u in e.users if u not in inside)
-        still = without_gradients(order) if learns else set()
+        still = without_gradients(order) if self.learns else set()
         while order[first] in still:
             first -= 1
         if any(position[node] >= first for node in forward.inputs.values()):

@@ -22,7 +22,14 @@ from torch import fx
 
 from storage_ops.autochunk.edit import Undo
 from storage_ops.autochunk.emit import Emitted, Emitter
-from storage_ops.autochunk.forward import Forward, forget_bounds, products, slice_of, sweep
+from storage_ops.autochunk.forward import (
+    Forward,
+    forget_bounds,
+    loss_of,
+    products,
+    slice_of,
+    sweep,
+)
 from storage_ops.autochunk.head import Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
@@ -31,7 +38,7 @@ from storage_ops.autochunk.prepare import own_sizes
 from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.run import in_body
 from storage_ops.autochunk.spans import LARGE, TRIES, is_product, propagate
-from storage_ops.autochunk.tail import Tail
+from storage_ops.autochunk.tail import Linear, Tail
 from storage_ops.autochunk.values import name_of, nbytes, numel
 
 
@@ -147,17 +154,37 @@ def _at_random() -> Iterator[None]:
             raise Conflict(str(error)) from error
 
 
-def _tail_of(heads: list[Head]) -> Tail:
+def _linear_tail(heads: list[Head]) -> Linear:
     """The rest of a loss that is linear cross-entropy; raises Conflict if it is another."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     if len(heads) > 1:
         raise Conflict("is cut into ranges of tokens")
     with _at_random():
-        tail = Tail(heads[0])
+        tail = Linear(heads[0])
         with unset_fake_temporarily():
             tail.fit()
     return tail
+
+
+def _waits(forward: Forward, heads: list[Head]) -> bool:
+    """Whether gradients can be formed when all rows are there, and not before.
+
+    Then whoever forms them forms the logits once more.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    if loss_of(forward) is None:
+        return True  # an upstream gradient of each of several results, or of each token
+    with _at_random():
+        tail = Tail(forward, [row for head in heads for row in head.rows])
+        with unset_fake_temporarily():
+            return tail.waits(heads)
+
+
+def products_decide(device: torch.device) -> bool:
+    """Whether one product more takes longer than all that is done to the logits."""
+    return device.type != "cpu"
 
 
 def emit(
@@ -166,8 +193,12 @@ def emit(
     """Write the op in the place of a product: for the loss, or else for the rows."""
     emitter = Emitter(forward, heads, num_chunks, memory_budget)
     try:
-        tail = _tail_of(heads)
+        tail = _linear_tail(heads)
     except Conflict as conflict:
         log.debug("%s: no sum of cross-entropies, it %s", forward.product, conflict)
-        return emitter.rows()
-    return emitter.loss(tail)
+    else:
+        return emitter.loss(tail)
+    device = heads[0].amplifier.meta["val"].device
+    if emitter.learns and products_decide(device) and not _waits(forward, heads):
+        raise Conflict("would be formed twice where once is enough", forward.product)
+    return emitter.rows()
