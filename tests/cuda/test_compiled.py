@@ -63,9 +63,16 @@ def focal(x, w, t):
     return -((1 - p.exp()) ** 2 * p).mean()
 
 
+def preference(x, w, t):
+    """Of pairs of sequences: its gradients wait for all tokens, and it becomes the op."""
+    p = torch.log_softmax(F.linear(x, w).float(), -1).gather(1, t[:, None])
+    chosen, rejected = p.view(8, -1).mean(1).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("hidden", [64, 512])  # with 512 all logits wait in the weight's gradient
-@pytest.mark.parametrize("loss", [cross_entropy, focal])
+@pytest.mark.parametrize("loss", [cross_entropy, focal, preference])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_auto_chunker(hidden, loss, dtype):
     torch._dynamo.reset()
