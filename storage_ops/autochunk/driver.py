@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -68,6 +68,16 @@ class Report:
     peak_before: int = 0
     peak_after: int = 0
 
+    def decline(self, error: Exception) -> None:
+        """Note why something is not chunked; of several reasons the first is told."""
+        if isinstance(error, Conflict):
+            reason = describe(error)
+            log.debug("%s", reason)
+        else:
+            reason, self.error = internal(error), self.error or error
+            log.debug("internal error", exc_info=error)
+        self.reason = self.reason or reason
+
 
 def describe(conflict: Conflict) -> str:
     """A conflict with its node and where in the user's code that comes from."""
@@ -110,9 +120,11 @@ def chunk_graph(
     graph.eliminate_dead_code()
     report, undo = Report(), Undo(graph)
     try:
-        _chunk(graph, report, num_chunks, memory_budget, visible, recognised)
+        tangents, changed = tangents_of(graph), new_values(graph, visible)
+        work = _Work(graph, report, tangents, changed, num_chunks, memory_budget)
+        work.run(recognised)
     except Exception as error:
-        _fail(report, error)
+        report.decline(error)
     if report.chunked:
         report.reason = ""
     else:
@@ -120,110 +132,82 @@ def chunk_graph(
     return report
 
 
-def _fail(report: Report, error: Exception) -> None:
-    log.debug("internal error", exc_info=error)
-    report.error = report.error or error
-    report.reason = report.reason or internal(error)
-
-
-def _chunk(
-    graph: fx.Graph, total: Report, num_chunks: int | None, memory_budget: int | None,
-    visible: int | None, recognised: Recognised,
-) -> None:  # fmt: skip
-    tried = join_batches(graph)
-    tangents = tangents_of(graph)
-    work = _Work(graph, tangents, new_values(graph, visible), num_chunks, memory_budget)
-    total.peak_after = peak(graph)
-    total.peak_before = total.peak_after + recognised.saved
-    total.num_chunks, largest = recognised.num_chunks, recognised.largest
-    total.chunked = total.num_chunks > 0
-    total.num_passes = recognised.num_passes
-    tries = 0
-    while True:
-        found = candidates(graph, set(tangents or starts(graph)), tried)
-        found.sort(key=work.whole, reverse=True)
-        largest = max([largest, *map(work.whole, found[:1])])
-        found = [n for n in found if work.whole(n) * LARGE > largest
-                 and (is_product(n) or not total.reason)]  # fmt: skip
-        if not found or tries == TRIES:
-            break
-        tries += 1
-        outcome = work.chunk(found)
-        tried |= {found[0], *work.parts.get(found[0], ())}
-        if isinstance(outcome.error, Conflict):
-            log.debug("%s: %s", found[0], describe(outcome.error))
-            total.reason = total.reason or describe(outcome.error)
-        elif outcome.error is not None:
-            _fail(total, outcome.error)
-        else:
-            graph.eliminate_dead_code()
-            total.chunked = True
-            total.num_chunks = max([total.num_chunks, *outcome.counts])
-            total.num_passes = max(total.num_passes, len(outcome.counts))
-            total.peak_after = outcome.peak
-    total.reason = total.reason or "no matrix product is larger than its input"
-
-
 @dataclass
-class _Outcome:
-    """What became of an amplifier: the chunks of each pass and the peak, or an error, no change."""
-
-    counts: Sequence[int] = ()
-    peak: int = 0
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
 class _Work:
     """A graph and what is asked for.
 
     Attributes:
+        changed: inputs that the function changes, and what is written to them.
         parts: of products that were taken apart, all ranges; also of a range, those beside it.
     """
 
     graph: fx.Graph
+    report: Report
     tangents: list[fx.Node]
     changed: set[fx.Node]
     num_chunks: int | None
     memory_budget: int | None
     parts: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
+    def run(self, recognised: Recognised) -> None:
+        """Chunk what the largest products lead to."""
+        graph, report, tried = self.graph, self.report, join_batches(self.graph)
+        report.peak_after = peak(graph)
+        report.peak_before = report.peak_after + recognised.saved
+        report.num_chunks, largest = recognised.num_chunks, recognised.largest
+        report.chunked, report.num_passes = report.num_chunks > 0, recognised.num_passes
+        for _ in range(TRIES):
+            found = candidates(graph, set(self.tangents or starts(graph)), tried)
+            found.sort(key=self.whole, reverse=True)
+            largest = max([largest, *map(self.whole, found[:1])])
+            found = [n for n in found if self.whole(n) * LARGE > largest
+                     and (is_product(n) or not report.reason)]  # fmt: skip
+            if not found:
+                break
+            undo, parts = Undo(graph), dict(self.parts)
+            try:
+                counts = self.chunk(found)
+                report.peak_after = peak(graph)
+            except Exception as error:
+                undo()
+                self.parts = parts
+                report.decline(error)
+            else:
+                graph.eliminate_dead_code()
+                report.chunked = True
+                report.num_chunks = max([report.num_chunks, *counts])
+                report.num_passes = max(report.num_passes, len(counts))
+            tried |= {found[0], *self.parts.get(found[0], ())}
+        report.reason = report.reason or "no matrix product is larger than its input"
+
     def whole(self, amplifier: fx.Node) -> int:
         """Elements of a product, or of the one that it was taken from."""
         return sum(map(numel, self.parts.get(amplifier, [amplifier])))
 
-    def chunk(self, found: list[fx.Node]) -> _Outcome:
-        """Chunk what the first of some products leads to; ranges of it that it was taken apart to.
+    def chunk(self, found: list[fx.Node]) -> list[int]:
+        """Chunk what the first of some products leads to; in how many chunks, for each pass.
 
-        The others are taken apart as well, for they may meet.
+        Where it was taken apart, what each range leads to. The others are taken apart as well, for
+        they may meet.
         """
-        amplifier, undo, known = found[0], Undo(self.graph), dict(self.parts)
-        outcome, tangents = _Outcome(), list[fx.Node]()
-        try:
-            self.check(amplifier)
-            for product in found:
-                tangents = prepare(self.graph, product, self.tangents) or tangents
-                if product not in self.parts and is_product(product):
-                    parts = take_apart(self.graph, product)
-                    self.parts.update(dict.fromkeys([product, *parts], parts))
-            terms: list[Term] = []
-            for part in self.parts.get(amplifier, [amplifier]):
-                if part in leading_to(ends(self.graph)):
-                    counts = self.rewrite(part, tangents, terms)
-                    both = zip_longest(outcome.counts, counts, fillvalue=0)
-                    outcome.counts = list(map(sum, both))
-                    retire(self.graph)
-            add_up(self.graph, terms)
-            self.graph.lint()
-            if self.num_chunks is None:
-                _check_saving(self.graph, self.whole(amplifier))
-            outcome.peak = peak(self.graph)
-        except Exception as error:
-            undo()
-            self.parts.clear()
-            self.parts.update(known)
-            outcome.error = error
-        return outcome
+        amplifier, tangents, total = found[0], list[fx.Node](), list[int]()
+        self.check(amplifier)
+        for product in found:
+            tangents = prepare(self.graph, product, self.tangents) or tangents
+            if product not in self.parts and is_product(product):
+                parts = take_apart(self.graph, product)
+                self.parts.update(dict.fromkeys([product, *parts], parts))
+        terms: list[Term] = []
+        for part in self.parts.get(amplifier, [amplifier]):
+            if part in leading_to(ends(self.graph)):
+                counts = self.rewrite(part, tangents, terms)
+                total = list(map(sum, zip_longest(total, counts, fillvalue=0)))
+                retire(self.graph)
+        add_up(self.graph, terms)
+        self.graph.lint()
+        if self.num_chunks is None:
+            _check_saving(self.graph, self.whole(amplifier))
+        return total
 
     def check(self, amplifier: fx.Node) -> None:
         """Raise Conflict if there is nothing to gain."""
