@@ -28,6 +28,7 @@ from storage_ops.autochunk.values import (
     owner,
     reached,
     shape,
+    tangents_of,
 )
 
 _ATEN = torch.ops.aten
@@ -53,7 +54,7 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
     torch forms `x[:, :-1] @ w` as a batch of products if w, as a teacher's weight, needs no
     gradient. Tokens of all sequences are the rows of one product then: (b n, k) x (k, m).
     """
-    sources, joined = [n for n in graph.nodes if n.op == "placeholder"], set[fx.Node]()
+    joined = set[fx.Node]()
     for node in [n for n in graph.nodes if name_of(n) == "aten.bmm.default" and _values(n)]:
         x, repeated = node.args
         matrix, turned = _repeated(repeated)
@@ -61,7 +62,7 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
             continue
         with graph.inserting_before(node):
             call = _caller(graph, node)
-            size = Sizes(call, sources)
+            size = Sizes(call, _with_sizes(graph, node))
             try:
                 sizes = [size(s) for s in shape(node)]
                 hidden = size(shape(x)[2])
@@ -260,7 +261,7 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
 def _taken(graph: fx.Graph, node: fx.Node) -> bool:
     """One of the parts of x is a slice of it, and every k-th index is one of another dimension."""
     call, args = _caller(graph, node), list[Any](node.args)
-    size = Sizes(call, [n for n in graph.nodes if n.op == "placeholder"])
+    size = Sizes(call, _with_sizes(graph, node))
     made: Any = args[0]
     if name_of(node) == "getitem" and name_of(made).startswith("aten.split"):
         x, dim = made.args[0], argument(made, 2, "dim", 0) % len(shape(node))
@@ -289,6 +290,13 @@ def _taken(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     node.replace_all_uses_with(new)
     return True
+
+
+def _with_sizes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """Inputs that can give a node sizes: what the forward reads is no gradient of a result."""
+    tangents = tangents_of(graph)
+    later = () if node in reached(tangents) else tangents
+    return [n for n in graph.nodes if n.op == "placeholder" and n not in later]
 
 
 def _divides(step: int, size: Any, begin: Any) -> bool:

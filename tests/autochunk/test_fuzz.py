@@ -58,9 +58,10 @@ class Rounded(TorchDispatchMode):
     names(HEADS), names(LARGE, 3), names(SMALL), names(AFTER, 2), names(LAST),
     st.integers(2, 6), st.booleans(), st.sampled_from([8, 2]),
 )  # fmt: skip
-# A size that has one value only; a size that only the gradient of a result has by itself.
+# A size that has one value only; sizes that only the gradient of a result has by itself.
 @example("heads", ["product"], "binary", [], "all", 2, True, 8)
 @example("bias", ["product"], "cross entropy", [], "all", 2, True, 8)
+@example("bias", [], "binary", ["chunk"], "all", 2, True, 8)
 def test_random_tails(head, large, small, after, last, num_chunks, dynamic, length):
     """With sequences of 2, logits have room in the gradient of the weight."""
     torch._dynamo.reset()
