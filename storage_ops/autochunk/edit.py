@@ -6,6 +6,7 @@ import functools
 import heapq
 import operator
 from collections.abc import Callable, Container, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,33 @@ from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.values import Size, ends, leading_to, reached, shape, tangents_of
 
 _OPERATORS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv}
+
+
+class Calls:
+    """Adds calls to a graph, each with the value that it would have.
+
+    Attributes:
+        like: a node of the graph, or what it stands for: values are made in the same mode of fake
+            tensors, and come from the same place in the user's code.
+        before: where they are added; by default where the graph adds nodes now.
+        key: of values in the nodes' meta.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, like: fx.Node, before: fx.Node | None = None, key: str = "val"
+    ):
+        self.graph, self.like, self.before, self.key = graph, like, before, key
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call."""
+        graph, before, key = self.graph, self.before, self.key
+        with nullcontext() if before is None else graph.inserting_before(before):
+            node = graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda n: n.meta[key])
+        with self.like.meta[key].fake_mode:
+            node.meta[key] = target(*values[0], **values[1])
+        node.meta["stack_trace"] = self.like.meta.get("stack_trace")
+        return node
 
 
 class Sizes:
@@ -86,6 +114,7 @@ class Builder:
     """Adds nodes with values to a graph, for a span from amplifiers on.
 
     Attributes:
+        call: adds a call.
         size: sizes as arguments of calls, from what is outside the span.
     """
 
@@ -93,19 +122,11 @@ class Builder:
         self, graph: fx.Graph, amplifiers: Iterable[fx.Node], inside: Container[fx.Node] = ()
     ):
         self.graph, starts = graph, list(amplifiers)
-        self.mode = starts[0].meta["val"].fake_mode
+        self.call = Calls(graph, starts[0])
         # What needs the span's results cannot give it sizes, nor can the backward to the forward.
         tangents = tangents_of(graph)
         after = {*tangents, *reached([*starts, *tangents])}
         self.size = Sizes(self.call, [n for n in graph.nodes if n not in after and n not in inside])
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call with the value that it would have."""
-        node = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.mode:
-            node.meta["val"] = target(*values[0], **values[1])
-        return node
 
 
 def sort(graph: fx.Graph) -> None:

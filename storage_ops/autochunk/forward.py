@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from storage_ops.autochunk.edit import Calls
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.prepare import decompose
 from storage_ops.autochunk.spans import is_product
@@ -328,23 +329,13 @@ class Splice:
     """Copies nodes of ATen graphs to Dynamo's, before one of its nodes.
 
     Attributes:
+        call: adds a call there.
         env: for nodes of the ATen graph, those of Dynamo's.
     """
 
     def __init__(self, forward: Forward, before: fx.Node):
-        self.forward, self.before = forward, before
+        self.call = Calls(forward.gm.graph, forward.product, before, "example_value")
         self.env: dict[fx.Node, fx.Node] = dict(forward.inputs)
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call, with its value."""
-        graph = self.forward.gm.graph
-        with graph.inserting_before(self.before):
-            node = graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), _value)
-        with _value(self.forward.product).fake_mode:
-            node.meta["example_value"] = target(*values[0], **values[1])
-        node.meta["stack_trace"] = self.forward.product.meta.get("stack_trace")
-        return node
 
     def copy(self, wanted: fx.Node) -> fx.Node:
         """A node of an ATen graph, after what it is made of."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder, Sizes, retire, sort
+from storage_ops.autochunk.edit import Builder, Calls, Sizes, retire, sort
 from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import RULES
@@ -60,18 +60,17 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
         matrix, turned = _repeated(repeated)
         if matrix is None:
             continue
-        with graph.inserting_before(node):
-            call = _caller(graph, node)
-            size = Sizes(call, _with_sizes(graph, node))
-            try:
-                sizes = [size(s) for s in shape(node)]
-                hidden = size(shape(x)[2])
-            except Conflict:
-                continue
-            matrix = call(_ATEN.permute.default, matrix, [1, 0]) if turned else matrix
-            made = call(_ATEN.mm.default, call(_ATEN.reshape.default, x, [-1, hidden]), matrix)
-            node.replace_all_uses_with(call(_ATEN.reshape.default, made, sizes))
-            joined.add(node)
+        call = Calls(graph, node, before=node)
+        size = Sizes(call, _with_sizes(graph, node))
+        try:
+            sizes = [size(s) for s in shape(node)]
+            hidden = size(shape(x)[2])
+        except Conflict:
+            continue
+        matrix = call(_ATEN.permute.default, matrix, [1, 0]) if turned else matrix
+        made = call(_ATEN.mm.default, call(_ATEN.reshape.default, x, [-1, hidden]), matrix)
+        node.replace_all_uses_with(call(_ATEN.reshape.default, made, sizes))
+        joined.add(node)
     retire(graph)
     return joined
 
@@ -138,10 +137,8 @@ def starts(graph: fx.Graph) -> list[fx.Node]:
 def detach(graph: fx.Graph, start: fx.Node) -> fx.Node:
     """A one in the place of ones like a loss, which would have to wait for the loss."""
     value = start.meta["val"]
-    options = {"dtype": value.dtype, "device": value.device}
-    with graph.inserting_before(start):
-        one = graph.call_function(_ATEN.full.default, ([], 1.0), options)
-    one.meta["val"] = value
+    call = Calls(graph, start, before=start)
+    one = call(_ATEN.full.default, [], 1.0, dtype=value.dtype, device=value.device)
     start.replace_all_uses_with(one)
     return one
 
@@ -225,7 +222,7 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
     if columns.meta["val"].dtype != torch.int64:
         return False
 
-    call = _caller(graph, node)
+    call = Calls(graph, node)
     column = call(_ATEN.unsqueeze.default, columns, 1)
     if name == "aten.index.Tensor":
         made = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
@@ -245,7 +242,7 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
     if name not in ("aten.select.int", "aten.select_scatter.default"):
         return False
     args: Any = node.args
-    x, (dim, index), call = args[0], args[-2:], _caller(graph, node)
+    x, (dim, index), call = args[0], args[-2:], Calls(graph, node)
     if not isinstance(dim, int) or not isinstance(index, int) or same(shape(x)[dim], 1):
         return False
     end = sys.maxsize if index == -1 else index + 1
@@ -260,7 +257,7 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _taken(graph: fx.Graph, node: fx.Node) -> bool:
     """One of the parts of x is a slice of it, and every k-th index is one of another dimension."""
-    call, args = _caller(graph, node), list[Any](node.args)
+    call, args = Calls(graph, node), list[Any](node.args)
     size = Sizes(call, _with_sizes(graph, node))
     made: Any = args[0]
     if name_of(node) == "getitem" and name_of(made).startswith("aten.split"):
@@ -316,23 +313,10 @@ def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     if shape(node) != [*sizes[:dim], len(parts), *sizes[dim:]]:
         return False
-    call = _caller(graph, node)
+    call = Calls(graph, node)
     seen = [call(_ATEN.unsqueeze.default, p, dim) for p in parts]
     node.replace_all_uses_with(call(_ATEN.cat.default, seen, dim))
     return True
-
-
-def _caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
-    """Makes calls that take the place of a node."""
-
-    def call(target: Any, *given: Any) -> fx.Node:
-        made = graph.call_function(target, given)
-        with node.meta["val"].fake_mode:
-            made.meta["val"] = target(*fx.map_arg(given, lambda a: a.meta["val"]))
-        made.meta["stack_trace"] = node.meta.get("stack_trace")
-        return made
-
-    return call
 
 
 def _is_range(node: fx.Node, size: Any) -> bool:

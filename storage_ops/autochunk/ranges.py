@@ -289,7 +289,7 @@ class _Parts:
         """Where a mask is true, along each of its dimensions; all that it indexes reads this."""
         call, value, symbols = self.graph.call_function, mask.meta["val"], dict[Any, Any]()
         found = call(_ATEN.nonzero.default, (mask,))
-        with self.builder.mode:
+        with value.fake_mode:
             found.meta["val"] = value.new_empty(self.tokens.kept, value.dim(), dtype=torch.int64)
         vectors = [self.call(_ATEN.select.int, found, 1, i) for i in range(value.dim())]
         for user in [u for u in mask.users if name_of(u).startswith("aten.index")]:
