@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import storage_ops as so
+from storage_ops.loss import reference
 
 from ..loss.test_linear_cross_entropy import REDUCTIONS, error, exact, problem, run, smallest_budget
 from ..loss.test_loss_options import CHOICES, arguments, outputs
@@ -239,3 +240,17 @@ def test_functional_gradients_and_vmap(device):
     assert all(error(a.cpu(), e) < 1e-5 for a, e in zip(grads, right, strict=True))
     batched = torch.vmap(loss, (0, None))(torch.stack((x, 2 * x)), w)
     torch.testing.assert_close(batched, torch.stack((loss(x, w), loss(2 * x, w))))
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"logit_scale": -0.5}])
+def test_of_many_classes_the_largest_are_found_with_ties_in_order(device, dtype, options):
+    """Products of small integers are exact; of 5003 classes few are looked at one by one."""
+    x, w = (torch.randint(-2, 3, (n, 6)).to(dtype) for n in (300, 5003))
+    target = torch.randint(5003, (300,))
+    names = {"returns": ("topk",), "top_k": 17, **options}
+    values, ids = so.linear_cross_entropy(*moved((x, w, target), device), **names)
+    right = reference.linear_cross_entropy(x.double(), w.double(), target, **names)
+    assert error(values.cpu(), right[0]) < 1e-5
+    assert torch.equal(ids.cpu(), right[1])
