@@ -214,6 +214,7 @@ class _Propagation:
             if isinstance(layout, Rows) and not same(layout.outer, 1):
                 raise Conflict("has its tokens side by side several times", node)
         for arg, layout in reads:
+            self.take_results(node, arg, layout)
             inside = self.span.layouts.get(arg)
             if inside is not None and not equal(inside, layout) and arg in self.span.large:
                 raise Conflict(f"needs {arg} split in another way", node)
@@ -228,6 +229,15 @@ class _Propagation:
                 and any(self.is_large(a) and a.op == "call_function" for a in (arg, *tensors(arg)))
             ):
                 self.pull(arg, layout)
+
+    def take_results(self, node: fx.Node, arg: fx.Node, layout: Layout) -> None:
+        """Take what has several results into the span, or raise: they are no value to read."""
+        if arg in self.span.layouts or not isinstance(arg.meta["val"], (tuple, list)):
+            return
+        if isinstance(layout, Rows):
+            self.pull(arg, layout)
+        if arg not in self.span.layouts:
+            raise Conflict("is one of several results of what is not in chunks", node)
 
     def pull(self, node: fx.Node, rows: Rows) -> None:
         """Evaluate a large value in chunks though no amplifier leads to it."""

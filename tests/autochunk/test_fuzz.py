@@ -62,6 +62,8 @@ class Rounded(TorchDispatchMode):
 @example("heads", ["product"], "binary", [], "all", 2, True, 8)
 @example("bias", ["product"], "cross entropy", [], "all", 2, True, 8)
 @example("bias", [], "binary", ["chunk"], "all", 2, True, 8)
+# What a span reads is one of the results of another that is in chunks already.
+@example("bias", ["with itself", "batch"], "binary", [], "with another", 2, False, 8)
 def test_random_tails(head, large, small, after, last, num_chunks, dynamic, length):
     """With sequences of 2, logits have room in the gradient of the weight."""
     torch._dynamo.reset()
