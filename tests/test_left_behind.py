@@ -148,6 +148,7 @@ def simulated(what):
     return [*model.parameters(), x], runs[what]
 
 
+OFFLOAD = {"mode": "selective", "policy": so.policies.offload(so.policies.matmuls)}
 SIMULATED = ("estimate", "simulate_step", "fit")
 PARTS = {
     "loss": loss,
@@ -156,7 +157,7 @@ PARTS = {
     "preference": preference,
     "full": lambda: model_with({"mode": "full"}),
     "discarded outputs": lambda: model_with({"mode": "output_discard"}),
-    "offload": lambda: model_with({"mode": "selective", "policy": so.policies.offload(so.policies.matmuls)}),
+    "offload": lambda: model_with(OFFLOAD),
     "region": region,
     "share": shared,
     **{name: partial(simulated, name) for name in (*SIMULATED, "measure")},
