@@ -142,10 +142,10 @@ def test_options_stay_with_copies_and_other_ones_are_refused(batch):
 
 
 def test_weights_are_never_left_out_without_a_word(batch):
-    """Models of transformers take any keyword, and Trainer removes columns that it does not know."""
+    """transformers takes any keyword, and its Trainer removes columns that it does not know."""
     model = make("Llama").train()
     storage_ops.patch_causal_lm(model)
-    with pytest.raises(TypeError, match='expected .*token_weights="token_weights"'):
+    with pytest.raises(TypeError, match=r'expected .*token_weights="token_weights"'):
         model(**batch, token_weights=torch.rand(batch["labels"].shape))
     storage_ops.unpatch_causal_lm(model)
     storage_ops.patch_causal_lm(model, token_weights="weights")
