@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
-.PHONY: demo test test-all sanitize build lint format bench results docs wheel test-wheel clean
+.PHONY: demo test test-all sanitize build lint format bench results docs wheel test-wheel lock clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built  ## train a small GPT with and without storage_ops
@@ -72,7 +73,7 @@ bench: $(VENV)/built  ## measure everything, for hours, into bench-report/
 results: $(VENV)/built  ## take FROM=files into benchmarks/results; reports, README and docs from all there
 	$(BIN)/python -m benchmarks._results $(FROM)
 
-docs: $(VENV)/documented  ## build the documentation site into build/site; a broken link is an error
+docs: $(VENV)/installed  ## build the documentation site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(VENV)/installed  ## an sdist, and from it a wheel for every CPython here, into dist/
@@ -84,20 +85,26 @@ test-wheel: $(VENV)/installed  ## test the wheels of `make wheel` under every to
 	$(BIN)/python -m build_tools.measure_build
 	$(BIN)/python -m build_tools.test_wheel --fallbacks $(TORCHES)
 
+# One lock for every Python and platform. That of the builds is a part of the other.
+LOCK = cd requirements && ../$(BIN)/uv pip compile --quiet --config-file uv.toml --universal \
+  --python-version 3.10 --generate-hashes --no-annotate --no-header --no-emit-package torch
+lock: $(VENV)/installed  ## renew the versions and hashes that `make` and the workflows install
+	$(PIP) uv==0.13.9
+	$(LOCK) --upgrade dev.txt -o dev.lock
+	$(LOCK) --constraint dev.lock build.txt -o build.lock
+
 clean:  ## remove everything that was built
 	rm -rf $(VENV) build dist *.egg-info storage_ops/lib storage_ops/_build_info*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(VENV)/installed: requirements/dev.txt
+# All but torch by hash; then torch, which finds what it needs installed.
+$(VENV)/installed: requirements/dev.lock requirements/torch.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	touch $@
-
-$(VENV)/documented: $(VENV)/installed requirements/docs.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	$(PIP) --no-deps --require-hashes -r requirements/dev.lock
+	$(PIP) -r requirements/torch.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(NATIVE)
 	STORAGE_OPS_NO_NATIVE=$${STORAGE_OPS_NO_NATIVE:-0} \
-	  $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	  $(PIP) --no-build-isolation --no-deps --editable .
 	touch $@

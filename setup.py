@@ -93,7 +93,7 @@ class BuildNative(build_ext):
     def build_extensions(self) -> None:
         info, cxx, ninja = self.build_info(), toolchain.compiler(), toolchain.ninja()
         kind = "sanitize" if ninja_file.on("STORAGE_OPS_SANITIZE") else "native"
-        build = ROOT / "build" / f"{kind}-{sys.implementation.cache_tag}"
+        build = ROOT / "build" / f"{kind}-{sys.implementation.cache_tag}{sys.abiflags}"
         build.mkdir(parents=True, exist_ok=True)
         ninja_file.write(build, self.extensions, cxx, info)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count()))

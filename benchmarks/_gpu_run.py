@@ -1,11 +1,12 @@
 """Build, test, check and measure on a machine that has an NVIDIA GPU, torch, nvcc and triton.
 
-It needs no network. Three calls do everything, each in the minutes that a machine may give to one
+It needs no network. Four calls do everything, each in the minutes that a machine may give to one
 command; each builds what it needs, so that they can be made on different machines:
 
   1  tests of the row kernel, the storage ops and the loss; memcheck; the first benchmarks
   2  racecheck, initcheck, more shapes of the loss
   3  the other tests, output discarding, training
+  4  divergences, log-probabilities and DPO; plans made without a GPU
 
 If storage_ops/lib was built from the same sources and loads, it is used: it may travel with the
 tree. Wheels in a folder bring peers, and what else the machine lacks. A stage that fails or takes
@@ -77,10 +78,11 @@ def loss(name: str, calls: tuple[int, ...], seconds: int, *shapes: str) -> Stage
     return Stage(name, calls, seconds, "linear_cross_entropy", ("--shapes", *(shapes or (name,))))
 
 
+CALLS = (1, 2, 3, 4)
 STAGES = [
-    Stage("facts", (1, 2, 3), 15, "facts"),
-    Stage("packages", (1, 2, 3), 25, "packages"),
-    Stage("build", (1, 2, 3), 90, "build"),
+    Stage("facts", CALLS, 15, "facts"),
+    Stage("packages", CALLS, 25, "packages"),
+    Stage("build", CALLS, 90, "build"),
     Stage("tests-core", (1,), 150, "tests", ("core", "OUT/tests-core.xml")),
     Stage("row_kernel", (1,), 45, "row_kernel"),
     Stage("memcheck", (1,), 90, "sanitize", ("memcheck", "OUT/memcheck.xml")),
@@ -94,12 +96,14 @@ STAGES = [
     Stage("tests-others", (3,), 150, "tests", ("others", "OUT/tests-others.xml")),
     Stage("output_discard", (3,), 110, "output_discard"),
     Stage("train_gpt", (3,), 140, "train_gpt"),
+    Stage("divergence", (4,), 100, "head", ("--parts", "divergence")),
+    Stage("head", (4,), 130, "head", ("--parts", "selected", "dpo")),
+    Stage("carried_plans", (4,), 170, "carried_plans"),
     *(loss(name, (), 120) for name in ("R3", "R4", "R5", "R6")),
     Stage("R1-variants", (), 120, "linear_cross_entropy",
           ("--shapes", "R1", "--variants", "none", "half ignored")),
     *(Stage(name, (), 120, name)
-      for name in ("selective_checkpoint", "autochunk", "storage", "demo", "head", "fit_plans",
-                   "carried_plans")),
+      for name in ("selective_checkpoint", "autochunk", "storage", "demo", "fit_plans")),
 ]  # fmt: skip
 
 
@@ -289,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gpu_run.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--call", type=int, choices=[1, 2, 3])
+    which.add_argument("--call", type=int, choices=CALLS)
     which.add_argument("--stages", help=f"these alone, of {' '.join(s.name for s in STAGES)}")
     parser.add_argument("--minutes", default=str(MINUTES),
                         help="it ends after so many (default: 9), stages get shares")  # fmt: skip

@@ -79,7 +79,7 @@ def wrong_contents(
     libraries += [f"binding_{minor.replace('.', '_')}" for minor in info["bindings"].split()]
     expected = {f"storage_ops/lib/libstorage_ops_{name}.so" for name in libraries}
     expected |= {"storage_ops/py.typed", "storage_ops/lib/build_info.json"}
-    tag = re.search(r"-cp(\d+)-", wheel.name)[1]
+    tag = re.search(r"-cp(\d+t?)-[^-]+$", wheel.name)[1]  # 314t: free-threaded
     expected.add(f"storage_ops/_build_info.cpython-{tag}-{MACHINE}-linux-gnu.so")
     present = {n for n in names if n.endswith(".so")} | (expected & set(names))
     yield from (f"lacks {name}" for name in sorted(expected - present))

@@ -123,7 +123,7 @@ def test(python: Path, wheel: Path, options: argparse.Namespace) -> bool:
 
 def wheel_for(python: Path) -> Path:
     """The wheel in dist/ for an interpreter."""
-    say = "import sys; print('cp%d%d' % sys.version_info[:2])"
+    say = "import sys; print('cp%d%d-cp%d%d' % (sys.version_info[:2] * 2) + sys.abiflags)"
     tag = subprocess.check_output([str(python), "-c", say], text=True).strip()
     found = sorted((ROOT / "dist").glob(f"*-{tag}-*.whl"))
     return found[-1] if found else sys.exit(f"dist/ holds no wheel for {tag}: run `make wheel`")

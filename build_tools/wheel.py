@@ -4,7 +4,7 @@
 here, repaired and checked, into dist/ (with STORAGE_OPS_PREBUILT_LIBS: from those libraries). The
 workflow runs the same `libs` and `repair` inside the manylinux image. STORAGE_OPS_BINDING_TORCHES
 names the minors that get a storage binding; headers that are not here are downloaded. WHEEL_PYTHONS
-names the interpreters (default: this one, and every python3.10 to python3.14 on PATH and of pyenv).
+names the interpreters (default: this one, and each of CPYTHONS on PATH and of pyenv).
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 from build_tools import check_wheel, old_glibc, sbom, toolchain, torch_headers
 from build_tools.toolchain import ROOT
 
-CPYTHONS = [f"3.{minor}" for minor in range(10, 15)]
+CPYTHONS = [*(f"3.{minor}" for minor in range(10, 15)), "3.13t", "3.14t"]  # t: free-threaded
 # Every library that torch brings, under any version: the wheel uses those of the user's torch.
 NOT_OURS = ["libtorch*", "libc10*", "libcuda*", "libcudart*", "libgomp*", "libnv*"]
 
@@ -73,7 +73,7 @@ def pythons() -> list[str]:
         named = [found for v in CPYTHONS if (found := shutil.which(f"python{v}"))]
         candidates = [sys.executable, *named, *map(str, sorted(pyenv.glob("3.1?.*/bin/python")))]
     found: dict[str, str] = {}
-    say = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
+    say = "import sys; print('%d.%d' % sys.version_info[:2] + sys.abiflags)"
     for candidate in candidates:
         answer = subprocess.run([candidate, "-c", say], capture_output=True, text=True)
         if answer.stdout.strip() in CPYTHONS:  # an empty answer: the shim of a version not chosen

@@ -41,11 +41,12 @@ class Use(Kept):
     def __init__(self, tensor: Tensor, region: Region) -> None:
         super().__init__(tensor.detach())  # of the bytes only, not of the tensor that others have
         self.key = storage_key(tensor) or 0
-        self.region = region
         region.uses[self.key] = region.uses.get(self.key, 0) + 1
+        self.region = region
 
     def __del__(self) -> None:
-        self.region.uses[self.key] -= 1
+        if hasattr(self, "region"):  # an error in __init__ has counted nothing
+            self.region.uses[self.key] -= 1
 
     def read(self) -> Tensor:
         """The tensor with its bytes, which are recomputed when they are needed first."""

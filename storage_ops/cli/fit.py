@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from storage_ops.cli import hf_model, output
+from storage_ops.progress import showing
 from storage_ops.quantities import parse_bytes
 
 HELP = "what to recompute so that a training step of a model fits into a GPU"
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         budget = parse_bytes(args.budget, "--budget")
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
-        with output.working("simulating layers and searching"):
+        with showing("fit"):
             search = Search(model, batch, None, optimizer, args.device, args.actions)
             plan = search.plan(budget)
     except NothingFits as error:

@@ -26,8 +26,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
-        with output.working("simulating a step"):
-            report = will_it_fit(model, batch, args.budget, None, optimizer, args.device)
+        report = will_it_fit(model, batch, args.budget, None, optimizer, args.device)
         if args.plot is not None:
             report.step.plot(args.plot)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:

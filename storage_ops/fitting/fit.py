@@ -30,6 +30,7 @@ from storage_ops.memory.step import (
     optimizer_of,
     simulate_step,
 )
+from storage_ops.progress import say, showing
 from storage_ops.quantities import parse_bytes, readable
 
 _DOUBT = 0.02  # how far a whole step may be below what was computed of its layers
@@ -97,7 +98,8 @@ def fit(
         >>> model = plan.apply()
     """
     limit = parse_bytes(budget, "budget")
-    return Search(model, batch, loss, optimizer, device, actions).plan(limit)
+    with showing("fit"):
+        return Search(model, batch, loss, optimizer, device, actions).plan(limit)
 
 
 class NothingFits(ValueError):
@@ -200,6 +202,7 @@ class Search:
             alone = runs[call.unit.name] == 1 and call.backward is not None
             key = call.kind, alone
             if key not in self._known:
+                say(f"what may be recomputed of {call.unit.name}")
                 costs = costs_of(call, allowed if alone else (), self._on_gpu, self._rates)
                 self._known[key] = list(costs.items())
             found.append(self._known[key])

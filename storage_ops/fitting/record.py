@@ -25,6 +25,7 @@ from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_wrapper
 from storage_ops.memory.step import arguments, without_gradients
+from storage_ops.progress import say
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ class Recorder:
             start = self.books.mark()
             kind = call.kind
             if kind not in self._outputs:
+                say(unit.name)
                 before = self._times.seconds
                 self._outputs[kind] = _outputs_of(plain(*args, **kwargs), given)
                 self._times.seconds = before

@@ -44,10 +44,7 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         name, options = type(self).__name__, self._loss_options
         if patched_head(self, name)._deferred_in is not None:
             return original(self, *args, **kwargs)  # a patched model around this one waits for them
-        weights = options.token_weights
-        if isinstance(weights, str):
-            weights = kwargs.pop(weights, None)
-        _check_weights(weights, labels)
+        weights = _weights(self, options.token_weights, labels, kwargs)
         run = Forward(name, options, labels, weights)
         given = labels if weights is None else run.places
         if len(args) > position:
@@ -87,15 +84,32 @@ def deferred(
     return outputs
 
 
-def _check_weights(weights: Any, labels: Tensor) -> None:
+def _weights(model: Any, weights: Any, labels: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """The weights of a call's tokens; taken out of its keywords where they are one."""
+    name = "token_weights" if weights is None else weights
+    if isinstance(name, str):
+        given = kwargs.pop(name, None)
+        if weights is None and given is not None:  # transformers would take it and do nothing
+            raise TypeError(
+                "patch_causal_lm: the model is called with token_weights, of which it was not "
+                'told; expected storage_ops.patch_causal_lm(model, token_weights="token_weights")'
+            )
+        if weights is not None and given is None and model.training:
+            raise ValueError(
+                f"patch_causal_lm: token_weights is {name!r}, and a call in training has no "
+                "keyword of that name; expected it in the batch, for which Trainer needs "
+                "remove_unused_columns=False"
+            )
+        weights = given
     if weights is None:
-        return
+        return None
     if not isinstance(weights, Tensor) or weights.shape != labels.shape:
         found = f"of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
         raise ValueError(
             f"patch_causal_lm: token_weights is {found}; expected a tensor of the labels' shape, "
             f"{tuple(labels.shape)}"
         )
+    return weights
 
 
 def _finished(outputs: Any, formed: bool, results: dict[str, Tensor]) -> Any:

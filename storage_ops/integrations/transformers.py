@@ -95,9 +95,11 @@ def patch_causal_lm(
             logits again. A model that moves labels by one has the nll of label i + 1 at i.
         token_weights: a weight for every label, in their shape: a mean divides by the sum of them.
             A tensor, or the name of a keyword of the model's call that has it, such as a column of
-            the batch (with `remove_unused_columns=False` in Trainer).
+            the batch (with `remove_unused_columns=False` in Trainer). A call in training that
+            lacks it is an error; one in evaluation has no weights.
         label_smoothing: that of the loss. With this instead of `label_smoothing_factor` of Trainer,
-            which takes the labels from the model, there are no logits.
+            which takes the labels from the model as its `compute_loss_func` does, there are no
+            logits.
         logits: when `outputs.logits` is formed beside the loss, once, in the model's dtype: in
             "eval" mode only, as `compute_metrics` of Trainer needs them, "always" or "never".
         memory_budget: that of `storage_ops.linear_cross_entropy`.

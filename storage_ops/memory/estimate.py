@@ -36,6 +36,7 @@ from storage_ops.memory.owners import (
     TEMPORARIES,
     activations_of,
 )  # fmt: skip
+from storage_ops.progress import say, showing
 from storage_ops.storage.storage import share_storage
 
 _MIB = 1 << 20
@@ -155,11 +156,13 @@ def estimate(
     roles: dict[Block, str] = {}
 
     def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        say(name or type(module).__name__)
         with ledger.call(name):
             return call(*args, **kwargs)
 
     simulated = simulating(ledger, held, args, kwargs, Assumption(assume))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(showing("estimate"))
         for root in held.roots:
             stack.enter_context(around_calls(root, around))
         simulation, args, kwargs = stack.enter_context(simulated)

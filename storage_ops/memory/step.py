@@ -29,6 +29,7 @@ from storage_ops.memory.owners import (
     by_kind,
 )
 from storage_ops.memory.quick import Quick
+from storage_ops.progress import say, showing
 
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # what the loss makes, as a module would
@@ -234,6 +235,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
     roles: dict[Block, str] = {}
 
     def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        say(name or type(module).__name__)
         if quick is not None:
             done, result = quick.call(simulation, module, name, call, args, kwargs)
             if done:
@@ -251,7 +253,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
 
     simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
-    with gradients, calls, simulated as (simulation, *moved):
+    with showing("simulating a step"), gradients, calls, simulated as (simulation, *moved):
         note_roles(roles, PARAMETERS, model.parameters(), simulation)
         note_roles(roles, BUFFERS, model.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)

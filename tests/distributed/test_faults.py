@@ -3,6 +3,7 @@
 import datetime
 import gc
 import os
+import threading
 import time
 import weakref
 
@@ -72,14 +73,21 @@ def step(fault):
     except (RuntimeError, KeyboardInterrupt) as e:
         error = type(e)
         e.__traceback__ = None
+    nothing_is_left()
+    assert not [h for ref in seen if (h := ref()) is not None and so.is_discarded(h)]
+    return error
+
+
+def nothing_is_left():
     gc.collect()
     until = time.monotonic() + 5  # a thread of gloo may hold an input of its last work
     while makers and time.monotonic() < until:
         time.sleep(0.05)
     assert not makers
-    assert not [h for ref in seen if (h := ref()) is not None and so.is_discarded(h)]
+    assert not [t for t in gc.get_objects() if type(t) is torch.Tensor and so.is_discarded(t)]
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    return error
+    assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+    assert threading.enumerate() == [threading.main_thread()]
 
 
 def step_of_loss(fault):
@@ -97,6 +105,7 @@ def step_of_loss(fault):
     except (RuntimeError, KeyboardInterrupt) as e:
         error = type(e)
         e.__traceback__ = None
+    nothing_is_left()
     return error
 
 

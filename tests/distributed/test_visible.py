@@ -118,6 +118,18 @@ def counts(rank):
         assert seen.get_total_counts() > 2
 
 
+def compiled(rank):
+    """Slices of different sizes, twice: what Inductor got wrong while the call was in pieces."""
+    for extra in (0, 7):
+        torch._dynamo.reset()
+        loss = loss_with({"memory_budget": BUDGET})
+        run = step(torch.compile(loss, fullgraph=True))
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            given = arguments({}, torch.float32, part=PART + extra * (1 - 2 * rank))
+            torch.testing.assert_close(run(*given), step(loss)(*given))
+
+
 def steps(rank):
     for around in (False, True):
         loss, (x, w, target) = loss_with({"memory_budget": BUDGET}), arguments({})
@@ -138,6 +150,6 @@ def steps(rank):
         assert (FUNCOL.all_reduce.default in names(traced.gm)) == (not around)
 
 
-@pytest.mark.parametrize("work", [traces, order, counts, steps])
+@pytest.mark.parametrize("work", [traces, order, counts, compiled, steps])
 def test_ranks(work):
     run_on_ranks(work, WORLD)

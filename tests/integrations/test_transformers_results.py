@@ -141,6 +141,19 @@ def test_options_stay_with_copies_and_other_ones_are_refused(batch):
         model(**batch)
 
 
+def test_weights_are_never_left_out_without_a_word(batch):
+    """transformers takes any keyword, and its Trainer removes columns that it does not know."""
+    model = make("Llama").train()
+    storage_ops.patch_causal_lm(model)
+    with pytest.raises(TypeError, match=r'expected .*token_weights="token_weights"'):
+        model(**batch, token_weights=torch.rand(batch["labels"].shape))
+    storage_ops.unpatch_causal_lm(model)
+    storage_ops.patch_causal_lm(model, token_weights="weights")
+    with pytest.raises(ValueError, match="'weights', and a call in training has no keyword"):
+        model(**batch)
+    assert model.eval()(**batch).loss is not None
+
+
 def test_layers_that_are_checkpointed_keep_no_cache_in_training():
     config = tf.LlamaConfig(**{**GROUPED, "num_hidden_layers": 4, "hidden_size": 128})
     model = tf.LlamaForCausalLM(config).train()

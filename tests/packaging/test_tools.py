@@ -109,6 +109,15 @@ def test_a_bad_wheel_is_reported(tmp_path):
         assert complaint in found
 
 
+@pytest.mark.parametrize("tag", ["cp314-cp314", "cp314-cp314t"])
+def test_a_wheel_has_the_module_of_its_cpython(tmp_path, tag):
+    wheel = tmp_path / f"storage_ops-1.0-{tag}-manylinux_2_28_x86_64.whl"
+    wheel.touch()
+    info = {"cuda": "", "bindings": ""}
+    found = "\n".join(check_wheel.wrong_contents(wheel, [], "Version: 1.0\n", info))
+    assert f"lacks storage_ops/_build_info.cpython-{tag.split('cp')[-1]}-" in found
+
+
 def test_a_wheel_lists_what_is_in_it(tmp_path):
     pytest.importorskip("wheel")
     path = tmp_path / "storage_ops-1.0-cp311-cp311-linux_x86_64.whl"
