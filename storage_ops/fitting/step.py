@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,13 +33,11 @@ class Books:
 
     def mark(self) -> int:
         """The moment, as a number of events."""
-        return len(self.ledger.events)
+        return self.ledger.mark()
 
     def levels(self) -> list[int]:
         """Bytes in memory at each moment, from the start."""
-        start = sum(block.nbytes for block in self.ledger.inputs)
-        steps = (block.nbytes if taken else -block.nbytes for _, block, taken in self.ledger.events)
-        return list(accumulate(steps, initial=start))
+        return self.ledger.levels()
 
     @contextlib.contextmanager
     def open(self, holders: Any, args: Any, kwargs: Any) -> Iterator[tuple[Simulation, Any, Any]]:
