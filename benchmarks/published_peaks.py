@@ -2,18 +2,18 @@
 
 Each case is rebuilt from what its source says of shapes, dtypes and of what runs; the estimate is
 not adjusted to any of them. Most are of Liger-Kernel, whose repository has the peaks of plain torch
-and of transformers beside its own kernels', from NVIDIA A100, H100, B200 and RTX 4090, with the
-scripts that made them: a forward and backward several times over, all on the device counted.
+and of transformers beside those of its own kernels, on NVIDIA A100, H100, B200 and RTX 4090, with
+the scripts that made them: a forward and backward several times over, all on the device counted.
 Further, the loss of Gemma 2 (2B) from the abstract of "Cut Your Losses in Large-Vocabulary Language
-Models" (24 and 28 GB, which by its script are thousands of MiB), and torchtitan's Llama 3.1 (8B) on 8 and 128 H100 under FSDP2, of which it publishes what
-the allocator reserved. An estimate has no workspaces of libraries: cuBLAS takes 8.1 MiB (Hopper: 32
-MiB) in each thread that multiplies, of which there are two.
+Models" (24 and 28 GB, which by its script are thousands of MiB), and torchtitan's Llama 3.1 (8B) on
+8 and 128 H100 under FSDP2, of which it publishes what the allocator reserved. An estimate has no
+workspaces of libraries: cuBLAS takes 8.1 MiB (Hopper: 32 MiB) in each thread that multiplies, of
+which there are two.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -323,7 +323,7 @@ class Llama(nn.Module):
 
 
 def torchtitan() -> Iterator[dict[str, Any]]:
-    """Two sequences of 8192 tokens on each rank of FSDP2, selective checkpoints, without compile."""
+    """Two sequences of 8192 tokens on each rank of FSDP2, selective checkpoints, no compile."""
     for world, published in ((8, 82.4), (128, 67.0)):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         try:

@@ -329,8 +329,9 @@ class Search:
             "full checkpoint": (own.problem.peak(full), own.problem.seconds(full)),
         }
         return FitPlan(
-            self._model, self._loss, self._actions(number, choice), peak, self._seconds(number, choice), budget,
-            self._rates.name, list(rows.values()), totals, own.seconds,
+            self._model, self._loss, self._actions(number, choice), peak,
+            self._seconds(number, choice), budget, self._rates.name, list(rows.values()),
+            totals, own.seconds,
         )  # fmt: skip
 
 

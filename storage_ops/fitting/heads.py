@@ -19,11 +19,12 @@ def heads_in(module: nn.Module) -> list[LinearCrossEntropyLoss]:
 
 
 def heads_of_loss(loss: Any, model: nn.Module) -> dict[str, LinearCrossEntropyLoss]:
-    """Heads that a loss refers to and that are not in the model, by a name: "(loss)", "(loss).1"."""
+    """Heads that a loss refers to and that are not in the model, by name: "(loss)", "(loss).1"."""
     there = set(heads_in(model))
     held = Held(loss, (), {}).modules if loss is not None else []
     found = [m for m in held if isinstance(m, LinearCrossEntropyLoss) and m not in there]
-    return {f"{LOSS_NAME}.{number}" if number else LOSS_NAME: head for number, head in enumerate(found)}
+    names = [LOSS_NAME, *(f"{LOSS_NAME}.{number}" for number in range(1, len(found)))]
+    return dict(zip(names, found, strict=False))
 
 
 def budgeted(head: LinearCrossEntropyLoss, memory_budget: int | None) -> None:

@@ -146,13 +146,14 @@ class FitPlan:
         from rich.table import Table
 
         share = f", {self.seconds / self.step_seconds:.1%} of {metric(self.step_seconds, 's')}"
+        peak, budget = (readable(n, up=True) for n in (self.peak_bytes, self.budget))
         lines = [
-            f"peak {readable(self.peak_bytes, up=True)} of {readable(self.budget, up=True)} allowed, "
-            f"{metric(self.seconds, 's')} added to a step{share}, predicted for {self.device}"
+            f"peak {peak} of {budget} allowed, {metric(self.seconds, 's')} added to a step{share}, "
+            f"predicted for {self.device}"
         ]
         lines += [
-            f"{name}: peak {readable(peak, up=True)}, {metric(seconds, 's')} added"
-            for name, (peak, seconds) in self.totals.items()
+            f"{name}: peak {readable(highest, up=True)}, {metric(seconds, 's')} added"
+            for name, (highest, seconds) in self.totals.items()
         ]
         table = Table(title="Fit", caption="\n".join(lines), box=box.SIMPLE_HEAD)
         for name in ("layers", "action", "bytes kept", "at the peak", "seconds added"):
