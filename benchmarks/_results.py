@@ -240,7 +240,7 @@ def columns_of(stem: str, shown: tuple[str, ...]) -> str:
 
 def published_peaks() -> str:
     """Estimates against what others measured on GPUs."""
-    shown = ("shape", "case", "gpu", "published (MiB)", "estimate (MiB)", "difference",
+    shown = ("shape", "case", "on", "published (MiB)", "estimate (MiB)", "difference",
              "because of")  # fmt: skip
     text = ""
     for result in results_of("published_peaks"):  # simulated: the same on any hardware

@@ -14,7 +14,7 @@ which there are two.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ MIB = 1 << 20
 BF16 = torch.bfloat16
 LLAMA_VOCAB = 128256
 Step = Callable[[], Any]
+Cell = tuple[str, str, Callable[[int], Step], dict[int, float], str]
 
 CUBLAS = "workspaces of cuBLAS"
 RESERVED = "published is what the allocator reserved, not what was allocated"
@@ -201,9 +202,9 @@ def distillation(tokens: int) -> Step:
 
 
 JSD = partial(of_distributions, jensen_shannon, 8192, torch.log_softmax, torch.log_softmax)
-# Name, GPU, what makes a step of a size, and by size the MiB in Liger-Kernel's
-# benchmark/data/all_benchmark_data.csv: of provider "huggingface" or "torch", mode "full".
-LIGER: list[tuple[str, str, Callable[[int], Step], dict[int, float], str]] = [
+# Name, GPU, what makes a step of a size, by size the MiB in benchmark/data/all_benchmark_data.csv of
+# Liger-Kernel (provider "huggingface" or "torch", mode "full"), and what an estimate leaves out.
+LIGER: list[Cell] = [
     ("SwiGLU 4096-11008", "A100", partial(mlp, 4, 4096, 11008, F.silu),
      {1024: 1294.25, 8192: 6372.25}, CUBLAS),
     ("GeGLU 4096-11008", "A100", partial(mlp, 8, 4096, 11008, partial(F.gelu, approximate="tanh")),
@@ -228,9 +229,9 @@ LIGER: list[tuple[str, str, Callable[[int], Step], dict[int, float], str]] = [
 ]  # fmt: skip
 
 
-def liger() -> Iterator[dict[str, Any]]:
+def liger(cells: Sequence[Cell] = LIGER) -> Iterator[dict[str, Any]]:
     """The cells of Liger-Kernel."""
-    for name, gpu, make, published, why in LIGER:
+    for name, gpu, make, published, why in cells:
         for size, peak in published.items():
             with torch.device("meta"):
                 step = make(size)
@@ -358,7 +359,7 @@ def row(source: str, what: str, gpu: str, published: float, peak: int, why: str)
     """A published peak in MiB and an estimated one in bytes."""
     missing = peak / MIB / published - 1
     return {
-        "shape": source, "case": what, "gpu": gpu, "published (MiB)": round(published, 1),
+        "shape": source, "case": what, "on": gpu, "published (MiB)": round(published, 1),
         "estimate (MiB)": round(peak / MIB, 1), "difference": f"{missing:+.2%}",
         "because of": why if abs(missing) >= 5e-4 else "",
     }  # fmt: skip

@@ -156,7 +156,7 @@ def test_measured_peaks(name):
         plan.apply()
         rows = [row for row in plan.rows if "linear_cross_entropy" in row.action]
         assert bool(rows) == (str(model) != before)
-        if budget < none:
+        if budget < none and name != "with its own budget":
             assert rows and all("head" in name for row in rows for name in row.names)
             assert all("sums in another order" in row.action for row in rows)
         for ours, theirs in zip(gradients(model, ids), expected, strict=True):
