@@ -202,8 +202,9 @@ def distillation(tokens: int) -> Step:
 
 
 JSD = partial(of_distributions, jensen_shannon, 8192, torch.log_softmax, torch.log_softmax)
-# Name, GPU, what makes a step of a size, by size the MiB in benchmark/data/all_benchmark_data.csv of
-# Liger-Kernel (provider "huggingface" or "torch", mode "full"), and what an estimate leaves out.
+# Name, GPU, what makes a step of a size, by size the MiB that Liger-Kernel has in
+# benchmark/data/all_benchmark_data.csv (provider "huggingface" or "torch", mode "full"), and what an
+# estimate leaves out.
 LIGER: list[Cell] = [
     ("SwiGLU 4096-11008", "A100", partial(mlp, 4, 4096, 11008, F.silu),
      {1024: 1294.25, 8192: 6372.25}, CUBLAS),
