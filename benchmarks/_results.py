@@ -294,9 +294,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "carried_plans": lambda: (
         columns_of("carried_plans", PLANS) + picture("carried_plans.png", TRADEOFF)
     ),
-    "fit_plans": lambda: (
-        columns_of("fit_plans", ("shape", *PLANS)) + picture("fit_plans.png", TRADEOFF)
-    ),
+    "fit_plans": lambda: by_shape("fit_plans"),
     "published_peaks": published_peaks,
     "plan": planned,
 }

@@ -203,8 +203,8 @@ def distillation(tokens: int) -> Step:
 
 JSD = partial(of_distributions, jensen_shannon, 8192, torch.log_softmax, torch.log_softmax)
 # Name, GPU, what makes a step of a size, by size the MiB that Liger-Kernel has in
-# benchmark/data/all_benchmark_data.csv (provider "huggingface" or "torch", mode "full"), and what an
-# estimate leaves out.
+# benchmark/data/all_benchmark_data.csv (provider "huggingface" or "torch", mode "full"), and what
+# an estimate leaves out.
 LIGER: list[Cell] = [
     ("SwiGLU 4096-11008", "A100", partial(mlp, 4, 4096, 11008, F.silu),
      {1024: 1294.25, 8192: 6372.25}, CUBLAS),
@@ -340,7 +340,10 @@ def one_rank(world: int) -> int:
     """The peak of a rank of so many in a step with AdamW."""
     with torch.device("meta"):
         model, ids = Llama(), torch.empty(2, 8192, dtype=torch.int64)
-    contexts = partial(create_selective_checkpoint_contexts, EverySecondProduct())
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(EverySecondProduct())
+
     mesh = init_device_mesh("cpu", (world,))
     how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(BF16, torch.float32)}
     for index, layer in enumerate(model.layers):
