@@ -349,7 +349,7 @@ def one_rank(world: int) -> int:
     for index, layer in enumerate(model.layers):
         wrapped = checkpoint_wrapper(layer, context_fn=contexts, preserve_rng_state=False)
         model.layers[index] = fully_shard(wrapped, reshard_after_forward=index < 31, **how)
-    fully_shard(model, **how)
+    fully_shard(model, reshard_after_forward=True, **how)
 
     def loss(logits: Tensor) -> Tensor:
         target = torch.empty(2 * 8192, dtype=torch.int64, device=logits.device)
