@@ -226,14 +226,28 @@ def train_gpt() -> str:
     return text.removesuffix("\n") + picture("train_gpt-memory.png", "memory over one step")
 
 
-def carried_plans() -> str:
-    """Plans made without a GPU: what was predicted of them, and what was measured on one."""
-    shown = ("case", "budget (MiB)", "simulated (MiB)", PEAK, "predicted", "time / none")
+PLANS = ("case", "budget (MiB)", "simulated (MiB)", PEAK, "predicted", "time / none")
+
+
+def columns_of(stem: str, shown: tuple[str, ...]) -> str:
+    """Some columns of every row of a benchmark."""
     text = ""
-    for result in results_of("carried_plans"):
+    for result in results_of(stem):
         rows = [{key: row[key] for key in shown if key in row} for row in result["rows"]]
         text += source(result) + _report.markdown_table(rows) + "\n"
-    return text.removesuffix("\n") + picture("carried_plans.png", TRADEOFF)
+    return text.removesuffix("\n")
+
+
+def published_peaks() -> str:
+    """Estimates against what others measured on GPUs."""
+    shown = ("shape", "case", "on", "published (MiB)", "estimate (MiB)", "difference",
+             "because of")  # fmt: skip
+    text = ""
+    for result in results_of("published_peaks"):  # simulated: the same on any hardware
+        rows = [{"source": row["shape"], **{key: row.get(key, "") for key in shown[1:]}}
+                for row in result["rows"]]  # fmt: skip
+        text = source(result) + _report.markdown_table(rows)
+    return text
 
 
 def by_shape(stem: str) -> str:
@@ -277,7 +291,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "selective_checkpoint": lambda: by_shape("selective_checkpoint"),
     "autochunk": lambda: by_shape("autochunk"),
     "train_gpt": train_gpt,
-    "carried_plans": carried_plans,
+    "carried_plans": lambda: (
+        columns_of("carried_plans", PLANS) + picture("carried_plans.png", TRADEOFF)
+    ),
+    "fit_plans": lambda: by_shape("fit_plans"),
+    "published_peaks": published_peaks,
     "plan": planned,
 }
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from storage_ops.matmul.full_sums import full_sums
 
@@ -104,7 +106,9 @@ def retained() -> bool:
 
 def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     """The gradient times the upstream scalar: in place when nobody else can see the memory."""
-    storage = grad.untyped_storage() if type(grad) is Tensor else None
+    # A fake one stands for a tensor in a simulation, and for anything where a graph is recorded.
+    plain = type(grad) is Tensor or (type(grad) is FakeTensor and get_proxy_mode() is None)
+    storage = grad.untyped_storage() if plain else None
     # Two users: the saved tensor and `storage` itself. A batch of upstream gradients needs more.
     functorch = torch._C._functorch
     batched = functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream)

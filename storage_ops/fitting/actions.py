@@ -15,11 +15,14 @@ from storage_ops.checkpoint.transform import (
     apply_activation_checkpoint,
     remove_activation_checkpoint,
 )
+from storage_ops.fitting.heads import budgeted, heads_in, restored
 from storage_ops.quantities import readable
 
 LOSS = "linear_cross_entropy"
 NAMES = ("keep", "output_discard", "selective", "full", "offload", "tile", LOSS)
 EXACT = NAMES[:4]
+# Shares of the bytes of the logits that the loss may take; None is its own choice.
+_SHARES = (1 / 4, 1 / 16, 1 / 64)
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Action:
     """What is done with a layer, or with the loss of the model.
 
     Attributes:
-        mode: "keep", "full", "selective" or "output_discard"; of a whole model of transformers
-            "linear_cross_entropy".
+        mode: "keep", "full", "selective" or "output_discard"; of a layer with heads in it, or of
+            a whole model of transformers, "linear_cross_entropy".
         saved: with mode "selective": which calls of which ops are saved, (op, number of the call).
         offloaded: the same for those that are saved in host memory.
         discarded: with mode "output_discard": names of modules in the layer.
@@ -48,7 +51,11 @@ class Action:
     def apply(self, layer: nn.Module) -> None:
         """Change a layer; whatever comes, `undo` makes it what it was."""
         if self.mode == LOSS:
-            patching().patch_causal_lm(layer, memory_budget=self.memory_budget)
+            heads = heads_in(layer)
+            for head in heads:
+                budgeted(head, self.memory_budget)
+            if not heads:
+                patching().patch_causal_lm(layer, memory_budget=self.memory_budget)
             return
         for name in self.tiled:
             tile(layer.get_submodule(name), self.tiles)
@@ -58,7 +65,11 @@ class Action:
     def undo(self, layer: nn.Module) -> None:
         """Change a layer back."""
         if self.mode == LOSS:
-            patching().unpatch_causal_lm(layer)
+            heads = heads_in(layer)
+            for head in heads:
+                restored(head)
+            if not heads:
+                patching().unpatch_causal_lm(layer)
             return
         remove_activation_checkpoint(layer)
 
@@ -103,6 +114,11 @@ class Action:
             int(values.get("tiles", 0)),
             values.get("memory_budget"),
         )
+
+
+def loss_actions(logits: int) -> list[Action]:
+    """Ways to compute a loss whose logits would take so many bytes."""
+    return [Action(LOSS, memory_budget=n) for n in (None, *(int(logits * s) for s in _SHARES))]
 
 
 def _calls(values: Any) -> tuple[tuple[str, int], ...]:

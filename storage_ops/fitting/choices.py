@@ -10,7 +10,8 @@ from torch import nn
 
 from storage_ops.checkpoint.copies import active
 from storage_ops.checkpoint.rules import class_of
-from storage_ops.fitting.actions import Action
+from storage_ops.fitting.actions import LOSS, Action, loss_actions
+from storage_ops.fitting.heads import heads_in
 from storage_ops.fitting.probe import Cost, Probe
 from storage_ops.fitting.record import Call
 from storage_ops.fitting.step import Op
@@ -67,6 +68,8 @@ def _candidates(
                     found.append(_selective(chosen, away))
     if "output_discard" in allowed:
         found += _discards(layer)
+    if LOSS in allowed and probe.logits and heads_in(layer):
+        found += loss_actions(probe.logits)
     if "tile" in allowed:
         names = _token_wise(layer)
         modes = ("keep", *(["full"] if "full" in allowed else []))

@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action
 from storage_ops.fitting.choices import costs_of, rates_for
+from storage_ops.fitting.heads import heads_in, is_budgeted
 from storage_ops.fitting.plan import FitPlan, Row, applied
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, Recording
 from storage_ops.fitting.units import Unit, units_of
-from storage_ops.fitting.ways import Way, loss_actions
+from storage_ops.fitting.ways import Way, patches
 from storage_ops.memory.step import (
     arguments,
     check_model,
@@ -62,10 +63,11 @@ def fit(
     link of the device moves while the layer runs; it is used only if it is asked for, because such
     a model cannot be compiled. "tile" runs MLPs over
     slices of the sequence, which lowers the peak further and sums in another order
-    (`storage_ops.tile`). "linear_cross_entropy" computes the loss of a causal language model of
-    transformers without its logits (`storage_ops.patch_causal_lm`), in as much memory as pays:
-    gradients are equal to rounding, and `outputs.logits` is None in training. These two are used
-    only if they are asked for, too.
+    (`storage_ops.tile`). "linear_cross_entropy" chooses the `memory_budget` of each
+    `storage_ops.LinearCrossEntropyLoss` in the model, or that `loss` refers to, in as much memory
+    as pays. In a causal language model of transformers it computes the loss without the logits
+    (`storage_ops.patch_causal_lm`): `outputs.logits` is None in training. Gradients are equal to
+    rounding. These two are used only if they are asked for, too.
 
     Args:
         model: a model without checkpoints, in the mode and dtype in which it is trained; on the
@@ -121,6 +123,8 @@ def _check_plain(model: nn.Module) -> None:
     for name, module in model.named_modules():
         how: Any = wrapper.checkpointing_of(module) or tile.tiling_of(module)
         how = how or discard_scope.options_of(module)
+        if how is None and is_budgeted(module):
+            how = "its budget is that of a plan"
         if how is None and getattr(module, "gradient_checkpointing", False) is True:
             how = "gradient_checkpointing is on"
         if how is not None:
@@ -177,11 +181,18 @@ class Search:
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
         made = optimizer_of(model, optimizer)
         largest = max(batches, key=_numbers_in)
-        losses = loss_actions(model, largest, loss) if LOSS in allowed else []
+        units = units_of(model, loss)
+        has_heads = any(heads_in(unit.module) for unit in units)
+        if LOSS in allowed and heads_in(model) and not has_heads:
+            raise ValueError(
+                f"actions has {LOSS!r}, and the LinearCrossEntropyLoss in the model stands in "
+                "several places or had its forward replaced; expected one with a place of its own"
+            )
+        losses = patches(model, largest, loss) if LOSS in allowed and not has_heads else []
         self._ways: list[Way] = []
         with _few_objects():
             for action in (KEEP, *losses):
-                recorder = Recorder(units_of(model), self._on_gpu, self._rates)
+                recorder = Recorder(units, self._on_gpu, self._rates)
                 try:
                     with applied([(self._whole, action)]):
                         recording = recorder.run(model, largest, loss or loss_of, made)
@@ -212,7 +223,9 @@ class Search:
         """The fastest plan whose simulated peak is within the budget."""
         inside = [budget] * len(self._ways)
         nothing = [0] * len(self.problem.options)
-        is_best = all(way.seconds >= self._ways[0].seconds for way in self._ways)
+        is_best = all(way.seconds >= self._ways[0].seconds for way in self._ways) and all(
+            option.seconds >= 0 for options in self.problem.options for option in options
+        )
         if is_best and self.problem.peak(nothing) <= budget * (1 + _DOUBT):
             peak = self._simulated(0, nothing)
             if peak <= budget:
@@ -319,8 +332,9 @@ class Search:
             "full checkpoint": (own.problem.peak(full), own.problem.seconds(full)),
         }
         return FitPlan(
-            self._model, self._actions(number, choice), peak, self._seconds(number, choice), budget,
-            self._rates.name, list(rows.values()), totals, own.seconds,
+            self._model, self._loss, self._actions(number, choice), peak,
+            self._seconds(number, choice), budget, self._rates.name, list(rows.values()),
+            totals, own.seconds,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from storage_ops.checkpoint.rules import class_of
 from storage_ops.fitting.actions import Action
+from storage_ops.fitting.heads import LOSS_NAME
 from storage_ops.fitting.units import Unit, fingerprint, units_of
 from storage_ops.quantities import as_text, metric, readable
 
@@ -64,11 +65,11 @@ class FitPlan:
     """
 
     def __init__(
-        self, model: nn.Module, actions: list[tuple[Unit, Action]], peak_bytes: int,
+        self, model: nn.Module, loss: Any, actions: list[tuple[Unit, Action]], peak_bytes: int,
         seconds: float, budget: int, device: str, rows: list[Row],
         totals: dict[str, tuple[int, float]], step_seconds: float,
     ) -> None:  # fmt: skip
-        self._model, self._actions = model, actions
+        self._model, self._loss, self._actions = model, loss, actions
         self._print = fingerprint(model)
         self._is_applied = False
         self.peak_bytes, self.seconds, self.budget = peak_bytes, seconds, budget
@@ -86,9 +87,11 @@ class FitPlan:
         """
         if self._is_applied:
             raise RuntimeError("fit: the plan is applied already; expected undo() in between")
-        layers = _places(self._model)
+        layers = _places(self._model, self._loss)
         if fingerprint(self._model) != self._print or any(
-            unit.name not in layers or layers[unit.name].module is not unit.module
+            unit.name not in layers
+            or layers[unit.name].module is not unit.module
+            or layers[unit.name].print != unit.print
             for unit, _ in self._actions
         ):
             raise RuntimeError(
@@ -132,7 +135,10 @@ class FitPlan:
             "totals": self.totals,
             "step_seconds": self.step_seconds,
             "rows": [asdict(row) for row in self.rows],
-            "actions": [{"layer": unit.name, **action.as_dict()} for unit, action in self._actions],
+            "actions": [
+                {"layer": unit.name, "print": unit.print, **action.as_dict()}
+                for unit, action in self._actions
+            ],
         }
 
     def __rich__(self) -> Table:
@@ -140,13 +146,14 @@ class FitPlan:
         from rich.table import Table
 
         share = f", {self.seconds / self.step_seconds:.1%} of {metric(self.step_seconds, 's')}"
+        peak, budget = (readable(n, up=True) for n in (self.peak_bytes, self.budget))
         lines = [
-            f"peak {readable(self.peak_bytes, up=True)} of {readable(self.budget)} allowed, "
-            f"{metric(self.seconds, 's')} added to a step{share}, predicted for {self.device}"
+            f"peak {peak} of {budget} allowed, {metric(self.seconds, 's')} added to a step{share}, "
+            f"predicted for {self.device}"
         ]
         lines += [
-            f"{name}: peak {readable(peak, up=True)}, {metric(seconds, 's')} added"
-            for name, (peak, seconds) in self.totals.items()
+            f"{name}: peak {readable(highest, up=True)}, {metric(seconds, 's')} added"
+            for name, (highest, seconds) in self.totals.items()
         ]
         table = Table(title="Fit", caption="\n".join(lines), box=box.SIMPLE_HEAD)
         for name in ("layers", "action", "bytes kept", "at the peak", "seconds added"):
@@ -166,9 +173,9 @@ class FitPlan:
         return as_text(self)
 
 
-def _places(model: nn.Module) -> dict[str, Unit]:
+def _places(model: nn.Module, loss: Any) -> dict[str, Unit]:
     """What actions apply to: layers by name, and the model, whose name is empty."""
-    return {unit.name: unit for unit in (Unit("", model, ""), *units_of(model))}
+    return {unit.name: unit for unit in (Unit("", model, ""), *units_of(model, loss))}
 
 
 @contextlib.contextmanager
@@ -195,12 +202,13 @@ def _undo(actions: list[tuple[Unit, Action]]) -> None:
         action.undo(unit.module)
 
 
-def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:
+def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -> FitPlan:
     """Read a plan that was saved, for the same model.
 
     Args:
         path: of the file.
         model: like the one that was fitted: modules, sizes, dtypes and mode.
+        loss: like the one that `fit` was given, where the plan has actions for a head in it.
 
     Raises:
         ValueError: the file is no plan, or one of another model. OSError: it cannot be read.
@@ -220,7 +228,7 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:
         values: dict[str, Any] = json.loads(Path(path).read_text())
         if values["format"] != _FORMAT:
             raise ValueError(f"format is {values['format']!r}; expected {_FORMAT}")
-        saved = [(v["layer"], Action.from_dict(v)) for v in values["actions"]]
+        saved = [(v["layer"], v.get("print"), Action.from_dict(v)) for v in values["actions"]]
         rows = [Row(**row) for row in values["rows"]]
         totals = {name: (int(peak), float(s)) for name, (peak, s) in values["totals"].items()}
         peak, budget = int(values["peak_bytes"]), int(values["budget"])
@@ -230,14 +238,21 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module) -> FitPlan:
         AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
         raise ValueError(f"load_fit: {path} is no plan of fit: {error!r}") from error
-    units = _places(model)
-    if fingerprint(model) != known or any(name not in units for name, _ in saved):
+    units = _places(model, loss)
+    for name, known_print, _ in saved:
+        of_loss = str(name).startswith(LOSS_NAME)
+        if of_loss and (name not in units or units[name].print != known_print):
+            raise ValueError(
+                f"load_fit: {path} has an action for a LinearCrossEntropyLoss of the loss that fit "
+                f"was given, and loss is {loss!r}; expected one like it"
+            )
+    if fingerprint(model) != known or any(name not in units for name, _, _ in saved):
         raise ValueError(
             f"load_fit: {path} is a plan of another model, a {values['model']}; expected one with "
             f"the same modules, sizes, dtypes and mode, and model is a {class_of(model).__name__}"
         )
-    actions = [(units[name], action) for name, action in saved]
-    return FitPlan(model, actions, peak, seconds, budget, device, rows, totals, step_seconds)
+    actions = [(units[name], action) for name, _, action in saved]
+    return FitPlan(model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds)
 
 
 def _together(names: list[str]) -> str:

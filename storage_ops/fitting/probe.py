@@ -85,13 +85,17 @@ class Probe:
     def __init__(self, call: Call, on_gpu: bool, rates: Rates) -> None:
         self._call, self._on_gpu, self._rates = call, on_gpu, rates
         self._forward = 0.0, 0  # seconds and ops of the forward that ran last
+        self.logits = 0  # bytes of the largest logits that a loss in the layer does without
 
     def cost(self, action: Action) -> Cost:
         """What the layer takes with an action."""
         module = self._call.unit.module
         try:
             action.apply(module)
-            return self._run(OpTimes(self._rates), asks=action.mode == "selective")
+            times = OpTimes(self._rates)
+            cost = self._run(times, asks=action.mode == "selective")
+            self.logits = max(self.logits, times.logits)
+            return cost
         finally:
             action.undo(module)
 

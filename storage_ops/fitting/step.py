@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,13 +33,11 @@ class Books:
 
     def mark(self) -> int:
         """The moment, as a number of events."""
-        return len(self.ledger.events)
+        return self.ledger.mark()
 
     def levels(self) -> list[int]:
         """Bytes in memory at each moment, from the start."""
-        start = sum(block.nbytes for block in self.ledger.inputs)
-        steps = (block.nbytes if taken else -block.nbytes for _, block, taken in self.ledger.events)
-        return list(accumulate(steps, initial=start))
+        return self.ledger.levels()
 
     @contextlib.contextmanager
     def open(self, holders: Any, args: Any, kwargs: Any) -> Iterator[tuple[Simulation, Any, Any]]:
@@ -66,6 +63,7 @@ class OpTimes(TorchDispatchMode):
         seconds: of all ops so far.
         count: how many there were, views among them.
         ops: every op that is no view, while `logs` is set.
+        logits: bytes that the logits of a linear cross-entropy would take, of the largest so far.
     """
 
     supports_higher_order_operators = True
@@ -79,6 +77,7 @@ class OpTimes(TorchDispatchMode):
         self.seconds = 0.0
         self.count = 0
         self.logs = False
+        self.logits = 0
         self.ops: list[Op] = []
         self._numbers: dict[str, int] = {}
 
@@ -100,7 +99,10 @@ class OpTimes(TorchDispatchMode):
         if outputs and (made or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
             traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
             if op is torch.ops.storage_ops.linear_cross_entropy.default:
-                seconds = loss_seconds(Call(*args, **kwargs), self._rates)
+                call = Call(*args, **kwargs)
+                seconds = loss_seconds(call, self._rates)
+                vocab, hidden = call.weight.shape
+                self.logits = max(self.logits, _nbytes(call.input) // hidden * vocab)
             else:
                 flops = self._flops(op, args, kwargs, out)
                 seconds = self._seconds(flops, traffic, next(iter(outputs.values())))

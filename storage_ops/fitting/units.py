@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from storage_ops.checkpoint.rules import class_of, qualified_name
+from storage_ops.fitting.heads import heads_in, heads_of_loss, own_options
+from storage_ops.loss.api import LinearCrossEntropyLoss
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Where a layer is in a model, and where a model of transformers was loaded from.
@@ -38,20 +40,20 @@ class Unit:
         return class_of(self.module).__name__
 
 
-def units_of(model: nn.Module) -> list[Unit]:
+def units_of(model: nn.Module, loss: Any = None) -> list[Unit]:
     """The outermost modules in lists and sequences that have modules in them, in their order.
 
-    A module beside such lists that has modules in it, and no list, is one as well. A module that
-    stands in several places is none, nor is one whose forward was replaced on the instance.
+    A module beside such lists that has modules in it, and no list or head of a loss, is one as
+    well, and so is a head, also one that `loss` refers to. A module that stands in several places
+    is none, nor is one whose forward was replaced on the instance.
     """
     places: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         places[id(module)] = places.get(id(module), 0) + 1
-    return [
-        Unit(name, module, fingerprint(module))
-        for name, module in _units(model, "")
-        if places[id(module)] == 1 and "forward" not in vars(module)
-    ]
+    below = [("", model)] if isinstance(model, LinearCrossEntropyLoss) else _units(model, "")
+    found = [(name, m) for name, m in below if places[id(m)] == 1]
+    found += heads_of_loss(loss, model).items()
+    return [Unit(name, m, fingerprint(m)) for name, m in found if "forward" not in vars(m)]
 
 
 def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -61,7 +63,8 @@ def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             continue
         within_list = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
         has_list = any(isinstance(inner, _CONTAINERS) for inner in child.modules())
-        if within_list or not has_list:
+        above = bool(heads_in(child)) and not isinstance(child, LinearCrossEntropyLoss)
+        if within_list or not (has_list or above):
             yield qualified_name(below), child
         else:
             yield from _units(child, below)
@@ -80,6 +83,8 @@ def fingerprint(module: nn.Module) -> str:
             for key, value in vars(inner).items()
             if type(value) in _PLAIN and not key.startswith("_") and not _PLACE.search(key)
         }
+        if isinstance(inner, LinearCrossEntropyLoss):
+            settings["options"] = repr(own_options(inner))
         tensors = [
             (key, tuple(t.shape), str(t.dtype), t.requires_grad)
             for group in (inner._parameters, inner._buffers)

@@ -9,14 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from storage_ops.fitting.actions import LOSS, Action, patching
+from storage_ops.fitting.actions import LOSS, Action, loss_actions, patching
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recording
 from storage_ops.fitting.solve import Option, Problem
 
 Costs = list[list[tuple[Action, Cost]]]  # of actions, for each call of a layer
-# Shares of the bytes of the logits that the loss may take; None is its own choice.
-_SHARES = (1 / 4, 1 / 16, 1 / 64)
 
 
 @dataclass(frozen=True)
@@ -72,13 +70,16 @@ def _without_worse(costs: list[tuple[Action, Cost]]) -> list[tuple[Action, Cost]
     ]
 
 
-def loss_actions(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
+def patches(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
     """Ways to compute the loss of a causal language model of transformers without its logits.
 
     Raises:
         ValueError: the loss of this model cannot be replaced.
     """
-    why = f"actions has {LOSS!r}, which replaces the loss of a model of transformers"
+    why = (
+        f"actions has {LOSS!r}, which replaces the loss of a model of transformers, or gives each "
+        "storage_ops.LinearCrossEntropyLoss of a model or loss its budget; there is none of these"
+    )
     if loss is not None:
         raise ValueError(f"{why}; expected loss=None")
     if patching().is_patched(model):
@@ -93,7 +94,7 @@ def loss_actions(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{why}: {error}") from error
     logits = labels.numel() * weight.shape[0] * weight.itemsize
-    return [Action(LOSS, memory_budget=n) for n in (None, *(int(logits * s) for s in _SHARES))]
+    return loss_actions(logits)
 
 
 def _problem(recording: Recording, costs_of_calls: Costs, away: int) -> Problem:

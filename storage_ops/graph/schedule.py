@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from storage_ops.graph.nodes import storages
+from storage_ops.memory.estimate_ledger import Block, Ledger
 
 
 @dataclass(frozen=True)
@@ -51,27 +53,30 @@ def schedule(gm: fx.GraphModule) -> Schedule:
             "schedule: no node of the graph has a 'val' in its meta; expected a graph of "
             "trace_step or make_fx"
         )
+    given = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in _made(node)}
     last: dict[int, int] = {}
-    size: dict[int, int] = {}
-    held: set[int] = set()
-    begins: list[list[int]] = []
     for at, node in enumerate(nodes):
-        own = dict(storages(node.meta.get("val")))
-        if node.op in ("placeholder", "get_attr"):
-            held.update(own)
-        begins.append([key for key in own if key not in size and key not in held])
-        size.update(own)
         for read in (node, *node.all_input_nodes):
-            for key, _ in storages(read.meta.get("val")):
-                last[key] = at
-    ends: list[list[int]] = [[] for _ in nodes]
+            last.update(dict.fromkeys(_made(read), at))
+    ending: list[list[int]] = [[] for _ in nodes]
     for key, at in last.items():
-        if key not in held:
-            ends[at].append(key)
-    level, timeline = 0, {}
-    for at, node in enumerate(nodes):
-        level += sum(size[key] for key in begins[at])
-        timeline[node.name] = level
-        level -= sum(size[key] for key in ends[at])
+        ending[at].append(key)
+    ledger, blocks, moments = Ledger(round_up=int), dict[int, Block](), dict[str, int]()
+    for node, keys in zip(nodes, ending, strict=True):
+        for key, block in _made(node).items():
+            if key not in given and key not in blocks:
+                blocks[key] = ledger.take(block)
+        moments[node.name] = ledger.mark()
+        for key in keys:
+            if key in blocks:
+                ledger.give_back(blocks[key])
+    levels = ledger.levels()
+    timeline = {name: levels[moment] for name, moment in moments.items()}
     peak = max(timeline, key=lambda name: timeline[name], default="")
     return Schedule(timeline.get(peak, 0), peak, timeline)
+
+
+def _made(node: fx.Node) -> dict[int, Block]:
+    """A block for each storage of a node's value."""
+    found = storages(node.meta.get("val"))
+    return {key: Block(nbytes, (nbytes,), torch.uint8, node.name) for key, nbytes in found}

@@ -290,16 +290,13 @@ def share_copies() -> bool:
 
 def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
     """Add up what was booked, as the fields of an `Estimate`; `roles` are owners that are known."""
-    level = inputs = sum(block.nbytes for block in ledger.inputs)
-    timeline = [Sample(0.0, level)]
-    peak, peak_at = level, 0
+    levels = ledger.levels()
+    seconds = [0.0, *(at for at, _, _ in ledger.events)]
+    peak = max(levels)
+    peak_at = levels.index(peak)
     began: dict[Block, int] = dict.fromkeys(ledger.inputs, 0)
     ended: list[tuple[Block, int, int | None]] = []
-    for count, (seconds, block, taken) in enumerate(ledger.events, 1):
-        level += block.nbytes if taken else -block.nbytes
-        timeline.append(Sample(seconds, level))
-        if level > peak:
-            peak, peak_at = level, count
+    for count, (_, block, taken) in enumerate(ledger.events, 1):
         if taken:
             began[block] = count
         else:
@@ -314,7 +311,8 @@ def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
             at_peak.append(block)
             by_owner[owner] += block.nbytes
     return {
-        "peak_bytes": peak, "kept_bytes": level, "timeline": timeline, "input_bytes": inputs,
+        "peak_bytes": peak, "kept_bytes": levels[-1], "input_bytes": levels[0],
+        "timeline": [Sample(at, level) for at, level in zip(seconds, levels, strict=True)],
         "at_peak": sorted(at_peak, key=lambda block: -block.nbytes), "lives": lives,
         "by_owner": dict(by_owner.most_common()),
     }  # fmt: skip

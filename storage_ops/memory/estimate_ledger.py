@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ def rounded(nbytes: int) -> int:
     block = -(-nbytes // _BLOCK) * _BLOCK
     segment = -(-block // _SEGMENT) * _SEGMENT
     return segment if block >= _LARGE and segment - block <= _SLACK else block
+
+
+def levels(changes: Iterable[int], start: int = 0) -> list[int]:
+    """Bytes in memory at each moment: at the start, and after each change of so many bytes."""
+    return list(accumulate(changes, initial=start))
 
 
 @dataclass(eq=False)
@@ -101,6 +107,15 @@ class Ledger:
     def is_of_a_part(self) -> bool:
         """Whether these are books of a part of a run, of which others have the rest."""
         return self._outer is not None
+
+    def mark(self) -> int:
+        """The moment, as a number of events."""
+        return len(self.events)
+
+    def levels(self) -> list[int]:
+        """Bytes in memory at each moment, from the start."""
+        start = sum(block.nbytes for block in self.inputs)
+        return levels((b.nbytes if taken else -b.nbytes for _, b, taken in self.events), start)
 
     def see(self, t: Tensor, made_by: str, *, is_input: bool = False) -> None:
         """Book the storage of a tensor, unless it is known."""

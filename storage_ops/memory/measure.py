@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from storage_ops.memory.estimate_ledger import levels
 from storage_ops.memory.owners import Marks, history
 
 # Activity of the CPU has the memory events of every device. Nothing else is asked for: CUPTI, which
@@ -183,10 +184,8 @@ class measure:
             profiler.kineto_results.experimental_event_tree(), self._device.type, index
         )
         del self._profile
-        level, result = 0, self._result
-        for start, nbytes in changes:
-            level += nbytes
+        result, after = self._result, levels(nbytes for _, nbytes in changes)
+        result.peak_bytes, result.kept_bytes = max(after), after[-1]
+        for (start, _), level in zip(changes, after[1:], strict=True):
             result.timeline.append(Sample((start - changes[0][0]) / 1e9, level))
-            result.peak_bytes = max(result.peak_bytes, level)
-        result.kept_bytes = level
         result.lives = [Life(t.owner, t.nbytes, t.start, t.end) for t in taken]

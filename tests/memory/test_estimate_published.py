@@ -1,9 +1,10 @@
-"""estimate reproduces what OLMo-core published of its benchmark on a GPU, and our own goals."""
+"""estimate reproduces what others published of their benchmarks on GPUs, and our own goals."""
 
 import pytest
 import torch
 
 import storage_ops as so
+from benchmarks import published_peaks
 from benchmarks._blocks import PUBLISHED_BLOCKS, PUBLISHED_MB, WAYS, stack, step
 from storage_ops.memory import estimate
 
@@ -84,6 +85,23 @@ def test_published_peaks_of_output_discarding(name, path, zero_copy):
 @pytest.mark.parametrize("name", PUBLISHED_BLOCKS)
 def test_ours_is_no_higher_than_the_goal(name, path):
     assert peak(name, WAYS["discard"]) <= GOALS_MB[name]
+
+
+@pytest.mark.parametrize("cell", published_peaks.LIGER, ids=lambda cell: cell[0])
+def test_peaks_that_liger_published(cell):
+    _, gpu, _, published, why = cell
+    rows = list(published_peaks.liger([cell]))
+    assert len(rows) == len(published)
+    for row in rows:
+        missing = row["published (MiB)"] - row["estimate (MiB)"]
+        # Of cuBLAS, in two threads.
+        spaces = 0 if not why else 64.1 if gpu.startswith("H") else 16.4
+        assert -0.1 <= missing <= spaces + 0.0015 * row["published (MiB)"] + 0.1, row
+
+
+def test_the_loss_that_cut_your_losses_published():
+    for row in published_peaks.cut_cross_entropy():
+        assert row["estimate (MiB)"] == pytest.approx(row["published (MiB)"], rel=1e-3)
 
 
 @pytest.mark.cuda

@@ -1,0 +1,51 @@
+"""Heads of a user's own model, `LinearCrossEntropyLoss`, whose budget is part of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from storage_ops.loss.api import LinearCrossEntropyLoss
+from storage_ops.memory.estimate_inputs import Held
+
+LOSS_NAME = "(loss)"  # of a head that is in the loss; no module in a model has this name
+_OWN = "_options_before_fit"  # an attribute of a head whose budget is that of a plan
+
+
+def heads_in(module: nn.Module) -> list[LinearCrossEntropyLoss]:
+    """The heads in a module, itself among them."""
+    return [head for head in module.modules() if isinstance(head, LinearCrossEntropyLoss)]
+
+
+def heads_of_loss(loss: Any, model: nn.Module) -> dict[str, LinearCrossEntropyLoss]:
+    """Heads that a loss refers to and that are not in the model, by name: "(loss)", "(loss).1"."""
+    there = set(heads_in(model))
+    held = Held(loss, (), {}).modules if loss is not None else []
+    found = [m for m in held if isinstance(m, LinearCrossEntropyLoss) and m not in there]
+    names = [LOSS_NAME, *(f"{LOSS_NAME}.{number}" for number in range(1, len(found)))]
+    return dict(zip(names, found, strict=False))
+
+
+def budgeted(head: LinearCrossEntropyLoss, memory_budget: int | None) -> None:
+    """Let a head keep to a budget, or to its own choice for None; a plan of its own gives way."""
+    own = own_options(head)
+    head.options = {**own, "plan": None, "memory_budget": memory_budget}
+    vars(head)[_OWN] = own
+
+
+def restored(head: LinearCrossEntropyLoss) -> None:
+    """Undo `budgeted`, if it was done."""
+    head.options = own_options(head)
+    vars(head).pop(_OWN, None)
+
+
+def own_options(head: LinearCrossEntropyLoss) -> dict[str, Any]:
+    """The options of a head without those of a plan of `fit`."""
+    found: dict[str, Any] = vars(head).get(_OWN, head.options)
+    return found
+
+
+def is_budgeted(module: nn.Module) -> bool:
+    """Whether a module is a head whose budget is that of a plan."""
+    return _OWN in vars(module)
