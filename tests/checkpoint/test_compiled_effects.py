@@ -112,7 +112,7 @@ class Appends(effects.Around):
         return self.down(y)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("region", REGIONS)
 def test_what_a_layer_appends_is_there_once(region, backend):
     layer, x = Appends(), torch.randn(4, WIDTH, requires_grad=True)
