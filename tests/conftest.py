@@ -47,11 +47,10 @@ def _some_cases_of_slow_tests(items):
     skip = pytest.mark.skip(reason="one case in eight in CI; `make test-all` runs all")
     seen = Counter()
     for item in items:
-        if item.get_closest_marker("slow"):
-            name = item.nodeid.partition("[")[0]
-            if (seen[name] - 3 * (seen[name] // 8)) % 8:
-                item.add_marker(skip)
-            seen[name] += 1
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") and (seen[name] - 3 * (seen[name] // 8)) % 8:
+            item.add_marker(skip)
+        seen[name] += 1
 
 
 @pytest.fixture(params=PATHS)
