@@ -17,7 +17,9 @@ def test_who_held_it(device, steps):
     """An activation that is wanted in one step too many does not fit."""
     width = 512 if device == "cpu" else 1024
     wide = 4 * width
-    layers = [nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width)) for _ in "ab"]
+    layers = [
+        nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width)) for _ in "ab"
+    ]
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     # On a GPU large beside the workspace of cuBLAS.
