@@ -11,8 +11,9 @@ NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* 
 demo: $(VENV)/built  ## train a small GPT with and without storage_ops
 	$(BIN)/python -m storage_ops demo
 
-# In two processes, whose threads share the processors: waiting ones leave them to the others.
-PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2
+# In two processes, whose threads share the processors: waiting ones leave them to the others. Each
+# has half of the files, so that what a file's tests share is made once.
+PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(VENV)/built  ## run the tests; where CI is set, a share of those that come in hundreds
 	$(PYTEST)

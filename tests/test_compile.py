@@ -29,7 +29,7 @@ def plain_head(x, w, target, b, reduction="mean"):
 def test_linear_cross_entropy(backend, dynamic, reduction):
     compiled = torch.compile(head, fullgraph=True, backend=backend, dynamic=dynamic)
     w, b = torch.randn(31, 8, requires_grad=True), torch.randn(31, requires_grad=True)
-    for length in (5, 9, 12):
+    for length in (5, 9, 12) if dynamic else (5, 9):  # compiled anew for each
         x = torch.randn(2, length, 8, requires_grad=True)
         target = torch.randint(31, (2, length))
         ours = compiled(x, w, target, b, reduction).sum()

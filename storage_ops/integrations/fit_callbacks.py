@@ -92,7 +92,7 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
     except ImportError:
         library = importlib.import_module("pytorch_lightning")
 
-    class FitCallback(library.Callback):  # type: ignore[misc]
+    class FitCallback(library.Callback):
         """Applies a plan of storage_ops.fit."""
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

@@ -112,8 +112,14 @@ class Appends(effects.Around):
         return self.down(y)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize(
+    "region, backend",
+    [
+        *((region, "aot_eager") for region in REGIONS),
+        (REGIONS[0], "inductor"),
+        *(pytest.param(region, "inductor", marks=pytest.mark.slow) for region in REGIONS[1:]),
+    ],
+)
 def test_what_a_layer_appends_is_there_once(region, backend):
     layer, x = Appends(), torch.randn(4, WIDTH, requires_grad=True)
 

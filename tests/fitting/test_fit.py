@@ -115,21 +115,28 @@ def test_no_assignment_of_actions_is_faster(asking_is_free):
         assert search.plan(budget).seconds <= 1.02 * best + 1e-12
 
 
-def test_full_checkpoints_are_beaten_between_the_extremes():
+@pytest.fixture(scope="module")
+def searched():
+    """A model that no test changes, its batch, and what is known of them."""
     model, batch = llama()
-    plan = storage_ops.fit(model, batch, "1GiB", optimizer=ADAM)
+    return model, batch, Search(model, batch, optimizer=ADAM)
+
+
+def test_full_checkpoints_are_beaten_between_the_extremes(searched):
+    *_, search = searched
+    plan = search.plan(1 << 30)
     none, full = plan.totals["none"], plan.totals["full checkpoint"]
     assert plan.seconds == none[1] == 0 < full[1]
-    middle = storage_ops.fit(model, batch, (none[0] + full[0]) // 2, optimizer=ADAM)
+    middle = search.plan((none[0] + full[0]) // 2)
     assert middle.seconds < 0.6 * full[1]
-    same = storage_ops.fit(model, batch, full[0], optimizer=ADAM)
+    same = search.plan(full[0])
     assert same.seconds <= full[1]
 
 
-def test_a_plan_prints_saves_and_loads(tmp_path):
-    model, batch = llama()
+def test_a_plan_prints_saves_and_loads(tmp_path, searched):
+    model, batch, search = searched
     names = list(model.state_dict())
-    plan = storage_ops.fit(model, batch, "7.5MB", optimizer=ADAM)
+    plan = search.plan(7_500_000)
     text = str(plan)
     for word in ("layers", "action", "bytes kept", "at the peak", "seconds added", "none: peak"):
         assert word in text
@@ -234,10 +241,10 @@ def test_tiles_go_lower_and_are_said():
     assert measured_peak(model, batch) <= plan.budget * 1.01
 
 
-def test_the_largest_of_several_batches_decides():
-    model, batch = llama()
+def test_the_largest_of_several_batches_decides(searched):
+    model, batch, search = searched
     short = tuple(t[:, :16] for t in batch)
-    one = storage_ops.fit(model, batch, "7.5MB", optimizer=ADAM)
+    one = search.plan(7_500_000)
     several = storage_ops.fit(model, [short, batch, short], "7.5MB", optimizer=ADAM)
     assert several.peak_bytes == one.peak_bytes and several.seconds == one.seconds
 

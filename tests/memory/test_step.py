@@ -41,6 +41,7 @@ def measured(model, batch, loss, optimizer):
     return sum(there.values()) + m.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["none", "full"])
 @pytest.mark.parametrize("name", MODELS)
@@ -74,6 +75,7 @@ def levels(*args, **kwargs):
     return count[0] if count else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
