@@ -18,7 +18,7 @@ std::string cpu_capability() {
 
 }  // namespace
 
-// Nothing here is written to after the import: a free-threaded CPython may go without its lock.
+// Nothing here changes after the import: a free-threaded CPython may leave its lock off.
 PYBIND11_MODULE(_build_info, m, pybind11::mod_gil_not_used()) {
   m.doc() = "Versions, compilers and targets of the native libraries of storage_ops.";
   m.attr("version") = STORAGE_OPS_VERSION;
