@@ -31,13 +31,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from storage_ops.fitting.fit import NothingFits, Search
 
     try:
+        output.check_folder("--save", args.save)
+        output.check_folder("--plot", args.plot)
         budget = parse_bytes(args.budget, "--budget")
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
         with showing("fit"):
             search = Search(model, batch, None, optimizer, args.device, args.actions)
             plan = search.plan(budget)
-    except NothingFits as error:
+    except (NothingFits, FileNotFoundError) as error:
         output.complain(error)
         return 1
     except (ImportError, RuntimeError, TypeError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def print_json(facts: Any) -> None:
     """Print the result of a command as JSON, on the standard output."""
     print(json.dumps(facts, indent=1))
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Raise if there is no folder for a file that an option names: before the work, not after."""
+    if path is not None and not path.parent.is_dir():
+        raise FileNotFoundError(f"{option} is {path}; expected a file in a folder that exists")
 
 
 def complain(error: Exception | str) -> None:
