@@ -59,4 +59,4 @@ def test_memory_is_drawn(command, tmp_path, capsys):
     assert cli.main([*command, "--plot", str(tmp_path / "memory.svg")]) == 0
     assert "optimizer state" in (tmp_path / "memory.svg").read_text()
     assert cli.main([*command, "--plot", str(tmp_path / "none" / "memory.svg")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "expected a file in a folder that exists" in capsys.readouterr().err
