@@ -14,8 +14,9 @@ of policy losses, preferences, ratios and entropies.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -125,8 +126,6 @@ def heads_of(forward: Forward, amplifiers: list[fx.Node]) -> list[Head]:
     Raises:
         Conflict: they are something else, or that is not certain.
     """
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     heads = []
     for amplifier in amplifiers:
         # In float16 the op forms the logits twice, for gradients without their factor might
@@ -137,10 +136,17 @@ def heads_of(forward: Forward, amplifiers: list[fx.Node]) -> list[Head]:
             raise Conflict("is a product of another kind")
         with _at_random():
             head = Head(forward, propagate(forward.graph, amplifier, lambda _: 1))
-            with unset_fake_temporarily():
+            with _on_numbers():
                 head.fit()
             heads.append(head)
     return heads
+
+
+def _on_numbers() -> AbstractContextManager[Any]:
+    """Make tensors with values, where Dynamo would make them without."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily  # brings sympy
+
+    return unset_fake_temporarily()
 
 
 @contextmanager
@@ -156,13 +162,11 @@ def _at_random() -> Iterator[None]:
 
 def _linear_tail(heads: list[Head]) -> Linear:
     """The rest of a loss that is linear cross-entropy; raises Conflict if it is another."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     if len(heads) > 1:
         raise Conflict("is cut into ranges of tokens")
     with _at_random():
         tail = Linear(heads[0])
-        with unset_fake_temporarily():
+        with _on_numbers():
             tail.fit()
     return tail
 
@@ -172,13 +176,11 @@ def _waits(forward: Forward, heads: list[Head]) -> bool:
 
     Then whoever forms them forms the logits once more.
     """
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     if loss_of(forward) is None:
         return True  # an upstream gradient of each of several results, or of each token
     with _at_random():
         tail = Tail(forward, [row for head in heads for row in head.rows])
-        with unset_fake_temporarily():
+        with _on_numbers():
             return tail.waits(heads)
 
 

@@ -53,17 +53,18 @@ def schedule(gm: fx.GraphModule) -> Schedule:
             "schedule: no node of the graph has a 'val' in its meta; expected a graph of "
             "trace_step or make_fx"
         )
-    given = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in _made(node)}
+    made = {node: _blocks(node) for node in nodes}
+    given = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in made[node]}
     last: dict[int, int] = {}
     for at, node in enumerate(nodes):
         for read in (node, *node.all_input_nodes):
-            last.update(dict.fromkeys(_made(read), at))
+            last.update(dict.fromkeys(made[read], at))
     ending: list[list[int]] = [[] for _ in nodes]
     for key, at in last.items():
         ending[at].append(key)
     ledger, blocks, moments = Ledger(round_up=int), dict[int, Block](), dict[str, int]()
     for node, keys in zip(nodes, ending, strict=True):
-        for key, block in _made(node).items():
+        for key, block in made[node].items():
             if key not in given and key not in blocks:
                 blocks[key] = ledger.take(block)
         moments[node.name] = ledger.mark()
@@ -76,7 +77,7 @@ def schedule(gm: fx.GraphModule) -> Schedule:
     return Schedule(timeline.get(peak, 0), peak, timeline)
 
 
-def _made(node: fx.Node) -> dict[int, Block]:
+def _blocks(node: fx.Node) -> dict[int, Block]:
     """A block for each storage of a node's value."""
     found = storages(node.meta.get("val"))
     return {key: Block(nbytes, (nbytes,), torch.uint8, node.name) for key, nbytes in found}

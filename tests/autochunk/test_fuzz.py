@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from .losses import arguments, interpreted
+from .losses import arguments, interpreted, weighted
 from .tails import AFTER, HEADS, LARGE, LAST, SMALL
 
 CHOOSING = {"sort", "cummax", "max", "median", "top", "gather"}
@@ -18,16 +18,6 @@ CHOOSING = {"sort", "cummax", "max", "median", "top", "gather"}
 def names(table, most=None):
     one = st.sampled_from(sorted(table))
     return one if most is None else st.lists(one, max_size=most)
-
-
-def weighted(f, x, w, t):
-    """Results, and gradients of a sum of them with different weights."""
-    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    out = f(x, w, t)
-    outs = out if isinstance(out, tuple) else (out,)
-    wanted = [o for o in outs if o.requires_grad]
-    sum((o * torch.linspace(0.5, 1, o.numel()).view(o.shape)).sum() for o in wanted).backward()
-    return *(o.detach() for o in outs), x.grad, w.grad
 
 
 def error(got, want):
