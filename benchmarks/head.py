@@ -117,10 +117,10 @@ def selected_rows(
                             device=None if x.is_cuda else "cpu")  # fmt: skip
 
     def ours(name: str, **options: Any) -> Case:
+        options = {"plan": plan} | options
+
         def loss() -> Tensor:
-            found = storage_ops.linear_cross_entropy(
-                x, w, target, returns=(name,), plan=plan, **options
-            )
+            found = storage_ops.linear_cross_entropy(x, w, target, returns=(name,), **options)
             return (found[0] if isinstance(found, tuple) else found).sum()
 
         return step(loss, [x, w])
@@ -130,7 +130,11 @@ def selected_rows(
         "1 selected": ours("selected", selected_ids=target.unsqueeze(1)),
         "16 selected": ours("selected", selected_ids=ids),
         "16 most probable": ours("topk", top_k=16),
-    }
+        "1 selected, budget logits": ours(
+            "selected", selected_ids=target.unsqueeze(1), plan=None,
+            memory_budget=(len(w) + 64) * len(x) * x.element_size(),
+        ),
+    }  # fmt: skip
     seconds = interleave(cases, arguments.repeats, arguments.device, f"{label}, selected")
     yield from rows_of(f"{label}, selected", cases, seconds, NLL, "time / nll", arguments.device)
 
