@@ -26,6 +26,9 @@ _LOSS_UPSTREAM = (
     "Tensor? grad_picked, Tensor state"
 )
 
+# What a forward without gradients has returned in the place of grad_input.
+_LOSS_KEPT = "Tensor? kept=None"
+
 _KL_ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? teacher_input, Tensor? teacher_weight, "
     "Tensor? linear_bias, Tensor? teacher_bias, Tensor? token_weight, Tensor? log_probs, "
@@ -63,15 +66,15 @@ SCHEMAS: dict[str, str] = {
     ),
     "linear_cross_entropy": f"({_LOSS_ARGUMENTS}) -> {_LOSS_RESULTS}",
     "linear_cross_entropy_backward": (
-        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) "
-        "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}, "
+        f"{_LOSS_KEPT}) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
     ),
     "linear_cross_entropy_backward_target": (
         f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) -> Tensor"
     ),
     "linear_cross_entropy_backward_into": (
-        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}) "
-        "-> (Tensor grad_input, Tensor grad_bias)"
+        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}, "
+        f"{_LOSS_KEPT}) -> (Tensor grad_input, Tensor grad_bias)"
     ),
     "_divergence_rows": (
         "(Tensor(a!) logits, Tensor teacher, Tensor? bias, Tensor? teacher_bias, Tensor(b!) state, "

@@ -20,8 +20,9 @@ _TYPES = {
 }
 
 
-BLOCK = {"cpu": 2 << 20, "cuda": 64 << 20}  # bytes of a product that the body works on at a time
-LEAST = 32 << 10
+# Bytes of a product that the body works on at a time, at least and at most. On a CPU they stay in its
+# cache; a GPU works on these for as long as it takes to launch the next, or a little longer.
+BLOCK = {"cpu": (32 << 10, 2 << 20), "cuda": (64 << 20, 64 << 20)}
 
 
 class Slice(NamedTuple):
@@ -158,7 +159,8 @@ def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
     way is no larger. Blocks are equal if that takes at most twice as many of them.
     """
     total = size * group_bytes
-    most = min(BLOCK.get(device.type, BLOCK["cuda"]), max(total // 16, LEAST))
+    smallest, largest = BLOCK.get(device.type, BLOCK["cuda"])
+    most = min(largest, max(total // 16, smallest))
     least = max(1, min(size, -(-total // most)))
     count = next((n for n in range(least, 2 * least + 1) if size % n == 0), least)
     return [i * size // count for i in range(count + 1)]

@@ -76,6 +76,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _gradients(ctx: Any, upstream: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
     needs, keep = _needs(ctx), _autograd.retained()
+    saved = ctx.saved_tensors  # once: a checkpoint gives them once
     made: list[Tensor | None] = [None] * 3
     with torch.no_grad():
         if upstream is None:
@@ -83,14 +84,14 @@ def _gradients(ctx: Any, upstream: Tensor | None, *others: Any) -> tuple[Tensor 
         elif ctx.ready:
             made = [
                 _autograd.times(g, upstream, keep) if need else None
-                for g, need in zip(ctx.saved_tensors, needs, strict=True)
+                for g, need in zip(saved, needs, strict=True)
             ]
         else:
-            state, *tensors = ctx.saved_tensors
+            state, *tensors = saved
             call = Call._make((*tensors, *ctx.options))._replace(in_forward=False, grad_mask=needs)
             made = list(_autograd.call_once(_OPS.linear_kl_div_backward, upstream, state, *call))
     made = [g if need else None for g, need in zip(made, needs, strict=True)]
-    grads = _autograd.once(made, [upstream, *(ctx.roots if ctx.ready else ctx.saved_tensors)])
+    grads = _autograd.once(made, [upstream, *(ctx.roots if ctx.ready else saved)])
     result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     result[0], result[1], result[_BIAS] = grads
     return tuple(result)

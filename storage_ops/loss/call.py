@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from storage_ops.loss.planner import keeping
+
 # The tensors among them.
 TENSORS = (
     "input", "weight", "target", "bias", "class_weight", "token_weight", "accumulate_into",
@@ -57,6 +59,11 @@ class Call(NamedTuple):
     logits_dtype: torch.dtype | None = None
     selected_ids: Tensor | None = None
     top_k: int = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the last tile may stay until the backward."""
+        return keeping(self.plan, False) != self.plan
 
     @property
     def divides(self) -> bool:

@@ -2,18 +2,21 @@
 
 A mean or a sum has one upstream number, so its gradients are made in the forward, and the backward
 multiplies them by it. Every other case keeps the state of the rows (a few numbers per token) and
-forms the logits once more in the backward, when it knows what each of them is worth.
+forms the logits once more in the backward, when it knows what each of them is worth. In eager code
+it also keeps the last tile of logits, which then need not be formed again: the whole of them, where
+the budget has room for that. A backward overwrites the tile, so that a second one does without.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake, register_vmap
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from storage_ops import _schemas
@@ -27,10 +30,12 @@ from storage_ops._autograd import (
     retained,
     roots,
     times,
+    transforming,
 )
 from storage_ops.loss import formulas, pieces, ranks, reference
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
+from storage_ops.loss.planner import keeping
 from storage_ops.loss.run import Run
 from storage_ops.matmul import reference as matmul_reference
 
@@ -38,6 +43,7 @@ _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 5  # of the forward's outputs: loss, nll, lse, entropy, picked
 _UPSTREAM = 6  # arguments of the backward before those of the forward: gradients, and the state
 _INTO = Call._fields.index("accumulate_into")  # which only one backward op has
+_kept: list[StorageWeakRef] = []  # the memory of the last tile that was kept
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -55,8 +61,10 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         if call.grad_mask[0]:
             grads[0] = grads[0].view(input.shape)
     else:
-        run.statistics()
+        kept = run.statistics()
         grads = [input.new_empty(0) for _ in call.grad_mask]
+        if kept is not None:
+            grads[0] = kept
     state, argmax, wants = run.state, run.argmax, call.wants
     out = formulas.Outputs.of(tokens, call, state)
     picked, top_ids = state.new_empty(0), input.new_empty(0, dtype=torch.int64)
@@ -79,7 +87,7 @@ def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
     """What a call was about to do when its forward ended, from the arguments of a backward op."""
     call = call_of_backward(args, into)
     state = args[_UPSTREAM - 1]
-    run = Run(call, state)
+    run = Run(call, state, *args[_kept_of(into) :])
     tokens = run.tokens
     each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
     *each, picked = each
@@ -96,11 +104,16 @@ def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
 
 def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     """The arguments of the forward; only one backward op takes accumulate_into."""
-    given = args[_UPSTREAM:]
+    given = args[_UPSTREAM : _kept_of(into)]
     if not into:
         given = (*given[:_INTO], None, *given[_INTO:])
     # Its results are those of the backward alone.
     return Call(*given)._replace(in_forward=False, wants=(False,) * 4)
+
+
+def _kept_of(into: bool) -> int:
+    """Which argument of a backward op is the tile that was kept."""
+    return _UPSTREAM + len(Call._fields) - (not into)
 
 
 def _backward(*args: Any, into: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,13 +152,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.call = call.with_tensors()
     # Not saved: others add to it in between, and may.
     ctx.into = call.accumulate_into
+    ctx.fresh = call.keeps  # until a backward overwrites what is kept
+    if call.keeps:
+        _kept[:] = [StorageWeakRef(grads[0].untyped_storage())]
     ctx.roots = roots(call.tensors()) if ctx.ready else []
     if ctx.ready:
         # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
         ctx.save_for_backward(*(g.detach() for g in grads))
     else:
         tensors = call._replace(accumulate_into=None).tensors()
-        ctx.save_for_backward(state.detach(), *tensors)
+        ctx.save_for_backward(grads[0].detach() if call.keeps else None, state.detach(), *tensors)
 
 
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -154,33 +170,38 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     # Outputs that were not asked for are empty, whatever someone differentiates them by.
     asked = [True, *ctx.call.wants[:3], ctx.picks]
     given = [g if want else None for g, want in zip(upstream, asked, strict=False)]
+    saved = ctx.saved_tensors  # once: a checkpoint gives them once
     with torch.no_grad():
         if ctx.ready:
             loss = given[0]
             made: Any = [
                 times(g, loss, keep) if need and loss is not None else None
-                for g, need in zip(ctx.saved_tensors, needs, strict=True)
+                for g, need in zip(saved, needs, strict=True)
             ]
         else:
-            made, grad_target = _recomputed(ctx, given, needs)
+            made, grad_target = _recomputed(ctx, saved, given, needs)
     grads = [g if need else None for g, need in zip(made, needs, strict=True)]
     grads.insert(2, grad_target)
-    grads = once(grads, [*given, *(ctx.roots if ctx.ready else ctx.saved_tensors)])
+    grads = once(grads, [*given, *(ctx.roots if ctx.ready else saved[1:])])
     return *grads, *([None] * (len(ctx.needs_input_grad) - len(grads)))
 
 
-def _recomputed(ctx: Any, given: list[Tensor | None], needs: list[bool]) -> tuple[Any, Any]:
+def _recomputed(
+    ctx: Any, saved: Sequence[Any], given: list[Tensor | None], needs: list[bool]
+) -> tuple[Any, Any]:
     """Gradients of input, weight and bias, and of the target, from a second pass."""
-    state, *tensors = ctx.saved_tensors
+    kept, state, *tensors = saved
+    # Not a use of what is saved: autograd would take offence at the next one.
+    kept, ctx.fresh = kept.data if ctx.fresh and kept.numel() else None, False
     call = ctx.call.with_tensors(tuple(tensors))
     call = call._replace(in_forward=False, grad_mask=tuple(needs))
     arguments = (*given, state, *call[:_INTO], *call[_INTO + 1 :])
     if ctx.into is not None:
-        into = (*given, state, *call._replace(accumulate_into=ctx.into))
+        into = (*given, state, *call._replace(accumulate_into=ctx.into), kept)
         made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
         needs[1], made = False, (made[0], None, made[1])
     else:
-        made = _backwards(call, "linear_cross_entropy_backward", arguments)
+        made = _backwards(call, "linear_cross_entropy_backward", (*arguments, kept))
     if not ctx.needs_input_grad[2]:
         return made, None
     return made, _backwards(call, "linear_cross_entropy_backward_target", arguments)
@@ -209,8 +230,25 @@ class _Differentiable(torch.autograd.Function):
         return tuple(pieces.run(op, kernel, Call(*args), *args))
 
 
+def _may_keep(call: Call) -> bool:
+    """Whether a call may keep its last tile.
+
+    A graph may save, copy and read again what an op returns: nothing of that is overwritten. And
+    one tile at a time is kept, or the losses of several heads or micro-batches, whose backwards
+    come later, would hold one each. Ranks, which plan alike, do not look at that.
+    """
+    if call.in_forward or not any(call.grad_mask):
+        return False
+    if torch.compiler.is_compiling() or pieces.traced() or transforming():
+        return False
+    return bool(call.group) or all(other.expired() for other in _kept)
+
+
 def apply(call: Call) -> tuple[Tensor, ...]:
     """The forward op, in a form that eager code, torch.compile and torch.func all take."""
+    bare, keeps = keeping(call.plan, False), _may_keep(call)
+    if not bare or not keeps:
+        call = call._replace(plan=keeping(bare, keeps))
     if torch.compiler.is_compiling():
         return tuple(_OPS.linear_cross_entropy(*call))
     outputs: tuple[Tensor, ...] = _Differentiable.apply(*call)  # type: ignore[no-untyped-call]
@@ -292,6 +330,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     state = input.new_empty((STATE_ROWS, whole.numel()), dtype=wide)
     made = tuple(call.in_forward and have for have in call.grad_mask)
     grads = _fake_grads(call._replace(grad_mask=made))
+    if call.keeps:
+        grads = (Run(call).left(), *grads[1:])
     return loss, *per_token, picked, argmax, top_ids, state, *grads
 
 

@@ -98,6 +98,7 @@ def problem_of(
         import torch
 
         products = matmul.of(getattr(torch, name), "cpu", torch.get_num_threads())
+    in_forward = reduction != "none" and name != "float16"
     return Problem(
         tokens if max_valid is None else min(tokens, max_valid),
         hidden,
@@ -106,7 +107,8 @@ def problem_of(
         0 if max_valid is None else max(tokens - max_valid, 0),
         (GRADS[0] in grads, GRADS[1] in grads, GRADS[2] in grads),
         sums_fp32=sums != name,
-        in_forward=reduction != "none" and name != "float16",
+        in_forward=in_forward,
+        keeps=not in_forward and bool(grads),
         gathers=max_valid is not None,
         plain=device == "cpu" and not has_row_kernel("cpu"),
         wide_logits=logits not in (None, name),

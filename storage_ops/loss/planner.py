@@ -31,6 +31,7 @@ KEPT = 16  # no plan keeps less than this part of the logits of its rows and for
 WIDEST = 4096  # of parts of waiting logits, where products do not say what suits them
 FEWER = 8  # of chunks that fit whole, those of an eighth of the tokens are the smallest looked at
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
+KEEPS = "keeps"  # the last word of the key of a plan that does
 
 
 Tile = tuple[str, int, int, int, int]  # strategy, rows, columns, widest, lent
@@ -62,6 +63,8 @@ class Plan:
         bytes_moved: what the tiles read from and write to memory.
         seconds: predicted time on `rates`.
         mode: the strategy and what is skipped, in words.
+        keeps: the last tile of the forward stays in memory until the backward, which begins with
+            it: only in eager code, and where the gradients are not made in the forward.
     """
 
     strategy: str
@@ -78,12 +81,14 @@ class Plan:
     bytes_moved: int
     seconds: float
     mode: str
+    keeps: bool
 
     @property
     def key(self) -> str:
         """The choice as text, for the op's argument `plan`."""
         tiles = f"{self.rows} {self.columns} {self.widest}"
-        return f"{self.strategy} {tiles} {self.threads} {int(self.lent > 0)}"
+        key = f"{self.strategy} {tiles} {self.threads} {int(self.lent > 0)}"
+        return keeping(key, self.keeps)
 
     def __str__(self) -> str:
         products = f"{self.products:.3g} product{'s' if self.products > 1 else ''}"
@@ -95,6 +100,12 @@ class Plan:
             f"  memory traffic     {metric(self.bytes_moved, 'B')}\n"
             f"  predicted time     {metric(self.seconds, 's')}"
         )
+
+
+def keeping(key: str, keeps: bool) -> str:
+    """The key of a plan, with or without its last word; "" with it: any plan that may keep."""
+    bare = key.removesuffix(KEEPS).rstrip()
+    return f"{bare} {KEEPS}".lstrip() if keeps else bare
 
 
 def _mode(p: Problem, strategy: str, products: float) -> str:
@@ -138,21 +149,44 @@ def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Pl
     return Plan(
         s.strategy, s.rows, s.columns, s.widest, p.matmul.threads, s.lent, s.num_chunks,
         s.num_slices, products, cost.peak(s) if peak is None else peak, flops, moved, seconds,
-        _mode(p, s.strategy, products),
+        _mode(p, s.strategy, products), s.keeps,
     )  # fmt: skip
 
 
 def schedule_of(p: Problem, key: str) -> Schedule:
-    """The schedule that `Plan.key` stands for; its last three numbers may be left out.
+    """The schedule that `Plan.key` stands for; what follows three words may be left out.
 
     Where its strategy would be wrong for the problem, it is that of slices of the vocabulary.
     """
-    strategy, rows, columns, *more = key.split()
+    bare = keeping(key, False)
+    p = replace(p, keeps=bare != key)
+    strategy, rows, columns, *more = bare.split()
     strategy = strategy if strategy in allowed(p) else VOCAB_SLICED
     defaults = ["0", str(p.matmul.threads), "0"]
     widest, threads, lends = map(int, more + defaults[len(more) :])
     fewer = with_threads(p, min(p.matmul.threads, threads))
     return schedule(fewer, strategy, int(rows), int(columns), widest, lends > 0)
+
+
+def resumed(
+    p: Problem, tile: tuple[int, int], memory_budget: int | None, rates: Rates | None = None
+) -> str:
+    """The key of the plan that goes on with a tile of so many rows and columns.
+
+    That of any other, where a budget has no room for it.
+    """
+    budget = _budget(p, memory_budget)
+    for fewer in _with_fewer_threads(p):
+        found = schedule(fewer, VOCAB_SLICED, *tile)
+        if cost.peak(found) <= budget:
+            return make(found, rates).key
+    return choose(p, memory_budget, rates).key
+
+
+def _budget(p: Problem, memory_budget: int | None) -> int:
+    if memory_budget is not None:
+        return memory_budget
+    return max(default_budget(p), smallest_budget(p))
 
 
 def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
@@ -237,6 +271,8 @@ def candidates(
     but for the fixed cost of a slice (where all logits wait, a wider last one may divide the others
     into one more) and some percent where larger tiles leave a remainder that is slow for its size.
     """
+    if p.keeps:  # the budget may have no room for a wide tile and for that
+        yield from candidates(replace(p, keeps=False), budget, rates, strategy, num_chunks)
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     in_cache = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize), 64)
     # The widest slices that stay there when they are made equal.
@@ -302,7 +338,7 @@ def _least_kept(p: Problem, rows: int) -> int:
 
 def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | None = None) -> int:
     """The least scratch memory that any plan needs, with this strategy and number of chunks."""
-    p = _with_fewer_threads(p)[-1]
+    p = replace(_with_fewer_threads(p)[-1], keeps=False)
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     # One token, or all of them: a single product needs no sum.
     heights = {1, tokens} if num_chunks is None else {parts(tokens, num_chunks)}

@@ -31,6 +31,7 @@ class Problem:
         several: other ranks have classes too: the state of rows is merged with theirs.
         alike: every rank has as many, and so the same steps: the state of a chunk is merged while
             the next is multiplied, in a second tile.
+        keeps: the last tile of the forward may stay until the backward, which begins with it.
     """
 
     tokens: int
@@ -53,6 +54,7 @@ class Problem:
     fixed_bytes: int = 0
     several: bool = False
     alike: bool = True
+    keeps: bool = False
 
     @property
     def itemsize(self) -> int:

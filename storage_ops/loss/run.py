@@ -90,8 +90,8 @@ class Run:
         upstream: rows of upstream gradient for the row kernel, or None.
     """
 
-    def __init__(self, call: Call, state: Tensor | None = None):
-        """`state`: what the forward of the call has returned as such, if this is its backward."""
+    def __init__(self, call: Call, state: Tensor | None = None, kept: Tensor | None = None):
+        """`state`, `kept`: what the forward has returned as such, if this is its backward."""
         ranks = self.ranks = ranks_of(call.group)
         sizes = ranks.sizes(call, compare=state is None)
         self.call, self.first_class = call, sum(sizes[: ranks.rank])
@@ -100,10 +100,14 @@ class Run:
         classes = most[ranks.rank]
         tokens = self.tokens = tokens_of(call, ranks, self.first_class, classes)
         p = problem_of(call, tokens, max(most))  # every rank must plan alike
-        p = replace(p, several=ranks.several, alike=len(set(most)) == 1)
+        p = replace(p, several=ranks.several, alike=len(set(most)) == 1, keeps=call.keeps)
         key = call.plan
-        if not key:
-            key = planner.choose(p, call.memory_budget, rates_of(call.input.device)).key
+        if not planner.keeping(key, False):
+            budget, rates = call.memory_budget, rates_of(call.input.device)
+            if kept is not None:
+                key = planner.resumed(p, (kept.shape[0], kept.shape[1]), budget, rates)
+            else:
+                key = planner.choose(p, budget, rates).key
         self.schedule = planner.schedule_of(replace(p, vocab=classes), key)
         x = tokens.x = tokens.x if takes(tokens.x) else tokens.x.contiguous()
         weight = call.weight[:classes]
@@ -124,6 +128,7 @@ class Run:
             self.picked.check()
         self.upstream: Tensor | None = None
         self._tile: Tensor | None = None
+        self._kept = kept
         self._merges: list[tuple[slice, Iterator[None]]] = []  # that are under way, oldest first
         self._rows, self._x = slice(0, 0), x
 
@@ -132,14 +137,46 @@ class Run:
         """Sums of the gradients; they take no memory before they are needed."""
         return Sums(self)
 
-    def statistics(self) -> None:
-        """The state of every row, and the class of its largest logit."""
-        self._take(self.schedule.statistics())
+    def statistics(self) -> Tensor | None:
+        """The state of every row, and the class of its largest logit.
+
+        Returns the buffer with the last tile, of its rows and columns, if that is to be kept.
+        """
+        left = self._take(self.schedule.statistics())
+        return None if left is None or not self.schedule.keeps else left.as_strided(*self._layout())
 
     def gradients(self) -> list[Tensor]:
         """Gradients of input, weight and bias from the finished state; logits are formed again."""
-        self._take(self.schedule.gradients())
+        there = self._take_over()
+        self._take(self.schedule.gradients(kept=there))
+        if there:
+            _OPS.discard_storage(self._kept)  # before sums are rounded
         return self.sums.finish()
+
+    def _take_over(self) -> bool:
+        """Whether the tile that was kept is this schedule's last; if so, it is in the buffer."""
+        kept = self._kept
+        if kept is None:
+            return False
+        shape, stride = self._layout()
+        size = shape[0] * stride[0]
+        fits = self.schedule.keeps and kept.shape == shape and kept.stride() == stride
+        if fits and kept.untyped_storage().nbytes() >= size * kept.element_size():
+            self._tile = kept.as_strided((1, size), (size, 1))
+            return True
+        _OPS.discard_storage(kept)  # of other tiles, or copied, as hooks of what is saved may do
+        return False
+
+    def left(self) -> Tensor:
+        """Like what `statistics` returns, without values."""
+        x = self.tokens.x
+        if not (self.schedule.keeps and self.tokens.count):
+            return x.new_empty(0)
+        return x.new_empty_strided(*self._layout(), dtype=self.call.logits_dtype)
+
+    def _layout(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        s = self.schedule
+        return (s.rows, s.columns), (padded(s.columns), 1)
 
     def statistics_and_gradients(self) -> list[Tensor]:
         """Both in one go."""
@@ -173,10 +210,12 @@ class Run:
             flat[rows, classes] = z.mul_(factor[rows])
         return result
 
-    def _take(self, steps: Iterable[Step]) -> None:
+    def _take(self, steps: Iterable[Step]) -> Tensor | None:
+        """Carry out steps; the buffer of tiles, as they leave it."""
         try:
             for step in steps:
                 self._step(step)
+            return self._tile
         finally:
             self._tile, self._x = None, self.tokens.x  # before sums are rounded
             self._merges.clear()

@@ -26,6 +26,10 @@ formed. The gradient of the weight, (V, D) and allocated in any case, has room u
   hold that sum. Their own gradient is written at the end, from logits formed once more for the
   input and once for the weight.
 
+Where gradients are made in a backward of their own, the forward leaves its last tile to it: logits
+that are not formed a second time, all of them if they are one tile. The backward goes through the
+tiles from the last to the first.
+
 Nothing is written to a place before what lies there was read for the last time.
 """
 
@@ -113,6 +117,16 @@ def _by_size(start: int, stop: int, size: int) -> Pieces:
     return [*pieces, (slice(stop - left, stop), 1)] if left else pieces
 
 
+def _from_the_last(tiles: Iterator[Step]) -> Iterator[Step]:
+    """Tiles in reverse, of which the last is there already."""
+    last, *others = list(tiles)[::-1] or [None]
+    if last is not None:
+        yield last._replace(source=last.place, times=1)
+        if last.times > 1:
+            yield last._replace(times=last.times - 1)
+    yield from others
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One way to go through the logits of a problem.
@@ -158,6 +172,11 @@ class Schedule:
         whole = self.strategy == TOKEN_CHUNKED and self.columns >= p.vocab and p.in_forward
         waits = p.several and p.alike and any(p.grads) and self.num_chunks > 1
         return 2 if whole and waits else 1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the last tile of the statistics stays until the gradients begin with it."""
+        return self.problem.keeps and not self.lent
 
     @property
     def exposed_merges(self) -> int:
@@ -208,9 +227,13 @@ class Schedule:
                 yield self._merge(step.rows)
         yield self._merge(slice(0, 0))
 
-    def gradients(self, every: bool = True) -> Iterator[Step]:
-        """Gradients from the finished state of the rows: all logits are formed again."""
-        yield from self._tiles(self.lent, self.problem.vocab, GRADIENT, INPUT | WEIGHT, every)
+    def gradients(self, every: bool = True, kept: bool = False) -> Iterator[Step]:
+        """Gradients from the finished state of the rows: all logits are formed again.
+
+        `kept`: but for the last tile, which is in the buffer.
+        """
+        tiles = self._tiles(self.lent, self.problem.vocab, GRADIENT, INPUT | WEIGHT, every)
+        yield from _from_the_last(tiles) if kept else tiles
         yield from self._lenders(every)
 
     def logits(self) -> Iterator[Step]:
@@ -224,7 +247,7 @@ class Schedule:
             yield from self._tiles(0, p.vocab, UPDATE | EXPONENTIALS, INPUT, every)
         elif self.strategy == VOCAB_SLICED or not p.in_forward:
             yield from self.statistics(every)
-            yield from self.gradients(every)
+            yield from self.gradients(every, self.keeps)
         elif self.columns >= p.vocab and p.several:
             yield from self._merged(every)
         elif self.columns >= p.vocab:

@@ -65,8 +65,10 @@ class Sums:
                 self.input.zero_()
             else:
                 self.input[run.tokens.count :] = 0
-        # Classes that are in the sum of the input's gradient, for rows by the first of them.
+        # Classes that are in the sum of the input's gradient, for rows by the first of them, and
+        # rows that are in that of the weight's, for classes by the first.
         self._added: dict[int, int] = {}
+        self._rows_added: dict[int, int] = {}
 
     def unwritten(self, classes: slice) -> Tensor:
         """The memory of the weight's gradient of these classes, before it is written."""
@@ -111,10 +113,11 @@ class Sums:
         if self._wide is not None:
             total, first = self._wide, classes.start if self.weight is not None else 0
         assert total is not None
-        again = step.rows.start > 0 or total is self._into
+        added = self._rows_added.get(classes.start, 0)
+        self._rows_added[classes.start] = added + len(dz)
         part = total[classes.start - first : classes.stop - first]
-        self._matmul.weight_gradient(dz, x, part, again)
-        complete = step.rows.stop == self._tokens.count
+        self._matmul.weight_gradient(dz, x, part, added > 0 or total is self._into)
+        complete = added + len(dz) == self._tokens.count
         if complete and self._wide is not None and self.weight is not None:
             self.weight[classes] = part
 

@@ -1,0 +1,191 @@
+"""The last tile of logits stays from a forward to its backward, and is not formed again."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import storage_ops as so
+from storage_ops.loss import op
+from storage_ops.matmul.aten import Aten
+
+N, D, V = 120, 24, 3000
+BUDGETS = {"whole": 2 << 20, "half": 1 << 20, "slices": 400_000, "least": 100_000}
+
+
+def problem(dtype=torch.float32, ignored=True):
+    x, w = torch.randn(N, D).to(dtype), torch.randn(V, D).div(D**0.5).to(dtype)
+    target = torch.randint(V, (N,))
+    if ignored:
+        target[::7] = -100
+    return x.requires_grad_(), w.requires_grad_(), target
+
+
+def of_logits(x, w, target):
+    x, w = (t.detach().double().requires_grad_() for t in (x, w))
+    z = x @ w.t()
+    return torch.nn.functional.cross_entropy(z, target, reduction="none"), [x, w]
+
+
+@pytest.fixture
+def formed(monkeypatch):
+    """Logits that are formed, call by call of the product."""
+    found, logits = [], so.loss.run.matmul.of(torch.float32, "cpu", 1).__class__.logits
+
+    def noted(self, x, w, out, *rest):
+        found.append(out.numel())
+        return logits(self, x, w, out, *rest)
+
+    for kind in {Aten, so.loss.run.matmul.of(torch.float32, "cpu", 1).__class__}:
+        monkeypatch.setattr(kind, "logits", noted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_gradients_once_and_again(dtype, budget):
+    x, w, target = problem(dtype)
+    upstream = torch.randn(N)
+    exact, leaves = of_logits(x, w, target)
+    right = torch.autograd.grad(exact, leaves, upstream.double())
+    loss = so.linear_cross_entropy(
+        x,
+        w,
+        target,
+        reduction="none",
+        memory_budget=max(BUDGETS[budget], 500_000 * (dtype == torch.float64)),
+    )
+    bound = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
+    for again in (True, True, False):
+        got = torch.autograd.grad(loss, [x, w], upstream.to(loss.dtype), retain_graph=again)
+        for ours, expected in zip(got, right, strict=True):
+            assert (ours.double() - expected).norm() <= bound * expected.norm()
+
+
+def test_a_whole_tile_is_formed_once(formed):
+    x, w, target = problem(ignored=False)
+    loss = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=2 << 20)
+    grads = torch.autograd.grad(loss.sum(), [x, w], retain_graph=True)
+    assert sum(formed) == N * V
+    again = torch.autograd.grad(loss.sum(), [x, w])  # the backward has overwritten it
+    assert sum(formed) == 2 * N * V
+    for one, other in zip(grads, again, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("wanted", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_backward_of_less_or_with_other_threads_keeps_the_budget(wanted, threads):
+    x, w, target = problem()
+    ids = torch.randint(V, (N, 4))
+    budget = 900_000
+    with so.memory.measure() as m:
+        values, _ = so.linear_cross_entropy(
+            x, w, target, returns=("topk",), top_k=3, memory_budget=budget
+        )
+        picked = so.linear_cross_entropy(
+            x, w, target, returns=("selected",), selected_ids=ids, memory_budget=budget
+        )
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            leaves = [(x, w)[i] for i in wanted]
+            got = torch.autograd.grad(values.sum(), leaves)
+            got += torch.autograd.grad(picked.sum(), leaves)
+        finally:
+            torch.set_num_threads(before)
+    returned = sum(g.nbytes for g in got) + values.nbytes * 3 + picked.nbytes
+    assert m.peak_bytes - returned <= 2 * budget  # the second call keeps none, and the first does
+    z = torch.log_softmax(x.detach().double() @ w.detach().double().t(), -1)
+    torch.testing.assert_close(
+        picked.double(), z.gather(1, ids) * (target >= 0)[:, None], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_one_call_at_a_time_keeps_a_tile(formed):
+    x, w, target = problem(ignored=False)
+    with so.memory.measure() as m:
+        losses = [
+            so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=2 << 20)
+            for _ in range(4)
+        ]
+    assert m.kept_bytes < 2 << 20  # four tiles are 5.8 MB
+    formed.clear()
+    sum(loss.sum() for loss in losses).backward()
+    assert sum(formed) == 3 * N * V
+
+
+def test_without_a_backward_nothing_stays():
+    x, w, target = problem()
+    with so.memory.measure() as m:
+        loss = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=2 << 20)
+        values = loss.detach()
+        del loss
+        gc.collect()
+    assert m.kept_bytes <= values.nbytes + 64
+    assert all(other.expired() for other in op._kept)
+
+
+def test_hooks_that_copy_what_is_saved_and_checkpoints():
+    x, w, target = problem()
+
+    def loss(x, w):
+        found = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=2 << 20)
+        return found.square().sum()
+
+    right = torch.autograd.grad(loss(x, w), [x, w])
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        found = loss(x, w)
+    for made in (found, checkpoint(loss, x, w, use_reentrant=False)):
+        got = torch.autograd.grad(made, [x, w])
+        for one, other in zip(got, right, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_graphs_keep_nothing():
+    x, w, target = problem()
+    plan = so.plan(N, D, V, torch.float32, reduction="none", memory_budget=2 << 20, device="cpu")
+    assert plan.keeps and plan.products == 3
+
+    def loss(x, w):
+        return so.linear_cross_entropy(x, w, target, reduction="none", plan=plan)
+
+    seen = []
+
+    def backend(gm, inputs):
+        seen.extend(n.args for n in gm.graph.nodes if "linear_cross" in str(n.target))
+        return gm
+
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    right = torch.autograd.grad(loss(x, w).sum(), [x, w])
+    got = torch.autograd.grad(compiled(x, w).sum(), [x, w])
+    assert len(seen) == 1 and plan.key.removesuffix(" keeps") in seen[0]
+    for one, other in zip(got, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_simulation_counts_it():
+    x, w, target = problem(ignored=False)
+
+    def step():
+        loss = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=1 << 20)
+        rest = torch.ones(400_000)  # while the tile is kept
+        torch.autograd.grad(loss.sum() * rest[0], [x, w])
+
+    for _ in range(2):
+        with so.memory.measure() as m:
+            step()
+    found = so.memory.estimate(step)
+    assert found.peak_bytes - found.input_bytes == pytest.approx(m.peak_bytes, rel=0.01)
+
+
+def test_sums_into_a_buffer():
+    x, w, target = problem(torch.bfloat16)
+    total = torch.ones(V, D)
+    loss = so.linear_cross_entropy(x, w, target, accumulate_into=total, memory_budget=1 << 20)
+    loss.backward()
+    exact, leaves = of_logits(x, w, target)
+    right = torch.autograd.grad(exact.sum() / (target >= 0).sum(), leaves)
+    assert (x.grad.double() - right[0]).norm() <= 0.01 * right[0].norm()
+    assert (total.double() - 1 - right[1]).norm() <= 0.01 * right[1].norm()
