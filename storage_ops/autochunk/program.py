@@ -20,8 +20,8 @@ _TYPES = {
 }
 
 
-# Bytes of a product that the body works on at a time, at least and at most. On a CPU they stay in its
-# cache; a GPU works on these for as long as it takes to launch the next, or a little longer.
+# Bytes of a product that the body works on at a time, at least and at most. On a CPU they stay in
+# its cache. On a GPU their products take longer than it takes to launch the next.
 BLOCK = {"cpu": (32 << 10, 2 << 20), "cuda": (64 << 20, 64 << 20)}
 
 
@@ -155,8 +155,8 @@ class Program(NamedTuple):
 def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
     """Where blocks of a chunk of so many groups begin, and the end of the last.
 
-    A block stays in a processor's cache while the body works on it, and what the body stores on the
-    way is no larger. Blocks are equal if that takes at most twice as many of them.
+    What the body stores on the way is no larger than a block. Blocks are equal if that takes at
+    most twice as many of them.
     """
     total = size * group_bytes
     smallest, largest = BLOCK.get(device.type, BLOCK["cuda"])

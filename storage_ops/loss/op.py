@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake, register_vmap
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from storage_ops import _schemas
@@ -32,7 +31,7 @@ from storage_ops._autograd import (
     times,
     transforming,
 )
-from storage_ops.loss import formulas, pieces, ranks, reference
+from storage_ops.loss import formulas, kept, pieces, ranks, reference
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.planner import keeping
@@ -43,7 +42,6 @@ _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 5  # of the forward's outputs: loss, nll, lse, entropy, picked
 _UPSTREAM = 6  # arguments of the backward before those of the forward: gradients, and the state
 _INTO = Call._fields.index("accumulate_into")  # which only one backward op has
-_kept: list[StorageWeakRef] = []  # the memory of the last tile that was kept
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -61,10 +59,10 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         if call.grad_mask[0]:
             grads[0] = grads[0].view(input.shape)
     else:
-        kept = run.statistics()
+        tile = run.statistics()
         grads = [input.new_empty(0) for _ in call.grad_mask]
-        if kept is not None:
-            grads[0] = kept
+        if tile is not None:
+            grads[0] = tile
     state, argmax, wants = run.state, run.argmax, call.wants
     out = formulas.Outputs.of(tokens, call, state)
     picked, top_ids = state.new_empty(0), input.new_empty(0, dtype=torch.int64)
@@ -152,16 +150,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.call = call.with_tensors()
     # Not saved: others add to it in between, and may.
     ctx.into = call.accumulate_into
-    ctx.fresh = call.keeps  # until a backward overwrites what is kept
-    if call.keeps:
-        _kept[:] = [StorageWeakRef(grads[0].untyped_storage())]
+    tile = grads[0].detach() if call.keeps else None
+    ctx.kept = None if tile is None else kept.keep(tile)
     ctx.roots = roots(call.tensors()) if ctx.ready else []
     if ctx.ready:
         # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
         ctx.save_for_backward(*(g.detach() for g in grads))
     else:
         tensors = call._replace(accumulate_into=None).tensors()
-        ctx.save_for_backward(grads[0].detach() if call.keeps else None, state.detach(), *tensors)
+        ctx.save_for_backward(tile, state.detach(), *tensors)
 
 
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -190,18 +187,18 @@ def _recomputed(
     ctx: Any, saved: Sequence[Any], given: list[Tensor | None], needs: list[bool]
 ) -> tuple[Any, Any]:
     """Gradients of input, weight and bias, and of the target, from a second pass."""
-    kept, state, *tensors = saved
+    tile, state, *tensors = saved
     # Not a use of what is saved: autograd would take offence at the next one.
-    kept, ctx.fresh = kept.data if ctx.fresh and kept.numel() else None, False
+    tile = tile.data if ctx.kept is not None and kept.take(ctx.kept) else None
     call = ctx.call.with_tensors(tuple(tensors))
     call = call._replace(in_forward=False, grad_mask=tuple(needs))
     arguments = (*given, state, *call[:_INTO], *call[_INTO + 1 :])
     if ctx.into is not None:
-        into = (*given, state, *call._replace(accumulate_into=ctx.into), kept)
+        into = (*given, state, *call._replace(accumulate_into=ctx.into), tile)
         made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
         needs[1], made = False, (made[0], None, made[1])
     else:
-        made = _backwards(call, "linear_cross_entropy_backward", (*arguments, kept))
+        made = _backwards(call, "linear_cross_entropy_backward", (*arguments, tile))
     if not ctx.needs_input_grad[2]:
         return made, None
     return made, _backwards(call, "linear_cross_entropy_backward_target", arguments)
@@ -233,15 +230,12 @@ class _Differentiable(torch.autograd.Function):
 def _may_keep(call: Call) -> bool:
     """Whether a call may keep its last tile.
 
-    A graph may save, copy and read again what an op returns: nothing of that is overwritten. And
-    one tile at a time is kept, or the losses of several heads or micro-batches, whose backwards
-    come later, would hold one each. Ranks, which plan alike, do not look at that.
+    A graph may save, copy and read again what an op returns: nothing of that is overwritten. Ranks
+    keep none, since they must go through their tiles in one order whatever becomes of it.
     """
-    if call.in_forward or not any(call.grad_mask):
+    if call.in_forward or not any(call.grad_mask) or call.group:
         return False
-    if torch.compiler.is_compiling() or pieces.traced() or transforming():
-        return False
-    return bool(call.group) or all(other.expired() for other in _kept)
+    return not (torch.compiler.is_compiling() or pieces.traced() or transforming())
 
 
 def apply(call: Call) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 from storage_ops.divergence import reference
@@ -42,6 +43,19 @@ def test_backward_twice(reduction):
     second = torch.autograd.grad(loss, leaves, retain_graph=True)
     torch.testing.assert_close(first, tuple(3 * g for g in second))
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), second)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_in_a_checkpoint(reduction, reentrant):
+    leaves, teacher, _ = arguments()
+
+    def loss(x, w):
+        return so.linear_kl_div(x, w, *teacher, reduction=reduction).sum()
+
+    right = torch.autograd.grad(loss(*leaves), leaves)
+    checkpoint(loss, *leaves, use_reentrant=reentrant).backward()
+    torch.testing.assert_close(tuple(t.grad for t in leaves), right)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -1,13 +1,14 @@
 """The last tile of logits stays from a forward to its backward, and is not formed again."""
 
+import functools
 import gc
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import storage_ops as so
-from storage_ops.loss import op
+from storage_ops.loss import kept
 from storage_ops.matmul.aten import Aten
 
 N, D, V = 120, 24, 3000
@@ -124,22 +125,49 @@ def test_without_a_backward_nothing_stays():
         del loss
         gc.collect()
     assert m.kept_bytes <= values.nbytes + 64
-    assert all(other.expired() for other in op._kept)
+    assert all(tile() is None for _, tile in kept._kept.values())
 
 
-def test_hooks_that_copy_what_is_saved_and_checkpoints():
-    x, w, target = problem()
+def copied(loss, *args):
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        return loss(*args)
+
+
+def cached(loss, *args):
+    made = [torch.ops.storage_ops.linear_cross_entropy.default]
+    context = functools.partial(create_selective_checkpoint_contexts, made)
+    return checkpoint(loss, *args, use_reentrant=False, context_fn=context)
+
+
+def offloaded(loss, *args):
+    with torch.autograd.graph.save_on_cpu():
+        return loss(*args)
+
+
+WAYS = {
+    "copies of what is saved": copied,
+    "checkpoint": functools.partial(checkpoint, use_reentrant=False),
+    "reentrant checkpoint": functools.partial(checkpoint, use_reentrant=True),
+    "selective checkpoint that saves the op": cached,
+    "offloaded": offloaded,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_others_do_with_what_is_saved(way, reduction, dtype):
+    x, w, target = problem(dtype)
 
     def loss(x, w):
-        found = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=2 << 20)
-        return found.square().sum()
+        options = {"reduction": reduction, "memory_budget": 2 << 20}
+        return so.linear_cross_entropy(x, w, target, **options).square().sum()
 
     right = torch.autograd.grad(loss(x, w), [x, w])
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
-        found = loss(x, w)
-    for made in (found, checkpoint(loss, x, w, use_reentrant=False)):
-        got = torch.autograd.grad(made, [x, w])
-        for one, other in zip(got, right, strict=True):
+    for _ in range(2):
+        x.grad = w.grad = None
+        WAYS[way](loss, x, w).backward()
+        for one, other in zip((x.grad, w.grad), right, strict=True):
             torch.testing.assert_close(one, other)
 
 
