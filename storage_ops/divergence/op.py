@@ -15,7 +15,7 @@ from torch.library import register_autograd, register_fake, register_vmap
 from storage_ops import _autograd, _schemas
 from storage_ops.divergence.call import TENSORS, Call
 from storage_ops.divergence.run import Run
-from storage_ops.loss import formulas
+from storage_ops.loss import formulas, kept
 
 _OPS = torch.ops.storage_ops
 _NAME = "storage_ops::linear_kl_div"
@@ -29,6 +29,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             "linear_kl_div: early is True; expected False with reduction='none', whose gradients "
             "are made in the backward"
         )
+    kept.make_room(call.input)
     run, input = Run(call), call.input
     tokens = run.tokens
     grads = [input.new_empty(0) for _ in call.grad_mask]

@@ -168,8 +168,9 @@ def linear_cross_entropy(
         1 or another power of two. Reduction "none", float16, accumulate_into, and "nll", "lse",
         "entropy", "selected" or "topk" in `returns` keep a few numbers per token and form the
         logits again in the backward: four, or up to five. In eager code the last tile of logits
-        stays until then, within memory_budget, for one call at a time: a budget with room for all
-        logits takes three. Nothing needing gradients: one. Two runs give the same bits.
+        stays until then, within memory_budget, or until the next call on the device: a budget with
+        room for all logits takes three. Nothing needing gradients: one. Two runs give the same
+        bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a

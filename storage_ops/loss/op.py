@@ -51,6 +51,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             "linear_cross_entropy: early is True; expected False with reduction='none' or "
             "accumulate_into, whose gradients are made in the backward"
         )
+    kept.make_room(call.input)
     run, input = Run(call), call.input
     tokens = run.tokens
     if call.in_forward and any(call.grad_mask):
@@ -151,7 +152,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     # Not saved: others add to it in between, and may.
     ctx.into = call.accumulate_into
     tile = grads[0].detach() if call.keeps else None
-    ctx.kept = None if tile is None else kept.keep(tile)
+    ctx.kept = kept.keep(tile) if tile is not None and tile.numel() else None
     ctx.roots = roots(call.tensors()) if ctx.ready else []
     if ctx.ready:
         # Detached: then the storage is ours alone exactly when the caller holds no gradient output.

@@ -119,12 +119,12 @@ def _by_size(start: int, stop: int, size: int) -> Pieces:
 
 def _from_the_last(tiles: Iterator[Step]) -> Iterator[Step]:
     """Tiles in reverse, of which the last is there already."""
-    last, *others = list(tiles)[::-1] or [None]
-    if last is not None:
+    backwards = list(tiles)[::-1]
+    for last in backwards[:1]:
         yield last._replace(source=last.place, times=1)
         if last.times > 1:
             yield last._replace(times=last.times - 1)
-    yield from others
+    yield from backwards[1:]
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,6 @@ def grpo(
     if "logit_scale" in options:
         raise wrong("grpo", TypeError, "logit_scale", "is given", "temperature, its inverse")
     options["logit_scale"] = 1 / temperature
-    scored = score(
-        "grpo", input, linear_weight, target, with_entropy=bool(entropy_weight), **options
-    )
-    logps, shape = scored.logps, tuple(scored.logps.shape)
     reference = None
     if kl_weight:
         reference = reference_logps(
@@ -127,6 +123,10 @@ def grpo(
         if reference is None:
             rule = "0, or a reference: ref_input and ref_weight, or ref_logps"
             raise wrong("grpo", ValueError, "kl_weight is", kl_weight, rule)
+    scored = score(
+        "grpo", input, linear_weight, target, with_entropy=bool(entropy_weight), **options
+    )
+    logps, shape = scored.logps, tuple(scored.logps.shape)
     check_shape("grpo", "old_logps", old_logps, shape)
     check_shape("grpo", "ref_logps", reference, shape)
     if tuple(advantages.shape) == (scored.sequences,):

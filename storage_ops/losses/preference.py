@@ -112,11 +112,12 @@ def dpo(
     if label_smoothing and loss_type not in ("sigmoid", "robust"):
         rule = f"0 with loss_type={loss_type!r}"
         raise wrong("dpo", ValueError, "label_smoothing is", label_smoothing, rule)
-    scored = score("dpo", input, linear_weight, target, **options)
-    logps = scored.per_sequence(scored.logps)
+    # First: the policy's call keeps logits for its backward, while no other needs the memory.
     reference = reference_logps(
         "dpo", ref_logps, ref_input, ref_weight, ref_bias, target, True, **options
     )
+    scored = score("dpo", input, linear_weight, target, **options)
+    logps = scored.per_sequence(scored.logps)
     check_shape("dpo", "ref_logps", reference, tuple(logps.shape))
     ratios = logps if reference is None else logps - reference
     chosen, rejected = _halves("dpo", ratios / scored.counts if length_normalize else ratios)
@@ -301,12 +302,12 @@ def kto(
     if not isinstance(desirable, Tensor) or desirable.dtype != torch.bool:
         kind = getattr(desirable, "dtype", type(desirable).__name__)
         raise wrong("kto", TypeError, "desirable is", kind, "a bool tensor")
-    scored = score("kto", input, linear_weight, target, **options)
-    logps = scored.per_sequence(scored.logps)
-    check_shape("kto", "desirable", desirable, tuple(logps.shape))
     reference = reference_logps(
         "kto", ref_logps, ref_input, ref_weight, ref_bias, target, True, **options
     )
+    scored = score("kto", input, linear_weight, target, **options)
+    logps = scored.per_sequence(scored.logps)
+    check_shape("kto", "desirable", desirable, tuple(logps.shape))
     check_shape("kto", "ref_logps", reference, tuple(logps.shape))
     ratios = logps if reference is None else logps - reference
     z = torch.as_tensor(kl, dtype=ratios.dtype, device=ratios.device).detach().clamp_min(0)

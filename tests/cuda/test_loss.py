@@ -254,3 +254,22 @@ def test_of_many_classes_the_largest_are_found_with_ties_in_order(device, dtype,
     right = reference.linear_cross_entropy(x.double(), w.double(), target, **names)
     assert error(values.cpu(), right[0]) < 1e-5
     assert torch.equal(ids.cpu(), right[1])
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("share", [1.1, 0.4])
+def test_what_the_forward_keeps_serves_one_backward(device, dtype, share):
+    given = problem(300, 64, 5003, dtype, bias=False)
+    upstream = torch.rand(300).double() * 64 + 64
+    _, right = exact(*given, upstream=upstream, reduction="none")
+    x, w, target, _ = moved(given, device)
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    budget = int(share * 300 * 5056 * dtype.itemsize) + (1 << 20)
+    loss = so.linear_cross_entropy(*leaves, target, reduction="none", memory_budget=budget)
+    torch.full((4 << 20,), float("nan"), device=device)  # memory that was given back is written to
+    other = so.linear_cross_entropy(*leaves, target, reduction="none", memory_budget=budget)
+    for each, again in ((other, True), (other, True), (loss, True), (loss, False), (other, False)):
+        grads = torch.autograd.grad(each, leaves, upstream.to(each), retain_graph=again)
+        for ours, expected in zip(grads, right, strict=False):
+            assert error(ours.cpu(), expected) < TOLERANCE[dtype]

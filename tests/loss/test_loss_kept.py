@@ -117,6 +117,19 @@ def test_one_call_at_a_time_keeps_a_tile(formed):
     assert sum(formed) == 3 * N * V
 
 
+def test_a_reference_after_the_policy_takes_the_place_of_what_it_keeps(formed):
+    x, w, target = problem(ignored=False)
+    budget = 2 << 20
+    with so.memory.measure() as m:
+        loss = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=budget)
+        with torch.no_grad():
+            so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=budget)
+        so.linear_kl_div(x.detach(), w.detach(), x.detach(), w.detach(), memory_budget=budget)
+        grads = torch.autograd.grad(loss.sum(), [x, w])
+    assert m.peak_bytes - sum(g.nbytes for g in grads) <= budget
+    assert sum(formed) == 5 * N * V
+
+
 def test_without_a_backward_nothing_stays():
     x, w, target = problem()
     with so.memory.measure() as m:
