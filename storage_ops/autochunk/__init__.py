@@ -18,7 +18,7 @@ token that it is made of are those of linear cross-entropy, which has an op of i
         if head is (lse - z_t, lse, entropy, ...) on random tokens:               # head
             if tail is linear in them:                                            # tail, emit
                 loss = linear_cross_entropy(x, w, t, token_weight=gradient of tail) + tail(0)
-            elif on a CPU, or gradients wait for all tokens:
+            else:
                 the numbers are the op's, with a gradient each; the tail stays the user's code
 
 Every other loss is chunked in the joint graph of forward and backward::

@@ -2,9 +2,9 @@
 
 Of a loss whose tail is linear the op makes the loss, and gradients in the forward. Of any other it
 makes the few numbers per token, each with a gradient of its own, and the user's code goes on from
-there; its backward forms the logits once more. So does the general way where gradients wait for all
-tokens. Where they do not it forms them once, and compiles a body for that: on a CPU that is no
-faster, on a GPU, where products are nearly all of the time, it is.
+there; its backward forms the logits once more. The general way forms those of some of these losses
+once, but compiles a body for each, and sums the weight's gradient over chunks in float32. On a CPU
+it is no faster; on an H200 it takes 0.9 to 1.35 of the op's time and two to six times its memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import EVERY, plan_of
 from storage_ops.autochunk.spans import LARGE
-from storage_ops.autochunk.tail import Linear
+from storage_ops.autochunk.tail import Tail
 from storage_ops.autochunk.values import Size, name_of, numel, shape
 from storage_ops.loss.call import Call, arithmetic
 
@@ -60,7 +60,7 @@ class Emitter:
         self.emitted = Emitted(0, 0)
         self.learns = any(map(any, (head.learns for head in heads)))
 
-    def loss(self, tail: Linear) -> Emitted:
+    def loss(self, tail: Tail) -> Emitted:
         """Write a loss, and what the tail makes of zeros."""
         (head,) = self.heads
         splice = self.splice = Splice(self.forward, tail.loss)

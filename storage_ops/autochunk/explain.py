@@ -23,8 +23,7 @@ class Explanation:
         num_passes: how often they are formed: once more where chunks wait for a sum over all
             tokens, and once more in the backward where several upstream gradients, or one per
             token, meet; detach results that are only logged. A loss that is linear cross-entropy
-            counts as once; another of log-probabilities, lse or entropy counts as twice: on a CPU,
-            and on a GPU where its gradients wait for all tokens.
+            counts as once; another of log-probabilities, lse or entropy counts as twice.
         reason: why not, with the node, its op and the line it comes from; empty if chunked.
         peak_before: predicted bytes that forward and backward hold at most above their inputs.
         peak_after: the same after chunking.

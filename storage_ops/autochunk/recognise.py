@@ -26,7 +26,6 @@ from storage_ops.autochunk.emit import Emitted, Emitter
 from storage_ops.autochunk.forward import (
     Forward,
     forget_bounds,
-    loss_of,
     products,
     slice_of,
     sweep,
@@ -39,7 +38,7 @@ from storage_ops.autochunk.prepare import own_sizes
 from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.run import in_body
 from storage_ops.autochunk.spans import LARGE, TRIES, is_product, propagate
-from storage_ops.autochunk.tail import Linear, Tail
+from storage_ops.autochunk.tail import Tail
 from storage_ops.autochunk.values import name_of, nbytes, numel
 
 
@@ -160,33 +159,15 @@ def _at_random() -> Iterator[None]:
             raise Conflict(str(error)) from error
 
 
-def _linear_tail(heads: list[Head]) -> Linear:
+def _tail_of(heads: list[Head]) -> Tail:
     """The rest of a loss that is linear cross-entropy; raises Conflict if it is another."""
     if len(heads) > 1:
         raise Conflict("is cut into ranges of tokens")
     with _at_random():
-        tail = Linear(heads[0])
+        tail = Tail(heads[0])
         with _on_numbers():
             tail.fit()
     return tail
-
-
-def _waits(forward: Forward, heads: list[Head]) -> bool:
-    """Whether gradients can be formed when all rows are there, and not before.
-
-    Then whoever forms them forms the logits once more.
-    """
-    if loss_of(forward) is None:
-        return True  # an upstream gradient of each of several results, or of each token
-    with _at_random():
-        tail = Tail(forward, [row for head in heads for row in head.rows])
-        with _on_numbers():
-            return tail.waits(heads)
-
-
-def products_decide(device: torch.device) -> bool:
-    """Whether one product more takes longer than all that is done to the logits."""
-    return device.type != "cpu"
 
 
 def emit(
@@ -195,12 +176,8 @@ def emit(
     """Write the op in the place of a product: for the loss, or else for the rows."""
     emitter = Emitter(forward, heads, num_chunks, memory_budget)
     try:
-        tail = _linear_tail(heads)
+        tail = _tail_of(heads)
     except Conflict as conflict:
         log.debug("%s: no sum of cross-entropies, it %s", forward.product, conflict)
-    else:
-        return emitter.loss(tail)
-    device = heads[0].amplifier.meta["val"].device
-    if emitter.learns and products_decide(device) and not _waits(forward, heads):
-        raise Conflict("would be formed twice where once is enough", forward.product)
-    return emitter.rows()
+        return emitter.rows()
+    return emitter.loss(tail)

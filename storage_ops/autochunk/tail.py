@@ -6,14 +6,14 @@ rows, which is traced, is the weight of every token, wherever that comes from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from storage_ops.autochunk.fit import fit, in_double
-from storage_ops.autochunk.forward import Forward, Replay, learns, loss_of, traced
+from storage_ops.autochunk.forward import Replay, learns, loss_of, traced
 from storage_ops.autochunk.head import VIEWS, Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.spans import is_product
@@ -23,57 +23,69 @@ from storage_ops.loss.call import arithmetic
 _COMPARISONS = {"eq": 0, "ne": 0, "lt": 1, "le": 1, "gt": 1, "ge": 1}  # and how far around they see
 _CHOOSING = {*_COMPARISONS, "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "relu"}
 _MOST = 1 << 24  # elements of a value that is drawn at random
-_DRAWS = 3
 
 
 class Tail:
-    """What becomes of rows: a number, and its gradient with respect to every row.
+    """What becomes of the rows.
 
     Attributes:
         loss: the number, a node of Dynamo.
         leaves: nodes of Dynamo that are read besides the rows.
-        graph: traced; takes `inputs`, the leaves and the rows, and gives `results`: the number, its
-            gradients, and with `shares` their sum over rows, each times its share.
+        graph: traced; takes `inputs`, the leaves and the rows, and gives `weight`, those of the
+            tokens, `total`, the loss, and its gradient with respect to every row.
+        label_smoothing, z_loss: options of the loss.
     """
 
-    def __init__(self, forward: Forward, rows: list[fx.Node], shares: Sequence[float] = ()):
-        found = loss_of(forward)
+    def __init__(self, head: Head):
+        self.head, self.label_smoothing, self.z_loss = head, 0.0, 0.0
+        found = loss_of(head.forward)
         if found is None:
             raise Conflict("leads to no loss")
+        if len(head.targets) != 1 or any(t.entropy or t.detached for t in head.terms):
+            raise Conflict("is no sum of cross-entropy and squares of lse")
         self.loss, nodes = found
-        self.forward, self.rows, self.shares = forward, rows, shares
-        self.ends = Replay(forward.gm.graph, nodes, forward.ends)
+        self.ends = Replay(head.forward.gm.graph, nodes, head.forward.ends)
         self.between = self._between()
-        own = [forward.inputs[n] for n in self.between if n.op == "placeholder"]
+        inputs = head.forward.inputs
+        own = [inputs[n] for n in self.between if n.op == "placeholder"]
         self.leaves = list(dict.fromkeys([*own, *self.ends.inputs]))
+        for leaf in self.leaves:
+            if learns(leaf):
+                raise Conflict("has a gradient", leaf)
         self.graph = self._trace()
         for node in self.graph.nodes:
             if is_product(node) or numel(node) > _MOST:
                 raise Conflict("is too large for what follows a value per token", node)
         self.inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         end: Any = next(n for n in self.graph.nodes if n.op == "output").args[0]
-        self.results: list[fx.Node] = list(end)
+        self.weight: fx.Node = end[0]
+        self.total: fx.Node = end[1]
+        sizes = [n for n in self.graph.nodes if short_name(n) == "sym_size"]  # they may be of rows
+        read = leading_to([self.weight], dict.fromkeys(sizes, self.weight))
+        if read & set(self.inputs[len(self.leaves) :]):
+            raise Conflict("is not linear in the rows")
 
     def _between(self) -> list[fx.Node]:
         """The nodes of the ATen graph between rows and ends, and what they read, in order."""
         found: set[fx.Node] = set()
-        stack = list(self.forward.values)
+        stack = list(self.head.forward.values)
         while stack:
             node = stack.pop()
-            if node not in found and node not in self.rows:
+            if node not in found and node not in self.head.rows:
                 found.add(node)
                 stack += node.all_input_nodes
         if any(map(is_product, found)):
             raise Conflict("reads the size of the logits")
-        return [n for n in self.forward.graph.nodes if n in found]
+        return [n for n in self.head.forward.graph.nodes if n in found]
 
     def _trace(self) -> fx.Graph:
-        forward = self.forward
+        head, forward = self.head, self.head.forward
+        shares = [sum(t.nll) + head.vocabulary * t.spread for t in head.terms]
 
         def run(*given: Any) -> list[Tensor]:
             outer: dict[fx.Node, Any] = dict(zip(self.leaves, given, strict=False))
             rows = [row.detach().requires_grad_() for row in given[len(self.leaves) :]]
-            inner: dict[fx.Node, Any] = dict(zip(self.rows, rows, strict=True))
+            inner: dict[fx.Node, Any] = dict(zip(head.rows, rows, strict=True))
             with torch.enable_grad():
                 for node in self.between:
                     if node.op == "placeholder":
@@ -85,63 +97,15 @@ class Tail:
                                                            strict=True))  # fmt: skip
                 self.ends(outer)
                 loss = outer[self.loss]
-                pulled = torch.autograd.grad(loss, rows, materialize_grads=not self.shares)
+                pulled = torch.autograd.grad(loss, rows)
             flat = [p.reshape(-1) for p in pulled]
             parts = [p if share == 1 else p * share
-                     for p, share in zip(flat, self.shares, strict=False) if share]  # fmt: skip
-            return [loss.detach(), *flat, *([sum(parts[1:], start=parts[0])] if parts else [])]
+                     for p, share in zip(flat, shares, strict=True) if share]  # fmt: skip
+            weight = sum(parts[1:], start=parts[0])
+            return [weight, loss.detach(), *flat]
 
-        rows = [n.meta["val"].to(arithmetic(n.meta["val"].dtype)) for n in self.rows]
+        rows = [n.meta["val"].to(arithmetic(n.meta["val"].dtype)) for n in head.rows]
         return traced(run, [*(leaf.meta["example_value"] for leaf in self.leaves), *rows])
-
-    def draw(self) -> tuple[list[Any], list[Tensor]]:
-        """Random leaves and rows."""
-        numbers = _literals(self.graph.nodes)
-        leaves = [_drawn(leaf, numbers) for leaf in self.leaves]
-        return leaves, [torch.rand([hint(s) for s in shape(r)]).double() + 0.5 for r in self.rows]
-
-    def waits(self, heads: list[Head]) -> bool:
-        """Whether the gradients of some tokens depend on others, or on what another head has."""
-        run = fx.Interpreter(in_double(self.graph)).run
-        for _ in range(_DRAWS):
-            leaves, rows = self.draw()
-            masks = [torch.rand(numel(head.rows[0])) < 0.5 for head in heads]
-            moved = [m for m, head in zip(masks, heads, strict=True) for _ in head.rows]
-            others = [torch.where(m.view(row.shape), torch.rand_like(row) + 0.5, row)
-                      for m, row in zip(moved, rows, strict=True)]  # fmt: skip
-            before, after = run(*leaves, *rows)[1:], run(*leaves, *others)[1:]
-            terms = [t for head in heads for t in head.terms]
-            for mask, term, old, new in zip(moved, terms, before, after, strict=True):
-                if not term.detached and not _equal(old[~mask], new[~mask]):
-                    return True
-        return False
-
-
-class Linear(Tail):
-    """A tail that is linear in the rows of a head, but for the square of lse.
-
-    Attributes:
-        total: the loss, of the graph's results.
-        weight: of the tokens, one of these results too.
-        label_smoothing, z_loss: options of the loss.
-    """
-
-    def __init__(self, head: Head):
-        if len(head.targets) != 1 or any(t.entropy or t.detached for t in head.terms):
-            raise Conflict("is no sum of cross-entropy and squares of lse")
-        shares = [sum(t.nll) + head.vocabulary * t.spread for t in head.terms]
-        if not any(shares):
-            raise Conflict("has no targets")
-        super().__init__(head.forward, head.rows, shares)
-        self.head, self.label_smoothing, self.z_loss = head, 0.0, 0.0
-        for leaf in self.leaves:
-            if learns(leaf):
-                raise Conflict("has a gradient", leaf)
-        self.total, self.weight = self.results[0], self.results[-1]
-        sizes = [n for n in self.graph.nodes if short_name(n) == "sym_size"]  # they may be of rows
-        read = leading_to([self.weight], dict.fromkeys(sizes, self.weight))
-        if read & set(self.inputs[len(self.leaves) :]):
-            raise Conflict("is not linear in the rows")
 
     @property
     def uniform(self) -> bool:
@@ -176,9 +140,11 @@ class Linear(Tail):
 
     def _draw(self, run: Any) -> tuple[float, float] | None:
         """Smoothing and z-loss that random leaves and rows show; None if no token counts."""
-        leaves, rows = self.draw()
-        loss, *pulled, weight = run(*leaves, *rows)
-        at_zero, *_ = run(*leaves, *(torch.zeros_like(row) for row in rows))
+        numbers = _literals(self.graph.nodes)
+        leaves = [_drawn(leaf, numbers) for leaf in self.leaves]
+        rows = [torch.rand([hint(s) for s in shape(row)]).double() + 0.5 for row in self.head.rows]
+        weight, loss, *pulled = run(*leaves, *rows)
+        _, at_zero, *_ = run(*leaves, *(torch.zeros_like(row) for row in rows))
         if not weight.any() and not any(p.nan_to_num().any() for p in pulled):
             return None
         if not weight.any() or not weight.isfinite().all():
@@ -213,10 +179,6 @@ class Linear(Tail):
             and any(v.is_floating_point() for a in n.all_input_nodes for v in values_of(a))
             for n in self.graph.nodes
         )
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-9, atol=0, equal_nan=True)
 
 
 def _literals(nodes: Iterable[fx.Node]) -> list[int]:

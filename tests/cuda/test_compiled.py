@@ -63,8 +63,13 @@ def focal(x, w, t):
     return -((1 - p.exp()) ** 2 * p).mean()
 
 
+def concentration(x, w, t):
+    """The op has no such row: the general way."""
+    return torch.softmax(F.linear(x, w).float(), -1).square().sum(-1).mean()
+
+
 def preference(x, w, t):
-    """Of pairs of sequences: its gradients wait for all tokens, and it becomes the op."""
+    """Of pairs of sequences."""
     p = torch.log_softmax(F.linear(x, w).float(), -1).gather(1, t[:, None])
     chosen, rejected = p.view(8, -1).mean(1).chunk(2)
     return -F.logsigmoid(chosen - rejected).mean()
@@ -72,7 +77,7 @@ def preference(x, w, t):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("hidden", [64, 512])  # with 512 all logits wait in the weight's gradient
-@pytest.mark.parametrize("loss", [cross_entropy, focal, preference])
+@pytest.mark.parametrize("loss", [cross_entropy, focal, preference, concentration])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_auto_chunker(hidden, loss, dtype):
     torch._dynamo.reset()
