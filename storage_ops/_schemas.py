@@ -26,8 +26,9 @@ _LOSS_UPSTREAM = (
     "Tensor? grad_picked, Tensor state"
 )
 
-# What a forward without gradients has returned in the place of grad_input.
-_LOSS_KEPT = "Tensor? kept=None"
+# `kept` is what a forward without gradients has returned in the place of grad_input.
+_LOSS_BACKWARD = f"{_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}"
+_LOSS_GRADIENTS = "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 
 _KL_ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? teacher_input, Tensor? teacher_weight, "
@@ -35,7 +36,7 @@ _KL_ARGUMENTS = (
     "Tensor? ids, str divergence, float beta, float temperature, float softcap, "
     "float teacher_softcap, bool tail, str reduction, bool shift, int? valid_classes, "
     "int? max_valid, int? memory_budget, str group, bool early, "
-    "bool[3] grad_mask"
+    "bool[3] grad_mask, Tensor? target=None, float target_weight=0.0"
 )
 
 # name -> schema. A leading underscore marks an op that only this package calls.
@@ -65,16 +66,15 @@ SCHEMAS: dict[str, str] = {
         "(Tensor every, int[] assumed, str group, int[] like, bool every_time) -> Tensor"
     ),
     "linear_cross_entropy": f"({_LOSS_ARGUMENTS}) -> {_LOSS_RESULTS}",
-    "linear_cross_entropy_backward": (
-        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}, "
-        f"{_LOSS_KEPT}) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+    "linear_cross_entropy_backward": f"({_LOSS_BACKWARD}) -> {_LOSS_GRADIENTS}",
+    "linear_cross_entropy_backward_kept": (
+        f"(Tensor(a!) kept, {_LOSS_BACKWARD}) -> {_LOSS_GRADIENTS}"
     ),
-    "linear_cross_entropy_backward_target": (
-        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}) -> Tensor"
-    ),
+    "linear_cross_entropy_backward_target": f"({_LOSS_BACKWARD}) -> Tensor",
     "linear_cross_entropy_backward_into": (
-        f"({_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}, "
-        f"{_LOSS_KEPT}) -> (Tensor grad_input, Tensor grad_bias)"
+        f"(Tensor(b!)? kept, {_LOSS_UPSTREAM}, "
+        f"{_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}) "
+        "-> (Tensor grad_input, Tensor grad_bias)"
     ),
     "_divergence_rows": (
         "(Tensor(a!) logits, Tensor teacher, Tensor? bias, Tensor? teacher_bias, Tensor(b!) state, "

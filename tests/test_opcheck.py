@@ -52,7 +52,7 @@ def picks(shift, ids=True, top_k=2, divisor=None, logits_dtype=None):
 
 def divergence(
     name, reduction="mean", early=True, needs=(True, True, True), dtype=torch.float32, topk=False,
-    shift=False, backward=False, softcap=0.0,
+    shift=False, backward=False, softcap=0.0, target=False,
 ):  # fmt: skip
     x, w, b = torch.randn(3, 4, 6).to(dtype), torch.randn(7, 6).to(dtype), torch.randn(7).to(dtype)
     for t, need in zip((x, w, b), needs, strict=True):
@@ -66,10 +66,11 @@ def divergence(
         weight = torch.rand(3, 4)
     call = (x, w, *teacher, b, None, weight, values, ids, name, 0.3, 2.0, softcap, 0.0, True,
             reduction, shift, None, None, None, "", early, list(needs))  # fmt: skip
+    call += (torch.randint(7, (3, 4)), 0.7) if target else ()
     if not backward:
         return call
     grad = torch.randn(3, 4 - shift) if reduction == "none" else torch.randn(())
-    return (grad, torch.rand(3, 12), *call)
+    return (grad, torch.rand(9 if target else 3, 12), *call)
 
 
 def head_rows(name, phases=3, dtype=torch.float32, bias=True, count=5):
@@ -100,6 +101,11 @@ def backward(reduction, into=None, dense=False, picked=False):
     )
     of_picks = torch.randn(3, 3, 5) if picked else None
     return (grad, None, per_token, per_token * 2, of_picks, state, *given)
+
+
+def kept(reduction):
+    """The op takes the memory of a tile away, so that nobody may look at it then: an empty one."""
+    return (torch.empty(0, 7), *backward(reduction))
 
 
 def span(dtype=torch.float32):
@@ -174,8 +180,9 @@ CASES = {
         backward("none"),
         backward("mean", picked=True),
     ],
+    "linear_cross_entropy_backward_kept": [kept("mean"), kept("none")],
     "linear_cross_entropy_backward_target": [backward("mean", dense=True)],
-    "linear_cross_entropy_backward_into": [backward("mean", torch.zeros(7, 6))],
+    "linear_cross_entropy_backward_into": [(None, *backward("mean", torch.zeros(7, 6)))],
     "_divergence_rows": [
         head_rows("forward"),
         head_rows("reverse", 1, torch.float64),
@@ -189,11 +196,13 @@ CASES = {
         divergence("tvd", needs=(False, False, False)),
         divergence("jsd", dtype=torch.bfloat16),
         divergence("jsd", softcap=3.0),
+        divergence("forward", target=True),
     ],
     "linear_kl_div_backward": [
         divergence("jsd", early=False, backward=True),
         divergence("forward", "none", early=False, shift=True, backward=True),
         divergence("reverse", "none", early=False, topk=True, backward=True),
+        divergence("jsd", "none", early=False, target=True, backward=True),
     ],
     "_chunked_span": [span(), span(torch.float64)],
 }

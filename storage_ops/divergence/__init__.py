@@ -17,6 +17,7 @@ gradients that are made in the forward holds here. What differs:
   need no float32 sum of the weight's gradient.
 * Over ranks each has its part of a row's classes, and the row is finished in a step all the same:
   the ranks merge both log-sum-exps, as the loss does, then add up divergence and center.
+* *Targets* may be added, whose cross-entropy is made of the same logits of the student.
 * A stored teacher has the log-probabilities of a few classes. Both heads are then made *coarse*:
   those classes, and one for the rest. Its statistics are the student's coarse logits.
 """

@@ -38,6 +38,8 @@ def linear_kl_div(
     softcap: float | None = None,
     teacher_softcap: float | None = None,
     process_group: Any = None,
+    target: Tensor | None = None,
+    target_weight: float = 1.0,
 ) -> Tensor:
     """Divergence of a student's head from a frozen teacher's, with no logits tensor in memory.
 
@@ -93,6 +95,11 @@ def linear_kl_div(
         process_group: as in `linear_cross_entropy`: the ranks hold consecutive slices of the
             classes of both heads, the same of each, and all tokens. Not with teacher_topk or
             valid_classes. The gradient of input is that of all ranks, on each of them.
+        target: (...), class indices, int64 or int32: target_weight times the student's
+            cross-entropy with them, at temperature 1, is added to the divergence of each token, as
+            in knowledge distillation. It takes no more matrix products. Tokens whose target is -100
+            are ignored. shift moves it as it moves token_weight. Not with a process_group.
+        target_weight: at least 0. scale_by_temperature does not multiply it.
 
     Returns:
         The loss: () for "mean" and "sum", that of the tokens for "none", 0 where a token is
@@ -126,13 +133,13 @@ def linear_kl_div(
     check_types(
         {"input": input, "linear_weight": linear_weight, "teacher_input": teacher_input,
          "teacher_weight": teacher_weight, "linear_bias": linear_bias,
-         "teacher_bias": teacher_bias, "token_weight": token_weight},
+         "teacher_bias": teacher_bias, "token_weight": token_weight, "target": target},
         teacher_topk,
     )  # fmt: skip
     process_group = group_of(process_group, "linear_kl_div")
     check_options(
         divergence, beta, temperature, reduction, shift, teacher_tail, max_valid, valid_classes,
-        softcap, teacher_softcap, process_group,
+        softcap, teacher_softcap, process_group, target_weight,
     )  # fmt: skip
     memory_budget = budget_of(memory_budget, "linear_kl_div")
     if divergence == "jsd" and beta in (0, 1):
@@ -163,7 +170,8 @@ def linear_kl_div(
         divergence, beta, temperature, softcap or 0.0, teacher_softcap or 0.0,
         teacher_tail == "bucket", reduction, shift, valid_classes,
         -1 if max_valid == "sync" else max_valid, memory_budget, ranks.name_of(process_group),  # type: ignore[arg-type]
-        in_forward, needs,
+        in_forward, needs, target,
+        0.0 if target is None else target_weight / (temperature**2 if scale_by_temperature else 1),
     )  # fmt: skip
     check_call(call)
     _autograd.refuse_forward_mode(*given, token_weight, log_probs)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from storage_ops.loss import call as loss_call
 from storage_ops.loss.call import arithmetic
+from storage_ops.loss.cost import STATE_ROWS
 
-TENSORS = 9  # the first arguments are tensors
+# The tensors among them.
+TENSORS = (
+    "input", "weight", "teacher_input", "teacher_weight", "bias", "teacher_bias", "token_weight",
+    "log_probs", "ids", "target",
+)  # fmt: skip
 IGNORED = -100
 
 
@@ -49,21 +54,39 @@ class Call(NamedTuple):
     group: str = ""
     in_forward: bool = True
     grad_mask: tuple[bool, ...] = (True, True, False)
+    target: Tensor | None = None
+    target_weight: float = 0.0
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The arguments of TENSORS."""
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    def with_tensors(self, tensors: tuple[Tensor | None, ...] = (None,) * len(TENSORS)) -> Call:
+        """The call with others; without any, it keeps no memory."""
+        named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+        return self._replace(**named)
+
+    @property
+    def own_rows(self) -> int:
+        """Numbers per token that the divergence keeps for the backward."""
+        return 3 if self.ids is None else self.ids.shape[-1] + 1
 
     @property
     def state_rows(self) -> int:
-        """Numbers per token that are kept for the backward."""
-        return 3 if self.ids is None else self.ids.shape[-1] + 1
+        """The same with those of the targets' cross-entropy."""
+        return self.own_rows + (0 if self.target is None else STATE_ROWS)
 
     def as_loss(self) -> loss_call.Call:
         """The student's part as a call of linear cross-entropy: its tokens, weights and sums.
 
-        The only use of the target is to say which tokens are ignored. Ranks compare such calls; of
+        Without targets of its own they say which tokens are ignored. Ranks compare such calls; of
         what it has no place for, the plan's name tells them.
         """
         teacher = () if self.teacher_input is None else self.teacher_input.shape[-1:]
         own = (self.divergence, self.beta, self.softcap, self.teacher_softcap, *teacher)
-        target = torch.zeros(self.input.shape[:-1], dtype=torch.int64, device=self.input.device)
+        target = self.target
+        if target is None:
+            target = torch.zeros(self.input.shape[:-1], dtype=torch.int64, device=self.input.device)
         return loss_call.Call(
             self.input,
             self.weight,

@@ -41,6 +41,7 @@ def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
 def check_options(
     divergence: str, beta: Any, temperature: Any, reduction: str, shift: bool, teacher_tail: str,
     max_valid: Any, valid_classes: Any, softcap: Any, teacher_softcap: Any, process_group: Any,
+    target_weight: Any,
 ) -> None:  # fmt: skip
     """Raise a TypeError or ValueError for options that have no meaning."""
     for name, text, allowed in (
@@ -50,7 +51,8 @@ def check_options(
     ):
         if text not in allowed:
             raise _wrong(ValueError, f"{name} is", repr(text), f"one of {allowed}")
-    for name, value in (("beta", beta), ("temperature", temperature)):
+    given = (("beta", beta), ("temperature", temperature), ("target_weight", target_weight))
+    for name, value in given:
         if isinstance(value, (bool, Tensor)) or not isinstance(value, _NUMBERS):
             raise _wrong(TypeError, f"{name} is", repr(value), "a number")
     least = torch.finfo(torch.float32).tiny
@@ -69,6 +71,8 @@ def check_options(
         raise _wrong(ValueError, "valid_classes is", valid_classes, rule)
     if not 0 <= beta <= 1:
         raise _wrong(ValueError, "beta is", beta, "a number from 0 to 1")
+    if not 0 <= target_weight < float("inf"):
+        raise _wrong(ValueError, "target_weight is", target_weight, "a number of at least 0")
     if not 0 < temperature < float("inf"):
         raise _wrong(ValueError, "temperature is", temperature, "a positive number")
     if not isinstance(shift, bool):
@@ -112,6 +116,8 @@ def check_call(call: Call) -> None:
     ):
         if t is not None and tuple(t.shape) != shape:
             raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape))
+    if call.target is not None:
+        _check_target(call, call.target, tokens)
     weights = call.token_weight
     if weights is not None and weights.requires_grad and torch.is_grad_enabled():
         rule = "a tensor that needs none: its gradient is not computed; detach it"
@@ -120,10 +126,20 @@ def check_call(call: Call) -> None:
         ("linear_weight", weight), ("teacher_input", call.teacher_input),
         ("teacher_weight", call.teacher_weight), ("linear_bias", call.bias),
         ("teacher_bias", call.teacher_bias), ("token_weight", weights),
-        ("teacher_topk", call.log_probs), ("teacher_topk", call.ids),
+        ("teacher_topk", call.log_probs), ("teacher_topk", call.ids), ("target", call.target),
     ):  # fmt: skip
         if t is not None and t.device != input.device:
             raise _wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
+
+
+def _check_target(call: Call, target: Tensor, tokens: tuple[int, ...]) -> None:
+    if target.dtype not in INDICES:
+        raise _wrong(TypeError, "target is", target.dtype, "int64 or int32 class indices")
+    if tuple(target.shape) != tokens:
+        raise _wrong(ValueError, "target has shape", tuple(target.shape), str(tokens))
+    if call.group:
+        rule = "None with a process_group: add linear_cross_entropy with the same"
+        raise _wrong(ValueError, "target", "is given", rule)
 
 
 def _dtype(t: Tensor | None) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import register_autograd, register_fake, register_vmap
 
 from storage_ops import _autograd, _schemas
-from storage_ops.divergence.call import TENSORS, Call
+from storage_ops.divergence.call import Call
 from storage_ops.divergence.run import Run
 from storage_ops.loss import formulas, kept
 
@@ -68,10 +68,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.ready = call.in_forward and all(
         have or not need for have, need in zip(call.grad_mask, _needs(ctx), strict=True)
     )
-    ctx.options = call[TENSORS:]
-    ctx.roots = _autograd.roots(inputs[:TENSORS]) if ctx.ready else []
+    ctx.call = call.with_tensors()
+    ctx.roots = _autograd.roots(call.tensors()) if ctx.ready else []
     # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
-    saved = [g.detach() for g in grads] if ctx.ready else [state.detach(), *call[:TENSORS]]
+    saved = [g.detach() for g in grads] if ctx.ready else [state.detach(), *call.tensors()]
     ctx.save_for_backward(*saved)
 
 
@@ -89,7 +89,8 @@ def _gradients(ctx: Any, upstream: Tensor | None, *others: Any) -> tuple[Tensor 
             ]
         else:
             state, *tensors = saved
-            call = Call._make((*tensors, *ctx.options))._replace(in_forward=False, grad_mask=needs)
+            call = ctx.call.with_tensors(tuple(tensors))
+            call = call._replace(in_forward=False, grad_mask=needs)
             made = list(_autograd.call_once(_OPS.linear_kl_div_backward, upstream, state, *call))
     made = [g if need else None for g, need in zip(made, needs, strict=True)]
     grads = _autograd.once(made, [upstream, *(ctx.roots if ctx.ready else saved)])

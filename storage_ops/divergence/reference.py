@@ -45,21 +45,24 @@ def linear_kl_div(
     valid_classes: int | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
+    target: Tensor | None = None,
+    target_weight: float = 1.0,
     **memory: Any,
 ) -> Tensor:
     """See `storage_ops.linear_kl_div`; what concerns memory only is accepted and ignored."""
 
-    def log_softmax(x: Tensor, w: Tensor, b: Tensor | None, cap: float | None) -> Tensor:
+    def logits(x: Tensor, w: Tensor, b: Tensor | None, cap: float | None) -> Tensor:
         z = F.linear(x, w, b)[..., :valid_classes]
-        z = z if cap is None else cap * torch.tanh(z / cap)
-        return F.log_softmax(z / temperature, -1)
+        return z if cap is None else cap * torch.tanh(z / cap)
 
-    a = log_softmax(input, linear_weight, linear_bias, softcap)
+    z = logits(input, linear_weight, linear_bias, softcap)
+    a = F.log_softmax(z / temperature, -1)
     if teacher_topk is not None:
         a, b = _coarse(a, teacher_topk[0].to(a), teacher_topk[1].long(), teacher_tail)
     else:
         assert teacher_input is not None and teacher_weight is not None
-        b = log_softmax(teacher_input, teacher_weight, teacher_bias, teacher_softcap).to(a)
+        b = logits(teacher_input, teacher_weight, teacher_bias, teacher_softcap)
+        b = F.log_softmax(b / temperature, -1).to(a)
     b = b.detach()
     q, p = a.exp(), b.exp()
     if divergence == "jsd" and beta in (0, 1):
@@ -75,6 +78,13 @@ def linear_kl_div(
         each = (p - q).abs() / 2
     loss = each.sum(-1)
     weight = torch.ones_like(loss) if token_weight is None else token_weight.to(loss)
+    if target is not None:
+        target = target.long()
+        weight = torch.where(target == -100, 0, weight)
+        before = z.roll(1, -2) if shift else z  # of the token that predicts each target
+        nll = -F.log_softmax(before, -1).gather(-1, target.clamp_min(0)[..., None])[..., 0]
+        nll = nll.roll(-1, -1) if shift else nll
+        loss = loss + target_weight / (temperature**2 if scale_by_temperature else 1) * nll
     if shift:
         loss, weight = loss[..., :-1], weight[..., 1:]
     loss = torch.where(weight == 0, 0, loss * weight)

@@ -13,6 +13,7 @@ from storage_ops import matmul
 from storage_ops.divergence import plan, rows
 from storage_ops.divergence.call import IGNORED, Call
 from storage_ops.divergence.coarse import Coarse
+from storage_ops.divergence.targets import Targets
 from storage_ops.loss import formulas
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.devices import rates_of
@@ -37,7 +38,8 @@ class Run:
         weight, bias: the student's head, with strides that products take.
         teacher: the teacher's input rows (N, D), weight and bias, or None.
         coarse: the classes of a stored teacher, or None.
-        state: (state_rows, n) statistics of the rows.
+        targets: the student's cross-entropy, or None.
+        state: (state_rows, n) statistics of the rows; of the divergence, then of the targets.
         loss: (n,) divergence of each row.
         upstream: (n,) or (1,) gradient with respect to it.
     """
@@ -53,19 +55,20 @@ class Run:
         self.teacher, self.coarse = self._teacher(classes), None
         # Every rank must plan alike.
         p = problem_of(self.call, tokens, max(sizes) if ranks.several else classes)
+        plain = p.plain
         p = replace(p, plain=False, fixed_bytes=p.fixed_bytes + self._copies())
         x, weight = tokens.x, given.weight[:classes]
         tokens.x = x if takes(x) else x.contiguous()
         self.weight = weight if takes(weight) else weight.contiguous()
         self.bias = None if given.bias is None else given.bias[:classes].to(given.wide)
         self._ignored = None
-        if (given.token_weight is not None or given.shift) and (
-            tokens.kept is None or given.max_valid is not None
-        ):  # else all that are ignored were left out
+        ignores = given.token_weight is not None or given.shift or given.target is not None
+        if ignores and (tokens.kept is None or given.max_valid is not None):
+            # Else all that are ignored were left out.
             self._ignored = tokens.target == IGNORED
         if given.ids is not None:
             self.coarse = Coarse.of(given, tokens.kept, tokens.target == IGNORED, classes)
-        teacher = self._planned(p)
+        teacher = replace(self._planned(p), targets=given.target is not None, plain=plain)
         self._teacher_products = teacher.matmul
         self.plan = plan.choose(p, teacher, given.memory_budget, rates_of(given.input.device))
         self.plan = self.plan.with_classes(classes)
@@ -75,6 +78,9 @@ class Run:
             self.state = x.new_zeros(given.state_rows, tokens.count, dtype=given.wide)
         else:
             self.state = tokens.collect_state(state)
+        self.targets = None
+        if given.target is not None:
+            self.targets = Targets(given, tokens, self.state[given.own_rows :], self.bias)
         self.upstream = x.new_zeros(1, dtype=given.wide)
         self._tile: Tensor | None = None
         self._teacher_tile: Tensor | None = None
@@ -97,6 +103,8 @@ class Run:
             for old, new in zip(before, self.teacher, strict=True):
                 if old is not None and new is not None:
                     size += new.nbytes * (not same_storage(old, new))
+        if given.target is not None:  # the state twice, targets, losses
+            size += self.tokens.count * (2 * STATE_ROWS + 8) * given.wide.itemsize
         if given.ids is not None:  # ids and log-probabilities, the state, what is made of them
             size += given.ids.numel() * 8 * (4 + given.wide.itemsize)
         if self.ranks.several:  # of a step, at most: the state of both heads' rows, and sums
@@ -143,7 +151,8 @@ class Run:
     def divergences(self) -> Tensor:
         """(n,) the divergence of each token times its weight, 0 for those that are ignored."""
         weight = self.tokens.token_weight
-        loss = self.loss if weight is None else self.loss * weight
+        loss = self.loss if self.targets is None else self.loss + self.targets.losses()
+        loss = loss if weight is None else loss * weight
         loss = loss if self._ignored is None else loss.masked_fill(self._ignored, 0)
         broken = self.tokens.broken  # more tokens are valid than was promised
         return loss if broken is None else loss.masked_fill(broken, torch.nan)
@@ -156,6 +165,8 @@ class Run:
                     self._step(step, size)
         finally:
             self._tile = self._teacher_tile = None  # before sums are rounded
+            if self.targets is not None:
+                self.targets.free()
 
     def _step(self, step: Step, size: int) -> None:
         tokens, classes = self.tokens, step.classes
@@ -175,10 +186,13 @@ class Run:
             self._teacher_products.logits(hidden, weight[classes], other)
             del hidden
         upstream = self.upstream if len(self.upstream) == 1 else self.upstream[step.rows]
+        more = None if self.targets is None else self.targets.take(step, tile, upstream)
         if other is None:
             self._stored(step, tile, upstream)
         else:
             self._formed(step, tile, other, upstream)
+        if more is not None:
+            tile += more
         if step.adds:
             self.sums.add(step, x, tile)
 
@@ -189,8 +203,8 @@ class Run:
         bias, offset, phases = self.bias, self.teacher[2], step.phases
         heads = (
             tile, other, None if bias is None else bias[classes],
-            None if offset is None else offset[classes], self.state[:, step.rows],
-            self.loss[step.rows],
+            None if offset is None else offset[classes],
+            self.state[: given.own_rows, step.rows], self.loss[step.rows],
         )  # fmt: skip
         how = (given.divergence, given.beta, 1 / given.temperature)
         caps = (given.softcap, given.teacher_softcap)
@@ -218,7 +232,7 @@ class Run:
         for part in rows.pieces(tile):
             whole = slice(step.rows.start + part.start, step.rows.start + part.stop)
             z = rows.scaled(tile[part], bias, scale, self.given.wide, self.given.softcap)
-            state = self.state[:, whole]
+            state = self.state[: self.given.own_rows, whole]
             if step.phases & UPDATE:
                 state.copy_(coarse.logits(whole, z))
                 self.loss[whole] = coarse.values(whole, state)

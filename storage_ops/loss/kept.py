@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import TensorWeakRef
 
-_discard = torch.ops.storage_ops.discard_storage
+from storage_ops.storage.storage import GUARD
+
 _kept: dict[object, tuple[tuple[bool, torch.device], TensorWeakRef]] = {}
 
 
@@ -29,8 +30,14 @@ def make_room(like: Tensor) -> None:
     for token in [token for token, (other, _) in list(_kept.items()) if other == place]:
         found = _kept.pop(token, None)
         tile = None if found is None else found[1]()
-        if tile is not None and tile.untyped_storage().nbytes():
-            _discard(tile)
+        if tile is not None:
+            free(tile)
+
+
+def free(tile: Tensor) -> None:
+    """Give a tile's memory back; whoever reads it after that gets an error."""
+    if tile.untyped_storage().nbytes():
+        torch.ops.storage_ops.discard_storage(tile, GUARD)
 
 
 def keep(tile: Tensor) -> object:

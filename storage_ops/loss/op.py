@@ -82,11 +82,11 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
+def _resumed(args: tuple[Any, ...], into: bool = False, tile: Tensor | None = None) -> Run:
     """What a call was about to do when its forward ended, from the arguments of a backward op."""
     call = call_of_backward(args, into)
     state = args[_UPSTREAM - 1]
-    run = Run(call, state, *args[_kept_of(into) :])
+    run = Run(call, state, tile)
     tokens = run.tokens
     each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
     *each, picked = each
@@ -103,21 +103,18 @@ def _resumed(args: tuple[Any, ...], into: bool = False) -> Run:
 
 def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     """The arguments of the forward; only one backward op takes accumulate_into."""
-    given = args[_UPSTREAM : _kept_of(into)]
+    given = args[_UPSTREAM:]
     if not into:
         given = (*given[:_INTO], None, *given[_INTO:])
     # Its results are those of the backward alone.
     return Call(*given)._replace(in_forward=False, wants=(False,) * 4)
 
 
-def _kept_of(into: bool) -> int:
-    """Which argument of a backward op is the tile that was kept."""
-    return _UPSTREAM + len(Call._fields) - (not into)
-
-
-def _backward(*args: Any, into: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    *args: Any, into: bool = False, tile: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by a second pass over the logits, for any upstream gradients."""
-    run = _resumed(args, into)
+    run = _resumed(args, into, tile)
     call, grads = run.call, run.gradients()
     return grads[0].view(call.input.shape) if call.grad_mask[0] else grads[0], grads[1], grads[2]
 
@@ -127,8 +124,12 @@ def _backward_target(*args: Any) -> Tensor:
     return _resumed(args).target_gradient()
 
 
-def _backward_into(*args: Any) -> tuple[Tensor, Tensor]:
-    grad_input, _, grad_bias = _backward(*args, into=True)
+def _backward_kept(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(*args, tile=tile)
+
+
+def _backward_into(tile: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
+    grad_input, _, grad_bias = _backward(*args, into=True, tile=tile)
     return grad_input, grad_bias
 
 
@@ -195,11 +196,13 @@ def _recomputed(
     call = call._replace(in_forward=False, grad_mask=tuple(needs))
     arguments = (*given, state, *call[:_INTO], *call[_INTO + 1 :])
     if ctx.into is not None:
-        into = (*given, state, *call._replace(accumulate_into=ctx.into), tile)
+        into = (tile, *given, state, *call._replace(accumulate_into=ctx.into))
         made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
         needs[1], made = False, (made[0], None, made[1])
+    elif tile is not None:
+        made = _OPS.linear_cross_entropy_backward_kept(tile, *arguments)
     else:
-        made = _backwards(call, "linear_cross_entropy_backward", (*arguments, tile))
+        made = _backwards(call, "linear_cross_entropy_backward", arguments)
     if not ctx.needs_input_grad[2]:
         return made, None
     return made, _backwards(call, "linear_cross_entropy_backward_target", arguments)
@@ -265,6 +268,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "_check_ranks": ranks.check,
     "linear_cross_entropy": exact(_forward),
     "linear_cross_entropy_backward": exact(_backward),
+    "linear_cross_entropy_backward_kept": exact(_backward_kept),
     "linear_cross_entropy_backward_into": exact(_backward_into),
     "linear_cross_entropy_backward_target": exact(_backward_target),
 }
@@ -335,6 +339,11 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_grads(call_of_backward(args))
 
 
+@register_fake(_BACKWARD_NAME + "_kept", lib=_schemas.library)
+def _(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_grads(call_of_backward(args))
+
+
 @register_fake(_BACKWARD_NAME + "_target", lib=_schemas.library)
 def _(*args: Any) -> Tensor:
     target = call_of_backward(args).target
@@ -342,6 +351,6 @@ def _(*args: Any) -> Tensor:
 
 
 @register_fake(_BACKWARD_NAME + "_into", lib=_schemas.library)
-def _(*args: Any) -> tuple[Tensor, Tensor]:
+def _(tile: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     grad_input, _, grad_bias = _fake_grads(call_of_backward(args, into=True))
     return grad_input, grad_bias

@@ -14,6 +14,7 @@ from storage_ops.loss import planner
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.devices import has_row_kernel, rates_of
+from storage_ops.loss.kept import free
 from storage_ops.loss.picked import Picked
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.loss.ranks import ranks_of
@@ -149,8 +150,8 @@ class Run:
         """Gradients of input, weight and bias from the finished state; logits are formed again."""
         there = self._take_over()
         self._take(self.schedule.gradients(kept=there))
-        if there:
-            _OPS.discard_storage(self._kept)  # before sums are rounded
+        if there and self._kept is not None:
+            free(self._kept)  # before sums are rounded
         return self.sums.finish()
 
     def _take_over(self) -> bool:
@@ -164,7 +165,7 @@ class Run:
         if fits and kept.untyped_storage().nbytes() >= size * kept.element_size():
             self._tile = kept.as_strided((1, size), (size, 1))
             return True
-        _OPS.discard_storage(kept)  # of other tiles, or copied, as hooks of what is saved may do
+        free(kept)  # of other tiles, or copied, as hooks of what is saved may do
         return False
 
     def left(self) -> Tensor:

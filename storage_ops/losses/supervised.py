@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from storage_ops.divergence.api import linear_kl_div
 from storage_ops.loss.api import linear_cross_entropy
 from storage_ops.losses.tokens import IGNORED, separated, within, wrong
+
+_LEAST = 1e-6  # with less of the teacher, the targets' share of it may be out of range
 
 
 def sft(
@@ -90,7 +93,7 @@ def kd(
         temperature: T.
         linear_bias: (V,), of the student.
         cu_seqlens, shift, ignore_index: as in `sft`.
-        memory_budget: of each of both.
+        memory_budget: of both, whose logits are the same; with a process_group of each.
         options: of `storage_ops.linear_kl_div`: divergence, beta, teacher_bias, teacher_topk, ...
 
     Returns:
@@ -106,24 +109,31 @@ def kd(
         >>> loss.backward()
     """
     within("kd", "alpha", alpha, 0, 1 + 1e-12)
-    for name in ("reduction", "token_weight", "scale_by_temperature"):
+    for name in ("reduction", "token_weight", "scale_by_temperature", "target_weight"):
         if name in options:
             raise wrong("kd", TypeError, name, "is given", "an option that the loss does not set")
     target = separated("kd", target, cu_seqlens, shift, ignore_index)
+    own: dict[str, Any] = {
+        "linear_bias": linear_bias,
+        "shift": shift,
+        "memory_budget": memory_budget,
+    }
+    soft = functools.partial(
+        linear_kl_div, input, linear_weight, teacher_input, teacher_weight,
+        temperature=temperature, scale_by_temperature=True, **own, **options,
+    )  # fmt: skip
+    if _LEAST <= alpha < 1 and options.get("process_group") is None:  # of the same logits
+        target = target.masked_fill(target == ignore_index, IGNORED)
+        loss: Tensor = alpha * soft(target=target, target_weight=(1 - alpha) / alpha)
+        return loss
     # What both must agree in.
     shared = ("softcap", "process_group", "valid_classes", "max_valid")
-    both = {name: options[name] for name in shared if name in options}
+    own |= {name: options[name] for name in shared if name in options}
     parts = []
     if alpha > 0:
-        parts.append(alpha * linear_kl_div(
-            input, linear_weight, teacher_input, teacher_weight, linear_bias=linear_bias,
-            token_weight=target != ignore_index, temperature=temperature, shift=shift,
-            scale_by_temperature=True, memory_budget=memory_budget, **options,
-        ))  # fmt: skip
+        parts.append(alpha * soft(token_weight=target != ignore_index))
     if alpha < 1:
         parts.append((1 - alpha) * linear_cross_entropy(
-            input, linear_weight, target, linear_bias=linear_bias, shift=shift,
-            ignore_index=ignore_index, memory_budget=memory_budget, **both,
+            input, linear_weight, target, ignore_index=ignore_index, **own
         ))  # fmt: skip
-    loss: Tensor = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    return loss
+    return sum(parts[1:], start=parts[0])

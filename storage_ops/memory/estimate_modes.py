@@ -315,6 +315,7 @@ _STORAGE_OPS = {
 _KERNELS_OF_OPS = {
     _OPS.linear_cross_entropy.default,
     _OPS.linear_cross_entropy_backward.default,
+    _OPS.linear_cross_entropy_backward_kept.default,
     _OPS.linear_cross_entropy_backward_target.default,
     _OPS.linear_cross_entropy_backward_into.default,
 }

@@ -52,13 +52,16 @@ def test_two_runs_give_the_same_bits(divergence):
 @each_device
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("budget", [None, "400 KiB"])
-def test_the_divergence_of_two_heads(device, divergence, budget):
+@pytest.mark.parametrize("targets", [False, True])
+def test_the_divergence_of_two_heads(device, divergence, budget, targets):
     made = [torch.randn(*shape) for shape in ((40, 16), (1003, 16), (40, 24), (1003, 24))]
     results = []
     for where, dtype in ((device, torch.float32), ("cpu", torch.float64)):
         x, w, t, head = (m.to(where, dtype) for m in made)
         leaves = [x.requires_grad_(), w.requires_grad_()]
         options = {"divergence": divergence, "beta": 0.3}
+        if targets:
+            options |= {"target": (torch.arange(40) * 25 - 100).to(where), "target_weight": 0.5}
         if dtype == torch.float32:
             options["memory_budget"] = budget
         loss = so.linear_kl_div(*leaves, t, head, **options)

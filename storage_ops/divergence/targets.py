@@ -1,0 +1,56 @@
+"""Targets beside a teacher: the student's cross-entropy, from the same tiles of its logits.
+
+The row kernel of linear cross-entropy writes a gradient over logits, as that of the divergence
+does. So it works on a copy of the tile, and both are added: some passes over a tile, where a loss
+of its own takes three matrix products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from storage_ops.divergence.call import IGNORED, Call
+from storage_ops.loss.schedule import GRADIENT, Step
+from storage_ops.loss.tokens import Tokens
+
+_rows = torch.ops.storage_ops._cross_entropy_rows
+
+
+class Targets:
+    """The targets of a call's tokens.
+
+    Attributes:
+        weight: what the cross-entropy is multiplied by.
+        state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
+    """
+
+    def __init__(self, given: Call, tokens: Tokens, state: Tensor, bias: Tensor | None):
+        self.weight, self.state = given.target_weight, state
+        self._target, self._bias = tokens.target, bias
+        self._softcap, self._classes = given.softcap, given.valid_classes or len(given.weight)
+        self._memory: Tensor | None = None
+
+    def losses(self) -> Tensor:
+        """(n,) the weighted cross-entropy of each token; 0 where the target is ignored."""
+        shift, total, _, _, _, logit = self.state.unbind(0)
+        return self.weight * (total.log() + (shift - logit))
+
+    def take(self, step: Step, tile: Tensor, upstream: Tensor) -> Tensor | None:
+        """Statistics of a tile of logits where asked for; its gradient, if that is, elsewhere."""
+        learns, rows, classes = bool(step.phases & GRADIENT), step.rows, step.classes
+        if learns:
+            if self._memory is None:
+                self._memory = tile.new_empty(tile.untyped_storage().nbytes() // tile.itemsize)
+            tile = self._memory.as_strided(tile.shape, tile.stride()).copy_(tile)
+        each = (upstream * self.weight).unsqueeze(0)
+        _rows(
+            tile, self._target[rows], None if self._bias is None else self._bias[classes], None,
+            each if learns else None, self.state[:, rows], None, classes.start, self._classes,
+            IGNORED, self._softcap, 1.0, 0.0, step.phases,
+        )  # fmt: skip
+        return tile if learns else None
+
+    def free(self) -> None:
+        """Give back the memory of the copy."""
+        self._memory = None

@@ -1,0 +1,143 @@
+"""Targets beside a teacher: the student's cross-entropy, of the same logits."""
+
+import pytest
+import torch
+
+import storage_ops as so
+from storage_ops import losses
+from storage_ops.divergence import reference
+from storage_ops.matmul import of
+
+from .test_linear_kl_div import DIVERGENCES, TOLERANCE, error, problem, smallest_budget, stored
+
+
+def targets(tokens=(3, 9), vocab=131):
+    made = torch.randint(vocab, tokens)
+    made[torch.rand(tokens) < 0.3] = -100
+    made[..., -1] = 1
+    return made
+
+
+def results(function, made, wide=False, upstream=None, **options):
+    """Loss and gradients of the student; in float64 if `wide`."""
+    given = {k: t.double() for k, t in made.items()} if wide else made
+    leaves = [given[k].detach().clone().requires_grad_() for k in ("x", "w", "b")]
+    if "teacher_topk" not in options:
+        options |= {"teacher_input": given["t"], "teacher_weight": given["tw"]}
+    loss = function(leaves[0], leaves[1], linear_bias=leaves[2], **options)
+    upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss)
+    return loss.detach(), torch.autograd.grad(loss, leaves, upstream)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("divergence", DIVERGENCES[:3])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("budget", ["default", "smallest"])
+def test_loss_and_gradients_against_float64(dtype, divergence, reduction, budget):
+    made, weight = problem(dtype)
+    for shift, more in (
+        (False, {}),
+        (True, {"token_weight": weight, "temperature": 1.7, "scale_by_temperature": True}),
+        (False, {"softcap": 2.5, "valid_classes": 120, "temperature": 0.8}),
+        (True, {"teacher_topk": stored(made, 5), "token_weight": weight}),
+    ):
+        options = {"target": targets(vocab=120), "target_weight": 0.7, "shift": shift}
+        options |= {"reduction": reduction, "divergence": divergence, "beta": 0.3, **more}
+        given = {k: v for k, v in options.items() if k != "teacher_topk"}
+        least = smallest_budget(made, **options)
+        options["memory_budget"] = least if budget == "smallest" else None
+        upstream = torch.rand((3, 9 - shift) if reduction == "none" else ()).double() + 0.5
+        loss, grads = results(so.linear_kl_div, made, upstream=upstream, **options)
+        if "teacher_topk" in more:
+            given["teacher_topk"] = (more["teacher_topk"][0].double(), more["teacher_topk"][1])
+        expected, right = results(reference.linear_kl_div, made, True, upstream, **given)
+        assert error(loss, expected) < TOLERANCE[dtype]
+        for ours, wanted in zip(grads, right, strict=True):
+            assert ours.dtype == dtype and error(ours, wanted) < TOLERANCE[dtype]
+
+
+def test_it_is_the_sum_of_both_losses():
+    made, _ = problem(torch.float64)
+    target = targets()
+    each = results(so.linear_kl_div, made, token_weight=(target != -100).double())
+    x, w, b = (made[k].clone().requires_grad_() for k in ("x", "w", "b"))
+    nll = so.linear_cross_entropy(x, w, target, linear_bias=b)
+    both = results(so.linear_kl_div, made, target=target, target_weight=2.0)
+    torch.testing.assert_close(both[0], each[0] + 2 * nll.detach())
+    for one, other, grad in zip(both[1], each[1], torch.autograd.grad(nll, (x, w, b)), strict=True):
+        torch.testing.assert_close(one, other + 2 * grad)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("times", [1, 3])
+def test_the_budget_is_kept(dtype, reduction, times):
+    tokens, vocab = 400, 20_003
+    made, _ = problem(dtype, (tokens,), 32, 48, vocab)
+    options = {"target": targets((tokens,), vocab), "reduction": reduction, "divergence": "jsd"}
+    options["memory_budget"] = smallest_budget(made, **options) * times
+    results(so.linear_kl_div, made, **options)
+    leaves = [made[k].requires_grad_() for k in ("x", "w", "b")]
+    with so.memory.measure() as m:
+        loss = so.linear_kl_div(leaves[0], leaves[1], made["t"], made["tw"], linear_bias=leaves[2],
+                                **options)  # fmt: skip
+        grads = torch.autograd.grad(loss.sum(), leaves)
+    returned = loss.nbytes + sum(g.nbytes for g in grads)
+    assert m.peak_bytes - returned <= options["memory_budget"]
+
+
+def test_products_of_knowledge_distillation(monkeypatch):
+    """Four, the teacher's among them; as two losses it took seven."""
+    kind, formed = type(of(torch.float32, "cpu", 1)), []
+    for name in ("logits", "input_gradient", "weight_gradient"):
+        plain = getattr(kind, name)
+        monkeypatch.setattr(
+            kind, name, lambda *args, f=plain, n=name, **more: (formed.append(n), f(*args, **more))
+        )
+    x, w, t, head = torch.randn(8, 9, 16), torch.randn(300, 16), torch.randn(8, 9, 12), None
+    head = torch.randn(300, 12)
+    x.requires_grad_(), w.requires_grad_()
+    loss = losses.kd(x, w, t, head, torch.randint(300, (8, 9)), temperature=2.0, shift=True)
+    loss.backward()
+    assert sorted(formed) == ["input_gradient", "logits", "logits", "weight_gradient"]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compile_checkpoint_and_transforms(reduction):
+    torch._dynamo.reset()
+    made, _ = problem(torch.float64)
+    leaves = tuple(made[k].requires_grad_() for k in ("x", "w"))
+    teacher, target = (made["t"], made["tw"]), targets()
+
+    def loss(x, w):
+        options = {"target": target, "target_weight": 0.4, "reduction": reduction}
+        return so.linear_kl_div(x, w, *teacher, **options).sum()
+
+    right = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    again = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
+    for got in (
+        torch.autograd.grad(compiled(*leaves), leaves),
+        torch.autograd.grad(again, leaves),
+        torch.func.grad(loss, (0, 1))(*leaves),
+    ):
+        torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize(
+    "change, kind, message",
+    [
+        ({"target": torch.zeros(3, 9)}, TypeError, "target is torch.float32"),
+        ({"target": torch.zeros(3, 8).long()}, ValueError, "target has shape (3, 8)"),
+        ({"target": [1]}, TypeError, "target is a list"),
+        ({"target_weight": -1.0}, ValueError, "target_weight is -1.0"),
+        ({"target_weight": torch.ones(())}, TypeError, "target_weight is tensor"),
+        ({"target_weight": float("nan")}, ValueError, "target_weight is nan"),
+    ],
+)
+def test_errors(change, kind, message):
+    made, _ = problem()
+    given = {"target": targets(), "target_weight": 1.0}
+    with pytest.raises(kind) as raised:
+        so.linear_kl_div(made["x"], made["w"], made["t"], made["tw"], **{**given, **change})
+    assert message in str(raised.value) and "expected" in str(raised.value)
