@@ -36,7 +36,7 @@ def make_room(like: Tensor) -> None:
 
 def free(tile: Tensor) -> None:
     """Give a tile's memory back; whoever reads it after that gets an error."""
-    if tile.untyped_storage().nbytes():
+    if tile.numel() and tile.untyped_storage().nbytes():
         torch.ops.storage_ops.discard_storage(tile, GUARD)
 
 
