@@ -2,7 +2,8 @@
 
 The divergence of two heads is held to its floor, the products of both at the same shapes: the
 student's three and the teacher's one, by the same code, in the same chunks of tokens. "floor by
-torch" is the same four by torch, unchunked. Log-probabilities of selected classes, and of the most
+torch" is the same four by torch, unchunked; "kd" is the forward divergence and the nll of targets,
+and Liger's loss has that of targets too. Log-probabilities of selected classes, and of the most
 probable ones, are held to the nll of every token by the same plan. DPO of chosen, rejected and
 reference, all in one call, is held to the formula in plain torch, compiled; it and the divergence
 also to Liger's chunked losses, where these are installed. All run interleaved in one process; times
@@ -92,15 +93,18 @@ def divergence_rows(
             lambda name=name: storage_ops.linear_kl_div(x, w, t, head, divergence=name), leaves
         )
 
-    @torch.compile
-    def plain(x: Tensor, w: Tensor) -> Tensor:
-        log_q, log_p = (F.linear(*each).float().log_softmax(-1) for each in ((x, w), (t, head)))
-        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    cases["storage_ops.losses.kd"] = step(lambda: losses.kd(x, w, t, head, target), leaves)
 
-    cases["plain torch, compiled, forward"] = step(lambda: plain(x, w), leaves)
-    for compiled, liger in ligers("LigerFusedLinearJSDLoss", weight_hard_loss=0.0):
-        # It computes the loss of labels all the same.
-        cases[f"liger chunked JSD{compiled}"] = step(
+    @torch.compile
+    def plain(x: Tensor, w: Tensor, alpha: float) -> Tensor:
+        log_q, log_p = (F.linear(*each).float().log_softmax(-1) for each in ((x, w), (t, head)))
+        loss = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+        return loss if alpha == 1 else alpha * loss + (1 - alpha) * F.nll_loss(log_q, target)
+
+    cases["plain torch, compiled, forward"] = step(lambda: plain(x, w, 1.0), leaves)
+    cases["plain torch, compiled, kd"] = step(lambda: plain(x, w, 0.5), leaves)
+    for compiled, liger in ligers("LigerFusedLinearJSDLoss", weight_hard_loss=0.5):
+        cases[f"liger chunked JSD and nll{compiled}"] = step(
             lambda liger=liger: liger(x, w, t, head, target.clone()), leaves
         )
     seconds = interleave(cases, arguments.repeats, arguments.device, label)
@@ -132,7 +136,7 @@ def selected_rows(
         "16 most probable": ours("topk", top_k=16),
         "1 selected, budget logits": ours(
             "selected", selected_ids=target.unsqueeze(1), plan=None,
-            memory_budget=(len(w) + 64) * len(x) * x.element_size(),
+            memory_budget=(len(w) + 64) * len(x) * x.element_size() * 33 // 32,
         ),
     }  # fmt: skip
     seconds = interleave(cases, arguments.repeats, arguments.device, f"{label}, selected")
@@ -179,7 +183,7 @@ def dpo_rows(
     logits = len(x) * len(w) * x.element_size()
     for share in arguments.shares:
         cases[f"storage_ops.losses.dpo, budget logits / {share}"] = step(
-            ours(logits // share), leaves
+            ours(logits // share * 33 // 32), leaves
         )
     cases["storage_ops.losses.dpo"] = step(ours(None), leaves)
     for compiled, liger in ligers("LigerFusedLinearDPOLoss", beta=beta, use_ref_model=True):

@@ -141,3 +141,22 @@ def test_errors(change, kind, message):
     with pytest.raises(kind) as raised:
         so.linear_kl_div(made["x"], made["w"], made["t"], made["tw"], **{**given, **change})
     assert message in str(raised.value) and "expected" in str(raised.value)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_a_simulation_counts_the_tiles(reduction, with_targets):
+    made, _ = problem(torch.float32, (256,), 32, 48, 8003)
+    leaves = [made[k].requires_grad_() for k in ("x", "w")]
+    options = {"target": torch.randint(8003, (256,))} if with_targets else {}
+
+    def step():
+        loss = so.linear_kl_div(*leaves, made["t"], made["tw"], reduction=reduction,
+                                memory_budget="4 MiB", **options)  # fmt: skip
+        torch.autograd.grad(loss.sum(), leaves)
+
+    step()
+    with so.memory.measure() as m:
+        step()
+    found = so.memory.estimate(step)
+    assert found.peak_bytes - found.input_bytes == pytest.approx(m.peak_bytes, rel=0.01)
