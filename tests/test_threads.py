@@ -67,7 +67,7 @@ def head(**options):
     target = torch.arange(24).reshape(2, 12) % 97
 
     def loss(x):
-        return so.linear_cross_entropy(x, weight, target, **options)
+        return so.linear_cross_entropy(x, weight, target, **options).mean()
 
     return [nn.ParameterList([weight])], loss
 
@@ -89,6 +89,7 @@ PARTS = {
     "shared": shared,
     "head": head,
     "head in little memory": lambda: head(memory_budget=60_000),
+    "head with results per token": lambda: head(reduction="none"),
     "divergence": divergence,
 }
 

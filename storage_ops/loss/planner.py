@@ -175,7 +175,7 @@ def resumed(
 
     That of any other, where a budget has no room for it.
     """
-    budget = _budget(p, memory_budget)
+    budget = _budget(p, memory_budget, smallest_budget(p))
     for fewer in _with_fewer_threads(p):
         found = schedule(fewer, VOCAB_SLICED, *tile)
         if cost.peak(found) <= budget:
@@ -183,10 +183,8 @@ def resumed(
     return choose(p, memory_budget, rates).key
 
 
-def _budget(p: Problem, memory_budget: int | None) -> int:
-    if memory_budget is not None:
-        return memory_budget
-    return max(default_budget(p), smallest_budget(p))
+def _budget(p: Problem, memory_budget: int | None, least: int) -> int:
+    return max(default_budget(p), least) if memory_budget is None else memory_budget
 
 
 def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
@@ -404,7 +402,7 @@ def choose(
     """
     rates = rates or named("cpu")
     least = smallest_budget(p, strategy, num_chunks)
-    budget = max(default_budget(p), least) if memory_budget is None else memory_budget
+    budget = _budget(p, memory_budget, least)
     forward_and_gradients = (1 + sum(p.grads[:2])) * 2 * p.tokens * p.hidden * p.vocab
     least_seconds = forward_and_gradients / p.matmul.rate(rates)
     plans: list[Plan] = []
