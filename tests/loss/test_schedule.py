@@ -107,11 +107,13 @@ PROBLEMS = st.builds(
 @st.composite
 def schedules(draw):
     p = draw(PROBLEMS)
+    p = replace(p, keeps=not p.in_forward and draw(st.booleans()))
     strategy = draw(st.just(planner.allowed(p)[0]) | st.sampled_from(planner.allowed(p)))
     rows, columns = draw(st.integers(1, p.tokens)), draw(st.integers(1, p.vocab))
     if draw(st.booleans()):
         rows = p.tokens
-    return planner.schedule(p, strategy, rows, columns, draw(st.sampled_from([0, 64, 192])), True)
+    widest, lends = draw(st.sampled_from([0, 64, 192])), draw(st.booleans())
+    return planner.schedule(p, strategy, rows, columns, widest, lends)
 
 
 def whole(*sizes, item=4, rows=None, columns=64, strategy="token-chunked"):
@@ -133,6 +135,7 @@ def test_every_logit_is_there_when_it_is_read_and_is_added_once(s):
     event(s.strategy)
     event("waits" if any(step.place.lender for step in s.steps()) else "does not wait")
     event("lends" if s.lent else "does not lend")
+    event("keeps" if s.keeps else "does not keep")
     lent = slice(0, s.lent)
     assert (seen["update"] == 1).all()
     if not any(p.grads):
