@@ -261,7 +261,8 @@ def _rows_used(call: Call) -> list[int]:
     """Rows of the state, but for the maximum, that a call reads: no others are sent."""
     by_index = not call.target.is_floating_point()
     spread = not by_index or call.label_smoothing != 0
-    return [1, *[2] * call.wants[2], *[3, 4] * spread, *[5] * by_index]
+    logit = by_index and not call.adds_losses
+    return [1, *[2] * call.wants[2], *[3, 4] * spread, *[5] * logit]
 
 
 def _ordered(t: Tensor) -> Tensor:
