@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -293,6 +294,25 @@ def partly(mesh):
     return fully_shard(model, mesh=mesh)
 
 
+class Summing(nn.Module):
+    """A layer that has its own way of being a part of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        part = self.linear(x)
+        return all_gather_tensor_autograd(part, 0, dist.group.WORLD).unflatten(0, (-1, len(x)))[0]
+
+
+def summing(mesh=None):
+    model = Model()
+    for layer in model.layers:
+        layer.down = nn.Sequential(layer.down, Summing())
+    return model if mesh is None else fsdp(mesh, model)
+
+
 def once_for_all():
     """Layers that are alike are simulated once, with the books that all of them have."""
     mesh = init_device_mesh("cpu", (512, 2), mesh_dim_names=("dp", "tp"))
@@ -308,6 +328,8 @@ def once_for_all():
         "discarded": (lambda: fsdp_checkpointed(mesh["dp"], "output_discard"), 0),
         "nested": (lambda: nested(mesh["dp"]), 0),
         "partly": (lambda: partly(mesh["dp"]), LAYERS - 1),
+        "communicating": (lambda: summing(mesh["dp"]), LAYERS),
+        "communicating alone": (summing, LAYERS),
         "with tensor parallelism": (lambda: fsdp_and_tp(mesh), None),
     }
     for name, (build, replayed) in cases.items():
