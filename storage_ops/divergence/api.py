@@ -165,7 +165,11 @@ def linear_kl_div(
         -1 if max_valid == "sync" else max_valid, memory_budget, ranks.name_of(process_group),  # type: ignore[arg-type]
         in_forward, needs,
     )  # fmt: skip
-    check_call(call)
+    try:
+        check_call(call)
+    except (TypeError, ValueError):
+        ranks.tell_of_refusal(process_group, input)
+        raise
     _autograd.refuse_forward_mode(*given, token_weight, log_probs)
     loss = op.apply(call)
     return loss * temperature**2 if scale_by_temperature else loss
