@@ -110,7 +110,7 @@ def states_in(modules: list[nn.Module]) -> list[Any]:
 
 def sharded_modules(model: nn.Module) -> dict[int, set[int]]:
     """By the id of a module of FSDP2, the numbers of the hooks that FSDP has on its forward."""
-    found = {}
+    found: dict[int, set[int]] = {}
     for state in states_in(list(model.modules())):
         handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
         numbers = {h.id for h in handles if hasattr(h, "id")}  # those on several modules have none
