@@ -251,10 +251,11 @@ def tell_of_refusal(process_group: Any, t: Any) -> None:
     looked_at = traced() or torch.compiler.is_compiling() or isinstance(t, FakeTensor)
     if not is_group(process_group) or looked_at or t.device.type != "cpu":
         return
-    group = _distributed._resolve_process_group(name_of(process_group))
-    said = torch.full((1 + len(_COMPARED),), _REFUSED)
-    every = said.new_empty(len(said) * dist.get_world_size(group))
-    with contextlib.suppress(RuntimeError):  # the group may have no backend for a CPU
+    # The group may be gone, or have no backend for a CPU: the error itself is what is raised.
+    with contextlib.suppress(Exception):
+        group = _distributed._resolve_process_group(name_of(process_group))
+        said = torch.full((1 + len(_COMPARED),), _REFUSED)
+        every = said.new_empty(len(said) * dist.get_world_size(group))
         dist.all_gather_into_tensor(every, said, group=group, async_op=True)
 
 
