@@ -173,7 +173,11 @@ def linear_kl_div(
         in_forward, needs, target,
         0.0 if target is None else target_weight / (temperature**2 if scale_by_temperature else 1),
     )  # fmt: skip
-    check_call(call)
+    try:
+        check_call(call)
+    except (TypeError, ValueError):
+        ranks.tell_of_refusal(process_group, input)
+        raise
     _autograd.refuse_forward_mode(*given, token_weight, log_probs)
     loss = op.apply(call)
     return loss * temperature**2 if scale_by_temperature else loss

@@ -120,7 +120,8 @@ def linear_cross_entropy(
             or not. Every rank has all tokens, in the same order, and target holds indices of the
             whole; of a sequence that is sharded see input_grad. Ranks compare sizes, options and
             checksums of the targets, on a GPU in the first call of a shape, and all raise where
-            they differ. With DTensors it follows from their placements: see the page in docs.
+            they differ; on a CPU also where one rank refuses its arguments. With DTensors it
+            follows from their placements: see the page in docs.
         valid_classes: of the whole vocabulary, the classes from this one on are padding: they have
             no probability, and their gradients are 0. None: none is.
         input_grad: with a process_group, "replicate": every rank gets the gradient of the input,
@@ -226,14 +227,18 @@ def linear_cross_entropy(
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
     ignore_index = -100 if ignore_index is None else ignore_index
     process_group = group_of(process_group, "linear_cross_entropy")
-    check_arguments(
-        input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
-        reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
-        ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
-        returns=returns, plan=plan, process_group=process_group, valid_classes=valid_classes,
-        input_grad=input_grad, check_ranks=check_ranks, divisor=divisor,
-        logits_dtype=logits_dtype, selected_ids=selected_ids, top_k=top_k,
-    )  # fmt: skip
+    try:
+        check_arguments(
+            input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
+            reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
+            ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
+            returns=returns, plan=plan, process_group=process_group, valid_classes=valid_classes,
+            input_grad=input_grad, check_ranks=check_ranks, divisor=divisor,
+            logits_dtype=logits_dtype, selected_ids=selected_ids, top_k=top_k,
+        )  # fmt: skip
+    except (TypeError, ValueError):
+        ranks.tell_of_refusal(process_group, input)
+        raise
     tensors = (input, linear_weight, target, linear_bias, weight, token_weight, selected_ids)
     if any(hasattr(t, "device_mesh") for t in tensors):
         from storage_ops.loss import dtensor

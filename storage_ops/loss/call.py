@@ -70,6 +70,12 @@ class Call(NamedTuple):
         """Whether the loss is the tokens' sum divided by something."""
         return self.reduction == "mean" or (self.reduction == "sum" and self.divisor is not None)
 
+    @property
+    def adds_losses(self) -> bool:
+        """Whether ranks add up the loss of their targets, and no token's target logit is sent."""
+        summed = self.reduction != "none" and not self.wants[0]
+        return bool(self.group) and summed and not self.target.is_floating_point()
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The arguments of TENSORS."""
         return tuple(getattr(self, name) for name in TENSORS)

@@ -70,7 +70,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     if run.picked is not None:
         picked, top_ids = map(tokens.spread, run.picked.log_probabilities())
     return (
-        formulas.reduce(out.loss, tokens, call),
+        run.reduced(out.loss),
         tokens.spread(out.nll) if wants[0] else state.new_empty(0),
         tokens.spread(out.lse) if wants[1] else state.new_empty(0),
         tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),

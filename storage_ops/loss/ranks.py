@@ -6,6 +6,7 @@ the state of the rows, and at the end the gradient of the input, to which every 
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -31,8 +32,10 @@ _agreed: WeakKeyDictionary[Any, set[tuple[int, ...]]] = WeakKeyDictionary()
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _COMPARED = (
     "the number of tokens", "the hidden size", "dtypes and options, or what needs gradients",
-    "the targets", "the token weights", "the selected classes",
+    "the targets", "the token weights", "the selected classes", "the divisor",
 )  # fmt: skip
+
+_REFUSED = -1  # in the place of a rank's number of classes
 
 
 def is_group(what: Any) -> bool:
@@ -113,7 +116,7 @@ class Several(Ranks):
         mine = torch.tensor(like, device=x.device)
         # Of targets that are distributions each rank has its own classes.
         indices = None if call.target.is_floating_point() else call.target
-        checked = (indices, call.token_weight, call.selected_ids)
+        checked = (indices, call.token_weight, call.selected_ids, call.divisor)
         mine = torch.cat((mine, torch.stack([_checksum(t, x.device) for t in checked])))
         every = self.gather(mine)
         if traced():
@@ -222,6 +225,12 @@ def _compares(
 def _compared(every: Tensor) -> list[int]:
     """How many classes each rank has, from what each has said of its call."""
     rows = every.tolist()
+    refused = [k for k, row in enumerate(rows) if row[0] == _REFUSED]
+    if refused:
+        raise ValueError(
+            f"linear_cross_entropy: rank {refused[0]} of process_group has refused its call; "
+            "expected a call that is right on every rank: the error of that rank says what is wrong"
+        )
     for index, what in enumerate(_COMPARED, 1):
         others = [k for k, row in enumerate(rows) if row[index] != rows[0][index]]
         if others:
@@ -232,6 +241,22 @@ def _compared(every: Tensor) -> list[int]:
                 "with its slice of the vocabulary: gather a sequence that is sharded first"
             )
     return [int(row[0]) for row in rows]
+
+
+def tell_of_refusal(process_group: Any, t: Any) -> None:
+    """Let ranks that are about to compare their calls know that this one has raised.
+
+    Nothing is waited for. On a GPU ranks do not compare every call, and may not be listening.
+    """
+    looked_at = traced() or torch.compiler.is_compiling() or isinstance(t, FakeTensor)
+    if not is_group(process_group) or looked_at or t.device.type != "cpu":
+        return
+    # The group may be gone, or have no backend for a CPU: the error itself is what is raised.
+    with contextlib.suppress(Exception):
+        group = _distributed._resolve_process_group(name_of(process_group))
+        said = torch.full((1 + len(_COMPARED),), _REFUSED)
+        every = said.new_empty(len(said) * dist.get_world_size(group))
+        dist.all_gather_into_tensor(every, said, group=group, async_op=True)
 
 
 def check(
@@ -261,7 +286,8 @@ def _rows_used(call: Call) -> list[int]:
     """Rows of the state, but for the maximum, that a call reads: no others are sent."""
     by_index = not call.target.is_floating_point()
     spread = not by_index or call.label_smoothing != 0
-    return [1, *[2] * call.wants[2], *[3, 4] * spread, *[5] * by_index]
+    logit = by_index and not call.adds_losses
+    return [1, *[2] * call.wants[2], *[3, 4] * spread, *[5] * logit]
 
 
 def _ordered(t: Tensor) -> Tensor:

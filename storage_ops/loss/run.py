@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from storage_ops import matmul
-from storage_ops.loss import planner
+from storage_ops.loss import formulas, planner
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.devices import has_row_kernel, rates_of
@@ -185,6 +185,18 @@ class Run:
         if self.schedule.strategy == RUNNING_RESCALE:
             self.sums.finish_rescaled(self)
         return self.sums.finish()
+
+    def reduced(self, loss: Tensor) -> Tensor:
+        """The loss that is returned, from that of each token."""
+        call, target = self.call, self.tokens.target
+        if not call.adds_losses:
+            return formulas.reduce(loss, self.tokens, call)
+        local = target - self.first_class
+        here = (local >= 0) & (local < len(self.weight))
+        # Each rank has the loss of its targets, and all that of a target that is no class: nan.
+        here |= (target < 0) | (target >= self.vocabulary)
+        own = formulas.reduce(torch.where(here, loss, 0), self.tokens, call)
+        return self.ranks.add_up(own)
 
     def target_gradient(self) -> Tensor:
         """The gradient with respect to targets that are probabilities, in their shape.

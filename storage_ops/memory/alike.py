@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from storage_ops.memory.estimate_fsdp import sharded_modules, sharded_parameters
+
 SIMPLE = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, enum.Enum, type, types.FunctionType, types.BuiltinFunctionType,
 )  # fmt: skip
 _OWN = {"_parameters", "_buffers", "_modules"}
+_COMPOSABLE = "__composable_api"  # what torch keeps of fully_shard in the module
 _DEPTH = 6  # of objects in objects
 
 
@@ -43,6 +46,8 @@ class Kinds:
             parameters have hooks or belong to others too, or that cannot be compared.
         counts: how many modules have a number.
         places: by the id of a module, its attributes that are its number among its siblings.
+        sharded: by the id of a module of FSDP2, the numbers of FSDP's hooks. It has a number for
+            what it does below them, and what it is in has none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,6 +55,8 @@ class Kinds:
         self.counts: Counter[int] = Counter()
         self.places: dict[int, list[str]] = {}
         self._numbers: dict[Hashable, int] = {}
+        self.sharded = sharded_modules(model)
+        self._gathered = sharded_parameters(model)
         self._uses = Counter(id(p) for m in model.modules() for p in m._parameters.values())
         self._place_names = _place_names(model)
         self._visit(model, ())
@@ -70,14 +77,16 @@ class Kinds:
         number = self._numbers.setdefault(key, len(self._numbers))
         self.of[id(module)] = number
         self.counts[number] += 1
-        return number
+        return None if id(module) in self.sharded else number
 
     def _own(self, module: nn.Module, places: tuple[int, ...]) -> Hashable:
         key: list[Hashable] = []
         for name, value in sorted(vars(module).items()):
-            if name in _OWN:
+            if name in _OWN or "state_dict" in name or name.startswith(_COMPOSABLE):
                 continue
             if "hook" in name and value:
+                if set(value) <= self.sharded.get(id(module), set()):
+                    continue
                 raise Unlike
             if (type(module), name) in self._place_names and value in places:
                 self.places.setdefault(id(module), []).append(name)
@@ -91,7 +100,8 @@ class Kinds:
                 or self._uses[id(p)] > 1
             ):
                 raise Unlike
-            key.append((name, None if p is None else like(p)))
+            gathered = self._gathered.get(id(p))
+            key.append((name, None if p is None else gathered or like(p)))
         for name, b in module._buffers.items():
             key.append((name, None if b is None else like(b)))
         return tuple(key)

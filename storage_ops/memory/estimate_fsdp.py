@@ -6,7 +6,7 @@ import contextlib
 import copy
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,6 +108,31 @@ def states_in(modules: list[nn.Module]) -> list[Any]:
     return [state for state in fsdp.states() if mine.intersection(state._modules)]
 
 
+def sharded_modules(model: nn.Module) -> dict[int, set[int]]:
+    """By the id of a module of FSDP2, the numbers of the hooks that FSDP has on its forward."""
+    found: dict[int, set[int]] = {}
+    for state in states_in(list(model.modules())):
+        handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+        numbers = {h.id for h in handles if hasattr(h, "id")}  # those on several modules have none
+        found |= {id(module): numbers for module in state._modules}
+    return found
+
+
+def sharded_parameters(model: nn.Module) -> dict[int, Hashable]:
+    """By the id of a parameter of FSDP2 that is plain when gathered, what decides over its memory.
+
+    A parameter of tensor parallelism is not: gathered it is a DTensor.
+    """
+    every = (g for state in states_in(list(model.modules())) for g in fsdp.groups(state))
+    return {
+        id(p.sharded_param): (
+            p._orig_size, p.sharded_param.dtype, p.mp_policy, p.mesh_info.mesh, p.fsdp_placement,
+            p.sharded_param.requires_grad,
+        )
+        for group in every for p in group.fsdp_params if not p.is_dtensor
+    }  # fmt: skip
+
+
 @contextlib.contextmanager
 def _same_contents(values: Any) -> Iterator[None]:
     """Let a dict contain afterwards what it does now; so do lists, dicts and sets in it."""
@@ -135,8 +160,10 @@ def _on_meta(groups: list[Any]) -> Iterator[None]:
         return before[0][1](where if kind == "meta" else kind)
 
     kind: Any = param_group.FSDPParamGroup
-    refuse = kind._validate_no_meta_params
+    refuse, stream = kind._validate_no_meta_params, vars(torch.cpu)["Stream"]
     kind._validate_no_meta_params = lambda _: None
+    # Replicas of what is sharded expect one of any device but a CPU, whose streams record none.
+    record, stream.record_event = stream.record_event, lambda _: torch.cpu.Event()
     for module, _ in before:
         module._get_device_handle = handle_of
     for group in groups:
@@ -145,6 +172,6 @@ def _on_meta(groups: list[Any]) -> Iterator[None]:
     try:
         yield  # the devices are put back with everything else
     finally:
-        kind._validate_no_meta_params = refuse
+        kind._validate_no_meta_params, stream.record_event = refuse, record
         for module, plain in before:
             module._get_device_handle = plain

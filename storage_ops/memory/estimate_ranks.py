@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.memory.estimate_ddp import ddp_in
-from storage_ops.memory.estimate_fsdp import states_in
+from storage_ops.memory.estimate_fsdp import sharded_parameters, states_in
 
 if TYPE_CHECKING:
     from storage_ops.memory.estimate_modes import Simulation
@@ -84,6 +84,13 @@ def is_distributed(model: nn.Module) -> bool:
     modules = list(model.modules())
     wrapped = any(map(is_wrapper, model.parameters()))
     return wrapped or bool(ddp_in(modules)) or bool(states_in(modules))
+
+
+def is_sharded_alone(model: nn.Module) -> bool:
+    """Whether all that lies on several ranks is parameters of FSDP2: ops are those of one rank."""
+    known = sharded_parameters(model)
+    others = any(is_wrapper(p) and id(p) not in known for p in model.parameters())
+    return not others and not ddp_in(list(model.modules()))
 
 
 @contextlib.contextmanager

@@ -37,7 +37,30 @@ class Quick:
         number = self._kinds.of.get(id(module))
         if self._records or number is None or self._kinds.counts[number] < 2:
             return False, None
-        if not module._modules or not _is_plain():
+        if not module._modules or "forward" in vars(module):
+            return False, None
+        if id(module) not in self._kinds.sharded:
+            return self._carry_out(simulation, module, number, name, call, args, kwargs)
+        plain = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            """The forward below the hooks of FSDP, which gathers parameters."""
+            how = (simulation, module, number, name, plain, args, kwargs)
+            done, result = self._carry_out(*how)
+            return result if done else plain(*args, **kwargs)
+
+        vars(module)["forward"] = forward
+        try:
+            with simulation.ledger.call(name):
+                return True, call(*args, **kwargs)
+        finally:
+            del vars(module)["forward"]
+
+    def _carry_out(
+        self, simulation: Simulation, module: nn.Module, number: int, name: str,
+        call: Callable[..., Any], args: Any, kwargs: Any,
+    ) -> tuple[bool, Any]:  # fmt: skip
+        if not _is_plain():
             return False, None
         try:
             key, tensors = arguments_key(args, kwargs)

@@ -95,6 +95,7 @@ class Recording:
         edges: how often a gradient arrives at the input.
         gradients: by the number of an input that needs one, its View; None where there is none.
         parameters: views of their gradients; None where there is none.
+        sent: bytes to other ranks in forward and in backward, by collective.
     """
 
     slots: list[Slot]
@@ -106,6 +107,7 @@ class Recording:
     backward: list[tuple[int, bool]] = field(default_factory=list)
     gradients: dict[int, View | None] = field(default_factory=dict)
     parameters: list[View | None] = field(default_factory=list)
+    sent: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
 
     @property
     def needs_grad(self) -> bool:
@@ -165,13 +167,14 @@ def record(
     before = [(p, p.grad) for p in module.parameters()]
     for p, _ in before:
         p.grad = None
-    outer = simulation.ledger
+    outer, sent = simulation.ledger, simulation.sent
     simulation.ledger = side = Ledger(outer.round_up, outer)
+    simulation.sent = Counter()
     try:
         with _hidden(places):
             return _Recorder(simulation, side, module, name).run(call, args, kwargs)
     finally:
-        simulation.ledger = outer
+        simulation.ledger, simulation.sent = outer, sent
         for p, gradient in before:
             p.grad = gradient
 
@@ -207,7 +210,7 @@ class _Recorder:
         start = len(events)
         with self._side.call(self._name):
             result = call(*args, **kwargs)
-        stop = len(events)
+        stop, sent = len(events), self._simulation.sent.copy()
         if versions != [t._version for t in given]:
             raise Unlike
         leaves, form = tree_flatten(result)
@@ -245,8 +248,9 @@ class _Recorder:
         }
         slots = [self._slot(block) for block in self._numbers]
         return Recording(
-            slots, forward, outputs, form, held, edges, backward, gradients, parameters
-        )
+            slots, forward, outputs, form, held, edges, backward, gradients, parameters,
+            (sent, self._simulation.sent - sent),
+        )  # fmt: skip
 
     def _inputs(
         self, args: Any, kwargs: Any, arrived: list[Any]

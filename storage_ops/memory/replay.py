@@ -52,6 +52,7 @@ class Replay:
 
     def forward(self) -> dict[int, Tensor]:
         """Book the forward; returns the tensors that have storages of slots."""
+        self._simulation.sent += self.recording.sent[0]
         made = self._carry_out(self.recording.forward, ())
         held = self.recording.held
         self._held |= {n: t.untyped_storage() for n, t in made.items() if n in held}
@@ -60,6 +61,7 @@ class Replay:
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Book the backward; returns the gradients of inputs, and assigns those of parameters."""
         recording = self.recording
+        self._simulation.sent += recording.sent[1]
         made = self._carry_out(recording.backward, gradients)
         for p, view in zip(self._parameters, recording.parameters, strict=True):
             if view is not None and p.grad is None:

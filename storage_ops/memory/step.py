@@ -18,7 +18,11 @@ from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import around_calls
 from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger
-from storage_ops.memory.estimate_ranks import is_distributed, updated_locally
+from storage_ops.memory.estimate_ranks import (
+    is_distributed,
+    is_sharded_alone,
+    updated_locally,
+)
 from storage_ops.memory.measure import Measurement
 from storage_ops.memory.owners import (
     BATCH,
@@ -216,7 +220,7 @@ def loss_of(output: Any) -> Tensor:
 
 def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
     """As `_simulate`, with alike layers simulated once; None where that may not be the same."""
-    if is_distributed(model):
+    if is_distributed(model) and not is_sharded_alone(model):
         return None
     quick = Quick(model)
     try:

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+
+import storage_ops as so
 
 from ..borrow import borrowed
 from ..cuda import test_loss as on_gpu
@@ -37,3 +40,19 @@ def as_on_a_gpu(request, compiled):
     finally:
         torch.use_deterministic_algorithms(False)
     assert compiled.calls > calls
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+def test_of_slices_a_target_out_of_range_makes_the_loss_nan(tmp_path):
+    """Though it is the target of no rank, whose losses are added up."""
+    x, w, target = torch.randn(9, 8), torch.randn(20, 8), torch.randint(20, (9,))
+    dist.init_process_group("gloo", f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        given = {"process_group": dist.group.WORLD}
+        right = torch.nn.functional.cross_entropy(x @ w.T, target)
+        torch.testing.assert_close(so.linear_cross_entropy(x, w, target, **given), right)
+        for wrong in (-1, 20, 2**40):
+            target[4] = wrong
+            assert so.linear_cross_entropy(x, w, target, **given).isnan()
+    finally:
+        dist.destroy_process_group()

@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -22,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import storage_ops as so
 from storage_ops import memory
+from storage_ops.memory import quick
+from storage_ops.memory import step as steps
 from storage_ops.memory.estimate_ranks import inside
 
 from ..ranks import run_in_processes, run_on_ranks
@@ -276,6 +280,78 @@ def plans():
         so.fit(tp(mesh["tp"]), ids, "1GiB", **how)
 
 
+def nested(mesh):
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer.up, mesh=mesh)
+    return fsdp(mesh, model)
+
+
+def partly(mesh):
+    """Layers that belong to the root, but for one."""
+    model = Model()
+    fully_shard(model.layers[1], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Summing(nn.Module):
+    """A layer that has its own way of being a part of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        part = self.linear(x)
+        return all_gather_tensor_autograd(part, 0, dist.group.WORLD).unflatten(0, (-1, len(x)))[0]
+
+
+def summing(mesh=None):
+    model = Model()
+    for layer in model.layers:
+        layer.down = nn.Sequential(layer.down, Summing())
+    return model if mesh is None else fsdp(mesh, model)
+
+
+def once_for_all():
+    """Layers that are alike are simulated once, with the books that all of them have."""
+    mesh = init_device_mesh("cpu", (512, 2), mesh_dim_names=("dp", "tp"))
+    ids = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
+    how = {"loss": meta_loss, "optimizer": torch.optim.AdamW, "device": "h100"}
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    cases = {
+        "plain": (lambda: fsdp(mesh["dp"]), LAYERS),
+        "whole between": (lambda: fsdp(mesh["dp"], reshard_after_forward=False), LAYERS),
+        "mixed": (lambda: fsdp(mesh["dp"], mp_policy=low), LAYERS),
+        "hybrid": (lambda: fsdp(mesh), LAYERS),
+        "full": (lambda: fsdp_checkpointed(mesh["dp"]), LAYERS),
+        "discarded": (lambda: fsdp_checkpointed(mesh["dp"], "output_discard"), 0),
+        "nested": (lambda: nested(mesh["dp"]), 0),
+        "partly": (lambda: partly(mesh["dp"]), LAYERS - 1),
+        "communicating": (lambda: summing(mesh["dp"]), LAYERS),
+        "communicating alone": (summing, LAYERS),
+        "with tensor parallelism": (lambda: fsdp_and_tp(mesh), None),
+    }
+    for name, (build, replayed) in cases.items():
+        with torch.device("meta"):
+            model = build()
+        counts = []
+
+        class Counted(quick.Quick):
+            def check(self, loss, counts=counts):
+                counts.append(self.count)
+                super().check(loss)
+
+        with mock.patch.object(steps, "Quick", Counted):
+            ours = memory.simulate_step(model, ids, **how)
+        with mock.patch.object(steps, "_quickly", lambda *_: None):
+            right = memory.simulate_step(model, ids, **how)
+        assert ours.by_owner == right.by_owner and ours.sent_bytes == right.sent_bytes, name
+        assert [s.nbytes for s in ours.timeline] == [s.nbytes for s in right.timeline], name
+        assert counts[-1:] == ([] if replayed is None else [replayed]), (name, counts)
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
 def optimizers():
     mesh = init_device_mesh("cpu", (512, 2), mesh_dim_names=("dp", "tp"))
     ids = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
@@ -326,6 +402,10 @@ def test_one_rank_of_a_thousand_is_estimated_without_weights():
 
 def test_plans_of_one_rank():
     on_no_ranks(plans)
+
+
+def test_alike_layers_of_fsdp_are_simulated_once():
+    on_no_ranks(once_for_all)
 
 
 def test_updates_of_parts_are_those_of_dtensors():

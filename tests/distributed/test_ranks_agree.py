@@ -128,10 +128,18 @@ def calls_that_differ(rank):
         ("options", {"x": x.clone().requires_grad_(alone)}, {}),
         ("options", {"x": x.float(), "w": w.float()} if alone else {}, {}),
         ("options", {}, {"valid_classes": 60 + alone}),
+        ("the divisor", {}, {"reduction": "sum", "divisor": torch.tensor(7.0 + alone)}),
     ]:  # fmt: skip
         given = {"x": x, "w": w, "target": target, **changed}
         with pytest.raises(ValueError, match=f"{message}.* on ranks 0 and 1 .* differ"):
             so.linear_cross_entropy(*given.values(), process_group=group, **options)
+        so.linear_cross_entropy(x, w, target, process_group=group)
+    # What one rank raises for by itself, the others are told of.
+    for changed, error in (({"w": w[:0]}, ValueError), ({"target": target.short()}, TypeError)):
+        given = {"x": x, "w": w, "target": target, **(changed if alone else {})}
+        kind, message = (error, "expected") if alone else (ValueError, "rank 1 .* has refused")
+        with pytest.raises(kind, match=message):
+            so.linear_cross_entropy(*given.values(), process_group=group)
         so.linear_cross_entropy(x, w, target, process_group=group)
     with pytest.raises(ValueError, match="valid_classes is 44; expected 45 to 66"):
         so.linear_cross_entropy(x, w, target, process_group=group, valid_classes=44)

@@ -91,7 +91,7 @@ def order(rank):
     product = torch.ops.storage_ops._product.default
     hidden, chunks = [], 0
     for node in gm.graph.nodes:
-        if node.target is FUNCOL.all_reduce.default:
+        if node.target is FUNCOL.all_reduce.default and node.meta["val"].dim():  # not the loss
             (wait,) = [user for user in node.users if user.target is FUNCOL.wait_tensor.default]
             between, at = 0, node
             while at is not wait:
