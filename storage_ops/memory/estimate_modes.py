@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from storage_ops.checkpoint.copies import BookedCopies, active
 from storage_ops.memory import estimate_cpu, estimate_ranks
@@ -28,6 +28,7 @@ from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
 from storage_ops.memory.estimate_values import Values
+from storage_ops.memory.op_arguments import tensors_in, with_tensors
 
 _OPS = torch.ops.storage_ops
 _aten = torch.ops.aten
@@ -112,10 +113,10 @@ class Simulation(TorchDispatchMode):
 
         A wrapper is itself: its class asks for what is inside.
         """
-        if estimate_ranks.is_wrapper(t):
-            return self._wrapper(t)
         if isinstance(t, FakeTensor) and t.fake_mode is self._fake:
             return t
+        if estimate_ranks.is_wrapper(t):
+            return self._wrapper(t)
         if id(t) not in self._twins:
             if t.layout == torch.sparse_coo:
                 twin = self._new_sparse(t, self.twin)
@@ -218,12 +219,15 @@ class Simulation(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if any(issubclass(kind, estimate_ranks.wrapper_types()) for kind in types):
+        if any(map(estimate_ranks.is_wrapper_type, types)):
             return NotImplemented  # it is called again for what is inside
+        if func is _DEVICE:  # a fake tensor is asked for it several times for each op
+            return func(self.twin(args[0]))
         if func is _aten._local_scalar_dense.default:
             return self._value(func, args[0])
         _check_device(func, kwargs.get("device"))
-        args, kwargs = tree_map_only(Tensor, self.twin, (args, kwargs))
+        args, kwargs = with_tensors(self.twin, (args, kwargs))
+        given = tensors_in((args, kwargs))
         estimate_ranks.count_sent(self.sent, func, args)
         if estimate_ranks.is_collective(func):
             return estimate_ranks.pretended(self, func, args)
@@ -233,7 +237,7 @@ class Simulation(TorchDispatchMode):
                     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
             if func in _STORAGE_OPS:
                 return self._storage_op(func, *args)
-        if self._sparse.takes(func, args, kwargs):
+        if self._sparse.takes(func, args, given):
             with self:
                 return self._sparse(func, args, kwargs)
         try:
@@ -246,15 +250,15 @@ class Simulation(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = self._by_values(func, args, kwargs)
         if func._schema.is_mutable:
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, FakeTensor) and leaf.layout == torch.strided:
-                    self.ledger.follow_resize(leaf.untyped_storage())
+            for t in given:
+                if isinstance(t, FakeTensor) and t.layout == torch.strided:
+                    self.ledger.follow_resize(t.untyped_storage())
         if not self.on_gpu:
             estimate_cpu.book(self.ledger, func, args, out, partial(self._see, func))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, FakeTensor):
-                _check_layout(func, leaf)
-                self._see(func, leaf)
+        for t in tensors_in(out):
+            if isinstance(t, FakeTensor):
+                _check_layout(func, t)
+                self._see(func, t)
         if not estimate_ranks.communicates(func):  # whose values others have
             self.values.follow(func, args, kwargs, out)
         if self.on_gpu and func is _aten._softmax_backward_data.default:
@@ -271,7 +275,7 @@ class Simulation(TorchDispatchMode):
         if real is None:
             returned = [str(r.type) for r in func._schema.returns]
             return self._said(func, args, "nothing" if "Tensor" in returned else "value")
-        device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        device = tensors_in((args, kwargs))[0].device
         return tree_map_only(
             Tensor,
             lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device),
@@ -320,6 +324,7 @@ _KERNELS_OF_OPS = {
 }
 
 
+_DEVICE = torch.ops.prim.device.default
 _GROUPED = getattr(_aten._grouped_mm, "default", None)
 
 
