@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
@@ -66,6 +67,11 @@ class Simulation(TorchDispatchMode):
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._bytes: dict[int, Tensor] = {}
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not for each op by itself: `simulating` keeps Dynamo from compiling anything."""
+        return False
 
     def __enter__(self) -> Simulation:
         self._fake.__enter__()
@@ -216,13 +222,17 @@ class Simulation(TorchDispatchMode):
             t.grad = self.moved(gradient, gradient.device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # several times for each op
+            return args[0].fake_device
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
         if any(map(estimate_ranks.is_wrapper_type, types)):
             return NotImplemented  # it is called again for what is inside
-        if func is _DEVICE:  # a fake tensor is asked for it several times for each op
-            return func(self.twin(args[0]))
+        if func in _VIEWS and not kwargs:
+            t = self.twin(args[0])
+            if isinstance(t, FakeTensor) and t.layout == torch.strided and t.constant is None:
+                return self._view(func, t, args[1:])
         if func is _aten._local_scalar_dense.default:
             return self._value(func, args[0])
         _check_device(func, kwargs.get("device"))
@@ -243,6 +253,8 @@ class Simulation(TorchDispatchMode):
         try:
             if func is _aten.histc.default and not args[0].is_floating_point():
                 out = args[0].new_empty(args[1] if len(args) > 1 else 100)  # GPUs count integers
+            elif func in _IN_PLACE:
+                out = None
             elif func is _GROUPED and args[0].dtype != torch.bfloat16:
                 out = self.unseen(_grouped_product, *args, **kwargs)  # torch's fake wants bf16
             else:
@@ -265,6 +277,17 @@ class Simulation(TorchDispatchMode):
             # The CUDA kernel multiplies gradient and output first.
             self.ledger.temporary(args[0], str(func))
         return out
+
+    def _view(self, func: Any, t: FakeTensor, rest: Any) -> Tensor:
+        """Run an op that returns a view of its first argument, half of a step's ops.
+
+        FakeTensorMode would do the same, after a look into its cache that takes longer.
+        """
+        with in_kernel_invocation_manager(self._fake):
+            view = func(t, *rest)
+        view = FakeTensor(self._fake, view, t.fake_device)
+        self._see(func, view)
+        return view
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose result has a shape, or is a number, that depends on values."""
@@ -324,7 +347,24 @@ _KERNELS_OF_OPS = {
 }
 
 
+# They write to what they are given, and return and take nothing; tiles of a loss call thousands.
+_IN_PLACE = {
+    _OPS._cross_entropy_rows.default,
+    _OPS._divergence_rows.default,
+    _OPS._product.default,
+    _OPS._scale.default,
+    _OPS._transposed_product.default,
+}
 _DEVICE = torch.ops.prim.device.default
+_VIEWS = {
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.view.default,
+}
 _GROUPED = getattr(_aten._grouped_mm, "default", None)
 
 

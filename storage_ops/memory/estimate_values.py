@@ -10,6 +10,7 @@ as the counts of an expert and their sum, is consistent. Numbers are taken to be
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -131,6 +132,8 @@ class Values:
             for i, leaf in enumerate(tree_leaves(out))
             if _is_strided(leaf) and _key_of(leaf) not in given and _is_followed(leaf)
         ]
+        if not made and not any(map(_is_followed, written)):
+            return  # a view
         real = self.compute(func, args, kwargs)
         if real is not None:
             computed = tree_leaves(real)
@@ -217,12 +220,15 @@ def _is_followed(t: Tensor) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Tensors that an op writes to."""
-    if not func._schema.is_mutable:
-        return
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from filter(_is_strided, tensors_in(value))
+    for i, name in _places_written(func):
+        value = args[i] if i < len(args) else kwargs.get(name)
+        yield from filter(_is_strided, tensors_in(value))
+
+
+@functools.cache
+def _places_written(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 @contextlib.contextmanager
