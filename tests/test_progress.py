@@ -11,49 +11,56 @@ import torch
 
 from storage_ops import progress
 
-MODEL = """
-import torch, storage_ops as so
-from storage_ops import progress
-progress._DELAY = 0.0
-layer = lambda: torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
-model = torch.nn.Sequential(*(layer() for _ in range(3)))
-x = torch.randn(4, 32, 64)
-"""
 CALLS = {
     "fit": "so.fit(model, x, budget='1GiB')",
     "estimate": "so.memory.estimate(lambda: model(x).sum().backward())",
     "simulating a step": "so.memory.will_it_fit(model, x, '1GiB')",
 }
+# All in one process, whose imports take most of the time; after each a line of its own.
+SCRIPT = """
+import os, sys, torch, storage_ops as so
+from storage_ops import progress
+layer = lambda: torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+model = torch.nn.Sequential(*(layer() for _ in range(3)))
+x = torch.randn(4, 32, 64)
+
+def call(what, delay):
+    progress._DELAY = delay
+    eval(what)
+    print("<end>", end="", file=sys.stderr, flush=True)
+"""
+SHORT = f"call({CALLS['estimate']!r}, 600.0)\n"
+OTHER_RANK = f"os.environ['RANK'] = '1'\ncall({CALLS['fit']!r}, 0.0)\n"
 
 
-def on_a_terminal(script, **variables):
-    """What an interpreter writes to a terminal that is its standard error."""
+@pytest.fixture(scope="module")
+def shown():
+    """What an interpreter writes to a terminal that is its standard error, during each call."""
+    script = SCRIPT + SHORT + "".join(f"call({call!r}, 0.0)\n" for call in CALLS.values())
     here, there = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", **variables}
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=there, env=env)
+    environment = {**os.environ, "TERM": "xterm"}
+    command = [sys.executable, "-c", script + OTHER_RANK]
+    process = subprocess.Popen(command, stderr=there, env=environment)
     os.close(there)
-    shown = b""
+    written = b""
     try:
         while part := os.read(here, 4096):
-            shown += part
+            written += part
     except OSError:
         pass  # the end, on Linux
     os.close(here)
-    assert process.wait() == 0, shown
-    return shown.decode()
+    assert process.wait() == 0, written
+    return dict(zip(["short", *CALLS, "rank"], written.decode().split("<end>"), strict=False))
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_long_calls_say_on_a_terminal_what_they_do(what):
-    shown = on_a_terminal(MODEL + CALLS[what])
-    assert f"{what}: " in shown and "0:00:0" in shown
-    assert "Traceback" not in shown
+def test_long_calls_say_on_a_terminal_what_they_do(what, shown):
+    assert f"{what}: " in shown[what] and "0:00:0" in shown[what]
+    assert "Traceback" not in shown[what]
 
 
-def test_short_calls_and_other_ranks_show_nothing():
-    script = MODEL.replace("progress._DELAY = 0.0", "progress._DELAY = 600.0")
-    assert on_a_terminal(script + CALLS["estimate"]) == ""
-    assert on_a_terminal(MODEL + CALLS["fit"], RANK="1") == ""
+def test_short_calls_and_other_ranks_show_nothing(shown):
+    assert shown["short"] == shown["rank"] == ""
 
 
 def test_nothing_is_shown_where_nobody_looks(monkeypatch, capfd):

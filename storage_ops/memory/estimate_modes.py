@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from storage_ops.checkpoint.copies import BookedCopies, active
 from storage_ops.memory import estimate_cpu, estimate_ranks
@@ -28,6 +29,7 @@ from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
 from storage_ops.memory.estimate_values import Values
+from storage_ops.memory.op_arguments import tensors_in, with_tensors
 
 _OPS = torch.ops.storage_ops
 _aten = torch.ops.aten
@@ -65,6 +67,11 @@ class Simulation(TorchDispatchMode):
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._bytes: dict[int, Tensor] = {}
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not for each op by itself: `simulating` keeps Dynamo from compiling anything."""
+        return False
 
     def __enter__(self) -> Simulation:
         self._fake.__enter__()
@@ -112,10 +119,10 @@ class Simulation(TorchDispatchMode):
 
         A wrapper is itself: its class asks for what is inside.
         """
-        if estimate_ranks.is_wrapper(t):
-            return self._wrapper(t)
         if isinstance(t, FakeTensor) and t.fake_mode is self._fake:
             return t
+        if estimate_ranks.is_wrapper(t):
+            return self._wrapper(t)
         if id(t) not in self._twins:
             if t.layout == torch.sparse_coo:
                 twin = self._new_sparse(t, self.twin)
@@ -215,15 +222,22 @@ class Simulation(TorchDispatchMode):
             t.grad = self.moved(gradient, gradient.device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # several times for each op
+            return args[0].fake_device
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if any(issubclass(kind, estimate_ranks.wrapper_types()) for kind in types):
+        if any(map(estimate_ranks.is_wrapper_type, types)):
             return NotImplemented  # it is called again for what is inside
+        if func in _VIEWS and not kwargs:
+            t = self.twin(args[0])
+            if isinstance(t, FakeTensor) and t.layout == torch.strided and t.constant is None:
+                return self._view(func, t, args[1:])
         if func is _aten._local_scalar_dense.default:
             return self._value(func, args[0])
         _check_device(func, kwargs.get("device"))
-        args, kwargs = tree_map_only(Tensor, self.twin, (args, kwargs))
+        args, kwargs = with_tensors(self.twin, (args, kwargs))
+        given = tensors_in((args, kwargs))
         estimate_ranks.count_sent(self.sent, func, args)
         if estimate_ranks.is_collective(func):
             return estimate_ranks.pretended(self, func, args)
@@ -233,12 +247,14 @@ class Simulation(TorchDispatchMode):
                     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
             if func in _STORAGE_OPS:
                 return self._storage_op(func, *args)
-        if self._sparse.takes(func, args, kwargs):
+        if self._sparse.takes(func, args, given):
             with self:
                 return self._sparse(func, args, kwargs)
         try:
             if func is _aten.histc.default and not args[0].is_floating_point():
                 out = args[0].new_empty(args[1] if len(args) > 1 else 100)  # GPUs count integers
+            elif func in _IN_PLACE:
+                out = None
             elif func is _GROUPED and args[0].dtype != torch.bfloat16:
                 out = self.unseen(_grouped_product, *args, **kwargs)  # torch's fake wants bf16
             else:
@@ -246,21 +262,32 @@ class Simulation(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = self._by_values(func, args, kwargs)
         if func._schema.is_mutable:
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, FakeTensor) and leaf.layout == torch.strided:
-                    self.ledger.follow_resize(leaf.untyped_storage())
+            for t in given:
+                if isinstance(t, FakeTensor) and t.layout == torch.strided:
+                    self.ledger.follow_resize(t.untyped_storage())
         if not self.on_gpu:
             estimate_cpu.book(self.ledger, func, args, out, partial(self._see, func))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, FakeTensor):
-                _check_layout(func, leaf)
-                self._see(func, leaf)
+        for t in tensors_in(out):
+            if isinstance(t, FakeTensor):
+                _check_layout(func, t)
+                self._see(func, t)
         if not estimate_ranks.communicates(func):  # whose values others have
             self.values.follow(func, args, kwargs, out)
         if self.on_gpu and func is _aten._softmax_backward_data.default:
             # The CUDA kernel multiplies gradient and output first.
             self.ledger.temporary(args[0], str(func))
         return out
+
+    def _view(self, func: Any, t: FakeTensor, rest: Any) -> Tensor:
+        """Run an op that returns a view of its first argument, half of a step's ops.
+
+        FakeTensorMode would do the same, after a look into its cache that takes longer.
+        """
+        with in_kernel_invocation_manager(self._fake):
+            view = func(t, *rest)
+        view = FakeTensor(self._fake, view, t.fake_device)
+        self._see(func, view)
+        return view
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose result has a shape, or is a number, that depends on values."""
@@ -271,7 +298,7 @@ class Simulation(TorchDispatchMode):
         if real is None:
             returned = [str(r.type) for r in func._schema.returns]
             return self._said(func, args, "nothing" if "Tensor" in returned else "value")
-        device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        device = tensors_in((args, kwargs))[0].device
         return tree_map_only(
             Tensor,
             lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device),
@@ -323,6 +350,24 @@ _KERNELS_OF_OPS = {
 }
 
 
+# They write to what they are given, and return and take nothing; tiles of a loss call thousands.
+_IN_PLACE = {
+    _OPS._cross_entropy_rows.default,
+    _OPS._divergence_rows.default,
+    _OPS._product.default,
+    _OPS._scale.default,
+    _OPS._transposed_product.default,
+}
+_DEVICE = torch.ops.prim.device.default
+_VIEWS = {
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.view.default,
+}
 _GROUPED = getattr(_aten._grouped_mm, "default", None)
 
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from storage_ops.memory.estimate_ddp import ddp_in
 from storage_ops.memory.estimate_fsdp import sharded_parameters, states_in
+from storage_ops.memory.op_arguments import tensors_in
 
 if TYPE_CHECKING:
     from storage_ops.memory.estimate_modes import Simulation
@@ -30,6 +31,7 @@ _ELEMENTWISE = {
     torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 }  # fmt: skip
+_PLAIN = (FakeTensor, Tensor, nn.Parameter)
 _WRAPPERS = (
     ("torch.distributed.tensor", "DTensor"),
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
@@ -53,9 +55,14 @@ def wrapper_types() -> tuple[type, ...]:
     return tuple(kind for kind in found if kind is not None)
 
 
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of a class are taken apart by it."""
+    return kind not in _PLAIN and issubclass(kind, wrapper_types())
+
+
 def is_wrapper(t: Any) -> bool:
     """Whether a tensor is taken apart by its own class."""
-    return isinstance(t, wrapper_types())
+    return is_wrapper_type(type(t))
 
 
 def inside(t: Any) -> list[Tensor]:
@@ -147,7 +154,7 @@ def count_sent(sent: Counter[str], func: Any, args: Any) -> None:
     if not communicates(func):
         return
     op = func._schema.name.split("::")[1].lstrip("_")
-    given = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
+    given = tensors_in(args[:2])
     if op == "send":
         sent["send"] += sum(t.nbytes for t in given)
     name = next((name for start, name in _NAMES if op.startswith(start)), None)
@@ -155,7 +162,7 @@ def count_sent(sent: Counter[str], func: Any, args: Any) -> None:
     if name is None or ranks < 2:
         return
     if func.namespace == "c10d" and name in ("all_gather", "reduce_scatter", "all_to_all"):
-        given = [t for t in tree_leaves(args[1]) if isinstance(t, Tensor)]
+        given = tensors_in(args[1])
     whole = sum(t.nbytes for t in given) * (ranks if name == "all_gather" else 1)
     sent[name] += whole * _ROUNDS[name] * (ranks - 1) // ranks
 
@@ -180,7 +187,7 @@ def pretended(simulation: Simulation, func: Any, args: Any) -> Any:
     op = func._schema.name.split("::")[1]
     if simulation.on_gpu and op in ("allgather_", "reduce_scatter_"):
         # NCCL works on one tensor; a list of them is copied into one.
-        many = tree_leaves(args[0] if op == "allgather_" else args[1])
+        many = tensors_in(args[0] if op == "allgather_" else args[1])
         if len({t.shape for t in many}) == 1:
             flat = simulation.unseen(many[0].new_empty, (len(many), *many[0].shape))
             simulation.ledger.temporary(flat, str(func))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from storage_ops.memory.estimate_assume import name_of, users_line
@@ -72,13 +71,13 @@ class Sparse:
         """The tensors that hold a sparse tensor's bytes."""
         return [self._of(t).indices, self._of(t).values]
 
-    def takes(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an op takes or makes a sparse tensor and depends on its elements."""
+    def takes(self, func: Any, args: Any, given: list[Tensor]) -> bool:
+        """Whether an op, given these tensors, takes or makes sparse ones and looks into them."""
         if func.namespace == "prim" or func in _METADATA:
             return False
         if func is _aten._embedding_bag_backward.default:
             return bool(args[9])
-        return func in _CONSTRUCTORS or any(map(_is_sparse, tree_leaves((args, kwargs))))
+        return func in _CONSTRUCTORS or any(map(_is_sparse, given))
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run such an op."""

@@ -10,6 +10,7 @@ as the counts of an expert and their sum, is consistent. Numbers are taken to be
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from storage_ops.memory.estimate_assume import Assumption, Source, name_of
+from storage_ops.memory.op_arguments import tensors_in, with_tensors
 
 _aten = torch.ops.aten
 # Elements and bytes above which a tensor is not followed. The one-hot choices of 8 among 128
@@ -94,20 +96,20 @@ class Values:
 
     def source(self, args: Any) -> Source | None:
         """Who made a value among these unknown."""
-        for leaf in tree_leaves(args):
-            if _is_strided(leaf) and not self._is_known(leaf):
-                return self._sources.get(leaf.untyped_storage()._cdata)
+        for t in tensors_in(args):
+            if _is_strided(t) and not self._is_known(t):
+                return self._sources.get(_key_of(t))
         return None
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on known values, or return None if not all are known."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_in((args, kwargs))
         if not all(map(self._is_known, given)):
             return None
         known = {id(t): self.read(t) for t in given}
         cpu = torch.device("cpu")
         with no_dispatch(), torch.no_grad(), _private_random_numbers(func):
-            args, kwargs = tree_map_only(Tensor, lambda t: known[id(t)], (args, kwargs))
+            args, kwargs = with_tensors(lambda t: known[id(t)], (args, kwargs))
             args, kwargs = tree_map_only(torch.device, lambda _: cpu, (args, kwargs))
             if name_of(func) == "histc" and not args[0].is_floating_point():  # GPUs have it
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
@@ -120,16 +122,18 @@ class Values:
         """Note what an op did to values, once it ran on fake tensors."""
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return  # found_inf stays 0.0: numbers are finite
-        given = {_key_of(leaf) for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)}
-        leaves = tree_leaves(out)
+        written = list(_written(func, args, kwargs))
+        results = [t for t in tensors_in(out) if _is_strided(t) and _is_followed(t)]
+        if not results and not any(map(_is_followed, written)):
+            return
+        given = {_key_of(t) for t in tensors_in((args, kwargs)) if _is_strided(t)}
         made = [
             (i, leaf)
-            for i, leaf in enumerate(leaves)
+            for i, leaf in enumerate(tree_leaves(out))
             if _is_strided(leaf) and _key_of(leaf) not in given and _is_followed(leaf)
         ]
-        written = list(_written(func, args, kwargs))
-        if not made and not any(_is_followed(t) for t in written):
-            return
+        if not made and not any(map(_is_followed, written)):
+            return  # a view
         real = self.compute(func, args, kwargs)
         if real is not None:
             computed = tree_leaves(real)
@@ -216,12 +220,15 @@ def _is_followed(t: Tensor) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Tensors that an op writes to."""
-    if not func._schema.is_mutable:
-        return
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if _is_strided(leaf))
+    for i, name in _places_written(func):
+        value = args[i] if i < len(args) else kwargs.get(name)
+        yield from filter(_is_strided, tensors_in(value))
+
+
+@functools.cache
+def _places_written(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.memory.estimate import share_copies
 from storage_ops.memory.estimate_calls import outermost
 from storage_ops.memory.estimate_ledger import Block, Ledger
+from storage_ops.memory.op_arguments import tensors_in
 
 _OPS = torch.ops.storage_ops
 
@@ -76,7 +77,7 @@ class Tracking(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [t for t in tree_leaves((args, kwargs)) if self.counts(t)]
+        given = list(filter(self.counts, tensors_in((args, kwargs))))
         for t in given:
             self._meet(t)
         self._before = self.ledger.level
@@ -88,7 +89,7 @@ class Tracking(TorchDispatchMode):
         elif func._schema.is_mutable:
             for t in given:
                 self.ledger.follow_resize(t.untyped_storage())
-        for t in tree_leaves(out):
+        for t in tensors_in(out):
             if self.counts(t):
                 self.ledger.see(t, str(func))
         return out

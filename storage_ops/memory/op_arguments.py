@@ -1,0 +1,42 @@
+"""The tensors among what an op is given and what it returns.
+
+These are values of a schema: tensors, lists of such, and what holds none. `torch.utils._pytree`
+knows more kinds of trees and takes several times as long, for every op of a simulated step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a value, in order."""
+    found: list[Tensor] = []
+    _add_tensors(value, found)
+    return found
+
+
+def _add_tensors(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _add_tensors(part, found)
+    elif isinstance(value, dict):
+        for part in value.values():
+            _add_tensors(part, found)
+
+
+def with_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """The value with each of its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        parts = [with_tensors(change, part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, dict):
+        return {name: with_tensors(change, part) for name, part in value.items()}
+    return value
