@@ -18,7 +18,7 @@ from storage_ops.loss.devices import Rates
 
 # On a CPU, measured with torch 2.13 on an AMD EPYC with AVX-512.
 _CORES = 2  # of the rates, and of the times of elements below
-_OP = 4e-6  # of any op in Python with autograd, a view as well
+_OP = 7e-6  # of an op in Python, with autograd and the views before it
 _CACHED = 5.0  # times as fast as from memory are results that the allocator finds in the cache
 _FRESH = 32 << 20  # glibc maps a larger block anew each time, at a page fault for each page:
 _FAULTS = 3.0  # that takes as long as to move its bytes so many times
@@ -71,11 +71,6 @@ class Roofline:
         fresh = sum(nbytes for nbytes in made if nbytes > _FRESH)
         moving = (traffic / _CACHED + fresh * _FAULTS) / rates.bandwidth
         return (arithmetic + moving) * self.share + _OP
-
-    @property
-    def of_view(self) -> float:
-        """Of an op that computes nothing."""
-        return 0.0 if self._rates.overlaps else _OP
 
     def of_python(self, action: Action, calls: int) -> float:
         """Of what carries an action out, in a layer with so many calls of ops."""

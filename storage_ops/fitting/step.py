@@ -92,7 +92,7 @@ class OpTimes(TorchDispatchMode):
         outputs = by_storage(out)
         made = {key: t for key, t in outputs.items() if key not in inputs}
         sizes = [_nbytes(t) for t in made.values()]
-        seconds = self.roofline.of_view
+        seconds = 0.0
         if outputs and (made or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
             traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
             if op is torch.ops.storage_ops.linear_cross_entropy.default:
@@ -103,7 +103,7 @@ class OpTimes(TorchDispatchMode):
             else:
                 first = next(iter(outputs.values()))
                 seconds = self.roofline.seconds(op, args, kwargs, out, first, traffic, sizes)
-        self.seconds += seconds
+            self.seconds += seconds
         if self.logs:
             name = call_name(op)
             number = self._numbers.get(name, 0)
