@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -70,7 +70,7 @@ class _Graphs:
         # With code of its own, for Dynamo keeps few graphs of the same code.
         fresh = FunctionType(plain.__code__.replace(), globals(), "plain", None, plain.__closure__)
         compiled = torch.compile(fresh, backend=backend, fullgraph=True, dynamic=False)
-        with _disable_current_modes(), torch.compiler.set_stance("default"), torch.enable_grad():
+        with _as_outside(), torch.compiler.set_stance("default"), torch.enable_grad():
             like = [_like(leaf) for leaf in leaves]
             try:
                 with contextlib.suppress(_Taken):
@@ -82,6 +82,11 @@ class _Graphs:
                     "fullgraph=True, or the function itself, which is simulated op by op: "
                     f"{str(error).strip().splitlines()[0]}"
                 ) from error
+        if not found:
+            raise RuntimeError(
+                "loss is compiled by storage_ops, and torch.compile is switched off or takes no "
+                "graph of it; expected the function itself, which is simulated op by op"
+            )
         run, inputs = found
         places = {id(t): _Leaf(i) for i, t in enumerate(like) if isinstance(t, Tensor)}
         return run, [places.get(id(x), x) for x in inputs]
@@ -108,6 +113,19 @@ def _backend_of(loss: Any) -> Any:
         if hasattr(found, "compiler_name"):
             return found
     return None
+
+
+@contextlib.contextmanager
+def _as_outside() -> Iterator[None]:
+    """Compile as outside of the simulation; Dynamo of torch 2.10 asks flags, not the modes."""
+    module: Any = _python_dispatch
+    before = {name: value for name, value in vars(module).items() if name.startswith("_is_in_")}
+    with _python_dispatch._disable_current_modes():
+        vars(module).update(dict.fromkeys(before, False))
+        try:
+            yield
+        finally:
+            vars(module).update(before)
 
 
 def _kind(value: Any) -> Any:
