@@ -93,7 +93,7 @@ def peak(graph: fx.Graph) -> int:
             gone_sizes = [nbytes(n) for n in dying.get(place, ())
                           if n is not node and (n, node in backward) not in reduced]  # fmt: skip
             over = kind_of(node) in _FUSED and nbytes(node) in gone_sizes
-            highest = max(highest, level - over * nbytes(node) + _inside(node))
+            highest = max(highest, level - over * nbytes(node) + held_inside(node))
         for gone in dying.get(place, ()):
             level -= nbytes(gone) if node.op != "output" else 0
     return highest
@@ -145,7 +145,7 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _inside(node: fx.Node) -> int:
+def held_inside(node: fx.Node) -> int:
     """What an op of ours holds while it runs, besides its results."""
     if name_of(node) == "storage_ops._chunked_span.default":
         counts = [hint(_value(groups)) for groups in node.args[3]]  # type: ignore[union-attr]

@@ -23,6 +23,7 @@ from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, Recording
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.fitting.ways import Way, patches
+from storage_ops.memory.estimate_compiled import as_it_runs
 from storage_ops.memory.step import (
     arguments,
     check_model,
@@ -175,6 +176,7 @@ class Search:
             arguments(each)
         self._model, self._batches = model, batches
         self._whole = Unit("", model, "")  # the layer whose action is that of the loss
+        loss = as_it_runs(loss)  # once: its graphs are kept for all simulations
         self._loss, self._optimizer, self._device = loss, optimizer, device
         self._on_gpu, self._rates = is_gpu(model, device), rates_for(device, model)
         self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of ways and choices

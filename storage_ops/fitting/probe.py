@@ -29,8 +29,8 @@ class Cost:
             input is not kept.
         forward, backward: bytes at the highest level of each; the outputs, and the gradients that
             backward starts from, are part of them.
-        seconds: of all its ops, forward and backward, of asking a policy about them, and that they
-            stand still for copies between the device and host memory.
+        seconds: of all its ops, forward and backward, of what Python does for the action, and that
+            they stand still for copies between the device and host memory.
         forward_seconds: of its forward, in which copies can hide.
         away: bytes in host memory between forward and backward.
     """
@@ -93,7 +93,7 @@ class Probe:
         try:
             action.apply(module)
             times = OpTimes(self._rates)
-            cost = self._run(times, asks=action.mode == "selective")
+            cost = self._run(times, action)
             self.logits = max(self.logits, times.logits)
             return cost
         finally:
@@ -121,12 +121,12 @@ class Probe:
 
         CheckpointWrapper(module, context_fn=lambda: (logging(), again()))
         try:
-            self._run(times)
+            self._run(times, Action("full"))
         finally:
             Action("full").undo(module)
         return forward or times.ops, len(times.ops) if forward else 0
 
-    def _run(self, times: OpTimes, asks: bool = False) -> Cost:
+    def _run(self, times: OpTimes, action: Action) -> Cost:
         books, module = Books(self._on_gpu), self._call.unit.module
         with (
             without_gradients(module.parameters()),
@@ -143,12 +143,12 @@ class Probe:
         # Copies hide in a forward and in a backward; what does not is waited for.
         copying = away / self._rates.link if away else 0.0
         parts = in_forward, times.seconds - in_forward
-        asking = 2 * calls * self._rates.asking if asks else 0.0  # in forward, and again
+        python = times.roofline.of_python(action, calls)
         return Cost(
             levels[before] - base,
             max(levels[ready : after + 1]) - base,
             max(levels[before:]) - base,
-            times.seconds + asking + sum(max(copying - part, 0.0) for part in parts),
+            times.seconds + python + sum(max(copying - part, 0.0) for part in parts),
             in_forward,
             away,
         )

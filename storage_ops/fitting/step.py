@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from storage_ops.checkpoint.op_names import is_allocation, is_mutating, is_view
 from storage_ops.checkpoint.policies import call_name
 from storage_ops.checkpoint.selective import by_storage, is_ignored
+from storage_ops.fitting.roofline import Roofline
 from storage_ops.loss import planner
 from storage_ops.loss.call import Call
 from storage_ops.loss.devices import DEVICES, Rates, named
@@ -54,10 +55,7 @@ class Books:
 
 
 class OpTimes(TorchDispatchMode):
-    """Adds up how long ops take on a device, by its rates: a roofline.
-
-    An op takes as long as its floating-point operations or its traffic, whichever is longer where
-    the device overlaps them, and the sum where it does not.
+    """Adds up how long ops take on a device.
 
     Attributes:
         seconds: of all ops so far.
@@ -70,9 +68,7 @@ class OpTimes(TorchDispatchMode):
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        from torch.utils.flop_counter import flop_registry
-
-        self._formulas = flop_registry
+        self.roofline = Roofline(rates)
         self._rates = rates
         self.seconds = 0.0
         self.count = 0
@@ -95,17 +91,18 @@ class OpTimes(TorchDispatchMode):
         self.count += 1
         outputs = by_storage(out)
         made = {key: t for key, t in outputs.items() if key not in inputs}
+        sizes = [_nbytes(t) for t in made.values()]
         seconds = 0.0
         if outputs and (made or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
             traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
             if op is torch.ops.storage_ops.linear_cross_entropy.default:
                 call = Call(*args, **kwargs)
-                seconds = loss_seconds(call, self._rates)
+                seconds = loss_seconds(call, self._rates) * self.roofline.share
                 vocab, hidden = call.weight.shape
                 self.logits = max(self.logits, _nbytes(call.input) // hidden * vocab)
             else:
-                flops = self._flops(op, args, kwargs, out)
-                seconds = self._seconds(flops, traffic, next(iter(outputs.values())))
+                first = next(iter(outputs.values()))
+                seconds = self.roofline.seconds(op, args, kwargs, out, first, traffic, sizes)
             self.seconds += seconds
         if self.logs:
             name = call_name(op)
@@ -116,23 +113,9 @@ class OpTimes(TorchDispatchMode):
                 for earlier in self.ops:
                     earlier.saveable = earlier.saveable and not (earlier.keys & written)
             saveable = bool(made) and not (is_mutating(op) or is_view(op) or is_allocation(op))
-            nbytes = sum(_nbytes(t) for t in made.values())
-            self.ops.append(Op((name, number), nbytes, seconds, saveable, set(made)))
+            saveable = saveable and self.roofline.is_worth_saving(seconds)
+            self.ops.append(Op((name, number), sum(sizes), seconds, saveable, set(made)))
         return out
-
-    def _flops(self, op: Any, args: Any, kwargs: Any, out: Any) -> int:
-        if call_name(op) == "attention" and len(args) > 2:  # also with fewer heads of keys
-            q, k, v = args[:3]
-            return int(2 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
-        formula: Any = self._formulas.get(getattr(op, "overloadpacket", op))
-        return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-
-    def _seconds(self, flops: int, traffic: int, output: Tensor) -> float:
-        rates = self._rates
-        arithmetic = flops / rates.flops(max(min(output.itemsize, 8), 2))
-        moving = traffic / rates.bandwidth
-        together = max(arithmetic, moving) if rates.overlaps else arithmetic + moving
-        return together + rates.launch_seconds
 
 
 def loss_seconds(call: Call, rates: Rates) -> float:
@@ -154,7 +137,7 @@ class Op:
         call: its name and its number among the calls of that name, as `policies.save_calls` counts.
         nbytes: of what it made.
         seconds: it takes.
-        saveable: whether a selective checkpoint can save the result.
+        saveable: whether a selective checkpoint can save the result in less time.
         keys: of the storages that it made.
     """
 

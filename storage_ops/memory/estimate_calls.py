@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 Around = Callable[[nn.Module, str, Callable[..., Any], Any, Any], Any]
@@ -27,6 +28,8 @@ def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
 
     def over(plain: Any) -> Any:
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return plain(self, *args, **kwargs)
             is_part = inside and inside[-1] is self
             if is_part or threading.get_ident() != thread or id(self) not in names:
                 return plain(self, *args, **kwargs)

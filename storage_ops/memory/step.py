@@ -16,6 +16,7 @@ from storage_ops.loss.devices import DEVICES
 from storage_ops.memory.estimate import call_simulated, note_roles, settle, simulating
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import around_calls
+from storage_ops.memory.estimate_compiled import as_it_runs
 from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_ranks import (
@@ -121,6 +122,7 @@ def simulate_step(
     if not batches:
         raise ValueError("batch is an empty list; expected at least one batch")
     assumption = Assumption(assume)
+    loss = as_it_runs(loss)
     steps = []
     for index, one in enumerate(batches):
         args, kwargs = arguments(one)

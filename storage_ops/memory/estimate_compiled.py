@@ -1,0 +1,188 @@
+"""A loss that `torch.compile(..., backend="storage_ops")` compiles, simulated as what runs.
+
+The graph of it is taken with tensors of the same sizes, whose bytes nobody touches, and goes
+through all of the backend but Inductor. So the op of linear cross-entropy, and the op that runs a
+loss in chunks, are simulated with the memory that they plan. The few numbers per token that
+Inductor would fuse are made op by op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """The place of a tensor in the output of a model."""
+
+    index: int
+
+
+class _Taken(BaseException):
+    """Ends a call whose graph was taken; code that catches errors lets it through."""
+
+
+class _Graphs:
+    """Calls a loss as it runs: a graph for all outputs of a model that are alike."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._known: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
+
+    def __call__(self, loss: Callable[..., Any], output: Any) -> Any:
+        """The loss of an output, all of it simulated."""
+        leaves, tree = tree_flatten(output)
+        key = tree, *(_kind(leaf) for leaf in leaves)
+        if key not in self._known:
+            self._known[key] = self._take(loss, leaves, tree)
+        run, inputs = self._known[key]
+        found = run(*(leaves[x.index] if isinstance(x, _Leaf) else x for x in inputs))
+        return found[0] if len(found) == 1 else found
+
+    def _take(
+        self, loss: Callable[..., Any], leaves: list[Any], tree: Any
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """What runs, and what it is called with: tensors that the code refers to, and leaves."""
+        found: list[Any] = []
+
+        def backend(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+            run = _made_of(gm, examples, self._options)
+
+            def call(*inputs: Any) -> Any:
+                found.extend((run, inputs))
+                raise _Taken
+
+            return call
+
+        def plain(value: Any) -> Any:
+            return loss(value)
+
+        # With code of its own, for Dynamo keeps few graphs of the same code.
+        fresh = FunctionType(plain.__code__.replace(), globals(), "plain", None, plain.__closure__)
+        compiled = torch.compile(fresh, backend=backend, fullgraph=True, dynamic=False)
+        with _as_outside(), torch.compiler.set_stance("default"), torch.enable_grad():
+            like = [_like(leaf) for leaf in leaves]
+            try:
+                with contextlib.suppress(_Taken):
+                    compiled(tree_unflatten(like, tree))
+            except torch._dynamo.exc.Unsupported as error:
+                raise RuntimeError(
+                    "loss is compiled by storage_ops in more than one graph, or not at all, and "
+                    "cannot be simulated as that; expected one that torch.compile takes with "
+                    "fullgraph=True, or the function itself, which is simulated op by op: "
+                    f"{str(error).strip().splitlines()[0]}"
+                ) from error
+        if not found:
+            raise RuntimeError(
+                "loss is compiled by storage_ops, and torch.compile is switched off or takes no "
+                "graph of it; expected the function itself, which is simulated op by op"
+            )
+        run, inputs = found
+        places = {id(t): _Leaf(i) for i, t in enumerate(like) if isinstance(t, Tensor)}
+        return run, [places.get(id(x), x) for x in inputs]
+
+
+def as_it_runs(loss: Any) -> Any:
+    """What to call in a simulation in the place of a loss; of any but a compiled one itself."""
+    found = _backend_of(loss)
+    if found is None or found.compiler_name != "storage_ops":
+        return loss
+    options = found.kwargs.get("options") or {}
+    return functools.partial(_Graphs(options), loss._torchdynamo_orig_callable)
+
+
+def _backend_of(loss: Any) -> Any:
+    """What torch.compile was given; None if it did not make this function or module."""
+    if not hasattr(loss, "_torchdynamo_orig_callable"):
+        return None
+    context = getattr(loss, "dynamo_ctx", None)  # of a module
+    cells = getattr(loss, "__closure__", None) or ()
+    for found in (getattr(context, "callback", None), *(cell.cell_contents for cell in cells)):
+        while hasattr(found, "_torchdynamo_orig_backend"):
+            found = found._torchdynamo_orig_backend
+        if hasattr(found, "compiler_name"):
+            return found
+    return None
+
+
+@contextlib.contextmanager
+def _as_outside() -> Iterator[None]:
+    """Compile as outside of the simulation; Dynamo of torch 2.10 asks flags, not the modes."""
+    module: Any = _python_dispatch
+    before = {name: value for name, value in vars(module).items() if name.startswith("_is_in_")}
+    with _python_dispatch._disable_current_modes():
+        vars(module).update(dict.fromkeys(before, False))
+        try:
+            yield
+        finally:
+            vars(module).update(before)
+
+
+def _kind(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    shape, stride, dtype, device, needs_grad = _kind(value)
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return made.requires_grad_(needs_grad)
+
+
+def _made_of(gm: fx.GraphModule, examples: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    """What the backend makes of a graph of Dynamo, without Inductor."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    from storage_ops.autochunk.backend import apply, checked
+    from storage_ops.autochunk.recognise import recognise
+
+    chunks, budget, strict = checked(
+        options.get("num_chunks"), options.get("memory_budget"), options.get("strict", False)
+    )
+    recognised = recognise(gm, chunks, budget)
+
+    def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> Any:
+        apply(joint.graph, chunks, budget, strict, 1, recognised)
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, inputs, **how)
+
+    make: Any = aot_autograd(
+        fw_compiler=_op_by_op, bw_compiler=_op_by_op, partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )  # fmt: skip
+    made: Callable[..., Any] = make(gm, examples)
+    return made
+
+
+def _op_by_op(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+    """A graph to run as it is; what a chunk takes is there while the op runs that has chunks."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    from storage_ops.autochunk.predict import held_inside
+
+    chunked = torch.ops.storage_ops._chunked_span.default
+    for node in gm.graph.find_nodes(op="call_function", target=chunked):
+        device = node.args[0][0].meta["val"].device
+        how = {"dtype": torch.uint8, "device": device}
+        with gm.graph.inserting_before(node):
+            chunk = gm.graph.call_function(torch.empty, (held_inside(node),), how)
+        with gm.graph.inserting_after(node):
+            gm.graph.call_function(Tensor.numel, (chunk,))
+    gm.recompile()
+    boxed: Callable[..., Any] = make_boxed_func(gm.forward)
+    return boxed
