@@ -11,7 +11,8 @@ that take other memory on a GPU are in `estimate_gpu.py`, sparse tensors in `est
 One rank of several is simulated alone (`estimate_ranks.py`, `estimate_fsdp.py`, `estimate_ddp.py`).
 Sizes that depend on values are exact where the values are *known* (`estimate_values.py`); of the
 others the caller *assumes* something (`estimate_assume.py`), and `estimate_sizes.py` turns that
-into sizes. What kernels of a CPU take besides is in `estimate_cpu.py`.
+into sizes. What kernels of a CPU take besides is in `estimate_cpu.py`; a loss that the
+package compiles is simulated as what runs (`estimate_compiled.py`).
 
 `step.py` simulates a whole training step of a model; `estimate_calls.py` tells it whose call an op
 belongs to. Alike calls of modules (`alike.py`) are run once: `recording.py` writes down what the
