@@ -19,7 +19,7 @@ from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.devices import rates_of
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.loss.ranks import ranks_of
-from storage_ops.loss.run import problem_of
+from storage_ops.loss.run import problem_of, simulated
 from storage_ops.loss.schedule import GRADIENT, MERGE, UPDATE, Schedule, Step
 from storage_ops.loss.sums import Sums
 from storage_ops.loss.tokens import same_storage, tokens_of
@@ -82,6 +82,7 @@ class Run:
         if given.target is not None:
             self.targets = Targets(given, tokens, self.state[given.own_rows :], self.bias)
         self.upstream = x.new_zeros(1, dtype=given.wide)
+        self.every = ranks.several or not simulated(given.input)  # or two tiles of a size
         self._tile: Tensor | None = None
         self._teacher_tile: Tensor | None = None
 
@@ -126,11 +127,11 @@ class Run:
 
     def statistics(self) -> None:
         """The state and the divergence of every row."""
-        self._take(self.plan.whole, self.plan.whole.statistics())
+        self._take(self.plan.whole, self.plan.whole.statistics(self.every))
 
     def gradients(self) -> list[Tensor]:
         """Gradients of input, weight and bias from the state; logits are formed again."""
-        self._take(self.schedule, self.schedule.gradients())
+        self._take(self.schedule, self.schedule.gradients(self.every))
         return self.sums.finish()
 
     def statistics_and_gradients(self) -> list[Tensor]:
@@ -138,7 +139,7 @@ class Run:
         if self.plan.sliced is not None:
             self.statistics()
             return self.gradients()
-        self._take(self.schedule, self.schedule.statistics_and_gradients())
+        self._take(self.schedule, self.schedule.statistics_and_gradients(self.every))
         return self.sums.finish()
 
     def set_upstream(self, loss: Tensor) -> None:
@@ -163,6 +164,8 @@ class Run:
             for step in steps:
                 if step.phases != MERGE and step.rows.stop > step.rows.start:
                     self._step(step, size)
+                    if step.times > 1:  # the first writes what the others add to
+                        self._step(step, size)
         finally:
             self._tile = self._teacher_tile = None  # before sums are rounded
             if self.targets is not None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops import matmul
 from storage_ops.loss import formulas, planner
@@ -16,6 +17,7 @@ from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.devices import has_row_kernel, rates_of
 from storage_ops.loss.kept import free
 from storage_ops.loss.picked import Picked
+from storage_ops.loss.pieces import traced
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.loss.ranks import ranks_of
 from storage_ops.loss.schedule import (
@@ -73,6 +75,11 @@ def _bias_dtype(call: Call) -> torch.dtype:
     """What the row kernel takes a bias in: its own, unless that is narrower than the logits."""
     assert call.bias is not None
     return torch.promote_types(call.bias.dtype, call.logits_dtype or call.input.dtype)
+
+
+def simulated(t: Tensor) -> bool:
+    """Whether a tensor stands for one whose memory is counted."""
+    return isinstance(t, FakeTensor) and not traced()
 
 
 class Run:
@@ -134,6 +141,12 @@ class Run:
         self._rows, self._x = slice(0, 0), x
 
     @functools.cached_property
+    def every(self) -> bool:
+        """Whether each tile is worked on; a simulation does with two of a size."""
+        several = self.ranks.several or self.schedule.strategy == RUNNING_RESCALE
+        return several or not simulated(self.call.input)
+
+    @functools.cached_property
     def sums(self) -> Sums:
         """Sums of the gradients; they take no memory before they are needed."""
         return Sums(self)
@@ -143,13 +156,13 @@ class Run:
 
         Returns the buffer with the last tile, of its rows and columns, if that is to be kept.
         """
-        left = self._take(self.schedule.statistics())
+        left = self._take(self.schedule.statistics(self.every))
         return None if left is None or not self.schedule.keeps else left.as_strided(*self._layout())
 
     def gradients(self) -> list[Tensor]:
         """Gradients of input, weight and bias from the finished state; logits are formed again."""
         there = self._take_over()
-        self._take(self.schedule.gradients(kept=there))
+        self._take(self.schedule.gradients(self.every, there))
         if there and self._kept is not None:
             free(self._kept)  # before sums are rounded
         return self.sums.finish()
@@ -181,7 +194,7 @@ class Run:
 
     def statistics_and_gradients(self) -> list[Tensor]:
         """Both in one go."""
-        self._take(self.schedule.statistics_and_gradients())
+        self._take(self.schedule.statistics_and_gradients(self.every))
         if self.schedule.strategy == RUNNING_RESCALE:
             self.sums.finish_rescaled(self)
         return self.sums.finish()
@@ -228,6 +241,8 @@ class Run:
         try:
             for step in steps:
                 self._step(step)
+                if step.times > 1:  # the first writes what the others add to
+                    self._step(step)
             return self._tile
         finally:
             self._tile, self._x = None, self.tokens.x  # before sums are rounded
