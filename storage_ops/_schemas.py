@@ -28,6 +28,7 @@ _LOSS_UPSTREAM = (
 
 # `kept` is what a forward without gradients has returned in the place of grad_input.
 _LOSS_BACKWARD = f"{_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}"
+_LOSS_INTO = f"{_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}"
 _LOSS_GRADIENTS = "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 
 _KL_ARGUMENTS = (
@@ -72,9 +73,10 @@ SCHEMAS: dict[str, str] = {
     ),
     "linear_cross_entropy_backward_target": f"({_LOSS_BACKWARD}) -> Tensor",
     "linear_cross_entropy_backward_into": (
-        f"(Tensor(b!)? kept, {_LOSS_UPSTREAM}, "
-        f"{_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}) "
-        "-> (Tensor grad_input, Tensor grad_bias)"
+        f"({_LOSS_INTO}) -> (Tensor grad_input, Tensor grad_bias)"
+    ),
+    "linear_cross_entropy_backward_into_kept": (
+        f"(Tensor(b!) kept, {_LOSS_INTO}) -> (Tensor grad_input, Tensor grad_bias)"
     ),
     "_divergence_rows": (
         "(Tensor(a!) logits, Tensor teacher, Tensor? bias, Tensor? teacher_bias, Tensor(b!) state, "

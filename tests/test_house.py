@@ -42,6 +42,7 @@ REFERENCES = {
     "linear_cross_entropy_backward": "linear_cross_entropy",
     "linear_cross_entropy_backward_kept": "linear_cross_entropy",
     "linear_cross_entropy_backward_into": "linear_cross_entropy",
+    "linear_cross_entropy_backward_into_kept": "linear_cross_entropy",
     "linear_cross_entropy_backward_target": "linear_cross_entropy",
     "linear_kl_div_backward": "linear_kl_div",
 }

@@ -103,9 +103,9 @@ def backward(reduction, into=None, dense=False, picked=False):
     return (grad, None, per_token, per_token * 2, of_picks, state, *given)
 
 
-def kept(reduction):
+def kept(reduction, into=None):
     """The op takes the memory of a tile away, so that nobody may look at it then: an empty one."""
-    return (torch.empty(0, 7), *backward(reduction))
+    return (torch.empty(0, 7), *backward(reduction, into))
 
 
 def span(dtype=torch.float32):
@@ -182,7 +182,8 @@ CASES = {
     ],
     "linear_cross_entropy_backward_kept": [kept("mean"), kept("none")],
     "linear_cross_entropy_backward_target": [backward("mean", dense=True)],
-    "linear_cross_entropy_backward_into": [(None, *backward("mean", torch.zeros(7, 6)))],
+    "linear_cross_entropy_backward_into": [backward("mean", torch.zeros(7, 6))],
+    "linear_cross_entropy_backward_into_kept": [kept("mean", torch.zeros(7, 6))],
     "_divergence_rows": [
         head_rows("forward"),
         head_rows("reverse", 1, torch.float64),

@@ -35,8 +35,12 @@ def make_room(like: Tensor) -> None:
 
 
 def free(tile: Tensor) -> None:
-    """Give a tile's memory back; whoever reads it after that gets an error."""
-    if tile.numel() and tile.untyped_storage().nbytes():
+    """Give a tile's memory back; whoever reads it after that gets an error.
+
+    Memory that torch cannot resize is given back when nobody holds the tile any more.
+    """
+    storage = tile.untyped_storage()
+    if tile.numel() and storage.nbytes() and storage.resizable():
         torch.ops.storage_ops.discard_storage(tile, GUARD)
 
 

@@ -128,9 +128,13 @@ def _backward_kept(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _backward(*args, tile=tile)
 
 
-def _backward_into(tile: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
+def _backward_into(*args: Any, tile: Tensor | None = None) -> tuple[Tensor, Tensor]:
     grad_input, _, grad_bias = _backward(*args, into=True, tile=tile)
     return grad_input, grad_bias
+
+
+def _backward_into_kept(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return _backward_into(*args, tile=tile)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -196,8 +200,11 @@ def _recomputed(
     call = call._replace(in_forward=False, grad_mask=tuple(needs))
     arguments = (*given, state, *call[:_INTO], *call[_INTO + 1 :])
     if ctx.into is not None:
-        into = (tile, *given, state, *call._replace(accumulate_into=ctx.into))
-        made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
+        into = (*given, state, *call._replace(accumulate_into=ctx.into))
+        if tile is not None:
+            made = _OPS.linear_cross_entropy_backward_into_kept(tile, *into)
+        else:
+            made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
         needs[1], made = False, (made[0], None, made[1])
     elif tile is not None:
         made = _OPS.linear_cross_entropy_backward_kept(tile, *arguments)
@@ -270,6 +277,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_backward": exact(_backward),
     "linear_cross_entropy_backward_kept": exact(_backward_kept),
     "linear_cross_entropy_backward_into": exact(_backward_into),
+    "linear_cross_entropy_backward_into_kept": exact(_backward_into_kept),
     "linear_cross_entropy_backward_target": exact(_backward_target),
 }
 for _name, _kernel in {**_FALLBACKS, **_FACTS, **_KERNELS}.items():
@@ -351,6 +359,12 @@ def _(*args: Any) -> Tensor:
 
 
 @register_fake(_BACKWARD_NAME + "_into", lib=_schemas.library)
-def _(tile: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    grad_input, _, grad_bias = _fake_grads(call_of_backward(args, into=True))
+    return grad_input, grad_bias
+
+
+@register_fake(_BACKWARD_NAME + "_into_kept", lib=_schemas.library)
+def _(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     grad_input, _, grad_bias = _fake_grads(call_of_backward(args, into=True))
     return grad_input, grad_bias

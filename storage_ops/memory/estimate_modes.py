@@ -345,6 +345,7 @@ _KERNELS_OF_OPS = {
     _OPS.linear_cross_entropy_backward_kept.default,
     _OPS.linear_cross_entropy_backward_target.default,
     _OPS.linear_cross_entropy_backward_into.default,
+    _OPS.linear_cross_entropy_backward_into_kept.default,
     _OPS.linear_kl_div.default,
     _OPS.linear_kl_div_backward.default,
 }

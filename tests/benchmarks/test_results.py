@@ -27,7 +27,7 @@ def test_links_in_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if not target.startswith("http"):
             name, _, heading = target.partition("#")
-            found = page.parent / name
+            found = page.parent / name if name else page
             assert found.exists(), target
             lines = found.read_text().splitlines() if heading else []
             assert not heading or heading in map(slug, lines), target

@@ -134,7 +134,7 @@ def test_torch_func_while_a_region_awaits_its_backward(mode):
         dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
         with torch.no_grad():
             tangent = torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent
-    assert torch.allclose(tangent, right.sum())
+    assert torch.allclose(tangent, right.sum(), atol=1e-5)  # what is summed may nearly cancel
     waiting.backward()
     assert torch.equal(x.grad, right)
 

@@ -83,7 +83,7 @@ def test_the_gradient_of_a_bias_is_summed_in_fp32_at_any_budget(dtype):
     (bound,) = errors([eager], [exact])
     for budget in (smallest(x, w, target, linear_bias=b), "2 MiB", "8 MiB", None):
         loss = so.linear_cross_entropy(x, w, target, linear_bias=b, memory_budget=budget)
-        assert errors(torch.autograd.grad(loss, [b]), [exact])[0] <= 1.01 * bound
+        assert errors(torch.autograd.grad(loss, [b]), [exact])[0] <= 1.05 * bound
 
 
 @pytest.mark.parametrize("sizes", [(600, 64, 16001), (250, 300, 32001)])
