@@ -55,6 +55,12 @@ def checked(
     return num_chunks, budget, strict
 
 
+def taken(options: dict[str, Any]) -> tuple[int | None, int | None, bool]:
+    """The options of `chunk`, checked, out of those that are given with Inductor's."""
+    names = (("num_chunks", None), ("memory_budget", None), ("strict", False))
+    return checked(*(options.pop(name, default) for name, default in names))
+
+
 def apply(
     graph: fx.Graph,
     num_chunks: int | None,
@@ -267,14 +273,12 @@ def backend(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     given = dict(options or {})
-    own = [given.pop(name, default) for name, default in
-           (("num_chunks", None), ("memory_budget", None), ("strict", False))]  # fmt: skip
+    chosen = taken(given)
     patches = {**(list_mode_options(mode) if mode else {}), **given}
     patches = {key.replace("-", "_"): value for key, value in patches.items()}
     (returned,) = next(n for n in gm.graph.nodes if n.op == "output").args
     visible = len(returned) if isinstance(returned, (tuple, list)) else 1
     earlier = patches.get(_PASS, getattr(config, _PASS))
-    chosen = checked(*own)
     recognised = recognise(gm, chosen[0], chosen[1])
     words = Words()
     patches[_PASS] = _make_pass(chosen, visible, earlier, recognised, words, _graph_break(gm))

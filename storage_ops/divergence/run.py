@@ -20,7 +20,7 @@ from storage_ops.loss.devices import rates_of
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.loss.ranks import ranks_of
 from storage_ops.loss.run import problem_of, simulated
-from storage_ops.loss.schedule import GRADIENT, MERGE, UPDATE, Schedule, Step
+from storage_ops.loss.schedule import GRADIENT, MERGE, UPDATE, Schedule, Step, carried_out
 from storage_ops.loss.sums import Sums
 from storage_ops.loss.tokens import same_storage, tokens_of
 from storage_ops.matmul.aten import takes
@@ -161,11 +161,9 @@ class Run:
     def _take(self, schedule: Schedule, steps: Iterable[Step]) -> None:
         size = schedule.rows * padded(schedule.columns)
         try:
-            for step in steps:
+            for step in carried_out(steps):
                 if step.phases != MERGE and step.rows.stop > step.rows.start:
                     self._step(step, size)
-                    if step.times > 1:  # the first writes what the others add to
-                        self._step(step, size)
         finally:
             self._tile = self._teacher_tile = None  # before sums are rounded
             if self.targets is not None:

@@ -168,6 +168,7 @@ def schedule_of(p: Problem, key: str) -> Schedule:
     return schedule(fewer, strategy, int(rows), int(columns), widest, lends > 0)
 
 
+@functools.lru_cache(maxsize=256)
 def resumed(
     p: Problem, tile: tuple[int, int], memory_budget: int | None, rates: Rates | None = None
 ) -> str:

@@ -29,6 +29,7 @@ from storage_ops.loss.schedule import (
     UPDATE,
     Place,
     Step,
+    carried_out,
     within,
 )
 from storage_ops.loss.sums import Sums
@@ -239,10 +240,8 @@ class Run:
     def _take(self, steps: Iterable[Step]) -> Tensor | None:
         """Carry out steps; the buffer of tiles, as they leave it."""
         try:
-            for step in steps:
+            for step in carried_out(steps):
                 self._step(step)
-                if step.times > 1:  # the first writes what the others add to
-                    self._step(step)
             return self._tile
         finally:
             self._tile, self._x = None, self.tokens.x  # before sums are rounded

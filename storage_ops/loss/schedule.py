@@ -36,7 +36,7 @@ Nothing is written to a place before what lies there was read for the last time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,6 +115,14 @@ def _by_size(start: int, stop: int, size: int) -> Pieces:
     count, left = divmod(stop - start, size)
     pieces = [(slice(start, start + size), count)] if count else []
     return [*pieces, (slice(stop - left, stop), 1)] if left else pieces
+
+
+def carried_out(steps: Iterable[Step]) -> Iterator[Step]:
+    """Steps as they are run: twice where one stands for several, which add to what it writes."""
+    for step in steps:
+        yield step
+        if step.times > 1:
+            yield step
 
 
 def _from_the_last(tiles: Iterator[Step]) -> Iterator[Step]:

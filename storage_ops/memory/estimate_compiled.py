@@ -148,12 +148,10 @@ def _made_of(gm: fx.GraphModule, examples: Any, options: dict[str, Any]) -> Call
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    from storage_ops.autochunk.backend import apply, checked
+    from storage_ops.autochunk.backend import apply, taken
     from storage_ops.autochunk.recognise import recognise
 
-    chunks, budget, strict = checked(
-        options.get("num_chunks"), options.get("memory_budget"), options.get("strict", False)
-    )
+    chunks, budget, strict = taken(dict(options))
     recognised = recognise(gm, chunks, budget)
 
     def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> Any:
