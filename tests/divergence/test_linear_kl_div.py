@@ -9,7 +9,8 @@ from storage_ops.divergence import reference
 from storage_ops.loss import tokens as loss_tokens
 
 DIVERGENCES = ["forward", "reverse", "jsd", "tvd"]
-# Relative error against float64. The sign in tvd's gradient flips where 16-bit logits are equal.
+# Relative error against float64. Of all classes, some have 16-bit logits that are equal in both
+# heads, where tvd's gradient may have another sign.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 FLIPS = 0.5
 
@@ -58,6 +59,31 @@ def exact(made, upstream=None, teacher_topk=None, token_weight=None, **options):
                **options)  # fmt: skip
 
 
+def away_from_the_kink(made, weight, margin, likely, shift, temperature, teacher_topk=None,
+                       teacher_tail="bucket", softcap=None, teacher_softcap=None, **_):  # fmt: skip
+    """Token weights, 0 where both heads find a class so alike likely that rounding decides.
+
+    The sign of tvd's gradient flips there. It has little effect at a class less than `likely`.
+    """
+
+    def head(x, w, bias, cap):
+        z = made[x].double() @ made[w].double().T + made[bias].double()
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        return (z / temperature).softmax(-1)
+
+    q = head("x", "w", "b", softcap)
+    if teacher_topk is None:
+        p = head("t", "tw", "tb", teacher_softcap)
+    else:
+        p, q = teacher_topk[0].double().exp(), q.gather(-1, teacher_topk[1])
+        if teacher_tail == "renormalize":
+            p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+        else:
+            p, q = (torch.cat([t, 1 - t.sum(-1, keepdim=True)], -1) for t in (p, q))
+    apart = ((q < likely) | ((p / q).log().abs() > margin)).all(-1)
+    return weight.where(apart.roll(1, -1) if shift else apart, 0)
+
+
 def error(ours, expected):
     return ((ours.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
 
@@ -75,6 +101,7 @@ def smallest_budget(made, **options):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teacher, budget):
     made, weight = problem(dtype)
+    flips = divergence == "tvd" and dtype.itemsize == 2 and teacher == "hidden"
     caps = {"softcap": 2.5} if teacher != "hidden" else {"softcap": 2.5, "teacher_softcap": 1.5}
     for shift, temperature, more in ((False, 1.0, {}), (True, 1.7, {}), (True, 0.8, caps)):
         options = {
@@ -84,6 +111,9 @@ def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teache
         if teacher != "hidden":
             options["teacher_topk"] = stored(made, 5, temperature)
             options["teacher_tail"] = "renormalize" if "re" in teacher else "bucket"
+        if divergence == "tvd":
+            margin, likely = (0.05 if dtype.itemsize == 2 else 1e-4), (0.03 if flips else 0)
+            options["token_weight"] = away_from_the_kink(made, weight, margin, likely, **options)
         least = smallest_budget(made, **options)
         memory_budget = least if budget == "smallest" else None
         shape = (3, 9 - shift) if reduction == "none" else ()
@@ -92,7 +122,6 @@ def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teache
         expected, right = exact(made, upstream, **options)
         assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert error(loss, expected) < TOLERANCE[dtype]
-        flips = divergence == "tvd" and dtype.itemsize == 2
         for ours, wanted in zip(grads, right, strict=True):
             assert ours.dtype == dtype
             assert error(ours, wanted) < (FLIPS if flips else TOLERANCE[dtype])
