@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops._subclass import Replaced
 from storage_ops.checkpoint.chain import OutputDiscardChain
-from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.guard import by_storage, storage_key
 from storage_ops.checkpoint.inputs import leaves_of
-from storage_ops.checkpoint.selective import by_storage
 
 
 class _Scope(OutputDiscardChain):
@@ -44,8 +43,9 @@ class Pretended:
 
     def add(self, outputs: Any, inputs: Any) -> None:
         """Note what a layer returns."""
-        self.storages.update(by_storage(outputs).keys() - by_storage(inputs).keys())
-        for leaf in leaves_of(outputs):
+        leaves = leaves_of(outputs)
+        self.storages.update(by_storage(leaves).keys() - by_storage(leaves_of(inputs)).keys())
+        for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and storage_key(leaf) is None:
                 self.kept_classes.add(type(leaf).__name__)
 
@@ -77,7 +77,7 @@ class DiscardHolder(Replaced):
             return super().__call__(*args, **kwargs)
         if _scopes.pretended is not None:
             outputs = super().__call__(*args, **kwargs)
-            _scopes.pretended.storages.difference_update(by_storage(outputs))
+            _scopes.pretended.storages.difference_update(by_storage(leaves_of(outputs)))
             return outputs
         scope = _Scope(**self._discarding)
         with scope:

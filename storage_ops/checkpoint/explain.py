@@ -11,11 +11,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 
+from storage_ops._op_arguments import tensors_in
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
+from storage_ops.checkpoint.guard import by_storage
 from storage_ops.checkpoint.op_names import name_of, readable
 from storage_ops.checkpoint.policies import OFFLOAD, Policy, begin
 from storage_ops.checkpoint.rules import policy_of
-from storage_ops.checkpoint.selective import by_storage, saves_result
+from storage_ops.checkpoint.selective import saves_result
 from storage_ops.quantities import as_text, metric
 from storage_ops.quantities import readable as readable_bytes
 
@@ -158,7 +160,7 @@ class _Explaining(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = by_storage((args, kwargs))
+        inputs = by_storage(tensors_in((args, kwargs)))
         out = op(*args, **kwargs)
         if op in SAC_IGNORED_OPS:
             return out
@@ -170,7 +172,8 @@ class _Explaining(TorchDispatchMode):
         name = readable(name_of(op))
         row = self.rows.setdefault((name, saved), OpRow(name, saved))
         row.count += 1
-        row.nbytes += sum(t.nbytes for key, t in by_storage(out).items() if key not in inputs)
+        made = by_storage(tensors_in(out)).items()
+        row.nbytes += sum(t.nbytes for key, t in made if key not in inputs)
         formula = self._formulas.get(getattr(op, "overloadpacket", op))
         if formula is not None:
             row.flops += int(formula(*args, **kwargs, out_val=out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def storage_key(value: Any) -> int | None:
         return int(value.untyped_storage()._cdata)
     except NotImplementedError:  # torch.func's wrappers, told apart for free
         return None
+
+
+def by_storage(values: Iterable[object]) -> dict[int, Any]:
+    """The tensors among values, one for each storage; those that have none are left out."""
+    return {key: t for t in values if (key := storage_key(t)) is not None}
 
 
 def _has_nothing(value: Tensor) -> bool:

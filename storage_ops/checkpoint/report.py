@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from storage_ops._op_arguments import tensors_in
 from storage_ops.checkpoint import discard_scope, wrapper
 from storage_ops.checkpoint.execution import disable_checkpointing
+from storage_ops.checkpoint.guard import by_storage
 from storage_ops.checkpoint.rules import class_of
-from storage_ops.checkpoint.selective import by_storage
 from storage_ops.quantities import as_text, readable
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class _Storages(TorchDispatchMode):
         return out
 
     def _note(self, value: Any, made: bool) -> None:
-        for key, t in by_storage(value).items():
+        for key, t in by_storage(tensors_in(value)).items():
             if key not in self._known:
                 self._remember(key, t.untyped_storage(), made)
 

@@ -18,17 +18,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
 
+from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint import offload
 from storage_ops.checkpoint.copies import copies_for
 from storage_ops.checkpoint.execution import rng_of
-from storage_ops.checkpoint.guard import storage_key
+from storage_ops.checkpoint.guard import by_storage, storage_key
 from storage_ops.checkpoint.holders import is_held_by
 from storage_ops.checkpoint.offload import Away, Trip
 from storage_ops.checkpoint.op_names import Facts, facts_of, name_of, readable
@@ -169,8 +169,8 @@ class _Result:
 
     def depart(self) -> None:
         """Begin to copy the bytes to host memory, if nobody else holds them."""
-        ours = {id(t): t for t in (*_tensors(self.value), *(t for t, _ in self.versions))}
-        for key, t in by_storage(self.value).items():
+        ours = {id(t): t for t in (*tensors_in(self.value), *(t for t, _ in self.versions))}
+        for key, t in by_storage(tensors_in(self.value)).items():
             held = sum(storage_key(each) == key for each in ours.values())
             inside = locals_of("offload", "a result", t)
             copies = copies_for(inside[0]) if len(inside) == 1 else None
@@ -180,14 +180,14 @@ class _Result:
     def pack(self, hooks: Hooks) -> None:
         """Hand the tensors to saved-tensor hooks; whoever modifies them then is unseen."""
         self.versions = []
-        self.value = tree_map_only(Tensor, lambda t: _Packed(hooks[0](t), hooks[1]), self.value)
+        self.value = with_tensors(lambda t: _Packed(hooks[0](t), hooks[1]), self.value)
 
     def read(self) -> Any:
         """What the op returned; the tensors without a history."""
         while self.trips:
             self.trips[0].arrive()
             self.trips.pop(0)
-        return _mapped(_unpacked, self.value, (Tensor, _Packed))
+        return with_tensors(_unpacked, self.value, (Tensor, _Packed))
 
 
 @dataclass
@@ -252,20 +252,21 @@ class _Recording(_Mode):
         wanted = saves_result(self._policy, ctx, op, args, kwargs)
         if not wanted and (not self._on_storage or facts.is_view):
             return out  # a view has the version of what it views
-        made = by_storage(out)
+        tensors = tensors_in(out)
+        made = by_storage(tensors)
         for key, t in made.items():
             if key in self._on_storage:
                 self._on_storage[key].watch(_detached(t))
         # A number costs nothing. On the bytes of an argument there is nothing to save, and whoever
         # modifies them is unseen.
-        if wanted and _tensors(out) and not made.keys() & by_storage((args, kwargs)).keys():
-            value = _mapped(_detached, out)
-            random = _random_state(op, out) if saved.preserve_rng_state else []
+        if wanted and tensors and made.keys().isdisjoint(by_storage(tensors_in((args, kwargs)))):
+            value = with_tensors(_detached, out)
+            random = _random_state(op, tensors) if saved.preserve_rng_state else []
             result = _Result(value, _describe(args, kwargs), random, offloads=wanted == OFFLOAD)
             saved.results[name, index] = result
-            for t in _tensors(value):
+            for t in tensors_in(value):
                 result.watch(t)
-            self._on_storage |= dict.fromkeys(by_storage(value), result)
+            self._on_storage |= dict.fromkeys(made, result)
         return out
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -371,15 +372,8 @@ def _ignores(facts: Facts, args: Any) -> bool:
     return facts.is_ignored or (facts.is_cast and isinstance(args[0], nn.Parameter))
 
 
-# Trees are slow to walk in Python, and most ops take and return plain tensors and numbers.
-def _mapped(fn: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:
-    return fn(value) if isinstance(value, kinds) else tree_map_only(kinds, fn, value)
-
-
 def _describe(args: Any, kwargs: Any) -> Arguments:
-    if kwargs or any(isinstance(a, (list, tuple, dict)) for a in args):
-        args = _tensors((args, kwargs))
-    return [(t.shape, t.dtype) for t in args if isinstance(t, Tensor)]
+    return [(t.shape, t.dtype) for t in tensors_in((args, kwargs))]
 
 
 def _differs(region: str, op: Any) -> RuntimeError:
@@ -391,27 +385,13 @@ def _differs(region: str, op: Any) -> RuntimeError:
     )
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def by_storage(value: Any) -> dict[int, Tensor]:
-    """The tensors in a tree, one for each storage; those that have none are left out."""
-    if isinstance(value, Tensor):
-        key = storage_key(value)
-        return {} if key is None else {key: value}
-    return {key: t for t in _tensors(value) if (key := storage_key(t)) is not None}
-
-
 def _keeps_graph() -> bool:
     return torch._C._current_graph_task_id() != -1 and is_retained()
 
 
-def _random_state(op: Any, out: Any) -> RandomState:
+def _random_state(op: Any, made: list[Tensor]) -> RandomState:
     """The state of the generators that an op may have used, after it; nothing if it draws none."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return []
-    devices = {t.device for t in _tensors(out) if t.device.type != "meta"}
+    devices = {t.device for t in made if t.device.type != "meta"}
     return [(put, get()) for get, put in map(rng_of, devices)]

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from storage_ops._op_arguments import tensors_in
+from storage_ops.checkpoint.guard import by_storage
 from storage_ops.checkpoint.op_names import is_allocation, is_mutating, is_view
 from storage_ops.checkpoint.policies import call_name
-from storage_ops.checkpoint.selective import by_storage, is_ignored
+from storage_ops.checkpoint.selective import is_ignored
 from storage_ops.fitting.roofline import Roofline
 from storage_ops.loss import planner
 from storage_ops.loss.call import Call
@@ -84,12 +86,12 @@ class OpTimes(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = by_storage((args, kwargs))
+        inputs = by_storage(tensors_in((args, kwargs)))
         out = op(*args, **kwargs)
         if is_ignored(op, args):
             return out
         self.count += 1
-        outputs = by_storage(out)
+        outputs = by_storage(tensors_in(out))
         made = {key: t for key, t in outputs.items() if key not in inputs}
         sizes = [_nbytes(t) for t in made.values()]
         seconds = 0.0

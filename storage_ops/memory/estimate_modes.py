@@ -21,6 +21,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint.copies import BookedCopies, active
 from storage_ops.memory import estimate_cpu, estimate_ranks
 from storage_ops.memory.alike import Unlike
@@ -29,7 +30,6 @@ from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
 from storage_ops.memory.estimate_values import Values
-from storage_ops.memory.op_arguments import tensors_in, with_tensors
 
 _OPS = torch.ops.storage_ops
 _aten = torch.ops.aten

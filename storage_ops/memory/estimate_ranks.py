@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from storage_ops._op_arguments import tensors_in
 from storage_ops.memory.estimate_ddp import ddp_in
 from storage_ops.memory.estimate_fsdp import sharded_parameters, states_in
-from storage_ops.memory.op_arguments import tensors_in
 
 if TYPE_CHECKING:
     from storage_ops.memory.estimate_modes import Simulation

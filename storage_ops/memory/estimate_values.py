@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.memory.estimate_assume import Assumption, Source, name_of
-from storage_ops.memory.op_arguments import tensors_in, with_tensors
 
 _aten = torch.ops.aten
 # Elements and bytes above which a tensor is not followed. The one-hot choices of 8 among 128

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from storage_ops._op_arguments import tensors_in
 from storage_ops.memory.estimate import share_copies
 from storage_ops.memory.estimate_calls import outermost
 from storage_ops.memory.estimate_ledger import Block, Ledger
-from storage_ops.memory.op_arguments import tensors_in
 
 _OPS = torch.ops.storage_ops
 

@@ -1,7 +1,7 @@
 """The tensors among what an op is given and what it returns.
 
 These are values of a schema: tensors, lists of such, and what holds none. `torch.utils._pytree`
-knows more kinds of trees and takes several times as long, for every op of a simulated step.
+knows more kinds of trees and takes several times as long, for every op of a step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def _add_tensors(value: Any, found: list[Tensor]) -> None:
             _add_tensors(part, found)
 
 
-def with_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """The value with each of its tensors changed."""
-    if isinstance(value, Tensor):
+def with_tensors(change: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:
+    """The value with each of its tensors, or of what else is of these kinds, changed."""
+    if isinstance(value, kinds):
         return change(value)
     if isinstance(value, (list, tuple)):
-        parts = [with_tensors(change, part) for part in value]
+        parts = [with_tensors(change, part, kinds) for part in value]
         return parts if isinstance(value, list) else tuple(parts)
     if isinstance(value, dict):
-        return {name: with_tensors(change, part) for name, part in value.items()}
+        return {name: with_tensors(change, part, kinds) for name, part in value.items()}
     return value

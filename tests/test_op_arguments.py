@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from storage_ops.memory.op_arguments import tensors_in, with_tensors
+from storage_ops._op_arguments import tensors_in, with_tensors
 
 LEAVES = st.one_of(
     st.builds(torch.ones, st.integers(0, 3)),
