@@ -28,7 +28,7 @@ else:
     from storage_ops.checkpoint.chain import OutputDiscardChain
     from storage_ops.checkpoint.config import ActivationCheckpointConfig
     from storage_ops.checkpoint.execution import disable_checkpointing, register_rng_tracker
-    from storage_ops.checkpoint.explain import explain_policy
+    from storage_ops.checkpoint.explain_policy import explain_policy
     from storage_ops.checkpoint.output_discard import (
         OutputDiscard,
         OutputDiscardCheckpoint,

@@ -23,7 +23,7 @@ DISABLED = "STORAGE_OPS_DISABLE_NATIVE=1"
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """Which libraries to load, in order, and why the others are left alone."""
 
     load: tuple[str, ...]
@@ -46,7 +46,7 @@ class Status:
         return f"storage_ops looked for {name} in {FOLDER}: {reason}."
 
 
-def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -> Plan:
+def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -> LoadPlan:
     """Choose libraries for a torch.
 
     Args:
@@ -66,7 +66,7 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
     cuda = f"libstorage_ops_cu{cuda_version.partition('.')[0]}.so" if cuda_version else None
     if minor < OLDEST_TORCH:
         reason = f"torch {torch_version} is older than 2.10"
-        return Plan((), dict.fromkeys(present, reason), {})
+        return LoadPlan((), dict.fromkeys(present, reason), {})
     wanted, skipped, missing = [], {}, {}
     for name in present:
         if name in (CPU, cuda) or (name == binding and release):
@@ -89,7 +89,7 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
     for name in expected:
         if name not in present:
             missing[name] = "no such file (not built, or not part of this package)"
-    return Plan(tuple(wanted), skipped, missing)
+    return LoadPlan(tuple(wanted), skipped, missing)
 
 
 def load() -> Status:

@@ -25,8 +25,8 @@ Every other loss is chunked in the joint graph of forward and backward::
 
     for amplifier in the largest products, and spread gradients:   # driver
         write ops without a rule as ops that have one              # prepare
-        form it in the ranges of tokens that are sliced after it,  # choices, tokens, ranges
-            or of the tokens that a mask keeps
+        form it in the ranges of tokens that are sliced after it,  # selections, token_ranges,
+            or of the tokens that a mask keeps                     # ranges
         for each range:
             span = label(amplifier): for each node after it        # spans, by the table in rules
                 Rows: a slice of it belongs to a chunk of tokens   # lattice
@@ -38,8 +38,8 @@ Every other loss is chunked in the joint graph of forward and backward::
                 form the logits once more in the backward
             body = the nodes of the span, for one chunk            # body
             replace the span by one op that runs the body          # rewrite, program
-        add up in one place what ops add to the same gradient      # sums
-    at run time, for each chunk:                                   # run
+        add up in one place what ops add to the same gradient      # joint_sums
+    at run time, for each chunk:                                   # chunk_op
         form the product in a buffer, run the compiled body on it,
         put rows in their place, add terms up                      # assemble
     multiply the gradients by upstream

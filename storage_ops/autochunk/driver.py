@@ -10,7 +10,9 @@ from pathlib import Path
 
 from torch import fx
 
+from storage_ops.autochunk.chunk_op import in_body
 from storage_ops.autochunk.edit import Undo, retire
+from storage_ops.autochunk.joint_sums import Term, add_up
 from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of
@@ -26,9 +28,7 @@ from storage_ops.autochunk.prepare import (
 from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
-from storage_ops.autochunk.run import in_body
 from storage_ops.autochunk.spans import LARGE, TRIES, Span, candidates, is_product, propagate
-from storage_ops.autochunk.sums import Term, add_up
 from storage_ops.autochunk.values import (
     ends,
     hint,

@@ -45,7 +45,7 @@ class Calls:
         return node
 
 
-class Sizes:
+class SizeNodes:
     """Sizes as numbers, or as nodes: those that have them already, or sums and products of them."""
 
     def __init__(self, call: Callable[..., fx.Node], nodes: Iterable[fx.Node]):
@@ -126,7 +126,9 @@ class Builder:
         # What needs the span's results cannot give it sizes, nor can the backward to the forward.
         tangents = tangents_of(graph)
         after = {*tangents, *reached([*starts, *tangents])}
-        self.size = Sizes(self.call, [n for n in graph.nodes if n not in after and n not in inside])
+        self.size = SizeNodes(
+            self.call, [n for n in graph.nodes if n not in after and n not in inside]
+        )
 
 
 def sort(graph: fx.Graph) -> None:

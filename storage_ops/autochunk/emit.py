@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.edit import Builder
-from storage_ops.autochunk.forward import Forward, Splice, products, without_gradients
+from storage_ops.autochunk.forward import ForwardSlice, Splice, products, without_gradients
 from storage_ops.autochunk.head import Head, bare
 from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
@@ -50,7 +50,7 @@ class Emitter:
     """
 
     def __init__(
-        self, forward: Forward, heads: list[Head], num_chunks: int | None, budget: int | None
+        self, forward: ForwardSlice, heads: list[Head], num_chunks: int | None, budget: int | None
     ):
         self.forward, self.heads = forward, heads
         self.num_chunks, self.budget = num_chunks, budget

@@ -30,7 +30,7 @@ MOST = 256  # nodes of a slice: what comes after the logits of a model are some 
 
 
 @dataclass
-class Forward:
+class ForwardSlice:
     """A slice of Dynamo's graph.
 
     Attributes:
@@ -114,7 +114,7 @@ def _is_mask(item: Any) -> bool:
     return isinstance(item, fx.Node) and _is_tensor(item) and _value(item).dtype == torch.bool
 
 
-def loss_of(forward: Forward) -> tuple[fx.Node, list[fx.Node]] | None:
+def loss_of(forward: ForwardSlice) -> tuple[fx.Node, list[fx.Node]] | None:
     """The number that all that a product leads to becomes, if it does; and what leads there."""
     after = reached([forward.product]) | {forward.product}
     nodes = [n for n in forward.gm.graph.nodes if n in after and n.op != "output"]
@@ -154,7 +154,7 @@ def _up_to_rows(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
     return [product, *(n for n in order if n in found)]
 
 
-def slice_of(gm: fx.GraphModule, product: fx.Node) -> Forward:
+def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
     """The slice from a product to a few numbers per token.
 
     Raises:
@@ -165,7 +165,7 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> Forward:
         raise Conflict("leads to more than a loss", product)
     known = set(nodes)
     ends = [n for n in nodes[1:] if any(user not in known for user in n.users)]
-    run = Replay(gm.graph, nodes)
+    run = NodeReplay(gm.graph, nodes)
     if not all(isinstance(_value(n), (Tensor, torch.SymInt)) for n in ends):
         raise Conflict("leads to more than tensors", product)
     changed = [n for n in [*run.inputs, *ends] if _is_tensor(n) and _value(n)._version]
@@ -173,10 +173,10 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> Forward:
         raise Conflict("is changed in place by the function", changed[0])
     graph = run.trace(ends)
     inputs = dict(zip((n for n in graph.nodes if n.op == "placeholder"), run.inputs, strict=True))
-    return Forward(gm, product, nodes, ends, graph, inputs)
+    return ForwardSlice(gm, product, nodes, ends, graph, inputs)
 
 
-class Replay:
+class NodeReplay:
     """Nodes of Dynamo that are run again.
 
     Attributes:
@@ -333,7 +333,7 @@ class Splice:
         env: for nodes of the ATen graph, those of Dynamo's.
     """
 
-    def __init__(self, forward: Forward, before: fx.Node):
+    def __init__(self, forward: ForwardSlice, before: fx.Node):
         self.call = Calls(forward.gm.graph, forward.product, before, "example_value")
         self.env: dict[fx.Node, fx.Node] = dict(forward.inputs)
 
@@ -355,7 +355,7 @@ class Splice:
         return self.env[wanted]
 
 
-def sweep(forward: Forward) -> None:
+def sweep(forward: ForwardSlice) -> None:
     """Drop what nobody reads any more of the slice."""
     for node in reversed(forward.nodes):
         if not node.users:

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from storage_ops.autochunk.body import Body
+from storage_ops.autochunk.coefficients import fit, in_double
 from storage_ops.autochunk.edit import Builder
-from storage_ops.autochunk.fit import fit, in_double
-from storage_ops.autochunk.forward import Forward
+from storage_ops.autochunk.forward import ForwardSlice
 from storage_ops.autochunk.lattice import Conflict, Layout, Rows, Whole, same
 from storage_ops.autochunk.rules import is_transposition
 from storage_ops.autochunk.spans import Span
@@ -70,7 +70,7 @@ class Head:
         terms: what the rows are made of.
     """
 
-    def __init__(self, forward: Forward, span: Span):
+    def __init__(self, forward: ForwardSlice, span: Span):
         if len(span.amplifiers) != 1 or not same(span.step, 1):
             raise Conflict("mixes tokens")
         (amplifier,) = span.amplifiers

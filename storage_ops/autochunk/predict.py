@@ -33,7 +33,7 @@ _HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
 _VIEWS = ("view", "expand", "permute", "getitem")
 
 
-def kind_of(node: fx.Node) -> str:
+def fusion_kind(node: fx.Node) -> str:
     """The kind of a node's op; "opaque" if it has no rule and is not element by element."""
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
     if rule is not None:
@@ -57,12 +57,14 @@ def peak(graph: fx.Graph) -> int:
     nodes = sorted((n for n in graph.nodes if n in alive), key=lambda n: n in backward)
     stored, heavy = set[fx.Node](), set[fx.Node]()
     for node in nodes:
-        if kind_of(node) in (*_FUSED, *_VIEWS) and (
+        if fusion_kind(node) in (*_FUSED, *_VIEWS) and (
             short_name(node) in _HEAVY or not heavy.isdisjoint(node.all_input_nodes)
         ):
             heavy.add(node)
         base = owner(node)
-        part = kind_of(node) in ("along", "select") and base is not node  # a view of what is there
+        part = (
+            fusion_kind(node) in ("along", "select") and base is not node
+        )  # a view of what is there
         part = part and (base.op == "placeholder" or base in stored)
         if not part and _is_stored(node, backward, heavy):
             stored.add(node)
@@ -81,7 +83,7 @@ def peak(graph: fx.Graph) -> int:
         if node in stored or node.op == "output":
             for each in read:
                 last[each] = place
-        if kind_of(node) in _REDUCTIONS:
+        if fusion_kind(node) in _REDUCTIONS:
             reduced.update((each, node in backward) for each in read)
     level = highest = 0
     dying: dict[int, list[fx.Node]] = {}
@@ -92,7 +94,7 @@ def peak(graph: fx.Graph) -> int:
             level += sum(map(nbytes, results[node]))
             gone_sizes = [nbytes(n) for n in dying.get(place, ())
                           if n is not node and (n, node in backward) not in reduced]  # fmt: skip
-            over = kind_of(node) in _FUSED and nbytes(node) in gone_sizes
+            over = fusion_kind(node) in _FUSED and nbytes(node) in gone_sizes
             highest = max(highest, level - over * nbytes(node) + held_inside(node))
         for gone in dying.get(place, ()):
             level -= nbytes(gone) if node.op != "output" else 0
@@ -105,13 +107,13 @@ def _items(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_stored(node: fx.Node, backward: Container[fx.Node], heavy: Container[fx.Node]) -> bool:
-    kind = kind_of(node)
+    kind = fusion_kind(node)
     if node.op != "call_function" or name_of(node) == "aten.copy_.default":
         return False
     if name_of(node) in _WRITTEN and _on_cpu(node):
         return True
     if kind in _FUSED or kind == "expand":
-        readers = [kind_of(u) for u in _readers(node)]
+        readers = [fusion_kind(u) for u in _readers(node)]
         if kind == "expand":  # no product reads one number as a matrix
             return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
         once = "sum" in readers and node in heavy and evaluated_once(node, backward)
@@ -138,7 +140,7 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if kind_of(user) in _VIEWS:
+            if fusion_kind(user) in _VIEWS:
                 stack.append(user)
             else:
                 found.add(user)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder, Calls, Sizes, retire, sort
+from storage_ops.autochunk.edit import Builder, Calls, SizeNodes, retire, sort
 from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import RULES
@@ -61,7 +61,7 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
         if matrix is None:
             continue
         call = Calls(graph, node, before=node)
-        size = Sizes(call, _with_sizes(graph, node))
+        size = SizeNodes(call, _with_sizes(graph, node))
         try:
             sizes = [size(s) for s in shape(node)]
             hidden = size(shape(x)[2])
@@ -258,7 +258,7 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
 def _taken(graph: fx.Graph, node: fx.Node) -> bool:
     """One of the parts of x is a slice of it, and every k-th index is one of another dimension."""
     call, args = Calls(graph, node), list[Any](node.args)
-    size = Sizes(call, _with_sizes(graph, node))
+    size = SizeNodes(call, _with_sizes(graph, node))
     made: Any = args[0]
     if name_of(node) == "getitem" and name_of(made).startswith("aten.split"):
         x, dim = made.args[0], argument(made, 2, "dim", 0) % len(shape(node))

@@ -22,7 +22,6 @@ import torch
 from torch import fx
 from torch.utils._pytree import SequenceKey
 
-from storage_ops.autochunk.choices import mask_of
 from storage_ops.autochunk.edit import Builder, Undo, retire, sort
 from storage_ops.autochunk.lattice import (
     Conflict,
@@ -37,8 +36,9 @@ from storage_ops.autochunk.lattice import (
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.prepare import Mutations, own_sizes
 from storage_ops.autochunk.rules import rule_of
+from storage_ops.autochunk.selections import mask_of
 from storage_ops.autochunk.spans import is_product, rows_of, stops
-from storage_ops.autochunk.tokens import Tokens, length
+from storage_ops.autochunk.token_ranges import TokenRanges, length
 from storage_ops.autochunk.values import Size, ends, is_zero, leading_to, name_of, shape
 
 _ATEN = torch.ops.aten
@@ -65,7 +65,7 @@ def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | 
     for first, stacks in itertools.product(rows_of(product), (True, False)):
         undo, mutations = Undo(graph), Mutations(graph)
         try:
-            tokens = Tokens(graph, product, first, small, stacks)
+            tokens = TokenRanges(graph, product, first, small, stacks)
             if not tokens.chosen:
                 return None
             found = _Parts(graph, tokens).run()
@@ -89,7 +89,7 @@ class _Parts:
         vectors: indices of what a mask keeps.
     """
 
-    def __init__(self, graph: fx.Graph, tokens: Tokens):
+    def __init__(self, graph: fx.Graph, tokens: TokenRanges):
         self.graph, self.tokens, self.rows = graph, tokens, tokens.rows
         self.builder = Builder(graph, [tokens.product])
         self.call = self.builder.call

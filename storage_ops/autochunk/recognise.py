@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from storage_ops.autochunk.chunk_op import in_body
 from storage_ops.autochunk.edit import Undo
 from storage_ops.autochunk.emit import Emitted, Emitter
 from storage_ops.autochunk.forward import (
-    Forward,
+    ForwardSlice,
     forget_bounds,
     products,
     slice_of,
@@ -36,7 +37,6 @@ from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of
 from storage_ops.autochunk.prepare import own_sizes
 from storage_ops.autochunk.ranges import take_apart
-from storage_ops.autochunk.run import in_body
 from storage_ops.autochunk.spans import LARGE, TRIES, is_product, propagate
 from storage_ops.autochunk.tail import Tail
 from storage_ops.autochunk.values import name_of, nbytes, numel
@@ -94,7 +94,7 @@ def recognise(
     return found
 
 
-def _amplifier(forward: Forward) -> fx.Node:
+def _amplifier(forward: ForwardSlice) -> fx.Node:
     size = numel(forward.product)
     found: list[fx.Node] = [n for n in forward.graph.nodes if is_product(n) and numel(n) == size]
     if not found:
@@ -119,7 +119,7 @@ def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
         log.debug("%s: not recognised", product, exc_info=error)
 
 
-def heads_of(forward: Forward, amplifiers: list[fx.Node]) -> list[Head]:
+def heads_of(forward: ForwardSlice, amplifiers: list[fx.Node]) -> list[Head]:
     """What products, which are ranges of the tokens of one, are to the op.
 
     Raises:
@@ -171,7 +171,7 @@ def _tail_of(heads: list[Head]) -> Tail:
 
 
 def emit(
-    forward: Forward, heads: list[Head], num_chunks: int | None, memory_budget: int | None
+    forward: ForwardSlice, heads: list[Head], num_chunks: int | None, memory_budget: int | None
 ) -> Emitted:
     """Write the op in the place of a product: for the loss, or else for the rows."""
     emitter = Emitter(forward, heads, num_chunks, memory_budget)

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
-import storage_ops.autochunk.run  # noqa: F401  registers the op
+import storage_ops.autochunk.chunk_op  # noqa: F401  registers the op
 from storage_ops.autochunk.body import Body, share
 from storage_ops.autochunk.edit import Builder, sort
+from storage_ops.autochunk.joint_sums import Term
 from storage_ops.autochunk.lattice import Partial
 from storage_ops.autochunk.passes import Passes
-from storage_ops.autochunk.predict import evaluated_once, kind_of, peak
+from storage_ops.autochunk.predict import evaluated_once, fusion_kind, peak
 from storage_ops.autochunk.program import Program, encode, encode_graph
 from storage_ops.autochunk.spans import Span, is_product
-from storage_ops.autochunk.sums import Term
 from storage_ops.autochunk.values import hint, leading_to, nbytes, shape, short_name, values_of
 
 _ATEN = torch.ops.aten
@@ -110,7 +110,7 @@ def group_bytes(span: Span, body: Body, program: Program) -> tuple[int, int]:
     inside = peak(body.graph) if program.in_blocks else 0
     if not program.in_blocks:  # else a block is small; what is summed at once stays in a cache
         exps = [n for n in body.env if n in span.large and short_name(n) == "exp"]
-        kept |= {n for n in exps if evaluated_once(n) and "sum" not in map(kind_of, n.users)}
+        kept |= {n for n in exps if evaluated_once(n) and "sum" not in map(fusion_kind, n.users)}
     groups = max(hint(span.groups), 1)
     return -(-sum(map(nbytes, kept)) // groups), -(-inside // groups)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from storage_ops.autochunk.fit import fit, in_double
-from storage_ops.autochunk.forward import Replay, learns, loss_of, traced
+from storage_ops.autochunk.coefficients import fit, in_double
+from storage_ops.autochunk.forward import NodeReplay, learns, loss_of, traced
 from storage_ops.autochunk.head import VIEWS, Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.spans import is_product
@@ -44,7 +44,7 @@ class Tail:
         if len(head.targets) != 1 or any(t.entropy or t.detached for t in head.terms):
             raise Conflict("is no sum of cross-entropy and squares of lse")
         self.loss, nodes = found
-        self.ends = Replay(head.forward.gm.graph, nodes, head.forward.ends)
+        self.ends = NodeReplay(head.forward.gm.graph, nodes, head.forward.ends)
         self.between = self._between()
         inputs = head.forward.inputs
         own = [inputs[n] for n in self.between if n.op == "placeholder"]

@@ -83,10 +83,10 @@ def _leave_to_fsdp(whole: list[tuple[Any, Any]]) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
     for state in states:
         state._register_root_post_backward_final_callback()
-    engine.queue_callback(_Pass([group for _, group in whole], ours))
+    engine.queue_callback(_GatheredPass([group for _, group in whole], ours))
 
 
-class _Pass:
+class _GatheredPass:
     """What a backward pass has gathered; only the pass has a reference.
 
     It is called when the pass ends, and FSDP does the rest. If it dies before, the pass has failed.

@@ -47,7 +47,7 @@ class Inputs:
             self._at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
             self.tensors = [flat[i] for i in self._at]
             self.plain = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
-        self._like = [Like(t) for t in self.tensors]
+        self._like = [TensorTraits(t) for t in self.tensors]
         self._again: list[tuple[Tensor, int]] = []  # what a repetition got, and its hooks then
         # Hooks hand out other tensors. Where the graph, or hooks of ours, keep the tensor itself
         # anyway, a repetition gets that.
@@ -90,7 +90,7 @@ class Inputs:
         return args, kwargs
 
 
-class Like:
+class TensorTraits:
     """What a tensor is besides its bytes and its history."""
 
     __slots__ = ("attributes", "kind", "needs_grad")

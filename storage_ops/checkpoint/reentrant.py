@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops.checkpoint.execution import ExecutionState
-from storage_ops.checkpoint.inputs import Like
+from storage_ops.checkpoint.inputs import TensorTraits
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.region import Options
 from storage_ops.checkpoint.saved import fail_modified
@@ -49,12 +49,12 @@ def run_reentrant(
             f"use_reentrant is True, but no input of {name} needs grad, so its parameters would "
             "get none; expected use_reentrant=False"
         )
-    call = _Call(fn, args, kwargs, leaves, spec, options, name, parameters)
+    call = _ReentrantCall(fn, args, kwargs, leaves, spec, options, name, parameters)
     outputs = torch_checkpoint(call, *leaves, use_reentrant=True, preserve_rng_state=False)
     return tree_unflatten(list(outputs), call.result)
 
 
-class _Call:
+class _ReentrantCall:
     """A call that returns leaves: the first time it is the forward, then the recompute."""
 
     def __init__(
@@ -73,7 +73,7 @@ class _Call:
         self.result: Any = None
         self._fn, self._spec, self._name = fn, spec, name
         self._first: Any = (args, kwargs)  # the caller's own, for the forward
-        self._like = [Like(t) for t in tensors]
+        self._like = [TensorTraits(t) for t in tensors]
         self._checks = options.determinism_check != "none"
         self._state = ExecutionState(
             Surroundings.of(fn, plain, tensors), options.preserve_rng_state

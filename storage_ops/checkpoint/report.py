@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 from storage_ops._op_arguments import tensors_in
 from storage_ops.checkpoint import discard_scope, wrapper
+from storage_ops.checkpoint.config_policy import class_of
 from storage_ops.checkpoint.execution import disable_checkpointing
 from storage_ops.checkpoint.guard import by_storage
-from storage_ops.checkpoint.rules import class_of
 from storage_ops.quantities import as_text, readable
 
 if TYPE_CHECKING:

@@ -100,7 +100,7 @@ class Pieces:
                 )
 
 
-class _Call:
+class _TiledCall:
     """A call that can be repeated in backward."""
 
     def __init__(self, pieces: Pieces, x: Tensor, parameters: Mapping[str, Tensor]) -> None:
@@ -261,7 +261,7 @@ class _Tiled(torch.autograd.Function):
     """The node of a call."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _TiledCall, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call = call  # `name` is the node's own
         return call.forward(x)
 
@@ -281,7 +281,7 @@ def run(pieces: Pieces, x: Tensor) -> Tensor:
     parameters = {n: p for n, p in pieces.host.named_parameters() if p.requires_grad}
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return pieces.run(x)
-    call = _Call(pieces, x, parameters)
+    call = _TiledCall(pieces, x, parameters)
     return _Tiled.apply(call, x, *call.parameters)  # type: ignore[no-untyped-call, no-any-return]
 
 

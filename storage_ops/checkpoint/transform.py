@@ -13,8 +13,8 @@ from torch import nn
 
 from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
+from storage_ops.checkpoint.config_policy import class_of, qualified_name
 from storage_ops.checkpoint.report import checkpoint_report
-from storage_ops.checkpoint.rules import class_of, qualified_name
 from storage_ops.checkpoint.wrapper import Checkpointing
 
 _log = logging.getLogger("storage_ops")

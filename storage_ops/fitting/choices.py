@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from storage_ops.checkpoint.config_policy import class_of
 from storage_ops.checkpoint.copies import active
-from storage_ops.checkpoint.rules import class_of
 from storage_ops.fitting.actions import LOSS, Action, loss_actions
 from storage_ops.fitting.heads import heads_in
 from storage_ops.fitting.probe import Cost, Probe

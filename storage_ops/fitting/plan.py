@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from storage_ops.checkpoint.rules import class_of
+from storage_ops.checkpoint.config_policy import class_of
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.heads import LOSS_NAME
 from storage_ops.fitting.units import Unit, fingerprint, units_of

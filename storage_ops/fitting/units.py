@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from storage_ops.checkpoint.rules import class_of, qualified_name
+from storage_ops.checkpoint.config_policy import class_of, qualified_name
 from storage_ops.fitting.heads import heads_in, heads_of_loss, own_options
 from storage_ops.loss.api import LinearCrossEntropyLoss
 

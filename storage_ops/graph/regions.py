@@ -77,7 +77,7 @@ class _Open:
     discards: bool
 
 
-class Recorder:
+class RegionRecorder:
     """Marks every node a tracer makes, from the regions that are open at that moment."""
 
     def __init__(self, tracer: Any) -> None:
@@ -100,11 +100,11 @@ class Recorder:
         tracer.create_node = create_node
 
     @staticmethod
-    def of(tracer: Any) -> Recorder:
+    def of(tracer: Any) -> RegionRecorder:
         """The recorder of a tracer, made at the first call."""
         if not hasattr(tracer, "_storage_ops_recorder"):
-            tracer._storage_ops_recorder = Recorder(tracer)
-        recorder: Recorder = tracer._storage_ops_recorder
+            tracer._storage_ops_recorder = RegionRecorder(tracer)
+        recorder: RegionRecorder = tracer._storage_ops_recorder
         return recorder
 
     @contextlib.contextmanager
@@ -211,7 +211,7 @@ def inside() -> bool:
         False
     """
     mode = get_proxy_mode()
-    return mode is not None and Recorder.of(mode.tracer).inside
+    return mode is not None and RegionRecorder.of(mode.tracer).inside
 
 
 @contextlib.contextmanager
@@ -231,7 +231,7 @@ def region(policy: Policy | None = None, discards: bool = False) -> Iterator[Non
     if mode is None or not torch.is_grad_enabled():
         yield
         return
-    with Recorder.of(mode.tracer).region(policy, discards):
+    with RegionRecorder.of(mode.tracer).region(policy, discards):
         yield
 
 

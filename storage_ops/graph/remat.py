@@ -103,7 +103,7 @@ def recompute(before: fx.GraphModule, foreign: bool) -> fx.GraphModule:
     if not tagged:  # tags say of each node whether it is kept
         _include_views(gm.graph)
     while any(mark_of(node).path for node in gm.graph.nodes):
-        _Pass(gm.graph, mode, tagged).run()
+        _Rewrite(gm.graph, mode, tagged).run()
     remove_dead(gm.graph)
     if tagged:
         raise_items(gm.graph)
@@ -127,7 +127,7 @@ def forget_tags() -> None:
         fx_traceback.current_meta.pop(name, None)
 
 
-class _Pass:
+class _Rewrite:
     """Recomputes the outermost regions of a graph; the marks that remain are those inside them.
 
     Of tags of torch.compile each backward pass makes its own, in the order of the forward: so do

@@ -82,7 +82,7 @@ class TracedStep:
             def flat(*_: Tensor) -> list[Any]:
                 mode = get_proxy_mode()
                 assert mode is not None
-                regions.Recorder.of(mode.tracer)  # from here on every node is marked
+                regions.RegionRecorder.of(mode.tracer)  # from here on every node is marked
                 with lift, gradients, self._optimizers.watched(lift.name):
                     result = fn(*self._arguments.args, **self._arguments.kwargs)
                     self._result = packer.tree(result)

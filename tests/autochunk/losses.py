@@ -11,7 +11,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
 from storage_ops.autochunk import backend
-from storage_ops.autochunk import run as chunks
+from storage_ops.autochunk import chunk_op as chunks
 from storage_ops.autochunk.recognise import NOTHING, recognise
 
 B, T, D, V = 4, 8, 16, 320

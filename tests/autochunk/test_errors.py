@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from storage_ops.autochunk import ChunkError, chunk, driver, explain, prepare, rewrite
-from storage_ops.autochunk import run as chunks
+from storage_ops.autochunk import chunk_op as chunks
 
 N, D, V = 64, 8, 500
 STAGES = [

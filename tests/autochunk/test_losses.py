@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from storage_ops.autochunk import run as chunks
+from storage_ops.autochunk import chunk_op as chunks
 from storage_ops.autochunk.backend import backend
 from storage_ops.autochunk.program import decode_graph
 

@@ -39,7 +39,7 @@ def waiting(monkeypatch):
             made.append(self)
             super().settle()
 
-    monkeypatch.setattr("storage_ops.autochunk.run.Waiting", Watched)
+    monkeypatch.setattr("storage_ops.autochunk.chunk_op.Waiting", Watched)
     torch.use_deterministic_algorithms(True)
     yield made
     torch.use_deterministic_algorithms(False)

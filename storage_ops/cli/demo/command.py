@@ -15,7 +15,7 @@ import storage_ops
 from storage_ops.cli import output
 from storage_ops.cli.demo import corpus, picture
 from storage_ops.cli.demo.model import PRESETS
-from storage_ops.cli.demo.train import Run, train
+from storage_ops.cli.demo.train import TrainingRun, train
 from storage_ops.memory.plot import MIB
 
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, object] = {}
 
-        def progress(current: Run) -> None:
+        def progress(current: TrainingRun) -> None:
             if current.label not in tasks:
                 tasks[current.label] = bar.add_task(current.label, total=args.steps, loss="")
             bar.update(tasks[current.label], advance=1, loss=f"{current.losses[-1]:.4f}")  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(run: TrainingRun) -> dict[str, Any]:
     return {
         "label": run.label,
         "losses": run.losses,
@@ -84,7 +84,7 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _table(plain: Run, ours: Run, info: dict[str, Any]) -> Table:
+def _table(plain: TrainingRun, ours: TrainingRun, info: dict[str, Any]) -> Table:
     """Compare the two trainings."""
     result = Table(title="The same GPT, trained twice from the same seed")
     for column, justify in (("", "left"), (plain.label, "right"), (ours.label, "right")):

@@ -17,7 +17,7 @@ WARM_STEPS = 2  # the first steps create optimizer state and warm caches
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """One of the two trainings."""
 
     label: str
@@ -55,11 +55,11 @@ class Run:
 
 def make_run(
     label: str, config: Config, device: torch.device, *, save_memory: bool, seed: int
-) -> Run:
+) -> TrainingRun:
     """Build a model and its optimizer; the same seed gives the same parameters."""
     torch.manual_seed(seed)
     model = GPT(config, save_memory).to(device)
-    return Run(label, model, torch.optim.AdamW(model.parameters(), lr=config.learning_rate))
+    return TrainingRun(label, model, torch.optim.AdamW(model.parameters(), lr=config.learning_rate))
 
 
 def train(
@@ -68,8 +68,8 @@ def train(
     device: torch.device,
     steps: int,
     seed: int,
-    progress: Callable[[Run], None],
-) -> tuple[Run, Run]:
+    progress: Callable[[TrainingRun], None],
+) -> tuple[TrainingRun, TrainingRun]:
     """Train in plain PyTorch and with storage_ops on the same batches, a step of each in turn.
 
     Args:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from storage_ops.autochunk.choices import Link, choice_of, mask_of
 from storage_ops.autochunk.lattice import (
     Conflict,
     Partial,
@@ -24,6 +23,7 @@ from storage_ops.autochunk.lattice import (
 )
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.rules import rule_of
+from storage_ops.autochunk.selections import Link, choice_of, mask_of
 from storage_ops.autochunk.spans import LARGE, follow, is_product, read, stops
 from storage_ops.autochunk.values import (
     Size,
@@ -41,7 +41,7 @@ from storage_ops.autochunk.values import (
 _MOST = 64  # ranges of a value
 
 
-class Tokens:
+class TokenRanges:
     """The tokens of a product along one of its dimensions.
 
     Attributes:

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 
 from storage_ops._op_arguments import tensors_in
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
+from storage_ops.checkpoint.config_policy import policy_of
 from storage_ops.checkpoint.guard import by_storage
 from storage_ops.checkpoint.op_names import name_of, readable
 from storage_ops.checkpoint.policies import OFFLOAD, Policy, begin
-from storage_ops.checkpoint.rules import policy_of
 from storage_ops.checkpoint.selective import saves_result
 from storage_ops.quantities import as_text, metric
 from storage_ops.quantities import readable as readable_bytes
