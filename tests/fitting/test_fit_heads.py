@@ -144,10 +144,9 @@ def test_measured_peaks(name):
     expected, names = gradients(model, ids), list(model.state_dict())
     search = Search(model, ids, optimizer=ADAM, actions=ACTIONS)
     smallest = smallest_of(search)
-    without = simulate_step(model, ids, optimizer=ADAM).peak_bytes - 4 * ids.numel() * VOCAB
     none = simulate_step(model, ids, optimizer=ADAM).peak_bytes
     if name != "with its own budget":
-        assert smallest < without  # what a step takes besides the logits
+        assert smallest < none - 4 * ids.numel() * VOCAB // 2  # half of the logits at least
     seconds = []
     for share in (0.0, 0.5):
         budget = int(smallest + share * (none - smallest))
