@@ -120,7 +120,7 @@ def test_training(case, tokenizer, tmp_path, monkeypatch):
         line.pop("rewards/accuracies", None)  # in the first line they are of rewards that are 0
         for key, value in line.items():
             assert mine[key] == pytest.approx(
-                value, rel=2e-3 if exact else 0.1, abs=1e-4 if exact else 0.05, nan_ok=True
+                value, rel=2e-3 if exact else 0.1, abs=1e-4 if exact else 0.15, nan_ok=True
             ), key
 
 
