@@ -29,13 +29,12 @@ template <Divergence kKind, typename T, typename A>
 struct PairOfRows {
   const DivergenceArguments<T, A>& a;
   const int64_t i;
-  T* const rows[2];  // the second is only read
+  T* const rows[2];
 
   __device__ __forceinline__ PairOfRows(const DivergenceArguments<T, A>& args, int64_t index)
       : a(args),
         i(index),
-        rows{args.logits + index * args.stride,
-             const_cast<T*>(args.teacher) + index * args.teacher_stride} {}
+        rows{args.logits + index * args.stride, args.teacher + index * args.teacher_stride} {}
 
   // From n matrix products of each head to logits.
   template <int n>
@@ -56,7 +55,7 @@ struct PairOfRows {
 
   __device__ __forceinline__ LogSumExps<A> log_sum_exps(PairScratch<A>& scratch) const {
     RowState<A> own[2];
-    for_pieces_of<A, kRead, kPairTile, kForwards>(rows, a.columns, [&](int64_t column, auto& z) {
+    const auto add_up = [&](int64_t column, auto& z) {
       to_logits(column, z);
 #pragma unroll
       for (int head = 0; head < 2; ++head) {
@@ -67,7 +66,8 @@ struct PairOfRows {
 #pragma unroll
         for (const A& logit : z[head]) own[head].sum += exponential(logit - own[head].shift);
       }
-    });
+    };
+    for_pieces_of<A, kRead, kPairTile, kForwards>(rows, a.columns, add_up, rows[0]);
     A max[] = {own[0].max(), own[1].max()};
     block_reduce(max, -std::numeric_limits<A>::infinity(), scratch.max,
                  [](A x, A y) { return maximum(x, y); });
@@ -83,7 +83,8 @@ struct PairOfRows {
   __device__ __forceinline__ void pass(const LogSumExps<A>& lse, A center, A (&sums)[2]) const {
     const A factor = kGrad ? a.factor(i) : A(0);
     for_pieces_of<A, kGrad ? kReadWrite : kRead, kPairTile, kDirection>(
-        rows, a.columns, [&](int64_t column, auto& z) {
+        rows, a.columns,
+        [&](int64_t column, auto& z) {
           to_logits(column, z);
 #pragma unroll
           for (int k = 0; k < static_cast<int>(std::size(z[0])); ++k) {
@@ -101,7 +102,8 @@ struct PairOfRows {
               z[0][k] = factor == 0 ? A(0) : dz * factor;  // whatever the logits are
             }
           }
-        });
+        },
+        a.gradient(i));
   }
 };
 
@@ -156,7 +158,7 @@ auto kernel_of(Divergence kind) {
 void divergence_rows(Tensor logits, Tensor teacher, std::optional<Tensor> bias,
                      std::optional<Tensor> teacher_bias, Tensor state, Tensor loss,
                      std::optional<Tensor> upstream, std::string divergence, double beta,
-                     double scale, int64_t phases) {
+                     double scale, int64_t phases, bool over_teacher) {
   const Divergence kind = divergence_of(divergence);
   const DivergenceTensors tensors{logits, teacher, bias, teacher_bias, state, loss, upstream};
   check_divergence(tensors, phases & kGradient);
@@ -167,7 +169,7 @@ void divergence_rows(Tensor logits, Tensor teacher, std::optional<Tensor> bias,
   for_dtypes("_divergence_rows: logits", logits, [&](auto logit, auto arithmetic) {
     using T = decltype(logit);
     using A = decltype(arithmetic);
-    const auto a = divergence_arguments<T, A>(tensors, beta, scale, phases);
+    const auto a = divergence_arguments<T, A>(tensors, beta, scale, phases, over_teacher);
     // Short rows get fewer threads: each still has a tile of its own.
     constexpr int64_t kColumns = kPairTile * kPack<T> * 32;  // of a warp
     const int64_t warps = (a.columns + kColumns - 1) / kColumns;

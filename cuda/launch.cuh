@@ -119,10 +119,12 @@ enum Direction { kForwards, kBackwards };
 
 // Calls `body(column, numbers)` for every piece of n rows that this thread owns: n arrays of type A
 // with the numbers of each row from `column` on, loaded before as `kAccess` says, and the first
-// stored after. kTile packs of each row are on their way from memory at a time.
+// stored after, in the row `out` of them. kTile packs of each row are on their way from memory at a
+// time.
 template <typename A, Access kAccess, int kTile, Direction kDirection, int n, typename T,
           typename Body>
-__device__ __forceinline__ void for_pieces_of(T* const (&rows)[n], int64_t columns, Body body) {
+__device__ __forceinline__ void for_pieces_of(T* const (&rows)[n], int64_t columns, Body body,
+                                              T* out) {
   bool aligned = true;
 #pragma unroll
   for (int r = 0; r < n; ++r) aligned = aligned && is_aligned(rows[r]);
@@ -152,7 +154,7 @@ __device__ __forceinline__ void for_pieces_of(T* const (&rows)[n], int64_t colum
       body(static_cast<int64_t>(p) * kPack<T>, numbers);
       if constexpr (kAccess & kWrite) {
         pack(numbers[0], tile[u][0], T());
-        reinterpret_cast<uint4*>(rows[0])[p] = tile[u][0];
+        reinterpret_cast<uint4*>(out)[p] = tile[u][0];
       }
     }
   }
@@ -165,7 +167,7 @@ __device__ __forceinline__ void for_pieces_of(T* const (&rows)[n], int64_t colum
       for (int r = 0; r < n; ++r) numbers[r][0] = static_cast<A>(rows[r][j]);
     }
     body(j, numbers);
-    if constexpr (kAccess & kWrite) rows[0][j] = static_cast<T>(numbers[0][0]);
+    if constexpr (kAccess & kWrite) out[j] = static_cast<T>(numbers[0][0]);
   }
 }
 
@@ -174,7 +176,7 @@ template <typename A, Access kAccess, int kTile, Direction kDirection, typename 
 __device__ __forceinline__ void for_pieces(T* row, int64_t columns, Body body) {
   T* const rows[] = {row};
   for_pieces_of<A, kAccess, kTile, kDirection>(
-      rows, columns, [&](int64_t column, auto& numbers) { body(column, numbers[0]); });
+      rows, columns, [&](int64_t column, auto& numbers) { body(column, numbers[0]); }, row);
 }
 
 template <int n, typename V, typename Combine>

@@ -79,9 +79,9 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor(b!) kept, {_LOSS_INTO}) -> (Tensor grad_input, Tensor grad_bias)"
     ),
     "_divergence_rows": (
-        "(Tensor(a!) logits, Tensor teacher, Tensor? bias, Tensor? teacher_bias, Tensor(b!) state, "
-        "Tensor(c!) loss, Tensor? upstream, str divergence, float beta, float scale, int phases) "
-        "-> ()"
+        "(Tensor(a!) logits, Tensor(d!) teacher, Tensor? bias, Tensor? teacher_bias, "
+        "Tensor(b!) state, Tensor(c!) loss, Tensor? upstream, str divergence, float beta, "
+        "float scale, int phases, bool over_teacher) -> ()"
     ),
     "linear_kl_div": (
         f"({_KL_ARGUMENTS}) -> (Tensor loss, Tensor state, Tensor grad_input, Tensor grad_weight, "

@@ -73,13 +73,13 @@ def divergence(
     return (grad, torch.rand(9 if target else 3, 12), *call)
 
 
-def head_rows(name, phases=3, dtype=torch.float32, bias=True, count=5):
+def head_rows(name, phases=3, dtype=torch.float32, bias=True, count=5, over=False):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     offsets = (torch.randn(7, dtype=wide), torch.randn(7, dtype=wide)) if bias else (None, None)
     tiles = torch.randn(count, 7).to(dtype), torch.randn(count, 7).to(dtype)
     upstream = torch.rand(count, dtype=wide)
     return (*tiles, *offsets, torch.rand(3, count, dtype=wide), torch.zeros(count, dtype=wide),
-            upstream, name, 0.3, 0.5, phases)  # fmt: skip
+            upstream, name, 0.3, 0.5, phases, over)  # fmt: skip
 
 
 def product(add, dtype=torch.float32, transposed=False):
@@ -189,6 +189,7 @@ CASES = {
         head_rows("reverse", 1, torch.float64),
         head_rows("jsd", 2, torch.bfloat16, bias=False),
         head_rows("tvd", count=0),
+        head_rows("jsd", over=True),
     ],
     "linear_kl_div": [
         divergence("forward"),

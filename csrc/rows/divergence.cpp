@@ -1,5 +1,5 @@
 // CPU row kernel of linear_kl_div: a tile of logits of each head in, the divergence and statistics
-// of whole rows out, and the student's tile overwritten by its gradient.
+// of whole rows out, and one of both tiles overwritten by the student's gradient.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -53,8 +53,9 @@ struct RowSums {
 template <Divergence kKind, bool kSums, typename T, typename A>
 STORAGE_OPS_INLINE RowSums<double> pass(const DivergenceArguments<T, A>& arguments, int64_t i,
                                         bool grad, A center) {
-  T* row = arguments.logits + i * arguments.stride;
+  const T* row = arguments.logits + i * arguments.stride;
   const T* teacher = arguments.teacher + i * arguments.teacher_stride;
+  T* gradient = arguments.gradient(i);
   const A lse = arguments.state[i], teacher_lse = arguments.state[arguments.state_stride + i];
   const A beta = arguments.beta, scale = arguments.scale;
   const A upstream = grad ? arguments.factor(i) : A(0);
@@ -102,7 +103,7 @@ STORAGE_OPS_INLINE RowSums<double> pass(const DivergenceArguments<T, A>& argumen
         const A dz = gradient_of<kKind>(a[j], b[j], p[j], q[j], m[j], beta, center) * upstream;
         a[j] = upstream == 0 ? A(0) : dz;
       }
-      narrow(a, row + begin, n);
+      narrow(a, gradient + begin, n);
     }
   }
   return total;
@@ -141,14 +142,14 @@ STORAGE_OPS_DIVERGENCE(Half, float)
 void divergence_rows(Tensor logits, Tensor teacher, std::optional<Tensor> bias,
                      std::optional<Tensor> teacher_bias, Tensor state, Tensor loss,
                      std::optional<Tensor> upstream, std::string divergence, double beta,
-                     double scale, int64_t phases) {
+                     double scale, int64_t phases, bool over_teacher) {
   const Divergence kind = divergence_of(divergence);
   const DivergenceTensors tensors{logits, teacher, bias, teacher_bias, state, loss, upstream};
   check_divergence(tensors, phases & kGradient);
   for_dtypes("_divergence_rows: logits", logits, [&](auto logit, auto arithmetic) {
     using T = decltype(logit);
     using A = decltype(arithmetic);
-    const auto a = divergence_arguments<T, A>(tensors, beta, scale, phases);
+    const auto a = divergence_arguments<T, A>(tensors, beta, scale, phases, over_teacher);
     torch::stable::parallel_for(0, a.rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) run(a, kind, i);
     });

@@ -21,14 +21,17 @@ struct DivergenceTensors {
 // As the kernels use them, for logits of type T and arithmetic A.
 template <typename T, typename A>
 struct DivergenceArguments {
-  T* logits;
-  const T* teacher;
+  T *logits, *teacher;
   const A *bias, *teacher_bias, *upstream;
   A *state, *loss;
   int64_t rows, columns, stride, teacher_stride, state_stride, upstream_stride;
   A beta, scale;
-  bool update, grad;
+  bool update, grad, over_teacher;
 
+  // Where the gradient of a row goes: over the logits of one head.
+  STORAGE_OPS_INLINE T* gradient(int64_t row) const {
+    return over_teacher ? teacher + row * teacher_stride : logits + row * stride;
+  }
   // What the gradient of a row is multiplied by.
   STORAGE_OPS_INLINE A factor(int64_t row) const { return upstream[row * upstream_stride] * scale; }
 };
@@ -77,10 +80,10 @@ inline Divergence divergence_of(const std::string& name) {
 
 template <typename T, typename A>
 DivergenceArguments<T, A> divergence_arguments(const DivergenceTensors& t, double beta,
-                                               double scale, int64_t phases) {
+                                               double scale, int64_t phases, bool over_teacher) {
   DivergenceArguments<T, A> a{};
   a.logits = static_cast<T*>(t.logits.mutable_data_ptr());
-  a.teacher = static_cast<const T*>(t.teacher.const_data_ptr());
+  a.teacher = static_cast<T*>(t.teacher.mutable_data_ptr());
   a.bias = pointer<A>(t.bias);
   a.teacher_bias = pointer<A>(t.teacher_bias);
   a.upstream = pointer<A>(t.upstream);
@@ -96,6 +99,7 @@ DivergenceArguments<T, A> divergence_arguments(const DivergenceTensors& t, doubl
   a.scale = static_cast<A>(scale);
   a.update = phases & kUpdate;
   a.grad = phases & kGradient;
+  a.over_teacher = over_teacher;
   return a;
 }
 

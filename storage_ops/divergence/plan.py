@@ -23,7 +23,8 @@ class Teacher:
         hidden: the hidden size of the teacher; 0 for a stored one, which has no logits.
         matmul: its products, with the size of an element; None for a stored one.
         copies: of a piece of rows that are alive at a time, at most.
-        targets: whether there are any, for which a tile of the student is copied.
+        targets: whether there are any.
+        copied: for these, a tile of the student.
         plain: the row kernel that these need is plain torch.
     """
 
@@ -31,6 +32,7 @@ class Teacher:
     matmul: Matmul | None = None
     copies: int = COPIES
     targets: bool = False
+    copied: bool = False
     plain: bool = False
 
     def beside(self, p: Problem, rows: int, columns: int) -> int:
@@ -38,7 +40,7 @@ class Teacher:
         copies = self.copies * p.arithmetic
         size = copies * max(columns, min(rows * columns, piece_elements(p.matmul.cuda)))
         if self.targets:
-            copied = rows * padded(columns) * p.itemsize if any(p.grads) else 0
+            copied = rows * padded(columns) * p.itemsize * (self.copied and any(p.grads))
             made = cost.PLAIN_COPIES * p.arithmetic * cost.plain_elements(rows, columns)
             size = copied + max(size, made * self.plain)
         m = self.matmul

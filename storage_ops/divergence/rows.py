@@ -138,13 +138,14 @@ def divergence_rows(
     beta: float,
     scale: float,
     phases: int,
+    over_teacher: bool,
     caps: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """Statistics and divergence of whole rows of both heads, or the gradient of a tile, or both.
 
     Args:
         logits: (rows, classes), overwritten by the gradient if GRADIENT is among the phases.
-        teacher: (rows, classes).
+        teacher: (rows, classes), which is overwritten in their place with over_teacher.
         bias, teacher_bias: (classes,), in the arithmetic dtype.
         state: (3, rows), both log-sum-exps and the center: written by UPDATE, or read.
         loss: (rows,), written by UPDATE.
@@ -169,7 +170,7 @@ def divergence_rows(
             dz = gradient(divergence, beta, p, each, own[2])
             if caps[0]:
                 dz.mul_(cap_slope(logits[part], bias, dz.dtype, caps[0]))
-            store(dz, rows, scale, logits[part])
+            store(dz, rows, scale, (teacher if over_teacher else logits)[part])
 
 
 def statistics_over_ranks(

@@ -68,7 +68,11 @@ class Run:
             self._ignored = tokens.target == IGNORED
         if given.ids is not None:
             self.coarse = Coarse.of(given, tokens.kept, tokens.target == IGNORED, classes)
-        teacher = replace(self._planned(p), targets=given.target is not None, plain=plain)
+        targets, alike = given.target is not None, self.teacher and self.teacher[1].dtype == x.dtype
+        # Where the gradient of the divergence goes, beside that of the targets.
+        self._over_teacher = bool(targets and alike)
+        copied = targets and not self._over_teacher
+        teacher = replace(self._planned(p), targets=targets, copied=copied, plain=plain)
         self._teacher_products = teacher.matmul
         self.plan = plan.choose(p, teacher, given.memory_budget, rates_of(given.input.device))
         self.plan = self.plan.with_classes(classes)
@@ -187,11 +191,16 @@ class Run:
             self._teacher_products.logits(hidden, weight[classes], other)
             del hidden
         upstream = self.upstream if len(self.upstream) == 1 else self.upstream[step.rows]
-        more = None if self.targets is None else self.targets.take(step, tile, upstream)
+        targets, over_teacher, more = self.targets, self._over_teacher, None
+        if targets is not None and not over_teacher:
+            more = targets.take(step, tile, upstream, copied=True)
         if other is None:
             self._stored(step, tile, upstream)
         else:
             self._formed(step, tile, other, upstream)
+        if targets is not None and over_teacher:
+            found = targets.take(step, tile, upstream, copied=False)
+            more = None if found is None else other
         if more is not None:
             tile += more
         if step.adds:
@@ -209,15 +218,16 @@ class Run:
         )  # fmt: skip
         how = (given.divergence, given.beta, 1 / given.temperature)
         caps = (given.softcap, given.teacher_softcap)
+        over_teacher = self._over_teacher
         if self.ranks.several and phases & UPDATE:
             rows.statistics_over_ranks(*heads, *how, caps, self._merge, self.ranks.add_up)
             phases &= ~UPDATE
         if not phases:
             return
         if any(caps) or other.dtype != tile.dtype:  # which the native kernel does not know
-            rows.divergence_rows(*heads, upstream, *how, phases, caps)
+            rows.divergence_rows(*heads, upstream, *how, phases, over_teacher, caps)
         else:
-            _OPS._divergence_rows(*heads, upstream, *how, phases)
+            _OPS._divergence_rows(*heads, upstream, *how, phases, over_teacher)
 
     def _merge(self, state: Tensor) -> None:
         """Merge the state of rows of the loss with that of other ranks, in place."""

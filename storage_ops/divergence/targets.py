@@ -1,8 +1,9 @@
 """Targets beside a teacher: the student's cross-entropy, from the same tiles of its logits.
 
 The row kernel of linear cross-entropy writes a gradient over logits, as that of the divergence
-does. So it works on a copy of the tile, and both are added: some passes over a tile, where a loss
-of its own takes three matrix products.
+does, and both are added: some passes over a tile, where a loss of its own takes three matrix
+products. The divergence writes over the teacher's logits for that, before. Where there are none, or
+of another dtype, the targets work on a copy of the student's.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ class Targets:
         shift, total, _, _, _, logit = self.state.unbind(0)
         return self.weight * (total.log() + (shift - logit))
 
-    def take(self, step: Step, tile: Tensor, upstream: Tensor) -> Tensor | None:
-        """Statistics of a tile of logits where asked for; its gradient, if that is, elsewhere."""
+    def take(self, step: Step, tile: Tensor, upstream: Tensor, copied: bool) -> Tensor | None:
+        """Statistics of a tile of logits where asked for; its gradient, if that is.
+
+        It is written over a copy of the tile if `copied`, else over the tile.
+        """
         learns, rows, classes = bool(step.phases & GRADIENT), step.rows, step.classes
-        if learns:
+        if learns and copied:
             if self._memory is None:
                 self._memory = tile.new_empty(tile.untyped_storage().nbytes() // tile.itemsize)
             tile = self._memory.as_strided(tile.shape, tile.stride()).copy_(tile)

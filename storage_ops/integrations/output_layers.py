@@ -21,9 +21,14 @@ from storage_ops.integrations.deferred_logits import (
     autocast_dtype,
 )
 
-# With the dtype of their logits where it is not that of the product.
+# With the dtype of their logits where it is not that of the product. Of PEFT's many those that
+# multiply hidden states or logits; others form a matrix of the weight's size in every call.
 _KNOWN = {
+    "peft.tuners.adalora.layer.SVDLinear": None,
+    "peft.tuners.ia3.layer.Linear": None,
     "peft.tuners.lora.layer.Linear": None,
+    "peft.tuners.oft.layer.Linear": None,
+    "peft.tuners.vera.layer.Linear": None,
     "peft.utils.other.TrainableTokensWrapper": None,
     "transformers.models.dory.modeling_dory.DoryLMHead": torch.float32,
 }
@@ -70,9 +75,11 @@ def _kind(head: Any) -> str:
 
 def _base_layer(head: Any) -> Any:
     """The `torch.nn.Linear` in an output layer of PEFT, or the layer itself."""
-    for name in ("original_module", "base_layer"):
-        while not isinstance(head, nn.Linear) and getattr(head, name, None) is not None:
-            head = getattr(head, name)
+    while not isinstance(head, nn.Linear):
+        below = getattr(head, "original_module", None) or getattr(head, "base_layer", None)
+        if below is None:
+            break
+        head = below
     return head
 
 
@@ -111,8 +118,9 @@ def _check(head: Any, name: str) -> None:
     remedy = ""
     if kind.startswith("peft."):
         remedy = (
-            ". Of PEFT's, LoRA's (DoRA too) and trainable_token_indices on a torch.nn.Linear are; "
-            "else take the layer out of target_modules, or train it whole by modules_to_save"
+            ". Of PEFT's, those of LoRA (DoRA too), AdaLoRA, VeRA, OFT, IA3 and "
+            "trainable_token_indices on a torch.nn.Linear are; else take the layer out of "
+            "target_modules, or train it whole by modules_to_save"
         )
     if not isinstance(head, nn.Linear):
         raise TypeError(
@@ -122,7 +130,7 @@ def _check(head: Any, name: str) -> None:
     if type(head).forward is not nn.Linear.forward:
         raise TypeError(
             f"patch_causal_lm: the output layer of {name} is {kind} with a forward of its own; "
-            "expected that of torch.nn.Linear"
+            f"expected that of torch.nn.Linear{remedy}"
         )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from storage_ops._subclass import Replaced, like
@@ -39,7 +42,11 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         labels = args[position] if len(args) > position else kwargs.get("labels")
         labels = shifted if shifted is not None else labels
         # Not patched any more: another wrapper has held on to this function.
-        if labels is None or not isinstance(self, PatchedModel):
+        if not isinstance(self, PatchedModel):
+            return original(self, *args, **kwargs)
+        if labels is None:
+            if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                _say_that_labels_lack(type(self).__name__)
             return original(self, *args, **kwargs)
         name, options = type(self).__name__, self._loss_options
         if patched_head(self, name)._deferred_in is not None:
@@ -82,6 +89,19 @@ def deferred(
             "storage_ops.unpatch_causal_lm(model) gives the model its own loss back"
         )
     return outputs
+
+
+@functools.cache
+def _say_that_labels_lack(name: str) -> None:
+    """Warn, the first time, where a trainer may have taken the labels from the model."""
+    warnings.warn(
+        f"patch_causal_lm: {name} is called in training without labels, so its logits are formed "
+        "and it has no loss and no results per token. Trainer takes the labels from the model "
+        "where it has a compute_loss_func or label_smoothing_factor: let a subclass of it override "
+        "compute_loss(), which has labels and outputs.nll, or use label_smoothing of "
+        "patch_causal_lm",
+        stacklevel=4,
+    )
 
 
 def _weights(model: Any, weights: Any, labels: Tensor, kwargs: dict[str, Any]) -> Tensor | None:

@@ -69,11 +69,11 @@ def patch_causal_lm(
     saved files and the signature of forward do not change; copies of the model, pickled ones too,
     are patched as well.
 
-    Of PEFT, a `PeftModel` stands for the model in it. On the output layer LoRA, DoRA,
-    `trainable_token_indices` and `modules_to_save` are supported. The first three, and a scale per
-    class, run as they are on some tokens at a time, and once more in the backward: the frozen
-    weight has no gradient and no copy but what the layer itself makes. Dropout of such an adapter
-    draws other masks than one call for all tokens would.
+    Of PEFT, a `PeftModel` stands for the model in it. On the output layer LoRA, DoRA, AdaLoRA,
+    VeRA, OFT, IA3, `trainable_token_indices` and `modules_to_save` are supported. All but the last,
+    and a scale per class, run as they are on some tokens at a time, and once more in the backward:
+    the frozen weight has no gradient and no copy but what the layer itself makes. Dropout of such
+    an adapter draws other masks than one call for all tokens would.
 
     Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. One that is
     patched already, with the same options, stays as it is. Trainers of TRL (from 1.15: SFT, DPO,

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from storage_ops.losses.tokens import (
     Scored,
-    check_shape,
+    check_tensor,
+    check_values,
     choice,
+    number,
     reference_logps,
     score,
     within,
@@ -103,6 +105,7 @@ def grpo(
         ... )
         >>> dapo.backward()
     """
+    check_tensor("grpo", "advantages", advantages)
     choice("grpo", "importance", importance, _IMPORTANCE)
     choice("grpo", "normalize", normalize, _NORMALIZE)
     choice("grpo", "kl_estimator", kl_estimator, _KL)
@@ -110,7 +113,10 @@ def grpo(
     clip_high = clip_low if clip_high is None else clip_high
     within("grpo", "clip_high", clip_high, 0)
     within("grpo", "temperature", temperature, 1e-30)
-    if max_length is not None and (isinstance(max_length, bool) or max_length < 1):
+    number("grpo", "kl_weight", kl_weight)
+    number("grpo", "entropy_weight", entropy_weight)
+    whole = isinstance(max_length, int) and not isinstance(max_length, bool)
+    if max_length is not None and not (whole and max_length >= 1):
         raise wrong("grpo", ValueError, "max_length is", repr(max_length), "None or a count >= 1")
     if "logit_scale" in options:
         raise wrong("grpo", TypeError, "logit_scale", "is given", "temperature, its inverse")
@@ -127,12 +133,12 @@ def grpo(
         "grpo", input, linear_weight, target, with_entropy=bool(entropy_weight), **options
     )
     logps, shape = scored.logps, tuple(scored.logps.shape)
-    check_shape("grpo", "old_logps", old_logps, shape)
-    check_shape("grpo", "ref_logps", reference, shape)
-    if tuple(advantages.shape) == (scored.sequences,):
+    check_values("grpo", "old_logps", old_logps, shape, logps)
+    check_values("grpo", "ref_logps", reference, shape, logps)
+    whole = tuple(advantages.shape) == (scored.sequences,)
+    check_values("grpo", "advantages", advantages, (scored.sequences,) if whole else shape, logps)
+    if whole:
         advantages = scored.per_token(advantages.to(logps.dtype))
-    else:
-        check_shape("grpo", "advantages", advantages, shape)
     advantages = advantages.detach()
     old = logps.detach() if old_logps is None else old_logps.detach().to(logps.dtype)
     r = _ratios(scored, logps - old, importance)

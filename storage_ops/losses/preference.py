@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from storage_ops.losses.tokens import (
     Scored,
-    check_shape,
+    check_tensor,
+    check_values,
     choice,
+    number,
     reference_logps,
     score,
     within,
@@ -118,7 +120,7 @@ def dpo(
     )
     scored = score("dpo", input, linear_weight, target, **options)
     logps = scored.per_sequence(scored.logps)
-    check_shape("dpo", "ref_logps", reference, tuple(logps.shape))
+    check_values("dpo", "ref_logps", reference, tuple(logps.shape), logps)
     ratios = logps if reference is None else logps - reference
     chosen, rejected = _halves("dpo", ratios / scored.counts if length_normalize else ratios)
     h = chosen - rejected
@@ -203,6 +205,7 @@ def simpo(
         >>> loss.backward()
     """
     within("simpo", "beta", beta, 1e-30)
+    number("simpo", "gamma", gamma)
     within("simpo", "label_smoothing", label_smoothing, 0, 0.5)
     scored = score("simpo", input, linear_weight, target, **options)
     mean = scored.per_sequence(scored.logps) / scored.counts
@@ -299,19 +302,19 @@ def kto(
     within("kto", "beta", beta, 1e-30)
     within("kto", "desirable_weight", desirable_weight, 0)
     within("kto", "undesirable_weight", undesirable_weight, 0)
-    if not isinstance(desirable, Tensor) or desirable.dtype != torch.bool:
-        kind = getattr(desirable, "dtype", type(desirable).__name__)
-        raise wrong("kto", TypeError, "desirable is", kind, "a bool tensor")
+    check_tensor("kto", "desirable", desirable)
+    if not isinstance(kl, Tensor):
+        number("kto", "kl", kl)
     reference = reference_logps(
         "kto", ref_logps, ref_input, ref_weight, ref_bias, target, True, **options
     )
     scored = score("kto", input, linear_weight, target, **options)
     logps = scored.per_sequence(scored.logps)
-    check_shape("kto", "desirable", desirable, tuple(logps.shape))
-    check_shape("kto", "ref_logps", reference, tuple(logps.shape))
+    check_values("kto", "desirable", desirable, tuple(logps.shape), logps, True)
+    check_values("kto", "ref_logps", reference, tuple(logps.shape), logps)
     ratios = logps if reference is None else logps - reference
     z = torch.as_tensor(kl, dtype=ratios.dtype, device=ratios.device).detach().clamp_min(0)
-    check_shape("kto", "kl", z, ())
+    check_values("kto", "kl", z, (), ratios)
     good = desirable.to(ratios.dtype)
     weight = desirable_weight * good + undesirable_weight * (1 - good)
     return (weight * torch.sigmoid(beta * (1 - 2 * good) * (ratios - z))).mean()

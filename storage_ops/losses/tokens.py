@@ -62,6 +62,13 @@ def choice(loss: str, argument: str, value: Any, allowed: tuple[str, ...]) -> No
         raise wrong(loss, ValueError, f"{argument} is", repr(value), f"one of {allowed}")
 
 
+def number(loss: str, argument: str, value: Any) -> None:
+    """Raise a ValueError unless this is a finite number."""
+    finite = isinstance(value, (int, float)) and abs(value) < float("inf")
+    if isinstance(value, bool) or not finite:
+        raise wrong(loss, ValueError, f"{argument} is", repr(value), "a finite number")
+
+
 def within(loss: str, argument: str, value: Any, low: float, high: float = float("inf")) -> None:
     """Raise a ValueError unless a number is in a range; low is in it, high is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
@@ -109,8 +116,11 @@ def separated(
     """The targets, without those that would be predicted from another sequence or follow the last.
 
     Raises:
-        TypeError, ValueError: cu_seqlens are no bounds of the packed tokens.
+        TypeError, ValueError: cu_seqlens are no bounds of the packed tokens; target is no tensor.
     """
+    check_tensor(loss, "target", target)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise wrong(loss, TypeError, "ignore_index is", repr(ignore_index), "an integer")
     if cu_seqlens is None:
         return target
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -150,7 +160,14 @@ def reference_logps(
         name = "ref_input" if ref_input is None else "ref_weight"
         raise wrong(loss, TypeError, f"{name} is", "None", "ref_input and ref_weight, or neither")
     if ref_input is None or ref_weight is None:
-        return None if given is None else given.detach()
+        if ref_bias is not None:
+            raise wrong(
+                loss, TypeError, "ref_bias is", "given without ref_input", "both, or neither"
+            )
+        if given is None:
+            return None
+        check_tensor(loss, "ref_logps", given)
+        return given.detach()
     if given is not None:
         raise wrong(loss, ValueError, "ref_logps", "is given beside ref_input", "one of them")
     options.pop("linear_bias", None)
@@ -159,7 +176,31 @@ def reference_logps(
         return scored.per_sequence(scored.logps) if summed else scored.logps
 
 
-def check_shape(loss: str, argument: str, value: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raise a ValueError unless a tensor that is given has this shape."""
-    if value is not None and tuple(value.shape) != shape:
+def check_values(
+    loss: str,
+    argument: str,
+    value: Tensor | None,
+    shape: tuple[int, ...],
+    like: Tensor,
+    judgements: bool = False,
+) -> None:
+    """Raise a TypeError or ValueError unless what is given are numbers (or bools) of this shape.
+
+    They are on the device of another tensor.
+    """
+    if value is None:
+        return
+    check_tensor(loss, argument, value)
+    if (value.dtype == torch.bool) != judgements:
+        rule = "a bool tensor" if judgements else "a tensor of numbers"
+        raise wrong(loss, TypeError, f"{argument} is", value.dtype, rule)
+    if tuple(value.shape) != shape:
         raise wrong(loss, ValueError, f"{argument} has shape", tuple(value.shape), str(shape))
+    if value.device != like.device:
+        raise wrong(loss, ValueError, f"{argument} is on", value.device, str(like.device))
+
+
+def check_tensor(loss: str, argument: str, value: object) -> None:
+    """Raise a TypeError for what is no tensor."""
+    if not isinstance(value, Tensor):
+        raise wrong(loss, TypeError, f"{argument} is", f"a {type(value).__name__}", "a tensor")

@@ -44,7 +44,7 @@ def test_two_runs_give_the_same_bits(divergence):
     upstream = torch.ones(1, device="cuda")
     for _ in range(2):
         own = [None if t is None else t.clone() for t in given]
-        OPS._divergence_rows(*own, upstream, divergence, 0.3, 1.0, UPDATE | GRADIENT)
+        OPS._divergence_rows(*own, upstream, divergence, 0.3, 1.0, UPDATE | GRADIENT, False)
         results.append((own[0], own[4], own[5]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

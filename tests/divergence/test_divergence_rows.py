@@ -1,5 +1,7 @@
 """The row kernel of divergences, the native one where there is one, against its definition."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -47,22 +49,24 @@ def compare_rows(kernel, given, divergence, bounds, device="cpu", by=1.0):
     double = [None if t is None else t.to(torch.float64, copy=True) for t in given]
     upstream = by * torch.randn(7, dtype=wide)
     options = (divergence, 0.3, 0.7)
-    rows.divergence_rows(*double, upstream.double(), *options, UPDATE | GRADIENT)
+    rows.divergence_rows(*double, upstream.double(), *options, UPDATE | GRADIENT, False)
     rtol, apart, atol = bounds[dtype.itemsize]
-    there = [None if t is None else t.to(device) for t in given[1:4]]
-    for phases in ([UPDATE | GRADIENT], [UPDATE, GRADIENT]):
-        fence = torch.full((7, columns + 9), 9.0, dtype=dtype, device=device)
-        fence[:, :columns] = given[0]
+    offsets = [None if t is None else t.to(device) for t in given[2:4]]
+    for phases, over in itertools.product(([UPDATE | GRADIENT], [UPDATE, GRADIENT]), (False, True)):
+        fences = torch.full((2, 7, columns + 9), 9.0, dtype=dtype, device=device)
+        fences[0, :, :columns], fences[1, :, :columns] = given[0], given[1]
+        heads = list(fences[:, :, :columns])
         poisoned = [torch.full_like(t, torch.nan, device=device) for t in given[4:]]
-        own = [fence[:, :columns], *there, *poisoned]
+        own = [*heads, *offsets, *poisoned]
         for phase in phases:
-            kernel(*own, upstream.to(device), *options, phase)
+            kernel(*own, upstream.to(device), *options, phase, over)
+        assert torch.equal(heads[not over].cpu(), given[not over])
         torch.testing.assert_close(own[4].cpu(), double[4].to(wide), rtol=rtol, atol=atol)
         torch.testing.assert_close(own[5].cpu(), double[5].to(wide), rtol=rtol, atol=atol)
-        error = (own[0].cpu().double() - double[0]).norm() / double[0].norm().clamp_min(1e-30)
+        error = (own[over].cpu().double() - double[0]).norm() / double[0].norm().clamp_min(1e-30)
         if not (divergence == "tvd" and columns == 1) and double[0].norm() > 0:
             assert error < apart
-        assert (fence[:, columns:] == 9).all()
+        assert (fences[:, :, columns:] == 9).all()
 
 
 @pytest.mark.parametrize("columns", [1, 5, 1023, 1024, 1025, 5000])
@@ -81,10 +85,10 @@ def test_parts_of_rows_from_the_statistics_of_whole_ones(divergence):
     upstream = torch.randn(1, dtype=torch.float64)
     options = (divergence, 0.6, 1.0)
     parts = given[0].clone()
-    OPS._divergence_rows(*given, upstream, *options, UPDATE | GRADIENT)
+    OPS._divergence_rows(*given, upstream, *options, UPDATE | GRADIENT, False)
     for part in (slice(0, 1000), slice(1000, 3000)):
         heads = (parts[:, part], given[1][:, part], given[2][part], given[3][part])
-        OPS._divergence_rows(*heads, *given[4:], upstream, *options, GRADIENT)
+        OPS._divergence_rows(*heads, *given[4:], upstream, *options, GRADIENT, False)
     torch.testing.assert_close(parts, given[0])
 
 
@@ -105,7 +109,7 @@ def test_rows_of_infinities_and_nans(divergence):
         logits[8, 0] = torch.nan  # of a row without weight
         state, loss, upstream = torch.zeros(3, 9), torch.zeros(9), torch.ones(9)
         upstream[8] = 0
-        kernel(logits, teacher, None, None, state, loss, upstream, divergence, 0.5, 1.0, 3)
+        kernel(logits, teacher, None, None, state, loss, upstream, divergence, 0.5, 1.0, 3, False)
         results.append((loss, logits))
     (ours, dz), (right, wanted) = results
     torch.testing.assert_close(ours, right, equal_nan=True)
@@ -125,5 +129,5 @@ def test_the_vector_logarithm():
     for dtype, out in ((torch.float32, loss), (torch.float64, double)):
         heads = [t.to(dtype, copy=True) for t in (logits, teacher)]
         OPS._divergence_rows(*heads, None, None, torch.zeros(3, 1, dtype=dtype), out, None, "jsd",
-                             0.37, 1.0, UPDATE)  # fmt: skip
+                             0.37, 1.0, UPDATE, False)  # fmt: skip
     torch.testing.assert_close(loss.double(), double, rtol=2e-6, atol=0)

@@ -86,6 +86,23 @@ def test_the_budget_is_kept(dtype, reduction, times):
     assert m.peak_bytes - returned <= options["memory_budget"]
 
 
+@pytest.mark.parametrize("alike", [True, False], ids=["one dtype", "another dtype"])
+def test_a_third_tile_is_of_a_teacher_of_another_dtype_alone(alike):
+    """Else the gradient of the divergence lies over the teacher's logits."""
+    tokens, vocab = 256, 20_003
+    made, _ = problem(torch.float32, (tokens,), 32, 48, vocab)
+    x, w = made["x"].requires_grad_(), made["w"].requires_grad_()
+    t, head = ((made[k] if alike else made[k].bfloat16()) for k in ("t", "tw"))
+    peaks = []
+    for target in (None, torch.randint(vocab, (tokens,))):
+        with so.memory.measure() as m:
+            loss = so.linear_kl_div(x, w, t, head, target=target, memory_budget="1 GiB")
+            torch.autograd.grad(loss, (x, w))
+        peaks.append(m.peak_bytes)
+    tile = tokens * vocab * 4
+    assert peaks[1] - peaks[0] < 0.1 * tile if alike else peaks[1] - peaks[0] > 0.9 * tile
+
+
 def test_products_of_knowledge_distillation(monkeypatch):
     """Four, the teacher's among them; as two losses it took seven."""
     kind, formed = type(of(torch.float32, "cpu", 1)), []

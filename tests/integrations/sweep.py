@@ -79,8 +79,26 @@ _SMALL = [
 ]  # fmt: skip
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
-# What names and settings do not make small, by model.
+_BLIP = {
+    "image_token_index": 3, "num_query_tokens": 2, "text_config": {"word_embed_proj_dim": 32},
+}  # fmt: skip
+_FULL = {"rope_type": "default", "rope_theta": 1e4}
+_COMPASS = {"layer_types": ["full_attention"] * 2, "rope_parameters": {"full_attention": _FULL}}
+_WITHOUT_DROPOUT = {  # Reformer draws a seed from the system for it
+    "hidden_dropout_prob": 0.0, "lsh_attention_probs_dropout_prob": 0.0,
+    "local_attention_probs_dropout_prob": 0.0, "axial_pos_embds": False, "hash_seed": 1,
+}  # fmt: skip
+_QWEN4 = {
+    "hc_lowrank": 8, "ple_embed_dim": 32, "num_key_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention"], "indexer_n_heads": 2,
+    "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
+}  # fmt: skip
+# What names and settings do not make small, by model; also in the configs in a config.
 _HAND: dict[str, dict[str, object]] = {
+    "BailingHybridForCausalLM": {
+        "num_key_value_heads": 4, "num_expert_group": 1, "topk_group": 1,
+        "num_experts_per_token": 2,
+    },
     "DbrxForCausalLM": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -89,18 +107,59 @@ _HAND: dict[str, dict[str, object]] = {
         "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3,
         "layer_types": ["full_attention"] * 3, "rope_parameters": None,
     },
+    "Blip2ForConditionalGeneration": _BLIP,
+    "InstructBlipForConditionalGeneration": _BLIP,
+    "InstructBlipVideoForConditionalGeneration": {**_BLIP, "video_token_index": 3},
     "BambaForCausalLM": {"attn_layer_indices": [1], **_MAMBA},
+    "ChameleonForConditionalGeneration": {"vocabulary_map": {"<image>": 3}},
+    "CohereCompassForCausalLM": _COMPASS,
+    "CohereCompassForConditionalGeneration": {"text_config": _COMPASS},
+    "DeepseekOcr2ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense"] * 2}},
+    "Dots3NoteForConditionalGeneration": {
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_output_size": 32},
+    },
+    "Emu3ForConditionalGeneration": {
+        "vocabulary_map": {"<image>": 3, "<|extra_200|>": 4},
+        "vq_config": {"base_channels": 32, "num_res_blocks": 1},
+    },
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64, **_MAMBA},
+    "Glm5NextForConditionalGeneration": {"text_config": {"index_topk": 16}},
+    "Granite4VisionForConditionalGeneration": {
+        "deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2",
+        "text_config": {"hidden_size": 64}, "vision_config": {"hidden_size": 64},
+    },
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"], **_MAMBA},
-    "EsmForMaskedLM": {"vocab_size": V, "mask_token_id": 3},
-    "Gemma4AssistantForCausalLM": {"hidden_size_per_layer_input": 0},
+    "EsmForMaskedLM": {"vocab_size": V, "mask_token_id": 3, "pad_token_id": 0},
+    "EsmcForMaskedLM": {"vocab_size": V},
+    "Gemma4AssistantForCausalLM": {"text_config": {"hidden_size_per_layer_input": 0}},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Mistral4ForCausalLM": {"head_dim": 8, "qk_rope_head_dim": 8, "num_key_value_heads": 4,
+                            "rope_parameters": {**_FULL, "llama_4_scaling_beta": 0.1,
+                                                "original_max_position_embeddings": 8192}},
+    "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "NeoMMEForMaskedLM": {"head_dim": 16},
-    "ReformerForMaskedLM": {"axial_pos_embds": False, "hash_seed": 1},
-    "ReformerModelWithLMHead": {"axial_pos_embds": False, "hash_seed": 1, "is_decoder": True},
+    "PerceiverForMaskedLM": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 2,
+                             "max_position_embeddings": 12},
+    "Qwen4ExpForCausalLM": _QWEN4,
+    "Qwen4ExpForConditionalGeneration": {"text_config": _QWEN4},
+    "ReformerForMaskedLM": _WITHOUT_DROPOUT,
+    "ReformerModelWithLMHead": {**_WITHOUT_DROPOUT, "is_decoder": True},
+    "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 16}},
+    "UdopForConditionalGeneration": {"decoder_start_token_id": 1},
+    "VisionEncoderDecoderModel": {"decoder_start_token_id": 1, "pad_token_id": 0},
     "XmodForCausalLM": {"default_language": "en_XX"},
     "XmodForMaskedLM": {"default_language": "en_XX"},
+    "xLSTMForCausalLM": {"embedding_dim": 32, "num_heads": 4},
+    "ZambaForCausalLM": {
+        "attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 2,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4,
+        "num_key_value_heads": 4, "use_mamba_kernels": False,
+    },
+    "Zamba2ForCausalLM": {"mamba_headdim": 8, "n_mamba_heads": 8, "use_mamba_kernels": False,
+                          "attention_hidden_size": 64, "attention_head_dim": 16,
+                          "num_key_value_heads": 4},
 }  # fmt: skip
 
 
@@ -126,7 +185,9 @@ def _small(values: dict[str, object], setting: dict[str, object]) -> dict[str, o
     layers, deep = setting["layers"], values.get("num_hidden_layers")
     found: dict[str, object] = {}
     for name, value in values.items():
-        if name in setting:
+        if not isinstance(name, str):
+            found[name] = value
+        elif name in setting:
             found[name] = setting[name]
         elif name == "rope_parameters" and "mrope_section" in setting:
             given = (
@@ -163,7 +224,17 @@ def _config(model: type, setting: dict[str, object]) -> object:
     values = cls().to_dict()
     for name in ("model_type", "architectures"):
         values.pop(name, None)
-    return cls(**{**_small(values, setting), **_HAND.get(model.__name__, {})})
+    return cls(**_merged(_small(values, setting), _HAND.get(model.__name__, {})))
+
+
+def _merged(values: dict[str, object], hand: dict[str, object]) -> dict[str, object]:
+    """The values with those by hand in their place, also in the configs in a config."""
+    found = dict(values)
+    for name, value in hand.items():
+        inner = found.get(name)
+        whole = name.endswith("_config") and isinstance(inner, dict)
+        found[name] = _merged(inner, value) if whole else value
+    return found
 
 
 def build(name: str, setting: dict[str, object]) -> torch.nn.Module:
@@ -192,11 +263,22 @@ def inputs(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
     size = getattr(vision, "image_size", 28)
     image = torch.rand(2, 3, *(size if isinstance(size, (tuple, list)) else (size, size)))
     masked = {**text, "attention_mask": torch.ones_like(ids)}
+    pictured = {**masked, "pixel_values": image}
+    marked = {**pictured, "input_ids": ids.clone()}
+    marked["input_ids"][:, :2] = 3  # of an image in two tokens
     return [
-        text, masked, {**masked, "pixel_values": image}, {"pixel_values": image, "labels": labels},
-        {**text, "decoder_input_ids": ids},
-        {"flattened_patches": torch.rand(2, 4, 590), "labels": labels},
+        text, {**text, "use_cache": False}, masked, pictured,
+        {"pixel_values": image, "labels": labels}, {**text, "decoder_input_ids": ids},
+        {"flattened_patches": torch.rand(2, 4, 770), "labels": labels},
         {"input_ids": ids.repeat(4, 1), "labels": ids.unsqueeze(-1).repeat(1, 1, 4)},
+        {**text, "mm_token_type_ids": torch.zeros_like(ids)},
+        {**masked, "bbox": torch.randint(100, (2, 12, 4)).sort(-1).values},
+        marked, {**marked, "qformer_input_ids": ids},
+        {**marked, "qformer_input_ids": ids, "pixel_values": image[:, None]},
+        {**text, "image_embeds": torch.rand(2, 2, 32),
+         "image_embeds_position_mask": marked["input_ids"] == 3},
+        {**masked, "pixel_values": image[:, None],
+         "image_attention_mask": torch.ones(2, 12, 1, dtype=torch.long)},
     ]  # fmt: skip
 
 
@@ -244,21 +326,23 @@ def _words(error: BaseException) -> str:
 
 
 def _built(name: str):
-    """A model that has a loss, with a batch, its loss and its gradients."""
-    errors = []
+    """A model, with a batch, its loss and its gradients, or with why it has none."""
+    errors, model = [], None
     for setting in _SETTINGS:
         try:
             model = build(name, setting)
-            return model, *_runnable(model)
+            return model, _runnable(model)
         except Exception as error:
             errors.append(error)
-    raise errors[0]
+    if model is None:
+        raise errors[0]
+    return model, errors[0]
 
 
 def judge(name: str) -> tuple[str, str]:
     """What becomes of a type, and why if not equal."""
     try:
-        model, batch, right = _built(name)
+        model, ran = _built(name)
     except Exception as error:
         return "not built", _words(error)
     try:
@@ -266,6 +350,9 @@ def judge(name: str) -> tuple[str, str]:
     except (NotImplementedError, TypeError, RuntimeError) as error:
         named = "patch_causal_lm" in str(error) and type(model).__name__ in str(error)
         return ("refused" if named else "different"), _reason(error)
+    if isinstance(ran, Exception):
+        return "not built", _words(ran)
+    batch, right = ran
     try:
         found = loss_and_gradients(model, batch)
     except NotImplementedError as error:

@@ -14,13 +14,20 @@ from .models import GROUPED, V, loss_and_gradients, make, tf
 
 peft = pytest.importorskip("peft")
 
+HEAD = {"target_modules": ["lm_head"]}
 ADAPTERS = {
-    "LoRA": {"target_modules": ["lm_head"]},
+    "LoRA": HEAD,
     "LoRA in layers too": {"target_modules": ["lm_head", "q_proj"], "use_rslora": True},
-    "LoRA with a bias": {"target_modules": ["lm_head"], "lora_bias": True},
-    "DoRA": {"target_modules": ["lm_head"], "use_dora": True},
+    "LoRA with a bias": {**HEAD, "lora_bias": True},
+    "DoRA": {**HEAD, "use_dora": True},
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9, 60]},
+    "LoRA and tokens": {**HEAD, "trainable_token_indices": [5, 9, 60]},
     "a copy": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "AdaLoRA": {**HEAD, "kind": "AdaLora", "total_step": 10},
+    "IA3": {**HEAD, "kind": "IA3", "feedforward_modules": []},
+    "IA3 of hidden states": {**HEAD, "kind": "IA3", "feedforward_modules": ["lm_head"]},
+    "OFT": {**HEAD, "kind": "OFT", "oft_block_size": 4, "r": 0},
+    "VeRA": {**HEAD, "kind": "Vera", "r": 4},
 }
 
 
@@ -30,14 +37,19 @@ def exact_loss(logits, labels, vocab_size, **kwargs):
     return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.reshape(-1))
 
 
+def adapter_config(kind="Lora", **options):
+    options = {"r": 4, "lora_alpha": 12, **options} if kind == "Lora" else options
+    return getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options)
+
+
 def adapted(name, kind="Llama", patch=None, dtype=torch.float64):
     """A model with adapters that are far from zero, and their PeftModel; `patch` it before."""
-    model = make(f"{kind}, tied" if name == "tokens" else kind).to(dtype).train()
+    tied = "trainable_token_indices" in ADAPTERS[name]
+    model = make(f"{kind}, tied" if tied else kind).to(dtype).train()
     model.loss_function = exact_loss
     if patch is not None:
         patch(model)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=12, **ADAPTERS[name])
-    wrapper = peft.get_peft_model(model, config).to(dtype)
+    wrapper = peft.get_peft_model(model, adapter_config(**ADAPTERS[name])).to(dtype)
     with torch.no_grad():
         for p in wrapper.parameters():
             if p.requires_grad:
@@ -69,6 +81,17 @@ def test_adapters(name, wrapped, pieces, batch):
     model, wrapper = adapted(name)
     check(wrapper if wrapped else model, lambda model: model(**batch))
     assert not any("_deferred_in" in vars(m) for m in wrapper.modules())
+
+
+def test_two_adapters(pieces, batch):
+    model, wrapper = adapted("LoRA")
+    wrapper.add_adapter("other", adapter_config(**HEAD, use_dora=True))
+    wrapper.base_model.set_adapter(["default", "other"])
+    wrapper.double()
+    nn.init.normal_(model.lm_head.lora_B["other"].weight)
+    check(wrapper, lambda model: model(**batch))
+    wrapper.base_model.set_adapter("other")
+    check(wrapper, lambda model: model(**batch))
 
 
 @pytest.mark.parametrize("kind", ["Gemma 2, soft-cap", "Cohere, scale", "Phi, bias"])
@@ -199,19 +222,18 @@ def test_dropout_of_an_adapter_is_the_same_in_the_backward(pieces, batch):
 
 
 REFUSED = {
-    "ia3": lambda: peft.IA3Config(
-        task_type="CAUSAL_LM", target_modules=["lm_head"], feedforward_modules=[]
-    ),
-    "ALora": lambda: peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["lm_head"], alora_invocation_tokens=[1, 2]
-    ),
+    "hra": {**HEAD, "kind": "HRA", "r": 4},
+    "loha": {**HEAD, "kind": "LoHa"},
+    "randlora": {**HEAD, "kind": "RandLora"},
+    "ParamWrapper": {"target_modules": [], "target_parameters": ["lm_head.weight"]},
+    "ALora": {**HEAD, "alora_invocation_tokens": [1, 2]},
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_adapters_are_refused_when_patching(name):
     model = make("Llama")
-    wrapper = peft.get_peft_model(model, REFUSED[name]())
+    wrapper = peft.get_peft_model(model, adapter_config(**REFUSED[name]))
     with pytest.raises(TypeError, match=rf"output layer of LlamaForCausalLM.*{name}.*modules_to"):
         storage_ops.patch_causal_lm(wrapper)
     assert type(model) is tf.LlamaForCausalLM
