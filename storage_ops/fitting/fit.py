@@ -197,6 +197,9 @@ class Search:
             )
         # The layer whose action is that of the loss.
         self._of_loss = compiled_loss(loss) or Unit("", model, "")
+        replaced = LOSS in allowed and not has_heads
+        is_compiled = isinstance(self._of_loss.module, CompiledLoss)
+        losses = patches(model, largest, loss) if replaced and not is_compiled else []
 
         def ways(action: Action) -> list[Way]:
             recorder = Recorder(units, self._on_gpu, self._rates, workspace)
@@ -206,21 +209,16 @@ class Search:
 
         with _few_objects():
             self._ways = ways(KEEP)
-            replaced = LOSS in allowed and not has_heads
-            for action in self._loss_actions(largest) if replaced else []:
+            if replaced and is_compiled:
+                found = loss_actions(largest_of(self._loss_with(KEEP)))
+                losses = [action for action in found if action.memory_budget is not None]
+            for action in losses:
                 try:
                     self._ways += ways(action)
                 except (RuntimeError, ValueError):
                     if action.memory_budget is None:
                         raise  # else so little memory is not enough for the loss
         self.problem = self._ways[0].problem
-
-    def _loss_actions(self, batch: Any) -> list[Action]:
-        """What can be done with the loss, which has run as it is."""
-        if not isinstance(self._of_loss.module, CompiledLoss):
-            return patches(self._model, batch, self._loss)
-        found = loss_actions(largest_of(self._loss_with(KEEP)))
-        return [action for action in found if action.memory_budget is not None]
 
     def _loss_with(self, action: Action) -> Any:
         """The loss to simulate with an action; graphs of a compiled one are kept for all runs."""
