@@ -121,11 +121,11 @@ def attributed(name: str, made: Made) -> dict[str, Any]:
             "least share attributed": round(min(found, default=0.0), 4)}  # fmt: skip
 
 
-def tiles(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def tiles(dtype: torch.dtype, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows: an MLP in tiles, forward and backward, over a full checkpoint of it."""
     width, tokens = (128, 512) if arguments.quick else (512, 4096)
-    plain = MLP(width)
-    x = torch.randn(1, tokens, width, requires_grad=True)
+    plain = MLP(width).to(dtype)
+    x = torch.randn(1, tokens, width, dtype=dtype, requires_grad=True)
     made: dict[str, nn.Module] = {CHECKPOINT: storage_ops.CheckpointWrapper(copy.deepcopy(plain))}
     made |= {f"{n} tiles": storage_ops.tile(copy.deepcopy(plain), n) for n in TILES}
 
@@ -144,7 +144,7 @@ def tiles(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             run()
         median, least, most = times[name]
         yield {
-            "shape": f"tile, {tokens} x {width}", "case": name,
+            "shape": f"tile, {tokens} x {width}, {str(dtype).removeprefix('torch.')}", "case": name,
             f"time / {CHECKPOINT}": round(median, 3),
             "least - most": f"{least:.2f} - {most:.2f}", "peak (MiB)": round(m.peak_bytes / MIB, 2),
         }  # fmt: skip
@@ -152,9 +152,10 @@ def tiles(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tiles, then model by model."""
-    expect(1 + 2 * len(arguments.models))
-    if arguments.tiles:
-        yield from tiles(arguments)
+    dtypes = (torch.float32, torch.bfloat16) if arguments.tiles else ()
+    expect(len(dtypes) + 2 * len(arguments.models))
+    for dtype in dtypes:
+        yield from tiles(dtype, arguments)
     for name in arguments.models:
         try:
             make = models(**{**SIZE, "image": IMAGES.get(name, SIZE["image"])})[name]

@@ -15,6 +15,7 @@ from storage_ops.checkpoint.transform import (
     apply_activation_checkpoint,
     remove_activation_checkpoint,
 )
+from storage_ops.fitting.compiled import CompiledLoss
 from storage_ops.fitting.heads import budgeted, heads_in, restored
 from storage_ops.quantities import readable
 
@@ -30,8 +31,8 @@ class Action:
     """What is done with a layer, or with the loss of the model.
 
     Attributes:
-        mode: "keep", "full", "selective" or "output_discard"; of a layer with heads in it, or of
-            a whole model of transformers, "linear_cross_entropy".
+        mode: "keep", "full", "selective" or "output_discard"; of a layer with heads in it, of a
+            compiled loss, or of a whole model of transformers, "linear_cross_entropy".
         saved: with mode "selective": which calls of which ops are saved, (op, number of the call).
         offloaded: the same for those that are saved in host memory.
         discarded: with mode "output_discard": names of modules in the layer.
@@ -50,6 +51,9 @@ class Action:
 
     def apply(self, layer: nn.Module) -> None:
         """Change a layer; whatever comes, `undo` makes it what it was."""
+        if isinstance(layer, CompiledLoss):
+            layer.budgeted(self.memory_budget)
+            return
         if self.mode == LOSS:
             heads = heads_in(layer)
             for head in heads:
@@ -64,6 +68,9 @@ class Action:
 
     def undo(self, layer: nn.Module) -> None:
         """Change a layer back."""
+        if isinstance(layer, CompiledLoss):
+            layer.restored()
+            return
         if self.mode == LOSS:
             heads = heads_in(layer)
             for head in heads:

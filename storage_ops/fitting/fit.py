@@ -15,15 +15,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint import discard_scope, tile, wrapper
-from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action
+from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action, loss_actions
 from storage_ops.fitting.choices import costs_of, rates_for
+from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
 from storage_ops.fitting.heads import heads_in, is_budgeted
 from storage_ops.fitting.plan import FitPlan, Row, applied
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, Recording
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.fitting.ways import Way, patches
-from storage_ops.memory.estimate_compiled import as_it_runs
+from storage_ops.memory.estimate_compiled import as_it_runs, largest_of
+from storage_ops.memory.estimate_workspaces import workspace_bytes
 from storage_ops.memory.step import (
     arguments,
     check_model,
@@ -66,7 +68,8 @@ def fit(
     slices of the sequence, which lowers the peak further and sums in another order
     (`storage_ops.tile`). "linear_cross_entropy" chooses the `memory_budget` of each
     `storage_ops.LinearCrossEntropyLoss` in the model, or that `loss` refers to, in as much memory
-    as pays. In a causal language model of transformers it computes the loss without the logits
+    as pays, or that of a `loss` that `torch.compile(..., backend="storage_ops")` compiles. In a
+    causal language model of transformers it computes the loss without the logits
     (`storage_ops.patch_causal_lm`): `outputs.logits` is None in training. Gradients are equal to
     rounding. These two are used only if they are asked for, too.
 
@@ -120,7 +123,10 @@ def _allowed(actions: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(actions)
 
 
-def _check_plain(model: nn.Module) -> None:
+def _check_plain(model: nn.Module, loss: Any) -> None:
+    compiled = compiled_loss(loss)
+    if compiled is not None and compiled.module.is_budgeted:
+        raise RuntimeError("fit: the loss has the budget of a plan; expected undo() of that plan")
     for name, module in model.named_modules():
         how: Any = wrapper.checkpointing_of(module) or tile.tiling_of(module)
         how = how or discard_scope.options_of(module)
@@ -168,20 +174,19 @@ class Search:
     ) -> None:
         check_model(model)
         allowed = _allowed(actions)
-        _check_plain(model)
+        _check_plain(model, loss)
         batches = batch if isinstance(batch, list) else [batch]
         if not batches:
             raise ValueError("batch is an empty list; expected at least one batch")
         for each in batches:
             arguments(each)
         self._model, self._batches = model, batches
-        self._whole = Unit("", model, "")  # the layer whose action is that of the loss
-        loss = as_it_runs(loss)  # once: its graphs are kept for all simulations
         self._loss, self._optimizer, self._device = loss, optimizer, device
+        self._losses: dict[Action, Any] = {}
         self._on_gpu, self._rates = is_gpu(model, device), rates_for(device, model)
         self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of ways and choices
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
-        made = optimizer_of(model, optimizer)
+        made, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)
         largest = max(batches, key=_numbers_in)
         units = units_of(model, loss)
         has_heads = any(heads_in(unit.module) for unit in units)
@@ -190,21 +195,42 @@ class Search:
                 f"actions has {LOSS!r}, and the LinearCrossEntropyLoss in the model stands in "
                 "several places or had its forward replaced; expected one with a place of its own"
             )
-        losses = patches(model, largest, loss) if LOSS in allowed and not has_heads else []
-        self._ways: list[Way] = []
+        # The layer whose action is that of the loss.
+        self._of_loss = compiled_loss(loss) or Unit("", model, "")
+        replaced = LOSS in allowed and not has_heads
+        is_compiled = isinstance(self._of_loss.module, CompiledLoss)
+        losses = patches(model, largest, loss) if replaced and not is_compiled else []
+
+        def ways(action: Action) -> list[Way]:
+            recorder = Recorder(units, self._on_gpu, self._rates, workspace)
+            with self._applied([(self._of_loss, action)]):
+                recording = recorder.run(model, largest, self._loss_with(action) or loss_of, made)
+            return Way.all_of(action, recording, self._costs_of_calls(recording, allowed))
+
         with _few_objects():
-            for action in (KEEP, *losses):
-                recorder = Recorder(units, self._on_gpu, self._rates)
+            self._ways = ways(KEEP)
+            if replaced and is_compiled:
+                found = loss_actions(largest_of(self._loss_with(KEEP)))
+                losses = [action for action in found if action.memory_budget is not None]
+            for action in losses:
                 try:
-                    with applied([(self._whole, action)]):
-                        recording = recorder.run(model, largest, loss or loss_of, made)
+                    self._ways += ways(action)
                 except (RuntimeError, ValueError):
                     if action.memory_budget is None:
-                        raise
-                    continue  # so little memory is not enough for the loss
-                costs = self._costs_of_calls(recording, allowed)
-                self._ways += Way.all_of(action, recording, costs)
+                        raise  # else so little memory is not enough for the loss
         self.problem = self._ways[0].problem
+
+    def _loss_with(self, action: Action) -> Any:
+        """The loss to simulate with an action; graphs of a compiled one are kept for all runs."""
+        if action not in self._losses:
+            self._losses[action] = as_it_runs(self._loss, action.memory_budget)
+        return self._losses[action]
+
+    @contextlib.contextmanager
+    def _applied(self, actions: list[tuple[Unit, Action]]) -> Iterator[None]:
+        """Change layers inside a with block; a compiled loss is simulated, and left alone."""
+        with applied([pair for pair in actions if not isinstance(pair[0].module, CompiledLoss)]):
+            yield
 
     def _costs_of_calls(
         self, recording: Recording, allowed: tuple[str, ...]
@@ -290,9 +316,10 @@ class Search:
         """The peak of a whole step with these actions."""
         key = number, *choice
         if key not in self._peaks:
-            with _few_objects(), applied(self._actions(number, choice)):
+            loss = self._loss_with(self._ways[number].loss)
+            with _few_objects(), self._applied(self._actions(number, choice)):
                 step = simulate_step(
-                    self._model, self._batches, loss=self._loss, optimizer=self._optimizer,
+                    self._model, self._batches, loss=loss, optimizer=self._optimizer,
                     device=self._device,
                 )  # fmt: skip
             self._peaks[key] = step.peak_bytes
@@ -300,7 +327,7 @@ class Search:
 
     def _actions(self, number: int, choice: list[int]) -> list[tuple[Unit, Action]]:
         way = self._ways[number]
-        found = [(self._whole, way.loss)]
+        found = [(self._of_loss, way.loss)]
         for call, costs, index in zip(way.recording.calls, way.costs, choice, strict=True):
             found.append((call.unit, costs[index][0]))
         return [(unit, action) for unit, action in found if action != KEEP]
@@ -322,7 +349,8 @@ class Search:
                 row.peak_bytes += max(cost.forward, cost.backward)
         if way.loss != KEEP:
             there = way.loss_bytes if at_peak.alive == len(calls) else 0
-            row = Row(["loss"], str(way.loss), 0, there, way.seconds - own.seconds)
+            name = self._of_loss.name or "loss"
+            row = Row([name], str(way.loss), 0, there, way.seconds - own.seconds)
             rows["", way.loss] = row
         nothing = [0] * len(own.costs)
         full = [

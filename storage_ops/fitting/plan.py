@@ -15,6 +15,7 @@ from torch import nn
 
 from storage_ops.checkpoint.config_policy import class_of
 from storage_ops.fitting.actions import Action
+from storage_ops.fitting.compiled import compiled_loss
 from storage_ops.fitting.heads import LOSS_NAME
 from storage_ops.fitting.units import Unit, fingerprint, units_of
 from storage_ops.quantities import as_text, metric, readable
@@ -174,8 +175,10 @@ class FitPlan:
 
 
 def _places(model: nn.Module, loss: Any) -> dict[str, Unit]:
-    """What actions apply to: layers by name, and the model, whose name is empty."""
-    return {unit.name: unit for unit in (Unit("", model, ""), *units_of(model, loss))}
+    """What actions apply to: layers by name, a compiled loss, and the model, whose name is ""."""
+    compiled = compiled_loss(loss)
+    beside = [Unit("", model, ""), *([compiled] if compiled is not None else [])]
+    return {unit.name: unit for unit in (*beside, *units_of(model, loss))}
 
 
 @contextlib.contextmanager
@@ -243,8 +246,8 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
         of_loss = str(name).startswith(LOSS_NAME)
         if of_loss and (name not in units or units[name].print != known_print):
             raise ValueError(
-                f"load_fit: {path} has an action for a LinearCrossEntropyLoss of the loss that fit "
-                f"was given, and loss is {loss!r}; expected one like it"
+                f"load_fit: {path} has an action for the loss that fit was given, compiled or with "
+                f"a LinearCrossEntropyLoss, and loss is {loss!r}; expected one like it"
             )
     if fingerprint(model) != known or any(name not in units for name, _, _ in saved):
         raise ValueError(

@@ -24,6 +24,7 @@ from storage_ops.loss.devices import Rates
 from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_wrapper
+from storage_ops.memory.estimate_workspaces import keep_workspaces
 from storage_ops.memory.step import arguments, without_gradients
 from storage_ops.progress import say
 
@@ -127,8 +128,9 @@ class _StandIn(torch.autograd.Function):
 class Recorder:
     """Runs a step with stand-ins in the places of layers."""
 
-    def __init__(self, units: list[Unit], on_gpu: bool, rates: Rates) -> None:
-        self.books = Books(on_gpu)
+    def __init__(self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int = 0) -> None:
+        """`workspace`: bytes that cuBLAS has in each thread."""
+        self.books, self._workspace = Books(on_gpu), workspace
         self.recording = Recording()
         self._units = units
         self._times = OpTimes(rates)
@@ -158,6 +160,8 @@ class Recorder:
                 self.simulation = simulation
                 books.run(self._step, model, given, loss, optimizer)
                 self._outputs.clear()
+                if simulation.multiplies:
+                    keep_workspaces(books.ledger, self._workspace)
                 self.recording.levels = books.levels()
                 self._find_shared()
         finally:

@@ -78,7 +78,8 @@ def patches(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
     """
     why = (
         f"actions has {LOSS!r}, which replaces the loss of a model of transformers, or gives each "
-        "storage_ops.LinearCrossEntropyLoss of a model or loss its budget; there is none of these"
+        "storage_ops.LinearCrossEntropyLoss of a model or loss, or a loss that is compiled by "
+        "storage_ops, its budget; there is none of these"
     )
     if loss is not None:
         raise ValueError(f"{why}; expected loss=None")

@@ -33,10 +33,15 @@ class _Taken(BaseException):
 
 
 class _Graphs:
-    """Calls a loss as it runs: a graph for all outputs of a model that are alike."""
+    """Calls a loss as it runs: a graph for all outputs of a model that are alike.
+
+    Attributes:
+        largest: bytes of the largest tensor that the loss makes where it runs op by op: its logits.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
+        self.largest = 0
         self._known: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
 
     def __call__(self, loss: Callable[..., Any], output: Any) -> Any:
@@ -56,6 +61,9 @@ class _Graphs:
         found: list[Any] = []
 
         def backend(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+            made = [node.meta.get("example_value") for node in gm.graph.nodes]
+            sizes = (t.numel() * t.itemsize for t in made if isinstance(t, Tensor))
+            self.largest = max(self.largest, *sizes)
             run = _made_of(gm, examples, self._options)
 
             def call(*inputs: Any) -> Any:
@@ -92,16 +100,41 @@ class _Graphs:
         return run, [places.get(id(x), x) for x in inputs]
 
 
-def as_it_runs(loss: Any) -> Any:
-    """What to call in a simulation in the place of a loss; of any but a compiled one itself."""
-    found = _backend_of(loss)
-    if found is None or found.compiler_name != "storage_ops":
+def as_it_runs(loss: Any, memory_budget: int | None = None) -> Any:
+    """What to call in a simulation in the place of a loss; of any but a compiled one itself.
+
+    Args:
+        loss: the loss.
+        memory_budget: of a compiled loss, in the place of what its options say.
+    """
+    found = backend_of(loss)
+    if found is None:
         return loss
     options = found.kwargs.get("options") or {}
+    if memory_budget is not None:
+        options = with_budget(options, memory_budget)
     return functools.partial(_Graphs(options), loss._torchdynamo_orig_callable)
 
 
-def _backend_of(loss: Any) -> Any:
+def largest_of(loss: Any) -> int:
+    """Bytes of the logits of what `as_it_runs` made of a compiled loss, once it has run."""
+    graphs: _Graphs = loss.func
+    return graphs.largest
+
+
+def with_budget(options: dict[str, Any], memory_budget: int | None) -> dict[str, Any]:
+    """Options of the backend with another budget; None: with its own choice."""
+    rest = {k: v for k, v in options.items() if k not in ("num_chunks", "memory_budget")}
+    return rest if memory_budget is None else {**rest, "memory_budget": memory_budget}
+
+
+def backend_of(loss: Any) -> Any:
+    """The backend "storage_ops" that torch.compile calls for a loss; None of any other loss."""
+    found = _compiler_of(loss)
+    return found if found is not None and found.compiler_name == "storage_ops" else None
+
+
+def _compiler_of(loss: Any) -> Any:
     """What torch.compile was given; None if it did not make this function or module."""
     if not hasattr(loss, "_torchdynamo_orig_callable"):
         return None

@@ -1,6 +1,7 @@
 """What kernels of the CPU take only while they run, where that is as large as their tensors.
 
-oneDNN convolves copies of its operands that lie in blocks of channels, and copies the result back.
+oneDNN convolves copies of its operands that lie in blocks of channels, the last block filled up, and
+copies the result back.
 Observed with torch 2.13 by allocation events, on AVX-512.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from storage_ops.memory.estimate_ledger import Ledger
 
 _aten = torch.ops.aten
+_CHANNELS = 16  # of a block
 _FEW_CHANNELS = 8  # an input of fewer is read as it is
 _WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
 
@@ -28,6 +30,13 @@ class _Scratch:
     def take(self, *tensors: Tensor, times: int = 1) -> list[Any]:
         made = [self._ledger.block(t, t.nbytes * times, self._name) for t in tensors]
         return [self._ledger.take(block) for block in made]
+
+    def take_blocked(self, *images: Tensor) -> list[Any]:
+        found = []
+        for t in images:
+            channels = -(-t.shape[1] // _CHANNELS) * _CHANNELS
+            found += self.take_bytes(t, t[:, :1].numel() * channels * t.itemsize)
+        return found
 
     def take_bytes(self, like: Tensor, nbytes: int) -> list[Any]:
         return [self._ledger.take(self._ledger.block(like, nbytes, self._name))]
@@ -59,8 +68,9 @@ def _is_product(args: Any) -> bool:
 
 def _convolution(scratch: _Scratch, args: Any, out: Tensor, see: Any) -> None:
     x, weight, transposed = args[0], args[1], args[6]
-    operands = scratch.take(*([x] if x.shape[1] >= _FEW_CHANNELS else []), weight)
-    result = scratch.take(out)
+    operands = scratch.take_blocked(*([x] if x.shape[1] >= _FEW_CHANNELS else []))
+    operands += scratch.take(weight)
+    result = scratch.take_blocked(out)
     scratch.give_back(operands)
     again = scratch.take(out) if transposed else []
     see(out)
@@ -71,8 +81,8 @@ def _convolution_backward(scratch: _Scratch, args: Any, out: Any, see: Any) -> N
     grad, x, weight, strides = args[0], args[1], args[2], args[4]
     of_x, of_weight, of_bias = out
     if of_x is not None:
-        operands = scratch.take(grad, weight)
-        result = scratch.take(x)
+        operands = scratch.take_blocked(grad) + scratch.take(weight)
+        result = scratch.take_blocked(x)
         scratch.give_back(operands)
         again = scratch.take(x) if max(strides) > 1 and not args[7] else []
         see(of_x)
@@ -85,7 +95,7 @@ def _convolution_backward(scratch: _Scratch, args: Any, out: Any, see: Any) -> N
         see(of_weight)
         scratch.give_back(result)
     elif of_weight is not None:
-        operands = scratch.take(grad, *([x] if x.shape[1] >= _FEW_CHANNELS else []))
+        operands = scratch.take_blocked(grad, *([x] if x.shape[1] >= _FEW_CHANNELS else []))
         result = scratch.take(weight)
         # Sums of 16-bit numbers are in float32.
         scratch.give_back(scratch.take(weight, times=2 if weight.itemsize == 2 else 0))

@@ -30,6 +30,7 @@ from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
 from storage_ops.memory.estimate_values import Values
+from storage_ops.memory.estimate_workspaces import PRODUCTS
 
 _OPS = torch.ops.storage_ops
 _aten = torch.ops.aten
@@ -59,6 +60,7 @@ class Simulation(TorchDispatchMode):
         self._paused = False
         # Whether values do not matter, as those of the step counts of an optimizer.
         self.any_value = False
+        self.multiplies = False  # whether a matrix product was seen
         self.sent: Counter[str] = Counter()  # bytes from this rank to others, by collective
         self.buckets: list[Tensor] = []  # of DDP
         self._to_host = BookedCopies()
@@ -238,6 +240,8 @@ class Simulation(TorchDispatchMode):
         _check_device(func, kwargs.get("device"))
         args, kwargs = with_tensors(self.twin, (args, kwargs))
         given = tensors_in((args, kwargs))
+        if self.on_gpu and func.overloadpacket in PRODUCTS:
+            self.multiplies = True
         estimate_ranks.count_sent(self.sent, func, args)
         if estimate_ranks.is_collective(func):
             return estimate_ranks.pretended(self, func, args)

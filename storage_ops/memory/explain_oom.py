@@ -23,6 +23,7 @@ from storage_ops.memory.owners import (
     GRADIENTS,
     PARAMETERS,
     STATE,
+    WORKSPACES,
     activations_of,
     by_kind,
 )  # fmt: skip
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 _ROWS = 16  # of the table; the rest is one row
 UNKNOWN = "not known"
-WORKSPACES = "workspaces of cuBLAS"
 
 
 @dataclass

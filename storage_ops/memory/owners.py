@@ -20,7 +20,7 @@ from storage_ops.memory.estimate_calls import around_calls
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
-INPUTS = "inputs"
+INPUTS, WORKSPACES = "inputs", "workspaces of cuBLAS"
 
 # Names of events in the profile; the first two are torch's own.
 _STEP, _BACKWARD = "Optimizer.step#", "autograd::engine::evaluate_function"

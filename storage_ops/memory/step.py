@@ -24,6 +24,7 @@ from storage_ops.memory.estimate_ranks import (
     is_sharded_alone,
     updated_locally,
 )
+from storage_ops.memory.estimate_workspaces import keep_workspaces, workspace_bytes
 from storage_ops.memory.measure import Measurement
 from storage_ops.memory.owners import (
     BATCH,
@@ -31,6 +32,7 @@ from storage_ops.memory.owners import (
     GRADIENTS,
     PARAMETERS,
     STATE,
+    WORKSPACES,
     by_kind,
 )
 from storage_ops.memory.quick import Quick
@@ -38,8 +40,9 @@ from storage_ops.progress import say, showing
 
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # what the loss makes, as a module would
-# Arguments and keywords of the model, loss, optimizer, whether on a GPU, and what is assumed.
-_How = tuple[Any, Any, Any, Optimizer | None, bool, Assumption]
+# Arguments and keywords of the model, loss, optimizer, whether on a GPU, the bytes that cuBLAS has
+# there in each thread, and what is assumed.
+_How = tuple[Any, Any, Any, Optimizer | None, bool, int, Assumption]
 
 
 @dataclass
@@ -52,10 +55,11 @@ class StepEstimate(Measurement):
         timeline: the level after every allocation and release; the seconds are those of the
             simulation.
         by_owner: bytes at the peak by their owner, most first; their sum is `peak_bytes`. Owners
-            are "parameters", "buffers", "gradients", "optimizer state", "batch", "temporaries",
-            with FSDP2 "gathered parameters" and "gradients to reduce", with DDP "gradient
-            buckets", and for activations "activations of " and the name of the innermost module
-            whose call made them and returned before they were freed.
+            are "parameters", "buffers", "gradients", "optimizer state", "batch", "temporaries", on
+            a GPU that is known "workspaces of cuBLAS", with FSDP2 "gathered parameters" and
+            "gradients to reduce", with DDP "gradient buckets", and for activations "activations of
+            " and the name of the innermost module whose call made them and returned before they
+            were freed.
         at_peak: the blocks at the peak, largest first.
         sent_bytes: what this rank sends to others in the step, as of `Estimate`.
         batch: the index of this batch in the list that was given; 0 if it was none.
@@ -98,7 +102,8 @@ def simulate_step(
         optimizer: one of the model's parameters, or a class, called with those that are trained.
             None: the step ends with the backward.
         device: "cpu" or a GPU, such as "cuda" or "h100": sizes are rounded and kernels are chosen
-            as there. None: where the parameters are; the meta device stands for a GPU.
+            as there. None: where the parameters are; the meta device stands for a GPU. Of a GPU by
+            its name, and of one that is here, workspaces of cuBLAS are counted as well.
         assume: as of `estimate`, for sizes that depend on values.
 
     Raises:
@@ -117,7 +122,7 @@ def simulate_step(
         (162, 64)
     """
     check_model(model)
-    on_gpu = is_gpu(model, device)
+    on_gpu, workspace = is_gpu(model, device), workspace_bytes(device, model)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("batch is an empty list; expected at least one batch")
@@ -127,7 +132,7 @@ def simulate_step(
     for index, one in enumerate(batches):
         args, kwargs = arguments(one)
         made = optimizer_of(model, optimizer)
-        how = (args, kwargs, loss or loss_of, made, on_gpu, assumption)
+        how = (args, kwargs, loss or loss_of, made, on_gpu, workspace, assumption)
         step = _quickly(model, how) or _simulate(model, how)
         step.batch = index
         steps.append(step)
@@ -235,7 +240,7 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
 
 
 def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
-    args, kwargs, loss, optimizer, on_gpu, assumption = how
+    args, kwargs, loss, optimizer, on_gpu, workspace, assumption = how
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
     held = Held((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
@@ -269,6 +274,8 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         call_simulated(step, args, kwargs)
         made = {block for block, role in roles.items() if role == STATE}
         _was_there(ledger, made.difference(ledger.inputs))
+        if simulation.multiplies:
+            roles |= dict.fromkeys(keep_workspaces(ledger, workspace), WORKSPACES)
         settled = settle(ledger, roles)
         sent = dict(simulation.sent)
     if quick is not None and quick.count and ledger.discards:

@@ -48,7 +48,7 @@ class FitReport:
         table = Table(
             title=f"{verdict}{lacking}: peak {readable(self.peak_bytes, up=True)} of "
             f"{readable(self.budget_bytes)} on {self.device}",
-            caption="in memory at the peak of a step; without the CUDA context and workspaces",
+            caption="in memory at the peak of a step; without the CUDA context",
         )
         table.add_column("owner")
         table.add_column("bytes", justify="right")
@@ -76,8 +76,8 @@ def will_it_fit(
 
     The step is simulated as `simulate_step` does it: nothing is computed and nothing of that size
     is allocated, so a model on the meta device and a laptop will do. Not counted are the CUDA
-    context and workspaces of libraries, for which some hundred MiB of a GPU should stay free, and
-    fragmentation.
+    context and workspaces of libraries other than cuBLAS, for which some hundred MiB of a GPU
+    should stay free, and fragmentation.
 
     Args:
         model: as it will be trained, with its checkpoints, its dtype and its mode.
@@ -102,7 +102,7 @@ def will_it_fit(
         >>> x = torch.empty(8192, 4096, device="meta")
         >>> report = storage_ops.memory.will_it_fit(mlp, x, budget="4GiB")
         >>> report.fits, report.peak_bytes >> 20
-        (True, 3456)
+        (True, 3520)
     """
     budget_bytes = parse_bytes(budget, "budget")
     step = simulate_step(model, batch, loss=loss, optimizer=optimizer, device=device)
