@@ -90,9 +90,10 @@ def dpo(
             With neither the reference takes all completions to be equally probable.
         return_logps: return the loss and the policy's log-probabilities (2 B,), detached, of which
             rewards and accuracies are made.
-        options: cu_seqlens (2 B + 1,), the bounds of packed sequences in input (N, D); shift; and
-            options of `storage_ops.linear_cross_entropy` such as linear_bias, softcap, ignore_index
-            and memory_budget, which hold for the reference too.
+        options: cu_seqlens (2 B + 1,), the bounds of packed sequences in input (N, D), after the
+            last of which tokens are padding; shift; and options of
+            `storage_ops.linear_cross_entropy` such as linear_bias, softcap, ignore_index and
+            memory_budget, which hold for the reference too.
 
     Returns:
         The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias.

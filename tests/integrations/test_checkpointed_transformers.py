@@ -16,6 +16,10 @@ MODELS = {
     "Qwen3DecoderLayer": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL)),
     "Gemma3DecoderLayer": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**SMALL)),
 }
+if hasattr(tf, "Lfm2Config"):  # a cache of convolutions and keys
+    MODELS["Lfm2DecoderLayer"] = lambda: tf.Lfm2ForCausalLM(
+        tf.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])
+    )
 MODES = {
     "full": {}, "reentrant": {"use_reentrant": True}, "selective": {"ops_to_save": ["aten.mm"]},
     "output_discard": {"mode": "output_discard"},
