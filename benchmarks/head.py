@@ -34,8 +34,8 @@ from benchmarks._harness import (
     skip,
 )
 from storage_ops import losses
-from storage_ops.divergence.call import Call
-from storage_ops.divergence.run import Run
+from storage_ops.divergence.call import DivergenceCall
+from storage_ops.divergence.run import DivergenceRun
 
 # Tokens, width of student and of teacher, classes; the tokens are four sequences for DPO.
 SHAPES = {
@@ -55,9 +55,9 @@ def step(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Case:
     return lambda: torch.autograd.grad(loss(), leaves)
 
 
-def products(call: Call) -> Case:
+def products(call: DivergenceCall) -> Case:
     """The products that a call does, in its chunks of tokens, and nothing else."""
-    planned = Run(call)
+    planned = DivergenceRun(call)
     rows, m, hidden = planned.schedule.rows, planned.schedule.problem.matmul, call.teacher_input
     x, w, t, head = call.input, call.weight, hidden, call.teacher_weight
     assert t is not None and head is not None
@@ -85,7 +85,7 @@ def divergence_rows(
     x, w, t, head, target = inputs(shape, dtype, arguments.device)
     leaves, g = [x, w], torch.randn(len(x), len(w), device=x.device).to(dtype)
     cases: dict[str, Case] = {
-        FLOOR: products(Call(x.detach(), w.detach(), t, head)),
+        FLOOR: products(DivergenceCall(x.detach(), w.detach(), t, head)),
         "floor by torch": lambda: (t @ head.t(), x @ w.t(), g @ w, g.t() @ x),
     }
     for name in DIVERGENCES:

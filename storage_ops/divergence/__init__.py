@@ -1,9 +1,11 @@
 """The divergence of a student's head from a frozen teacher's, whose logits exist in tiles only.
 
-    api.linear_kl_div -> Call -> op -> Run --- steps ---> rows (plain torch on a tile of each head)
-                                        |           `---> Matmul (storage_ops/matmul)
-                                        |           `---> Sums of the gradients (storage_ops/loss)
-                              Problem -> plan -> Schedule of the loss
+    api.linear_kl_div -> DivergenceCall -> op -> DivergenceRun --- steps ---> rows
+                                            |              |
+                  Problem -> plan -> Schedule of the loss  |---> Matmul (storage_ops/matmul)
+                                                           `---> Sums (storage_ops/loss)
+
+`rows` is plain torch on a tile of each head, or a native kernel.
 
 Tokens, tiles, schedules, sums and budgets are those of `storage_ops.loss`; what is said there of
 gradients that are made in the forward holds here. What differs:
@@ -17,7 +19,8 @@ gradients that are made in the forward holds here. What differs:
   need no float32 sum of the weight's gradient.
 * Over ranks each has its part of a row's classes, and the row is finished in a step all the same:
   the ranks merge both log-sum-exps, as the loss does, then add up divergence and center.
-* *Targets* may be added, whose cross-entropy is made of the same logits of the student.
+* *Targets* may be added, whose cross-entropy is made of the same logits of the student. Its
+  gradient lies over these, and that of the divergence over the teacher's.
 * A stored teacher has the log-probabilities of a few classes. Both heads are then made *coarse*:
   those classes, and one for the rest. Its statistics are the student's coarse logits.
 """

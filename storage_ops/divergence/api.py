@@ -9,7 +9,7 @@ from torch import Tensor
 
 from storage_ops import _autograd
 from storage_ops.divergence import op
-from storage_ops.divergence.call import Call
+from storage_ops.divergence.call import DivergenceCall
 from storage_ops.divergence.checks import check_call, check_options, check_types
 from storage_ops.loss import ranks
 from storage_ops.loss.checks import budget_of, group_of
@@ -165,7 +165,7 @@ def linear_kl_div(
         and student.dtype != torch.float16  # its range is too small before upstream is known
         and not _autograd.transforming()
     )
-    call = Call(
+    call = DivergenceCall(
         student, weight, hidden, head, bias, offset, token_weight, frozen[3], frozen[4],
         divergence, beta, temperature, softcap or 0.0, teacher_softcap or 0.0,
         teacher_tail == "bucket", reduction, shift, valid_classes,

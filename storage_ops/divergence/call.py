@@ -19,7 +19,7 @@ TENSORS = (
 IGNORED = -100
 
 
-class Call(NamedTuple):
+class DivergenceCall(NamedTuple):
     """The arguments of `storage_ops::linear_kl_div`, in the order of its schema.
 
     Those of the public function; `log_probs` and `ids` are its `teacher_topk`, the soft-caps are 0
@@ -61,7 +61,9 @@ class Call(NamedTuple):
         """The arguments of TENSORS."""
         return tuple(getattr(self, name) for name in TENSORS)
 
-    def with_tensors(self, tensors: tuple[Tensor | None, ...] = (None,) * len(TENSORS)) -> Call:
+    def with_tensors(
+        self, tensors: tuple[Tensor | None, ...] = (None,) * len(TENSORS)
+    ) -> DivergenceCall:
         """The call with others; without any, it keeps no memory."""
         named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
         return self._replace(**named)

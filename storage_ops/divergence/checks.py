@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.divergence.call import Call
+from storage_ops.divergence.call import DivergenceCall
 from storage_ops.loss.checks import FLOATS, INDICES, REDUCTIONS
 
 DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
@@ -85,7 +85,7 @@ def check_options(
         raise _wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")
 
 
-def check_call(call: Call) -> None:
+def check_call(call: DivergenceCall) -> None:
     """Raise a TypeError or ValueError for tensors that do not fit together."""
     input, weight = call.input, call.weight
     if input.dtype not in FLOATS:
@@ -132,7 +132,7 @@ def check_call(call: Call) -> None:
             raise _wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
 
 
-def _check_target(call: Call, target: Tensor, tokens: tuple[int, ...]) -> None:
+def _check_target(call: DivergenceCall, target: Tensor, tokens: tuple[int, ...]) -> None:
     if target.dtype not in INDICES:
         raise _wrong(TypeError, "target is", target.dtype, "int64 or int32 class indices")
     if tuple(target.shape) != tokens:
@@ -146,7 +146,7 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
-def _check_teacher(call: Call, tokens: tuple[int, ...], vocab: int) -> None:
+def _check_teacher(call: DivergenceCall, tokens: tuple[int, ...], vocab: int) -> None:
     x, weight, bias = call.teacher_input, call.teacher_weight, call.teacher_bias
     if call.ids is not None and call.log_probs is not None:
         if call.group or call.teacher_softcap:

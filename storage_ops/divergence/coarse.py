@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.divergence import rows
-from storage_ops.divergence.call import Call
+from storage_ops.divergence.call import DivergenceCall
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Coarse:
     tail: bool
 
     @staticmethod
-    def of(call: Call, kept: Tensor | None, ignored: Tensor, classes: int) -> Coarse:
+    def of(call: DivergenceCall, kept: Tensor | None, ignored: Tensor, classes: int) -> Coarse:
         """Those of the tokens that are worked on; raises for wrong ids where they can be seen."""
         assert call.ids is not None and call.log_probs is not None
         ids = call.ids.reshape(-1, call.ids.shape[-1])

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.library import register_autograd, register_fake, register_vmap
 
 from storage_ops import _autograd, _schemas
-from storage_ops.divergence.call import Call
-from storage_ops.divergence.run import Run
+from storage_ops.divergence.call import DivergenceCall
+from storage_ops.divergence.run import DivergenceRun
 from storage_ops.loss import formulas, kept
 
 _OPS = torch.ops.storage_ops
@@ -23,14 +23,14 @@ _BIAS = 4  # the place of the student's bias among the arguments
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    call = Call(*args)
+    call = DivergenceCall(*args)
     if call.in_forward and call.reduction == "none":
         raise ValueError(
             "linear_kl_div: early is True; expected False with reduction='none', whose gradients "
             "are made in the backward"
         )
     kept.make_room(call.input)
-    run, input = Run(call), call.input
+    run, input = DivergenceRun(call), call.input
     tokens = run.tokens
     grads = [input.new_empty(0) for _ in call.grad_mask]
     if call.in_forward and any(call.grad_mask):
@@ -46,8 +46,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward(grad_loss: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Gradients by a second pass over the logits, for any upstream gradient."""
-    call = Call(*args)
-    run = Run(call, state)
+    call = DivergenceCall(*args)
+    run = DivergenceRun(call, state)
     each = grad_loss if call.reduction != "none" else run.tokens.collect(grad_loss)
     run.set_upstream(each)
     grads = run.gradients()
@@ -61,7 +61,7 @@ def _needs(ctx: Any) -> tuple[bool, bool, bool]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call, (_, state, *grads) = Call(*inputs), output
+    call, (_, state, *grads) = DivergenceCall(*inputs), output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
     # The mask of a direct caller of the op may promise less than autograd asks for.
@@ -113,7 +113,7 @@ class _Transformable(torch.autograd.Function):
         return outputs
 
 
-def apply(call: Call) -> Tensor:
+def apply(call: DivergenceCall) -> Tensor:
     """The loss, by an op that eager code, torch.compile and torch.func all take."""
     if _autograd.transforming():
         return _Transformable.apply(*call)[0]  # type: ignore[no-any-return, no-untyped-call]
@@ -121,14 +121,14 @@ def apply(call: Call) -> Tensor:
     return loss
 
 
-def _fake_grads(call: Call, made: bool) -> tuple[Tensor, ...]:
+def _fake_grads(call: DivergenceCall, made: bool) -> tuple[Tensor, ...]:
     shapes = (call.input.shape, call.weight.shape, call.weight.shape[:1])
     masks = zip(shapes, call.grad_mask, strict=True)
     return tuple(call.input.new_empty(shape if have and made else (0,)) for shape, have in masks)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    call = Call(*args)
+    call = DivergenceCall(*args)
     shape = list(call.input.shape[:-1])
     if call.shift and not (isinstance(shape[-1], int) and shape[-1] == 0):
         shape[-1] -= 1
@@ -138,7 +138,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(grad_loss: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return _fake_grads(Call(*args), True)
+    return _fake_grads(DivergenceCall(*args), True)
 
 
 for _end, _kernel, _fake in (

@@ -51,7 +51,7 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DivergencePlan:
     """How a divergence will run.
 
     Attributes:
@@ -67,7 +67,7 @@ class Plan:
     peak_bytes: int
     seconds: float
 
-    def with_classes(self, classes: int) -> Plan:
+    def with_classes(self, classes: int) -> DivergencePlan:
         """The same steps over the classes of a rank, which may be fewer."""
 
         def cut(s: Schedule) -> Schedule:
@@ -94,7 +94,7 @@ def default_budget(p: Problem, t: Teacher) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> Plan:
+def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> DivergencePlan:
     """The plan with the fastest products that keeps to the budget.
 
     Raises:
@@ -112,7 +112,7 @@ def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> P
     return min(plans, key=lambda plan: (plan.seconds, plan.peak_bytes))
 
 
-def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[Plan]:
+def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[DivergencePlan]:
     """Plans with the largest tiles that fit; without a budget those with the smallest."""
     alone, tokens, vocab = replace(p, grads=(False,) * 3), max(p.tokens, 1), max(p.vocab, 1)
 
@@ -129,12 +129,12 @@ def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[Plan
         own = replace(alone, hidden=t.hidden, matmul=t.matmul)
         teacher = cost.predict(sized(own, TOKEN_CHUNKED, tokens, vocab), rates)[2]
 
-    def plan(whole: Schedule, sliced: Schedule | None) -> Plan:
+    def plan(whole: Schedule, sliced: Schedule | None) -> DivergencePlan:
         peak, seconds = peak_of(whole, t), cost.predict(whole, rates)[2] + teacher
         if sliced is not None:
             peak = max(peak, peak_of(sliced, t))
             seconds = cost.predict(sliced, rates)[2] + 2 * teacher
-        return Plan(whole, sliced, peak, seconds)
+        return DivergencePlan(whole, sliced, peak, seconds)
 
     statistics = largest(tokens, lambda rows: sized(alone, TOKEN_CHUNKED, rows, vocab))
     if not any(p.grads):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from storage_ops import matmul
 from storage_ops.divergence import plan, rows
-from storage_ops.divergence.call import IGNORED, Call
+from storage_ops.divergence.call import IGNORED, DivergenceCall
 from storage_ops.divergence.coarse import Coarse
 from storage_ops.divergence.targets import Targets
 from storage_ops.loss import formulas
@@ -28,7 +28,7 @@ from storage_ops.matmul.aten import takes
 _OPS = torch.ops.storage_ops
 
 
-class Run:
+class DivergenceRun:
     """A call, and how far it is; `tokens`, `weight`, `schedule` and `call` are what `Sums` reads.
 
     Attributes:
@@ -44,7 +44,7 @@ class Run:
         upstream: (n,) or (1,) gradient with respect to it.
     """
 
-    def __init__(self, given: Call, state: Tensor | None = None):
+    def __init__(self, given: DivergenceCall, state: Tensor | None = None):
         """`state`: what the forward of the call has returned as such, if this is its backward."""
         self.given, self.call = given, given.as_loss()
         ranks = self.ranks = ranks_of(given.group)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from storage_ops.divergence.call import IGNORED, Call
+from storage_ops.divergence.call import IGNORED, DivergenceCall
 from storage_ops.loss.schedule import GRADIENT, Step
 from storage_ops.loss.tokens import Tokens
 
@@ -26,7 +26,7 @@ class Targets:
         state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
     """
 
-    def __init__(self, given: Call, tokens: Tokens, state: Tensor, bias: Tensor | None):
+    def __init__(self, given: DivergenceCall, tokens: Tokens, state: Tensor, bias: Tensor | None):
         self.weight, self.state = given.target_weight, state
         self._target, self._bias = tokens.target, bias
         self._softcap, self._classes = given.softcap, given.valid_classes or len(given.weight)

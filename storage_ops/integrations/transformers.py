@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_logits import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_head
+from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_model import PatchedModel
-from storage_ops.integrations.probe import find_refusal
 from storage_ops.loss.checks import budget_of
 
 

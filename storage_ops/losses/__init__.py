@@ -14,7 +14,7 @@ Terms, in all of them:
 * A token's *log-probability* is that of its target. With `shift` the token at position i is scored
   with target i + 1, which belongs to the same sequence, as causal language models are trained.
 
-Where things are: `tokens` scores tokens and adds up sequences, `preference` has what pairs and
+Where things are: `sequences` scores tokens and adds up sequences, `preference` has what pairs and
 judged sequences are trained with, `policy` what rewards are, `supervised` targets and teachers.
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.losses.tokens import (
+from storage_ops.losses.sequences import (
     Scored,
     check_tensor,
     check_values,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from storage_ops.losses.tokens import (
+from storage_ops.losses.sequences import (
     Scored,
     check_tensor,
     check_values,

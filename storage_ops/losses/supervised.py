@@ -9,7 +9,7 @@ from torch import Tensor
 
 from storage_ops.divergence.api import linear_kl_div
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.losses.tokens import IGNORED, separated, within, wrong
+from storage_ops.losses.sequences import IGNORED, separated, within, wrong
 
 _LEAST = 1e-6  # with less of the teacher, the targets' share of it may be out of range
 
