@@ -5,8 +5,8 @@ it is given labels, its output layer returns *deferred logits* (`deferred_logits
 what the model does to them until its cross-entropy becomes `linear_cross_entropy`.
 `patched_model.py` has that forward, and `fused_head.py` the one that trainers of TRL ask for.
 `output_layers.py` says which layers can; those that are more than a weight and a bias run on pieces
-of the tokens (`head_loss.py`). `patch_probe.py` finds when patching what a model would refuse at its
-first forward.
+of the tokens (`head_loss.py`). `patch_probe.py` finds when patching what a model would refuse at
+its first forward.
 
 `fit_callbacks.py` has callbacks of trainers that apply a plan of `fit`; a library is imported when
 a callback for it is made.
