@@ -1,6 +1,6 @@
 """What kernels of the CPU take only while they run, where that is as large as their tensors.
 
-oneDNN convolves copies of its operands that lie in blocks of channels, the last block filled up, and
+oneDNN convolves copies of its operands that lie in blocks of channels, the last one filled up, and
 copies the result back.
 Observed with torch 2.13 by allocation events, on AVX-512.
 """
