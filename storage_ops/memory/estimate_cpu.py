@@ -1,6 +1,6 @@
 """What kernels of the CPU take only while they run, where that is as large as their tensors.
 
-oneDNN convolves copies of its operands that lie in blocks of channels, the last block filled up, and
+oneDNN convolves copies of its operands that lie in blocks of channels, the last one filled up, and
 copies the result back.
 Observed with torch 2.13 by allocation events, on AVX-512.
 """
@@ -31,11 +31,11 @@ class _Scratch:
         made = [self._ledger.block(t, t.nbytes * times, self._name) for t in tensors]
         return [self._ledger.take(block) for block in made]
 
-    def take_blocked(self, *images: Tensor) -> list[Any]:
+    def take_blocked(self, *images: Tensor, times: int = 1) -> list[Any]:
         found = []
         for t in images:
             channels = -(-t.shape[1] // _CHANNELS) * _CHANNELS
-            found += self.take_bytes(t, t[:, :1].numel() * channels * t.itemsize)
+            found += self.take_bytes(t, t[:, :1].numel() * channels * t.itemsize * times)
         return found
 
     def take_bytes(self, like: Tensor, nbytes: int) -> list[Any]:
@@ -97,8 +97,11 @@ def _convolution_backward(scratch: _Scratch, args: Any, out: Any, see: Any) -> N
     elif of_weight is not None:
         operands = scratch.take_blocked(grad, *([x] if x.shape[1] >= _FEW_CHANNELS else []))
         result = scratch.take(weight)
-        # Sums of 16-bit numbers are in float32.
-        scratch.give_back(scratch.take(weight, times=2 if weight.itemsize == 2 else 0))
+        if weight.itemsize == 2:  # sums are in float32, and each thread turns an image of both
+            turned = (x[:1], grad[:1]) if weight[0, 0].numel() > 1 else ()
+            sums = scratch.take(weight, times=2)
+            sums += scratch.take_blocked(*turned, times=torch.get_num_threads())
+            scratch.give_back(sums)
         scratch.give_back(operands)
         see(of_weight)
         scratch.give_back(result)

@@ -252,3 +252,14 @@ def test_products_of_groups(dtype):
     assert e.kept_bytes - e.input_bytes == 64 * 48 * x.itemsize
     e = so.memory.estimate(lambda x, y: torch._grouped_mm(x.t(), y, offs=ends), x, x)
     assert e.kept_bytes - e.input_bytes == 4 * 32 * 32 * x.itemsize
+
+
+@pytest.mark.parametrize(("device", "each"), [("h100", 32 << 20), ("a100", 65 << 17)])
+def test_workspaces_of_products(device, each):
+    x = torch.empty(64, 256, device="meta")
+    for model, threads in ((nn.Linear(256, 256, device="meta"), 2), (nn.Dropout(), 0)):
+        named = simulate_step(model, x.clone().requires_grad_(), device=device)
+        plain = simulate_step(model, x.clone().requires_grad_())  # which GPU is not known
+        assert named.by_owner.get("workspaces of cuBLAS", 0) == threads * each
+        assert named.peak_bytes - plain.peak_bytes == threads * each
+        assert named.kept_bytes - plain.kept_bytes == threads * each
