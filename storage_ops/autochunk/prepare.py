@@ -5,6 +5,7 @@ And what is changed in place in it, which the rewrite must not move readers past
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Iterable
@@ -148,7 +149,6 @@ def _values(node: fx.Node) -> bool:
 
 
 def _decomposition(target: Any) -> Any:
-    from torch._decomp import core_aten_decompositions
     from torch._inductor.decomposition import select_decomp_table
 
     # A decomposed random op would draw other numbers than the graph does.
@@ -156,7 +156,14 @@ def _decomposition(target: Any) -> Any:
         torch.Tag.nondeterministic_seeded in target.tags
     ):
         return None
-    return {**core_aten_decompositions(), **select_decomp_table()}.get(target)
+    return select_decomp_table().get(target) or _core().get(target)
+
+
+@functools.cache
+def _core() -> dict[Any, Any]:
+    from torch._decomp import core_aten_decompositions
+
+    return {**core_aten_decompositions()}
 
 
 def _inline(graph: fx.Graph, node: fx.Node) -> None:

@@ -151,10 +151,14 @@ class measure:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._entry_bytes = torch.cuda.memory_allocated(self._device)
+        # torch 2.10 and 2.11 warn of events that are not accumulated, in a first cycle too.
         self._profile = profile(activities=ACTIVITIES, profile_memory=True, acc_events=True)
         self._marks.__enter__()
         try:
             self._profile.__enter__()
+            # Else they are all read in Python when it stops, and here none is needed.
+            profiler: Any = self._profile.profiler
+            profiler.acc_events = False
         except BaseException:
             self._marks.close()
             raise
