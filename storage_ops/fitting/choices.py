@@ -13,7 +13,7 @@ from storage_ops.checkpoint.copies import active
 from storage_ops.fitting.actions import LOSS, Action, loss_actions
 from storage_ops.fitting.heads import heads_in
 from storage_ops.fitting.probe import Cost, Probe
-from storage_ops.fitting.record import Call
+from storage_ops.fitting.record import LayerCall
 from storage_ops.fitting.step import Op
 from storage_ops.loss.devices import DEVICES, Rates, named, rates_of
 
@@ -24,7 +24,9 @@ _TILES = (2, 4, 8, 16)
 _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
-def costs_of(call: Call, allowed: Sequence[str], on_gpu: bool, rates: Rates) -> dict[Action, Cost]:
+def costs_of(
+    call: LayerCall, allowed: Sequence[str], on_gpu: bool, rates: Rates
+) -> dict[Action, Cost]:
     """Actions for a call of a layer, the first of them to keep all.
 
     Args:

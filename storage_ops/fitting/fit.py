@@ -21,7 +21,7 @@ from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
 from storage_ops.fitting.heads import heads_in, is_budgeted
 from storage_ops.fitting.plan import FitPlan, Row, applied
 from storage_ops.fitting.probe import Cost
-from storage_ops.fitting.record import Recorder, Recording
+from storage_ops.fitting.record import Recorder, StepRecording
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.fitting.ways import Way, patches
 from storage_ops.memory.estimate_compiled import as_it_runs, largest_of
@@ -233,7 +233,7 @@ class Search:
             yield
 
     def _costs_of_calls(
-        self, recording: Recording, allowed: tuple[str, ...]
+        self, recording: StepRecording, allowed: tuple[str, ...]
     ) -> list[list[tuple[Action, Cost]]]:
         runs = Counter(call.unit.name for call in recording.calls)
         found = []

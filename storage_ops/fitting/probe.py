@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from storage_ops.checkpoint.offload import region_ended
 from storage_ops.checkpoint.wrapper import CheckpointWrapper
 from storage_ops.fitting.actions import Action
-from storage_ops.fitting.record import Call, Like
+from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
 from storage_ops.memory.step import without_gradients
@@ -82,7 +82,7 @@ def _taken(likes: list[Like], t: Tensor) -> Like | None:
 class Probe:
     """Runs a layer by itself."""
 
-    def __init__(self, call: Call, on_gpu: bool, rates: Rates) -> None:
+    def __init__(self, call: LayerCall, on_gpu: bool, rates: Rates) -> None:
         self._call, self._on_gpu, self._rates = call, on_gpu, rates
         self._forward = 0.0, 0  # seconds and ops of the forward that ran last
         self.logits = 0  # bytes of the largest logits that a loss in the layer does without

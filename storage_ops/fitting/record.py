@@ -50,7 +50,7 @@ class Like:
 
 
 @dataclass
-class Call:
+class LayerCall:
     """One call of a layer in a step; moments are numbers of events.
 
     Attributes:
@@ -78,7 +78,7 @@ class Call:
 
 
 @dataclass
-class Recording:
+class StepRecording:
     """A step without its layers.
 
     Attributes:
@@ -88,7 +88,7 @@ class Recording:
         seconds: that all but the layers takes.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
     start: int = 0
     seconds: float = 0.0
@@ -96,7 +96,9 @@ class Recording:
 
 class _StandIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, call: Call, outputs: Any, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, recorder: Recorder, call: LayerCall, outputs: Any, *tensors: Tensor
+    ) -> Any:
         ctx.recorder, ctx.call = recorder, call
         given = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
         ctx.save_for_backward(*given)
@@ -131,7 +133,7 @@ class Recorder:
     def __init__(self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int = 0) -> None:
         """`workspace`: bytes that cuBLAS has in each thread."""
         self.books, self._workspace = Books(on_gpu), workspace
-        self.recording = Recording()
+        self.recording = StepRecording()
         self._units = units
         self._times = OpTimes(rates)
         self._outputs: dict[Any, Any] = {}
@@ -143,7 +145,7 @@ class Recorder:
         batch: Any,
         loss: Callable[[Any], Tensor],
         optimizer: Optimizer | None,
-    ) -> Recording:
+    ) -> StepRecording:
         """Simulate a step of a model; its modules are afterwards as they were."""
         books, replaced = self.books, []
         args, kwargs = arguments(batch)
@@ -222,7 +224,7 @@ class Recorder:
             )
             like = tree_map_only(Tensor, Like.of, (args, kwargs))
             kind = (unit.print, *(x if isinstance(x, Like) else repr(x) for x in leaves_of(like)))
-            call = Call(unit, (*kind, autocast), like, autocast=autocast)
+            call = LayerCall(unit, (*kind, autocast), like, autocast=autocast)
             blocks = self.simulation.blocks_of
             call.inputs = [next(iter(blocks(t)), None) for t in given]
             start = self.books.mark()

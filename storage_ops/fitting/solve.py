@@ -49,7 +49,7 @@ def _level(moment: Moment) -> int:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ActionProblem:
     """Options of calls in the order of their forwards.
 
     Attributes:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from storage_ops.fitting.actions import LOSS, Action, loss_actions, patching
 from storage_ops.fitting.probe import Cost
-from storage_ops.fitting.record import Recording
-from storage_ops.fitting.solve import Option, Problem
+from storage_ops.fitting.record import StepRecording
+from storage_ops.fitting.solve import ActionProblem, Option
 
 Costs = list[list[tuple[Action, Cost]]]  # of actions, for each call of a layer
 
@@ -31,13 +31,13 @@ class Way:
     """
 
     loss: Action
-    recording: Recording
+    recording: StepRecording
     costs: Costs
-    problem: Problem
+    problem: ActionProblem
     away: int
 
     @staticmethod
-    def all_of(loss: Action, recording: Recording, costs: Costs) -> list[Way]:
+    def all_of(loss: Action, recording: StepRecording, costs: Costs) -> list[Way]:
         """From what was recorded: without anything in host memory first."""
         here = [[(a, c) for a, c in each if not a.offloaded] for each in costs]
         away = max((c.away for each in costs for _, c in each), default=0)
@@ -98,7 +98,7 @@ def patches(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
     return loss_actions(logits)
 
 
-def _problem(recording: Recording, costs_of_calls: Costs, away: int) -> Problem:
+def _problem(recording: StepRecording, costs_of_calls: Costs, away: int) -> ActionProblem:
     levels, calls = recording.levels, recording.calls
     options = []
     for call, costs in zip(calls, costs_of_calls, strict=True):
@@ -117,10 +117,10 @@ def _problem(recording: Recording, costs_of_calls: Costs, away: int) -> Problem:
                 for _, c in costs
             ]
         )
-    return Problem(options, [level + away for level in _between(recording)])
+    return ActionProblem(options, [level + away for level in _between(recording)])
 
 
-def _between(recording: Recording) -> list[int]:
+def _between(recording: StepRecording) -> list[int]:
     """The highest level outside of calls, by how many calls are in memory."""
     calls, levels = recording.calls, recording.levels
     between = [0] * (len(calls) + 1)

@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass
-class Step:
+class KnownStep:
     """What `fit` is to be asked about, as far as it is known; fields as its arguments."""
 
     model: nn.Module | None = None
@@ -63,7 +63,7 @@ class Follower:
         finally:
             self._depth -= 1
 
-    def complete(self, given: Step, optimizers: Iterable[Optimizer]) -> Step:
+    def complete(self, given: KnownStep, optimizers: Iterable[Optimizer]) -> KnownStep:
         """What was given, and the rest as it was seen, if its tensors are still there."""
         model, batch, optimizer = given.model, given.batch, given.optimizer
         if self._call is not None and (model is None or model is self._call[0]):
@@ -76,7 +76,7 @@ class Follower:
         if optimizer is None and model is not None:
             ours = {id(p) for p in model.parameters()}
             optimizer = next((o for o in optimizers if _updates(o, ours)), None)
-        return Step(model, batch, given.loss, optimizer)
+        return KnownStep(model, batch, given.loss, optimizer)
 
 
 class _Gone:
@@ -102,7 +102,7 @@ def _updates(optimizer: Optimizer, ours: set[int]) -> bool:
     return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
 
-def advise(step: Step, budget: int | None) -> tuple[FitPlan | None, str]:
+def advise(step: KnownStep, budget: int | None) -> tuple[FitPlan | None, str]:
     """The plan of `fit` for a budget, and a sentence about it or about what to call."""
     from storage_ops.fitting.fit import fit
 

@@ -29,7 +29,7 @@ class Unlike(Exception):
     """Something that cannot be compared, or that may do more than computing."""
 
 
-class Place:
+class LayerNumber:
     """What stands for the number of a layer while a call is recorded: whoever looks at it fails."""
 
     def _fail(self, *args: Any) -> Any:

@@ -37,7 +37,7 @@ def levels(changes: Iterable[int], start: int = 0) -> list[int]:
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """A call of a module, or another part of a step, during which blocks are made.
 
     Attributes:
@@ -65,7 +65,7 @@ class Block:
     shape: tuple[int, ...]
     dtype: torch.dtype
     made_by: str
-    call: Call | None = None
+    call: ModuleCall | None = None
     asked: int = 0
     _storages: int = 0  # that are bound to it
 
@@ -95,7 +95,7 @@ class Ledger:
     ) -> None:
         """`round_up`: what the allocator takes for a number of bytes. `outer`: knows others."""
         self.inputs: list[Block] = []
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.discards = False
         self.round_up = round_up
         self.events: list[tuple[float, Block, bool]] = []
@@ -156,7 +156,7 @@ class Ledger:
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Blocks that are made inside a with block belong to this call."""
-        call = Call(name)
+        call = ModuleCall(name)
         self.calls.append(call)
         try:
             yield

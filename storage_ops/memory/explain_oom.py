@@ -14,9 +14,9 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.memory.advice import Follower, Step, advise, bytes_of
+from storage_ops.memory.advice import Follower, KnownStep, advise, bytes_of
 from storage_ops.memory.estimate_gpu import following_resizes
-from storage_ops.memory.estimate_ledger import Block, Call
+from storage_ops.memory.estimate_ledger import Block, ModuleCall
 from storage_ops.memory.measure import numbered
 from storage_ops.memory.owners import (
     BUFFERS,
@@ -131,7 +131,7 @@ def explain_oom(
             yield mode.report
     except torch.OutOfMemoryError as error:
         mode.note(error, "code outside of ops")
-        step = follower.complete(Step(model, batch, loss, optimizer), mode.optimizers)
+        step = follower.complete(KnownStep(model, batch, loss, optimizer), mode.optimizers)
         mode.report.plan, mode.report.advice = advise(step, bytes_of(where, error))
         text = str(mode.report)
         if hasattr(error, "add_note"):
@@ -166,7 +166,7 @@ class Explaining(Tracking):
         calls = self.ledger.calls
 
         def begin(module: nn.Module, args: Any) -> None:
-            calls.append(Call(self._names.get(id(module), type(module).__name__)))
+            calls.append(ModuleCall(self._names.get(id(module), type(module).__name__)))
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if calls:

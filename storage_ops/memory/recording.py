@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from storage_ops.memory.alike import SIMPLE, Place, Unlike
+from storage_ops.memory.alike import SIMPLE, LayerNumber, Unlike
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
 
@@ -27,7 +27,7 @@ INSIDE, INPUT, OUTPUT, GRAD_OUT, GRAD_IN, PARAMETER = (
 
 
 @dataclass(frozen=True)
-class Slot:
+class BlockSlot:
     """A block of a recording.
 
     Attributes:
@@ -98,7 +98,7 @@ class Recording:
         sent: bytes to other ranks in forward and in backward, by collective.
     """
 
-    slots: list[Slot]
+    slots: list[BlockSlot]
     forward: list[tuple[int, bool]]
     outputs: list[Any]
     form: Any
@@ -184,7 +184,7 @@ def _hidden(places: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """Let nobody look at the numbers of layers in a block."""
     plain = [vars(module)[name] for module, name in places]
     for module, name in places:
-        vars(module)[name] = Place()
+        vars(module)[name] = LayerNumber()
     try:
         yield
     finally:
@@ -343,14 +343,14 @@ class _Recorder:
     def _number(self, block: Block) -> int:
         return self._numbers.setdefault(block, len(self._numbers))
 
-    def _slot(self, block: Block) -> Slot:
+    def _slot(self, block: Block) -> BlockSlot:
         role, number = self._roles.get(block, (INSIDE, 0))
         call = None
         if block.call is not None and block.call.end is not None:
             freed = next(i for i, e in enumerate(self._side.events) if e[1] is block and not e[2])
             if freed >= block.call.end:
                 call = block.call.name[len(self._name) :]
-        return Slot(role, number, block, call)
+        return BlockSlot(role, number, block, call)
 
 
 def edges_behind(last: Tensor) -> tuple[Counter[Any], set[Any]]:

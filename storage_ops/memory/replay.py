@@ -16,14 +16,14 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_unflatten
 
 from storage_ops.memory.alike import Unlike
-from storage_ops.memory.estimate_ledger import Block, Call
+from storage_ops.memory.estimate_ledger import Block, ModuleCall
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.recording import (
     GRAD_OUT,
     INPUT,
     INSIDE,
+    BlockSlot,
     Recording,
-    Slot,
     View,
     edges_behind,
 )
@@ -95,8 +95,8 @@ class Replay:
                 del self._held[number]
         return made
 
-    def _block(self, slot: Slot) -> Block:
-        call = None if slot.call is None else Call(self._name + slot.call, 0)
+    def _block(self, slot: BlockSlot) -> Block:
+        call = None if slot.call is None else ModuleCall(self._name + slot.call, 0)
         return replace(slot.block, call=call, _storages=0)
 
     def _view(

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from storage_ops.fitting import solve
-from storage_ops.fitting.solve import Option, Problem
+from storage_ops.fitting.solve import ActionProblem, Option
 
 
 def drawn(seed):
@@ -19,7 +19,7 @@ def drawn(seed):
             options.append(Option(kept, kept + rng.randint(0, 150), rng.random()))
         kinds.append(options)
     calls = [rng.choice(kinds) for _ in range(rng.randint(1, 5))]
-    return Problem(calls, [rng.randint(0, 120) for _ in range(len(calls) + 1)])
+    return ActionProblem(calls, [rng.randint(0, 120) for _ in range(len(calls) + 1)])
 
 
 def everything(problem):
@@ -45,7 +45,7 @@ def test_with_many_sums_it_is_within_two_percent(monkeypatch):
     options = [Option(0, 100, 1.0)] + [
         Option(k, k + 100, 1.0 - (k / 1000) ** rng.uniform(0.5, 0.9)) for k in range(40, 1000, 97)
     ]
-    problem = Problem([options] * 40, [0] * 41)
+    problem = ActionProblem([options] * 40, [0] * 41)
     budgets = range(2000, 40000, 2777)
     exact = [problem.seconds(problem.fastest(b)) for b in budgets]
     monkeypatch.setattr(solve, "_MOST", 300)
@@ -55,7 +55,7 @@ def test_with_many_sums_it_is_within_two_percent(monkeypatch):
 
 def test_the_moment_of_the_peak():
     options = [Option(10, 40, 0.0)]
-    moment = Problem([options, options], [5, 6, 45]).at_peak([0, 0])
+    moment = ActionProblem([options, options], [5, 6, 45]).at_peak([0, 0])
     assert (moment.level, moment.alive, moment.running) == (65, 2, None)
-    moment = Problem([options, options], [5, 6, 7]).at_peak([0, 0])
+    moment = ActionProblem([options, options], [5, 6, 7]).at_peak([0, 0])
     assert (moment.level, moment.alive, moment.running) == (50, 1, 1)

@@ -31,7 +31,7 @@ PRESETS = {
 }
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and an MLP, each behind a layer norm and added to the stream."""
 
     def __init__(self, config: Config, save_memory: bool) -> None:
@@ -73,7 +73,9 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config, save_memory) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(config, save_memory) for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.width)
         self.save_memory = save_memory
         for name, parameter in self.named_parameters():
