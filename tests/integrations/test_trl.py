@@ -118,6 +118,7 @@ def test_training(case, tokenizer, tmp_path, monkeypatch):
     for line, mine in zip(lines, own, strict=True):
         assert line.keys() == mine.keys()
         line.pop("rewards/accuracies", None)  # in the first line they are of rewards that are 0
+        line.pop("frac_reward_zero_std", None)  # of equal rewards it is 0 or rounding, run by run
         for key, value in line.items():
             assert mine[key] == pytest.approx(
                 value, rel=2e-3 if exact else 0.1, abs=1e-4 if exact else 0.15, nan_ok=True
