@@ -62,10 +62,8 @@ def peak(graph: fx.Graph) -> int:
         ):
             heavy.add(node)
         base = owner(node)
-        part = (
-            fusion_kind(node) in ("along", "select") and base is not node
-        )  # a view of what is there
-        part = part and (base.op == "placeholder" or base in stored)
+        there = base is not node and (base.op == "placeholder" or base in stored)
+        part = there and fusion_kind(node) in ("along", "select")  # a view of what is there
         if not part and _is_stored(node, backward, heavy):
             stored.add(node)
             heavy.discard(node)

@@ -257,12 +257,14 @@ class _Recording(_Mode):
         for key, t in made.items():
             if key in self._on_storage:
                 self._on_storage[key].watch(_detached(t))
-        # A number costs nothing. On the bytes of an argument there is nothing to save, and whoever
-        # modifies them is unseen.
-        if wanted and tensors and made.keys().isdisjoint(by_storage(tensors_in((args, kwargs)))):
+        if not wanted or not tensors:  # a number costs nothing
+            return out
+        given = tensors_in((args, kwargs))
+        # On the bytes of an argument there is nothing to save, and whoever modifies them is unseen.
+        if made.keys().isdisjoint(by_storage(given)):
             value = with_tensors(_detached, out)
             random = _random_state(op, tensors) if saved.preserve_rng_state else []
-            result = _Result(value, _describe(args, kwargs), random, offloads=wanted == OFFLOAD)
+            result = _Result(value, _describe(given), random, offloads=wanted == OFFLOAD)
             saved.results[name, index] = result
             for t in tensors_in(value):
                 result.watch(t)
@@ -335,7 +337,7 @@ class _Replaying(_Mode):
             if key[1] >= saved.calls[facts.name]:
                 raise _differs(saved.region, op)
             return op(*args, **(kwargs or {}))
-        if result.arguments != _describe(args, kwargs):
+        if result.arguments != _describe(tensors_in((args, kwargs))):
             raise _differs(saved.region, op)
         if result.is_modified():
             raise RuntimeError(
@@ -372,8 +374,8 @@ def _ignores(facts: Facts, args: Any) -> bool:
     return facts.is_ignored or (facts.is_cast and isinstance(args[0], nn.Parameter))
 
 
-def _describe(args: Any, kwargs: Any) -> Arguments:
-    return [(t.shape, t.dtype) for t in tensors_in((args, kwargs))]
+def _describe(given: list[Tensor]) -> Arguments:
+    return [(t.shape, t.dtype) for t in given]
 
 
 def _differs(region: str, op: Any) -> RuntimeError:
