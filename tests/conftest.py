@@ -1,8 +1,11 @@
 import contextlib
 import gc
+import hashlib
 import os
+import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +28,28 @@ PATHS = [
     *(["alias"] if CAN_SWAP and any("alias" in name for name in INFO["loaded"]) else []),
     "copy",
 ]
+
+
+def pytest_configure():
+    """One seed for the run: what is asked for, in CI the commit's, and else a fresh one.
+
+    So a failure in CI comes up again where that commit is checked out, and each commit draws anew.
+    """
+    drawn = _hash_of_the_tree() if os.environ.get("CI") else ""
+    os.environ.setdefault("STORAGE_OPS_TEST_SEED", drawn or os.urandom(4).hex())
+
+
+def _hash_of_the_tree():
+    owned_by_anyone = ["-c", "safe.directory=*"]
+    asked = ["git", *owned_by_anyone, "rev-parse", "--short=8", "HEAD^{tree}"]
+    done = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def pytest_terminal_summary(terminalreporter):
+    if terminalreporter.stats.get("failed"):
+        seed = os.environ["STORAGE_OPS_TEST_SEED"]
+        terminalreporter.write_line(f"STORAGE_OPS_TEST_SEED={seed} draws the same random numbers")
 
 
 def pytest_collection_modifyitems(items):
@@ -83,8 +108,7 @@ def guards_are_not_timed():
 
 
 @pytest.fixture(autouse=True)
-def fresh_random_numbers():
-    """Fresh inputs at every run; pytest prints the seed of a failing test."""
-    seed = int.from_bytes(os.urandom(4), "little")
-    print("torch seed", seed)
-    torch.manual_seed(seed)
+def fresh_random_numbers(request):
+    """Inputs that differ from test to test, and from run to run where the seed of the run does."""
+    name = f"{os.environ['STORAGE_OPS_TEST_SEED']} {request.node.nodeid}"
+    torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"))

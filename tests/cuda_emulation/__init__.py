@@ -2,8 +2,8 @@
 
 Every CUDA thread is a fiber of one host thread (`fiber.h`). It runs until it waits for others, at a
 barrier or in an exchange of lanes, and `block.cpp` then draws who is next: any order of threads
-that the barriers allow can come up, and blocks come in any order. STORAGE_OPS_EMULATION_SEED fixes
-the draw, and a failing test prints its own. Found are:
+that the barriers allow can come up, and blocks come in any order. It draws from the seed of the
+run, like the inputs (`tests/conftest.py`). Found are:
 
 * barriers and exchanges that some threads do not come to, or that are not the same call for all;
 * missing barriers, by wrong results in some order of threads, and by ThreadSanitizer in any;

@@ -1,6 +1,6 @@
 """The row kernel with faults planted in it, each of which the emulation has to find.
 
-`python -m tests.cuda_emulation.faults LIBRARY NAME` runs one of them, for a sanitizer to see.
+`python -m tests.cuda_emulation.faults LIBRARY NAME SEED` runs one of them, for a sanitizer to see.
 """
 
 import ctypes
@@ -95,9 +95,10 @@ def found(ops: Emulated, trials: int = 12) -> str:
 
 
 if __name__ == "__main__":
-    library, fault = sys.argv[1:]
+    library, fault, seed = sys.argv[1:]
     torch.set_num_threads(1)
     kernel = Emulated(Path(library), NAMESPACE)
-    kernel.seed(torch.seed() % 2**32)
+    torch.manual_seed(int(seed))
+    kernel.seed(int(seed) % 2**32)
     plant(kernel, fault)
     print(found(kernel) or "no fault was found")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from . import build
 from .faults import FAULTS, NAMESPACE, compile_planted, found, plant
@@ -23,7 +24,7 @@ def kernel(compiled, tmp_path_factory):
 @pytest.mark.skipif(SANITIZER != "", reason="the sanitizer ends the run first")
 @pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_planted_faults_are_found_and_nothing_else(kernel, fault):
-    kernel.seed(int.from_bytes(os.urandom(4), "little"))
+    kernel.seed(torch.initial_seed() % 2**32)
     plant(kernel, fault)
     says = found(kernel)
     if fault:
@@ -54,7 +55,8 @@ def test_thread_sanitizer_sees_races(watched, fault):
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1 halt_on_error=1 exitcode=66",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.cuda_emulation.faults", str(watched), fault]
+    program = [sys.executable, "-m", "tests.cuda_emulation.faults"]
+    command = [*program, str(watched), fault, str(torch.initial_seed())]
     result = subprocess.run(
         command, env=os.environ | settings, cwd=build.ROOT, capture_output=True, text=True
     )

@@ -183,8 +183,9 @@ def test_grpo(form, variant, old, reference):
     p, options = Problem(form), VARIANTS[variant]
     advantages, t = torch.randn(S, dtype=torch.float64), options.get("temperature", 1.0)
     tokens, ref = p.tokens(temperature=t), p.tokens(ref=True, temperature=t)
-    before = [each.detach() + 0.4 * torch.randn(len(each)).double() * mask
-              for each, mask, _ in tokens]  # fmt: skip
+    moved = [0.01, *[0.4] * (S - 1)]  # the first sequence is not clipped: there is a gradient
+    before = [each.detach() + scale * torch.randn(len(each)).double() * mask
+              for scale, (each, mask, _) in zip(moved, tokens, strict=True)]  # fmt: skip
     given = {}
     if "kl_weight" in options:
         given = {"ref_logps": p.spread([each for each, *_ in ref]).detach()}

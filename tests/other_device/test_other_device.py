@@ -24,7 +24,7 @@ def test_everything_runs_there(native, tmp_path):
     subprocess.run([*command, "-o", library], check=True, capture_output=True, timeout=600)
     environment = {"STORAGE_OPS_DISABLE_NATIVE": "1"} if native == "0" else {}
     done = subprocess.run(
-        [sys.executable, HERE / "run.py", library],
+        [sys.executable, HERE / "run.py", library, str(torch.initial_seed())],
         capture_output=True, text=True, env={**os.environ, **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
