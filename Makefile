@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
-.PHONY: demo test test-all sanitize build lint format bench results docs wheel test-wheel lock clean
+.PHONY: demo test test-all sanitize build lint types format bench results docs wheel test-wheel lock clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built  ## train a small GPT with and without storage_ops
@@ -64,6 +64,11 @@ lint: $(VENV)/installed  ## ruff, mypy and clang-format
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+types: $(VENV)/installed  ## pyright on a user's file with every public name; mypy is a part of lint
+	$(PYTHON) -m venv build/pyright
+	build/pyright/bin/pip install --quiet --disable-pip-version-check basedpyright==1.40.2
+	build/pyright/bin/basedpyright --level error --pythonpath $(BIN)/python tests/typed_use.py
 
 format: $(VENV)/installed  ## apply ruff and clang-format
 	$(BIN)/ruff check --fix .

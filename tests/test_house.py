@@ -107,7 +107,7 @@ def test_examples_in_docstrings(name, tmp_path, monkeypatch):
 
 
 def test_every_public_name_is_in_the_file_that_type_checkers_read():
-    """`make lint` checks that file as a user's."""
+    """`make lint` and `make types` check that file as a user's."""
     used = (ROOT / "tests/typed_use.py").read_text()
     for package in PUBLIC:
         module = importlib.import_module(package)

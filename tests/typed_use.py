@@ -1,6 +1,7 @@
-"""A user's file that has every public name: `make lint` checks it with mypy --strict.
+# pyright: strict
+"""A user's file with every public name: mypy (`make lint`) and pyright (`make types`) check it.
 
-`test_house.py` compares it with `__all__`. It is checked, not run.
+Both are strict. `test_house.py` compares it with `__all__`. It is checked, not run.
 """
 
 from __future__ import annotations
