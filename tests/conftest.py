@@ -110,5 +110,19 @@ def guards_are_not_timed():
 @pytest.fixture(autouse=True)
 def fresh_random_numbers(request):
     """Inputs that differ from test to test, and from run to run where the seed of the run does."""
-    name = f"{os.environ['STORAGE_OPS_TEST_SEED']} {request.node.nodeid}"
+    _draw_for(request.node.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What several tests share does not depend on which of them comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with torch.random.fork_rng(devices=[]):
+        _draw_for(f"{fixturedef.baseid} {fixturedef.argname} {request.param_index}")
+        return (yield)
+
+
+def _draw_for(name):
+    name = f"{os.environ['STORAGE_OPS_TEST_SEED']} {name}"
     torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"))
