@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from storage_ops.integrations import fused_head
-from storage_ops.integrations.deferred_logits import LossOptions
+from storage_ops.integrations.deferred_forward import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_head
 from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_model import PatchedModel
@@ -182,9 +182,10 @@ def _options(
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
     if not names or not set(names) <= set(known):
         raise ValueError(f"patch_causal_lm: returns is {returns!r}; expected some of {known}")
-    if logits not in ("eval", "always", "never"):
+    if logits not in ("eval", "always", "never", "deferred"):
         raise ValueError(
-            f"patch_causal_lm: logits is {logits!r}; expected 'eval', 'always' or 'never'"
+            f"patch_causal_lm: logits is {logits!r}; expected 'eval', 'always', 'never' or "
+            "'deferred'"
         )
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
         raise ValueError(
