@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from storage_ops.integrations.deferred_logits import DeferredLogits
@@ -98,23 +98,41 @@ class Forward:
             self.results[name] = value.view(self.labels.shape) if fits else value
 
 
-@dataclass(eq=False)
+class _Reaching(torch.autograd.Function):
+    """Hidden states, from which autograd finds the parameters too that a loss of them will use."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.others = len(parameters)
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (grad, *[None] * ctx.others)
+
+
 class Origin:
     """One call of an output layer.
 
     Attributes:
         forward: the one of its model.
         weight: of the layer, (V, D).
+        hidden: (..., D), what it was called with.
+        dtype: that of the hidden states.
         autocast: what autocast_dtype() was.
-        others: the layer's other parameters.
         has_loss: whether the logits have led to a loss.
     """
 
-    forward: Forward
-    weight: Tensor
-    autocast: torch.dtype | None
-    others: tuple[Tensor, ...] = ()
-    has_loss: bool = False
+    def __init__(self, forward: Forward, weight: Tensor, hidden: Tensor, layer: nn.Module) -> None:
+        forward.calls += 1
+        self.forward = forward
+        self.weight = weight
+        self.dtype = hidden.dtype
+        self.autocast = autocast_dtype(hidden)
+        self.has_loss = False
+        if forward.labels is None:  # DDP looks for unused parameters in what a model returns
+            hidden = _Reaching.apply(hidden, *layer.parameters())  # type: ignore[no-untyped-call]
+        self.hidden = hidden
 
     def reaches_loss(self) -> None:
         """Count the loss, the first time."""

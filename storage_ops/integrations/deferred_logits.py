@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
 
 from storage_ops.integrations.deferred_forward import (
     IGNORED,
@@ -42,8 +43,8 @@ class DeferredLogits:
 
     With a `head`, for `cap * tanh(scale * (head(hidden) + bias))`; `normal`: for log_softmax of it,
     and `negative` for minus that. Not a Tensor: whatever is not defined here has no meaning by
-    accident. Plain Python, so that torch.compile traces it away. A dataclass, in which DDP and FSDP
-    find the tensors that a model has returned, as they look for those that the loss will reach.
+    accident. Plain Python, so that torch.compile traces it away. A dataclass and a node of pytrees
+    with one leaf, so that DDP and FSDP find the tensor that the loss will be made of.
     """
 
     origin: Origin
@@ -57,6 +58,9 @@ class DeferredLogits:
     negative: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.hidden, Tensor) and self.hidden.dtype != self.origin.dtype:
+            # FSDP casts what a model returns: that means the logits.
+            self.dtype, self.hidden = self.hidden.dtype, self.hidden.to(self.origin.dtype)
         self._scores_of: dict[bool, dict[str, Tensor]] = {}  # by whether they have gradients
         self._row_of: tuple[DeferredLogits, int] | None = None
 
@@ -95,7 +99,7 @@ class DeferredLogits:
         }  # fmt: skip
         with self.origin.again(self.hidden):
             if self.head is not None:
-                form = self._like(normal=False)._of
+                form = self._like(normal=False, negative=False)._of
                 found = head_cross_entropy(form, self.shape[-1], self.hidden, target, **options)
                 return dict(zip(names, found, strict=True))
             scale = self.scale
@@ -447,6 +451,10 @@ def _cross_entropy(
     # float32 that the loss was computed in.
     return loss.to(torch.promote_types(logits.dtype, torch.float32))
 
+
+register_pytree_node(
+    DeferredLogits, lambda z: ([z.hidden], z), lambda leaves, z: z._like(hidden=next(iter(leaves)))
+)
 
 # Functions of torch that are its methods.
 _METHODS = frozenset(

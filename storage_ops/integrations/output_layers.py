@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from storage_ops._subclass import Replaced, like
-from storage_ops.integrations.deferred_forward import Forward, Origin, Refused, autocast_dtype
+from storage_ops.integrations.deferred_forward import Forward, Origin, Refused
 from storage_ops.integrations.deferred_logits import DeferredLogits
 
 # With the dtype of their logits where it is not that of the product. Of PEFT's many those that
@@ -52,15 +52,11 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{len(args)} arguments and {sorted(kwargs)}; expected the hidden states alone"
             )
         (hidden,) = args
-        autocast = autocast_dtype(hidden)
-        dtype = autocast or hidden.dtype
-        self._deferred_in.calls += 1
+        origin = Origin(self._deferred_in, _base_layer(self).weight, hidden, self)
+        dtype = origin.autocast or hidden.dtype
         if original is nn.Linear.forward:
-            origin = Origin(self._deferred_in, self.weight, autocast)
-            return DeferredLogits(origin, hidden, dtype, bias=self.bias)
-        weight, trained = _base_layer(self).weight, tuple(self.parameters())
-        origin = Origin(self._deferred_in, weight, autocast, trained)
-        deferred = DeferredLogits(origin, hidden, _KNOWN[_kind(self)] or dtype)
+            return DeferredLogits(origin, origin.hidden, dtype, bias=self.bias)
+        deferred = DeferredLogits(origin, origin.hidden, _KNOWN[_kind(self)] or dtype)
         return deferred.through(lambda hidden: original(self, hidden))
 
     return forward
