@@ -391,12 +391,13 @@ class DeferredLogits:
     __hash__ = object.__hash__
     __setitem__ = _refused("[]=")
 
-    def __neg__(self) -> DeferredLogits:
-        return (
-            self._like(negative=not self.negative)
-            if self.normal
-            else self._times(-1, inverse=False)
-        )
+    def neg(self) -> DeferredLogits:
+        """Minus them."""
+        if self.normal:
+            return self._like(negative=not self.negative)
+        return self._times(-1, inverse=False)
+
+    __neg__ = neg
 
     def __iter__(self) -> Iterator[DeferredLogits]:
         """The parts of the first dimension of tokens; what was found of all is found of them."""
