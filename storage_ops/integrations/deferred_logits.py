@@ -102,11 +102,11 @@ class DeferredLogits:
                 form = self._like(normal=False, negative=False)._of
                 found = head_cross_entropy(form, self.shape[-1], self.hidden, target, **options)
                 return dict(zip(names, found, strict=True))
-            scale = self.scale
-            if self.cap is not None:
-                scale *= self.cap  # c * tanh(s * x) is the cap c of (s * c) * x
+            scale, cap = self.scale, self.cap
+            if cap is not None:
+                scale, cap = scale * cap, abs(cap)  # c * tanh(s * x) is the cap |c| of (s * c) * x
             found = linear_cross_entropy(
-                self.hidden, self.origin.weight, target, linear_bias=self.bias, softcap=self.cap,
+                self.hidden, self.origin.weight, target, linear_bias=self.bias, softcap=cap,
                 logit_scale=scale, max_valid=run.max_valid, **options,
             )  # fmt: skip
         return dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
