@@ -131,7 +131,7 @@ class Origin:
         self.autocast = autocast_dtype(hidden)
         self.has_loss = False
         if forward.labels is None:  # DDP looks for unused parameters in what a model returns
-            hidden = _Reaching.apply(hidden, *layer.parameters())  # type: ignore[no-untyped-call]
+            hidden = _Reaching.apply(hidden, *layer.parameters())
         self.hidden = hidden
 
     def reaches_loss(self) -> None:
