@@ -107,7 +107,7 @@ class _Reaching(torch.autograd.Function):
         return hidden.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (grad, *[None] * ctx.others)
 
 
@@ -131,7 +131,7 @@ class Origin:
         self.autocast = autocast_dtype(hidden)
         self.has_loss = False
         if forward.labels is None:  # DDP looks for unused parameters in what a model returns
-            hidden = _Reaching.apply(hidden, *layer.parameters())
+            hidden = _Reaching.apply(hidden, *layer.parameters())  # type: ignore[no-untyped-call]
         self.hidden = hidden
 
     def reaches_loss(self) -> None:
