@@ -62,7 +62,7 @@ class DeferredLogits:
             # FSDP casts what a model returns: that means the logits.
             self.dtype, self.hidden = self.hidden.dtype, self.hidden.to(self.origin.dtype)
         self._scores_of: dict[bool, dict[str, Tensor]] = {}  # by whether they have gradients
-        self._row_of: tuple[DeferredLogits, int] | None = None
+        self._row_of: tuple[DeferredLogits, Any] | None = None
 
     def _like(self, **changed: Any) -> DeferredLogits:
         """These, but for what has changed."""
@@ -290,11 +290,8 @@ class DeferredLogits:
         self._over_classes(f"logsumexp in dimension {dim}", dim)
         if self.normal:
             raise self._error("logsumexp of log_softmax")
-        if self._row_of is None:
-            lse = self._scores()["lse"].clone()  # what is kept is not to be written into
-        else:
-            whole, row = self._row_of
-            lse = whole._scores()["lse"][row]
+        whole, row = self._row_of or (self, ...)
+        lse = whole._scores()["lse"][row].clone()  # what is kept is not to be written into
         return lse.unsqueeze(-1) if keepdim else lse
 
     def argmax(self, dim: Any = None, keepdim: bool = False) -> Tensor:

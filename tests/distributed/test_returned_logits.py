@@ -48,7 +48,6 @@ WAYS = {
     "unused parameters are looked for": (replicated, {"find_unused_parameters": True}),
     "static graph": (replicated, {"static_graph": True}),
     "sharded": (sharded, {}),
-    "sharded whole": (fully_shard, {}),
     "another dtype of outputs": (fully_shard, {"mp_policy": ROUNDED}),
 }
 
@@ -71,11 +70,7 @@ def gradients_equal(rank):
             assert torch.allclose(grad, right.grad, rtol=rounding, atol=rounding), way
 
 
-def test_gradients_on_ranks():
-    run_on_ranks(gradients_equal, 2)
-
-
-def freed(rank):
+def freed_after_the_forward():
     model = Model()
     so.patch_causal_lm(model, logits="deferred")
     fully_shard(model, reshard_after_forward=True)
@@ -83,5 +78,10 @@ def freed(rank):
         loss(model, torch.randint(V, (3, 5)))
 
 
-def test_a_weight_that_is_freed_after_the_forward():
-    run_on_ranks(freed, 2)
+def on_a_rank(rank):
+    gradients_equal(rank)
+    freed_after_the_forward()
+
+
+def test_gradients_on_ranks():
+    run_on_ranks(on_a_rank, 2)
