@@ -30,6 +30,8 @@ of installing are [elsewhere](installing.md#troubleshooting).
 """
 # Helpers that put a message together of an argument, what it is and what was expected.
 _WRONG = {"wrong", "_wrong"}
+# Errors with names of their own.
+_KINDS = {"Conflict": "declined with a reason", "Refused": "NotImplementedError"}
 
 
 def on_files(files, config):
@@ -58,12 +60,14 @@ def _page():
 
 
 def _messages(tree):
-    """(kind of error, message) of each raise in a module."""
+    """(kind of error, message) of each error that a module raises or returns to be raised."""
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
+        if not isinstance(node, (ast.Raise, ast.Return)):
             continue
-        call, arguments = node.exc, node.exc.args
-        name = ast.unparse(call.func)
+        call = node.exc if isinstance(node, ast.Raise) else node.value
+        if not isinstance(call, ast.Call):
+            continue
+        name, arguments = ast.unparse(call.func), call.args
         if name in _WRONG:
             kinds = [a for a in arguments if ast.unparse(a).endswith("Error")]
             what, found, expected = map(_text, arguments[-3:])
@@ -71,8 +75,8 @@ def _messages(tree):
                 ast.unparse(kinds[0]) if kinds else "Error",
                 f"{what} {found}; expected {expected}",
             )
-        elif name == "Conflict":
-            yield "declined with a reason", _text(arguments[0])
+        elif name in _KINDS:
+            yield _KINDS[name], _text(arguments[0])
         elif name.endswith("Error") and arguments:
             yield name, _text(arguments[0])
 

@@ -2,7 +2,8 @@
 
 `transformers.py` patches a Hugging Face causal language model. The model's own forward runs; while
 it is given labels, its output layer returns *deferred logits* (`deferred_logits.py`), which record
-what the model does to them until its cross-entropy becomes `linear_cross_entropy`.
+what the model, or a caller to whom it returns them, does to them until a cross-entropy of them
+becomes `linear_cross_entropy`. `deferred_forward.py` has what is known of one such forward.
 `patched_model.py` has that forward, and `fused_head.py` the one that trainers of TRL ask for.
 `output_layers.py` says which layers can; those that are more than a weight and a bias run on pieces
 of the tokens (`head_loss.py`). `patch_probe.py` finds when patching what a model would refuse at

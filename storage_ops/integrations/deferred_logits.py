@@ -1,129 +1,33 @@
-"""Logits that are never computed: what a model does to them is recorded and left to the loss.
+"""Logits that are never computed: what is done to them is recorded and left to the loss.
 
 A model turns hidden states into logits with a linear layer, may scale and cap them, and hands them
-to a cross-entropy. `DeferredLogits` goes through that code in place of the tensor. It takes only
-what `linear_cross_entropy` can repeat, so a model that does anything else gets an error, not
-another loss.
+to a cross-entropy, or returns them to a caller who does. `DeferredLogits` goes through that code in
+place of the tensor. It takes only what `linear_cross_entropy` can repeat, so code that does
+anything else gets an error, not another loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
 
+from storage_ops.integrations.deferred_forward import (
+    IGNORED,
+    Origin,
+    Refused,
+)
 from storage_ops.integrations.head_loss import head_cross_entropy, piece_rows
 from storage_ops.loss.api import linear_cross_entropy
 
 Head = Callable[[Tensor], Tensor]  # from hidden states (..., D) to logits (..., V), token by token
 
-_IGNORED = -100  # of transformers' losses
-
-
-@dataclass(frozen=True, eq=False)
-class LossOptions:
-    """What is asked of the loss of a patched model; see `patch_causal_lm`."""
-
-    returns: tuple[str, ...] = ("loss",)
-    token_weights: Tensor | str | None = None
-    label_smoothing: float = 0.0
-    logits: str = "eval"
-    memory_budget: int | None = None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What to compare: of a tensor, whether it is the same one."""
-        weights = self.token_weights
-        same = id(weights) if isinstance(weights, Tensor) else weights
-        return self.returns, same, self.label_smoothing, self.logits, self.memory_budget
-
-
-class Refused(NotImplementedError):
-    """The model does something to its logits that cannot be done without them."""
-
-
-class Forward:
-    """One forward of a model with labels.
-
-    Attributes:
-        model: name of the model's class, for errors.
-        options: of its loss.
-        labels: of the tokens.
-        token_weights: in the shape of the labels, or None. The model is given `places` as labels
-            then: it may shift them and cut them, and the loss sees which label and weight is meant.
-        calls: how many times the output layer was called.
-        losses: how many of those calls led to a loss.
-        results: per token, by name, of the first loss.
-        temperature: logits are divided by it before the loss.
-        others: by name, what else to make of the logits and targets (N,) of a loss, per token.
-        max_valid: that of `linear_cross_entropy`.
-    """
-
-    def __init__(
-        self, model: str, options: LossOptions, labels: Tensor, token_weights: Tensor | None
-    ) -> None:
-        self.model = model
-        self.options = options
-        self.labels = labels
-        self.token_weights = token_weights
-        self.calls = 0
-        self.losses = 0
-        self.results: dict[str, Tensor] = {}
-        self.temperature = 1.0
-        self.others: dict[str, Callable[[DeferredLogits, Tensor], Tensor]] = {}
-        self.max_valid: str | None = None
-
-    @property
-    def places(self) -> Tensor:
-        """Where each label is; ignored ones stay."""
-        places = torch.arange(self.labels.numel(), device=self.labels.device)
-        return torch.where(self.labels == _IGNORED, _IGNORED, places.view(self.labels.shape))
-
-    def targets_of(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Targets and their weights, of what the model has made of `labels` or `places`."""
-        if self.token_weights is None:
-            return given, None
-        valid = given != _IGNORED
-        place = torch.where(valid, given, 0).to(self.labels.device)
-        labels, weights = self.labels.reshape(-1)[place], self.token_weights.reshape(-1)[place]
-        return torch.where(valid, labels.to(given), _IGNORED), weights.to(given.device)
-
-    def keep(self, found: dict[str, Tensor]) -> None:
-        """Results per token, in the shape of the labels where there is one for each."""
-        if self.results:
-            return
-        for name, value in found.items():
-            fits = value.numel() == self.labels.numel()
-            self.results[name] = value.view(self.labels.shape) if fits else value
-
-
-class Origin:
-    """One call of an output layer: its weight and what autocast_dtype() was."""
-
-    def __init__(self, forward: Forward, weight: Tensor, autocast: torch.dtype | None) -> None:
-        forward.calls += 1
-        self.forward = forward
-        self.weight = weight
-        self.autocast = autocast
-        self.has_loss = False
-
-    def reaches_loss(self) -> None:
-        """Count the loss, the first time."""
-        if not self.has_loss:
-            self.has_loss = True
-            self.forward.losses += 1
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype autocast runs a linear layer in on the tensor's device, None if it is off."""
-    device = tensor.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
+_NO_CLASS = torch.iinfo(torch.int64).min  # an ignore_index that ignores nothing
 
 
 def _refused(operator: str) -> Callable[..., Any]:
@@ -133,95 +37,124 @@ def _refused(operator: str) -> Callable[..., Any]:
     return refuse
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DeferredLogits:
-    """Stands for `c * tanh(scale * (hidden @ weight.T + bias))`, or that without the tanh.
+    """Stands for `cap * tanh(scale * (hidden @ weight.T + bias))`, or that without the tanh.
 
-    With a `head`, for `c * tanh(scale * (head(hidden) + bias))`; `normal`: for log_softmax of it.
-    Not a Tensor: whatever is not defined here has no meaning by accident. Plain Python, so that
-    torch.compile traces it away.
+    With a `head`, for `cap * tanh(scale * (head(hidden) + bias))`; `normal`: for log_softmax of it,
+    and `negative` for minus that. Not a Tensor: whatever is not defined here has no meaning by
+    accident. Plain Python, so that torch.compile traces it away. A dataclass and a node of pytrees
+    with one leaf, so that DDP and FSDP find the tensor that the loss will be made of.
     """
 
-    def __init__(
-        self,
-        origin: Origin,
-        hidden: Tensor,
-        dtype: torch.dtype,
-        scale: float = 1.0,
-        cap: float | None = None,
-        bias: Tensor | None = None,
-        head: Head | None = None,
-        normal: bool = False,
-    ) -> None:
-        self._origin = origin
-        self._hidden = hidden
-        self._bias = bias
-        self._head = head
-        self._normal = normal
-        self._dtype = dtype
-        self._scale = scale
-        self._cap = cap
+    origin: Origin
+    hidden: Tensor
+    dtype: torch.dtype  # that the logits would have by now; the arithmetic is the loss's own
+    scale: float = 1.0
+    cap: float | None = None
+    bias: Tensor | None = None
+    head: Head | None = None
+    normal: bool = False
+    negative: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.hidden, Tensor) and self.hidden.dtype != self.origin.dtype:
+            # FSDP casts what a model returns: that means the logits.
+            self.dtype, self.hidden = self.hidden.dtype, self.hidden.to(self.origin.dtype)
+        self._scores_of: dict[bool, dict[str, Tensor]] = {}  # by whether they have gradients
+        self._row_of: tuple[DeferredLogits, Any] | None = None
 
     def _like(self, **changed: Any) -> DeferredLogits:
         """These, but for what has changed."""
-        own = {
-            "origin": self._origin, "hidden": self._hidden, "dtype": self._dtype,
-            "scale": self._scale, "cap": self._cap, "bias": self._bias, "head": self._head,
-            "normal": self._normal,
-        }  # fmt: skip
-        return DeferredLogits(**{**own, **changed})
+        return dataclasses.replace(self, **changed)
 
     def through(self, head: Head) -> DeferredLogits:
         """What a function makes of the hidden states, in the place of the logits so far."""
-        return DeferredLogits(self._origin, self._hidden, self._dtype, head=head)
+        return DeferredLogits(self.origin, self.hidden, self.dtype, head=head)
 
     def formed(self) -> Tensor:
-        """The logits after all, as the model would have made them."""
-        return self._of(self._hidden)
+        """The logits after all, a tensor, as the model would have made them."""
+        with self.origin.again(self.hidden):
+            return self._of(self.hidden)
 
     def _of(self, hidden: Tensor) -> Tensor:
-        if self._head is None:
-            z = F.linear(hidden, self._origin.weight, self._bias)
+        if self.head is None:
+            z = F.linear(hidden, self.origin.weight, self.bias)
         else:
-            z = self._head(hidden)
-            z = z if self._bias is None else z + self._bias
-        z = z if self._scale == 1 else z * self._scale
-        z = z if self._cap is None else torch.tanh(z) * self._cap
-        z = z.to(self._dtype)
-        return z.log_softmax(-1) if self._normal else z
+            z = self.head(hidden)
+            z = z if self.bias is None else z + self.bias
+        z = z if self.scale == 1 else z * self.scale
+        z = z if self.cap is None else torch.tanh(z) * self.cap
+        z = z.to(self.dtype)
+        z = z.log_softmax(-1) if self.normal else z
+        return -z if self.negative else z
 
     def evaluate(self, target: Tensor, names: tuple[str, ...], **options: Any) -> dict[str, Tensor]:
         """The results of `linear_cross_entropy` that have these names, of logits (N, V)."""
-        run = self._origin.forward
-        options |= {"returns": names, "memory_budget": run.options.memory_budget}
-        if self._head is not None:
-            form = self._like(normal=False)._of
-            found = head_cross_entropy(form, self.shape[-1], self._hidden, target, **options)
-            return dict(zip(names, found, strict=True))
-        scale = self._scale
-        if self._cap is not None:
-            scale *= self._cap  # c * tanh(s * x) is the cap c of (s * c) * x
-        found = linear_cross_entropy(
-            self._hidden, self._origin.weight, target, linear_bias=self._bias, softcap=self._cap,
-            logit_scale=scale, max_valid=run.max_valid, **options,
-        )  # fmt: skip
+        run = self.origin.forward
+        options = {
+            "weight": None, "token_weight": None, "reduction": "none", "ignore_index": IGNORED,
+            "label_smoothing": 0.0, **options, "returns": names,
+            "memory_budget": run.options.memory_budget,
+        }  # fmt: skip
+        with self.origin.again(self.hidden):
+            if self.head is not None:
+                form = self._like(normal=False, negative=False)._of
+                found = head_cross_entropy(form, self.shape[-1], self.hidden, target, **options)
+                return dict(zip(names, found, strict=True))
+            scale, cap = self.scale, self.cap
+            if cap is not None:
+                scale, cap = scale * cap, abs(cap)  # c * tanh(s * x) is the cap |c| of (s * c) * x
+            found = linear_cross_entropy(
+                self.hidden, self.origin.weight, target, linear_bias=self.bias, softcap=cap,
+                logit_scale=scale, max_valid=run.max_valid, **options,
+            )  # fmt: skip
         return dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
 
-    def mean(self) -> Tensor:
+    def _scores(self, target: Tensor | None = None) -> dict[str, Tensor]:
+        """Of each token nll, lse and "loss", the mean of lse - z over the classes.
+
+        All are of one call. What does not depend on the target is kept for who asks without one,
+        such as a label smoothing that sums the log-probabilities of which it has gathered some.
+        """
+        with_gradients = torch.is_grad_enabled()
+        if target is None and with_gradients in self._scores_of:
+            return self._scores_of[with_gradients]
+        tokens = self.shape[:-1]
+        if target is None:
+            target = torch.zeros(tokens, dtype=torch.long, device=self.device)
+        flat = self._like(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
+        found = flat.evaluate(
+            target.reshape(-1), ("loss", "nll", "lse"), ignore_index=_NO_CLASS, label_smoothing=1.0
+        )
+        self._scores_of[with_gradients] = found = {k: v.view(tokens) for k, v in found.items()}
+        return found
+
+    def class_means(self) -> Tensor:
         """The mean of each token's logits over the classes, (N,) of (N, V), without a gradient."""
-        dtype = torch.promote_types(self._dtype, torch.float32)
-        hidden, weight, bias = self._hidden.detach(), self._origin.weight.detach(), self._bias
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        hidden, weight, bias = self.hidden.detach(), self.origin.weight.detach(), self.bias
         with torch.no_grad():
-            if self._head is None and self._cap is None:
+            if self.head is None and self.cap is None:
                 mean = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
                 mean = mean if bias is None else mean + bias.mean(dtype=dtype)
-                return mean * self._scale
-            budget = self._origin.forward.options.memory_budget
+                return mean * self.scale
+            budget = self.origin.forward.options.memory_budget
             rows = piece_rows(len(hidden), len(weight), weight.element_size(), budget)
             return torch.cat([self._of(h).to(dtype).mean(-1) for h in hidden.split(rows)])
 
     def _error(self, what: str) -> Refused:
+        run = self.origin.forward
+        if run.labels is None:
+            return Refused(
+                f"patch_causal_lm: {what} is used on the deferred logits of {run.model}, which "
+                "linear_cross_entropy cannot repeat without them; expected scaling by numbers, "
+                "torch.nn.functional.cross_entropy, or log_softmax or logsumexp over the classes "
+                "and gather of a class for each token. formed() of them is the tensor, and "
+                'patch_causal_lm(model, logits="eval") does not defer it'
+            )
         return Refused(
-            f"patch_causal_lm: {self._origin.forward.model} uses {what} on its logits, which "
+            f"patch_causal_lm: {run.model} uses {what} on its logits, which "
             "linear_cross_entropy cannot repeat without them; expected scaling by numbers, tanh "
             "and torch.nn.functional.cross_entropy. storage_ops.unpatch_causal_lm(model) gives "
             "the model its own loss back"
@@ -242,19 +175,19 @@ class DeferredLogits:
     ) -> Any:
         """Stand in for the tensor in `torch.tanh(logits)` and in the loss itself."""
         kwargs = kwargs or {}
-        if func is torch.tanh:
-            return args[0].tanh()
         if func in (torch.mul, Tensor.mul, Tensor.__rmul__) and len(args) == 2 and not kwargs:
             left, right = args
             return left * right if isinstance(left, cls) else right * left
-        if func is F.log_softmax:
-            given = dict(zip(("dim", "_stacklevel", "dtype"), args[1:], strict=False)) | kwargs
-            if given.get("dim") is not None:
-                return args[0].log_softmax(given["dim"], given.get("dtype"))
-        if func is F.cross_entropy:
-            return _cross_entropy(*args, **kwargs)
-        if func is F.nll_loss and isinstance(args[0], cls) and args[0]._normal:
-            return _cross_entropy(*args, **kwargs)
+        logits, *rest = args or (kwargs.pop("input", None),)
+        if isinstance(logits, cls):
+            if func in _METHODS:
+                return getattr(logits, func.__name__)(*rest, **kwargs)
+            if func is F.log_softmax:
+                given = dict(zip(("dim", "_stacklevel", "dtype"), rest, strict=False)) | kwargs
+                if given.get("dim") is not None:
+                    return logits.log_softmax(given["dim"], given.get("dtype"))
+            if func is F.cross_entropy or (func is F.nll_loss and logits.normal):
+                return _cross_entropy(logits, *rest, **kwargs)
         found = [a for a in (*args, *kwargs.values()) if isinstance(a, cls)]
         name = getattr(func, "__name__", repr(func))
         if not found:  # inside a list, as in torch.stack
@@ -264,22 +197,17 @@ class DeferredLogits:
     @property
     def shape(self) -> torch.Size:
         """That of the logits."""
-        return torch.Size((*self._hidden.shape[:-1], self._origin.weight.shape[0]))
+        return torch.Size((*self.hidden.shape[:-1], self.origin.weight.shape[0]))
 
     @property
     def ndim(self) -> int:
         """That of the logits."""
-        return self._hidden.ndim
+        return self.hidden.ndim
 
     @property
     def device(self) -> torch.device:
         """That of the logits."""
-        return self._hidden.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the logits would have by now; the arithmetic is the loss's own."""
-        return self._dtype
+        return self.hidden.device
 
     def dim(self) -> int:
         """The number of dimensions."""
@@ -295,7 +223,7 @@ class DeferredLogits:
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
         """Another dtype; the device must be the one the logits are on."""
-        dtype = self._dtype
+        dtype = self.dtype
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.dtype):
                 dtype = value
@@ -315,26 +243,90 @@ class DeferredLogits:
         """Two dimensions of the tokens exchanged."""
         if self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim):
             raise self._error(f"transpose({dim0}, {dim1})")
-        return self._like(hidden=self._hidden.transpose(dim0 % self.ndim, dim1 % self.ndim))
+        return self._like(hidden=self.hidden.transpose(dim0 % self.ndim, dim1 % self.ndim))
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> DeferredLogits:
-        """The log-probabilities; only the loss of them can be computed."""
-        if dim % self.ndim != self.ndim - 1:
-            raise self._error(f"log_softmax in dimension {dim}")
-        return self._like(normal=True, dtype=dtype or self._dtype)
+        """The log-probabilities."""
+        self._over_classes(f"log_softmax in dimension {dim}", dim)
+        if self.negative:
+            raise self._error("log_softmax of negative log-probabilities")
+        return self._like(normal=True, dtype=dtype or self.dtype)
+
+    def _over_classes(self, what: str, dim: Any) -> None:
+        if not isinstance(dim, int) or dim % self.ndim != self.ndim - 1:
+            raise self._error(what)
+
+    def gather(self, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+        """A class of each token, (..., 1), in float32: logits, or log-probabilities."""
+        self._over_classes(f"gather in dimension {dim}", dim)
+        if self.origin.forward.token_weights is not None:
+            raise self._error("gather with token_weights")
+        if index.shape != (*self.shape[:-1], 1):
+            raise self._error(
+                f"gather of {tuple(index.shape)} where one class of each token is "
+                f"{(*self.shape[:-1], 1)}"
+            )
+        found = self._scores(index)
+        if not self.normal:
+            return (found["lse"] - found["nll"]).unsqueeze(-1)
+        return (found["nll"] * (1 if self.negative else -1)).unsqueeze(-1)
+
+    def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        """The sum of log-probabilities over the classes, in float32."""
+        self._over_classes(f"a sum over {dim}", dim)
+        if not self.normal:
+            raise self._error("a sum of logits")
+        classes = self.shape[-1]
+        total = self._scores()["loss"] * (classes if self.negative else -classes)
+        total = total if dtype is None else total.to(dtype)
+        return total.unsqueeze(-1) if keepdim else total
+
+    def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        """The mean of log-probabilities over the classes, in float32."""
+        return self.sum(dim, keepdim, dtype=dtype) / self.shape[-1]
+
+    def logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor:
+        """Of logits over the classes, in float32."""
+        self._over_classes(f"logsumexp in dimension {dim}", dim)
+        if self.normal:
+            raise self._error("logsumexp of log_softmax")
+        whole, row = self._row_of or (self, ...)
+        lse = whole._scores()["lse"][row].clone()  # what is kept is not to be written into
+        return lse.unsqueeze(-1) if keepdim else lse
+
+    def argmax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """The most probable class of each token."""
+        self._over_classes(f"argmax in dimension {dim}", dim)
+        if self.negative:
+            raise self._error("argmax of negative log-probabilities")
+        tokens = self.shape[:-1]
+        target = torch.zeros(tokens.numel(), dtype=torch.long, device=self.device)
+        with torch.no_grad():
+            flat = self._like(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
+            best = flat.evaluate(target, ("argmax",))["argmax"].view(tokens)
+        return best.unsqueeze(-1) if keepdim else best
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
+        """Dimensions of the tokens as one."""
+        start, end = start_dim % self.ndim, end_dim % self.ndim
+        if start != end == self.ndim - 1:
+            raise self._error(f"flatten({start_dim}, {end_dim})")
+        return self._like(hidden=self.hidden.flatten(start, end))
 
     def view(self, *shape: Any) -> DeferredLogits:
         """Another shape of the tokens; the vocabulary stays the last dimension."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if sizes[-1] != self.shape[-1]:
             raise self._error(f"view{sizes}, which breaks up its {self.shape[-1]} classes,")
-        hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+        hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
         return self._like(hidden=hidden)
 
     reshape = view
 
     def __getitem__(self, index: Any) -> DeferredLogits:
-        """A part of the tokens, such as `logits[..., :-1, :]` or `logits[:, 0]`."""
+        """Some of the tokens, such as `logits[..., :-1, :]`, `logits[:, 0]` or `logits[mask]`."""
+        if isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim < self.ndim:
+            return self._like(hidden=self.hidden[index])
         items = index if isinstance(index, tuple) else (index,)
         if not all(item is Ellipsis or type(item) in (slice, int) for item in items):
             raise self._error(f"the index {index}")
@@ -342,7 +334,7 @@ class DeferredLogits:
             last = items[-1]
             if last != slice(None):
                 raise self._error(f"the index {index}")
-        hidden = self._hidden[index]
+        hidden = self.hidden[index]
         return self._like(hidden=hidden)
 
     def _is_of_classes(self, other: Tensor) -> bool:
@@ -351,17 +343,17 @@ class DeferredLogits:
 
     def _times(self, factor: Any, inverse: bool) -> DeferredLogits:
         what = "division" if inverse else "multiplication"
-        if self._normal:
+        if self.normal:
             raise self._error(f"{what} after log_softmax")
         if isinstance(factor, Tensor) and self._is_of_classes(factor):
-            by, dtype = factor.reshape(-1), self._dtype
+            by, dtype = factor.reshape(-1), self.dtype
             if factor.dim():
                 dtype = torch.promote_types(dtype, factor.dtype)
             made = self.through(lambda x: self._of(x) / by if inverse else self._of(x) * by)
             return made._like(dtype=dtype)
         if not isinstance(factor, (int, float)):
             raise self._error(f"{what} by a {type(factor).__name__}")
-        scale, cap = self._scale, self._cap
+        scale, cap = self.scale, self.cap
         if cap is not None:
             cap = cap / factor if inverse else cap * factor
         else:
@@ -378,17 +370,16 @@ class DeferredLogits:
 
     def __add__(self, other: Any) -> DeferredLogits:
         """With a number for each class that is a bias, such as `final_logits_bias`."""
-        bare = self._scale == 1 and self._cap is None and not self._normal
+        bare = self.scale == 1 and self.cap is None and not self.normal
         if not bare or not isinstance(other, Tensor) or other.numel() != self.shape[-1]:
             raise self._error("the operator +")
         if not self._is_of_classes(other):
             raise self._error("the operator +")
-        bias = other.reshape(-1).to(self._hidden.dtype)
-        return self._like(bias=bias if self._bias is None else self._bias + bias)
+        bias = other.reshape(-1).to(self.hidden.dtype)
+        return self._like(bias=bias if self.bias is None else self.bias + bias)
 
     __radd__ = __add__
     __sub__ = __rsub__ = _refused("-")
-    __neg__ = _refused("-")
     __matmul__ = __rmatmul__ = _refused("@")
     __rtruediv__ = _refused("/")
     __pow__ = __rpow__ = _refused("**")
@@ -396,12 +387,28 @@ class DeferredLogits:
     __eq__ = __ne__ = _refused("==")
     __hash__ = object.__hash__
     __setitem__ = _refused("[]=")
-    __iter__ = _refused("iter")
+
+    def neg(self) -> DeferredLogits:
+        """Minus them."""
+        if self.normal:
+            return self._like(negative=not self.negative)
+        return self._times(-1, inverse=False)
+
+    __neg__ = neg
+
+    def __iter__(self) -> Iterator[DeferredLogits]:
+        """The parts of the first dimension of tokens; what was found of all is found of them."""
+        if self.ndim < 2:
+            raise self._error("the operator iter")
+        for row in range(self.shape[0]):
+            part = self[row]
+            part._row_of = self, row
+            yield part
 
     def tanh(self) -> DeferredLogits:
         """Of what was recorded so far; what multiplies it from now on is the cap."""
-        if self._cap is not None or self._normal:
-            raise self._error("a second tanh" if self._cap is not None else "tanh of log_softmax")
+        if self.cap is not None or self.normal:
+            raise self._error("a second tanh" if self.cap is not None else "tanh of log_softmax")
         return self._like(cap=1.0)
 
 
@@ -416,17 +423,17 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """`F.cross_entropy` without the logits; called with its arguments."""
-    origin = logits._origin
+    origin = logits.origin
     if size_average is not None or reduce is not None:
         raise logits._error("size_average or reduce")
     if logits.ndim > 2:  # the classes would be dimension 1
         raise logits._error(f"cross_entropy in {logits.ndim} dimensions")
-    if autocast_dtype(logits._hidden) != origin.autocast:
-        raise logits._error("another autocast in the loss than in the output layer")
+    if logits.negative:
+        raise logits._error("cross_entropy of negative log-probabilities")
     origin.reaches_loss()
     run = origin.forward
     options, smoothing = run.options, run.options.label_smoothing or label_smoothing
-    if run.token_weights is not None and ignore_index != _IGNORED:
+    if run.token_weights is not None and ignore_index != IGNORED:
         raise logits._error(f"an ignore_index of {ignore_index} with token_weights")
     target, token_weight = run.targets_of(target)
     logits = logits if run.temperature == 1 else logits / run.temperature
@@ -441,3 +448,14 @@ def _cross_entropy(
     # A model that casts float64 logits to float32 has a float32 loss; one in 16 bits keeps the
     # float32 that the loss was computed in.
     return loss.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+register_pytree_node(
+    DeferredLogits, lambda z: ([z.hidden], z), lambda leaves, z: z._like(hidden=next(iter(leaves)))
+)
+
+# Functions of torch that are its methods.
+_METHODS = frozenset(
+    (torch.argmax, torch.flatten, torch.gather, torch.log_softmax, torch.logsumexp, torch.mean,
+     torch.neg, torch.sum, torch.tanh)
+)  # fmt: skip

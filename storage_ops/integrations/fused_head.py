@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from storage_ops._subclass import like
-from storage_ops.integrations.deferred_logits import DeferredLogits, Forward, LossOptions
+from storage_ops.integrations.deferred_forward import Forward, LossOptions
+from storage_ops.integrations.deferred_logits import DeferredLogits
 from storage_ops.integrations.output_layers import replaced
 from storage_ops.integrations.patched_model import PatchedModel, deferred, model_forward
 
@@ -36,7 +37,7 @@ def _log_sum_sq_probs(logits: DeferredLogits, target: Tensor) -> Tensor:
 
 
 def _mean_logits(logits: DeferredLogits, target: Tensor) -> Tensor:
-    return torch.where(target == _IGNORED, 0, logits.mean())
+    return torch.where(target == _IGNORED, 0, logits.class_means())
 
 
 # Of what a fused head returns per token: the result of the loss that it is, or its function.

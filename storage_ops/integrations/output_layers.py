@@ -13,13 +13,8 @@ import torch
 from torch import nn
 
 from storage_ops._subclass import Replaced, like
-from storage_ops.integrations.deferred_logits import (
-    DeferredLogits,
-    Forward,
-    Origin,
-    Refused,
-    autocast_dtype,
-)
+from storage_ops.integrations.deferred_forward import Forward, Origin, Refused
+from storage_ops.integrations.deferred_logits import DeferredLogits
 
 # With the dtype of their logits where it is not that of the product. Of PEFT's many those that
 # multiply hidden states or logits; others form a matrix of the weight's size in every call.
@@ -57,13 +52,11 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{len(args)} arguments and {sorted(kwargs)}; expected the hidden states alone"
             )
         (hidden,) = args
-        autocast = autocast_dtype(hidden)
-        dtype = autocast or hidden.dtype
+        origin = Origin(self._deferred_in, _base_layer(self).weight, hidden, self)
+        dtype = origin.autocast or hidden.dtype
         if original is nn.Linear.forward:
-            origin = Origin(self._deferred_in, self.weight, autocast)
-            return DeferredLogits(origin, hidden, dtype, bias=self.bias)
-        origin = Origin(self._deferred_in, _base_layer(self).weight, autocast)
-        deferred = DeferredLogits(origin, hidden, _KNOWN[_kind(self)] or dtype)
+            return DeferredLogits(origin, origin.hidden, dtype, bias=self.bias)
+        deferred = DeferredLogits(origin, origin.hidden, _KNOWN[_kind(self)] or dtype)
         return deferred.through(lambda hidden: original(self, hidden))
 
     return forward

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from storage_ops.integrations.deferred_logits import LossOptions, Refused
+from storage_ops.integrations.deferred_forward import LossOptions, Refused
 
 _SHAPE = (2, 8)
 

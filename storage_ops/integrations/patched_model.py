@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from storage_ops._subclass import Replaced, like
-from storage_ops.integrations.deferred_logits import (
-    DeferredLogits,
-    Forward,
-    LossOptions,
-    Refused,
-)
+from storage_ops.integrations.deferred_forward import Forward, LossOptions, Refused
+from storage_ops.integrations.deferred_logits import DeferredLogits
 from storage_ops.integrations.output_layers import patched_head
 
 
@@ -44,13 +40,18 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         # Not patched any more: another wrapper has held on to this function.
         if not isinstance(self, PatchedModel):
             return original(self, *args, **kwargs)
-        if labels is None:
-            if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                _say_that_labels_lack(type(self).__name__)
-            return original(self, *args, **kwargs)
         name, options = type(self).__name__, self._loss_options
+        training = self.training and torch.is_grad_enabled()
+        if labels is None and not (training and options.logits == "deferred"):
+            if training and not torch.compiler.is_compiling():
+                _say_that_labels_lack(name)
+            return original(self, *args, **kwargs)
         if patched_head(self, name)._deferred_in is not None:
             return original(self, *args, **kwargs)  # a patched model around this one waits for them
+        if labels is None:
+            _check_is_whole(self, name)
+            run = Forward(name, LossOptions(memory_budget=options.memory_budget), None)
+            return deferred(self, run, original, args, kwargs)
         weights = _weights(self, options.token_weights, labels, kwargs)
         run = Forward(name, options, labels, weights)
         given = labels if weights is None else run.places
@@ -61,7 +62,7 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if shifted is not None:
             kwargs["shift_labels"] = given
         outputs = deferred(self, run, original, args, kwargs)
-        formed = options.logits == "always" or (options.logits == "eval" and not self.training)
+        formed = options.logits == "always" or (options.logits != "never" and not self.training)
         return _finished(outputs, formed, run.results)
 
     return forward
@@ -73,7 +74,7 @@ def deferred(
     """What a forward of the model returns while its output layer defers its logits.
 
     Raises:
-        Refused: no cross-entropy of them was asked for.
+        Refused: it has labels, and no cross-entropy of the logits was asked for.
     """
     head = patched_head(model, run.model)
     head._deferred_in = run
@@ -81,7 +82,7 @@ def deferred(
         outputs = forward(model, *args, **kwargs)
     finally:
         head._deferred_in = None
-    if run.losses < max(run.calls, 1):
+    if run.labels is not None and run.losses < max(run.calls, 1):
         missing = "a cross-entropy of its logits" if run.calls else "get_output_embeddings()"
         raise Refused(
             f"patch_causal_lm: the forward of {run.model} with labels ended without {missing}; "
@@ -91,15 +92,25 @@ def deferred(
     return outputs
 
 
+def _check_is_whole(model: Any, name: str) -> None:
+    """Refuse a replica of `torch.nn.DataParallel`, which gathers what the model returns."""
+    if getattr(model, "_is_replica", False):
+        raise RuntimeError(
+            f'patch_causal_lm: {name} with logits="deferred" is called by torch.nn.DataParallel, '
+            "which gathers its logits on one device; expected DistributedDataParallel, one process "
+            "for each device, as torchrun starts them"
+        )
+
+
 @functools.cache
 def _say_that_labels_lack(name: str) -> None:
     """Warn, the first time, where a trainer may have taken the labels from the model."""
     warnings.warn(
         f"patch_causal_lm: {name} is called in training without labels, so its logits are formed "
         "and it has no loss and no results per token. Trainer takes the labels from the model "
-        "where it has a compute_loss_func or label_smoothing_factor: let a subclass of it override "
-        "compute_loss(), which has labels and outputs.nll, or use label_smoothing of "
-        "patch_causal_lm",
+        "where it has a compute_loss_func or label_smoothing_factor: with "
+        'patch_causal_lm(model, logits="deferred") their losses need no logits. A compute_loss() '
+        "of your own can have the labels, and outputs.nll",
         stacklevel=4,
     )
 

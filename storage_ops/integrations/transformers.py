@@ -2,7 +2,8 @@
 
 The forward of the model stays its own. While it runs with labels, its output layer returns
 `DeferredLogits`; they pass through the model's scaling and capping to the model's loss, and the
-cross-entropy in there becomes `linear_cross_entropy`. So shifting, reduction and auxiliary losses
+cross-entropy in there becomes `linear_cross_entropy`. Without labels they may be what the model
+returns, to a caller's loss. So shifting, reduction and auxiliary losses
 are the model's, in every version of transformers, which is not imported here.
 
 Model and output layer change their class for a subclass, as FSDP2 and torch.nn.utils.parametrize
@@ -19,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from storage_ops.integrations import fused_head
-from storage_ops.integrations.deferred_logits import LossOptions
+from storage_ops.integrations.deferred_forward import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_head
 from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_model import PatchedModel
@@ -60,8 +61,8 @@ def patch_causal_lm(
     `model(input_ids, labels=labels).loss` keeps its value and its gradients, in training and in
     evaluation, and is computed by `linear_cross_entropy`: in float32 where a model in 16 bits would
     compute it in these. **In training `outputs.logits` is None.** Calls without labels, and so
-    `generate`, are what they were, logits included; `shift_labels` without `labels`, as in sequence
-    parallelism, gives the loss too.
+    `generate`, are what they were, logits included, unless `logits` is "deferred"; `shift_labels`
+    without `labels`, as in sequence parallelism, gives the loss too.
 
     The model's own forward and loss function run, so labels are shifted, ignored and averaged as
     they would be (`num_items_in_batch`, `shift_labels`), and auxiliary losses are added. A bias,
@@ -97,11 +98,16 @@ def patch_causal_lm(
             A tensor, or the name of a keyword of the model's call that has it, such as a column of
             the batch (with `remove_unused_columns=False` in Trainer). A call in training that
             lacks it is an error; one in evaluation has no weights.
-        label_smoothing: that of the loss. With this instead of `label_smoothing_factor` of Trainer,
-            which takes the labels from the model as its `compute_loss_func` does, there are no
-            logits.
+        label_smoothing: that of the loss.
         logits: when `outputs.logits` is formed beside the loss, once, in the model's dtype: in
             "eval" mode only, as `compute_metrics` of Trainer needs them, "always" or "never".
+            "deferred" is as "eval", and for losses outside of the model, to which Trainer gives the
+            labels where it has a `compute_loss_func` or `label_smoothing_factor`: in training a
+            call without labels returns logits that are not formed. They are no tensor. A loss may
+            slice, mask, reshape, scale and cast them, and take `cross_entropy` of them,
+            `logsumexp` or `argmax` over the classes, or `log_softmax` and from that `gather` of one
+            class for each token, and the sum or mean over the classes; the results are float32.
+            Anything else raises NotImplementedError; `outputs.logits.formed()` is the tensor.
         memory_budget: that of `storage_ops.linear_cross_entropy`.
 
     Returns:
@@ -116,7 +122,8 @@ def patch_causal_lm(
             model is patched with other options.
         NotImplementedError: the model does something to its logits that cannot be done without
             them. A copy of it runs on fake tensors to find that out; where it cannot run on these
-            (it reads numbers, or has hooks), the first forward of the patched model raises.
+            (it reads numbers, or has hooks), the first forward of the patched model raises. A loss
+            of "deferred" logits raises it in the same way.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -182,9 +189,10 @@ def _options(
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
     if not names or not set(names) <= set(known):
         raise ValueError(f"patch_causal_lm: returns is {returns!r}; expected some of {known}")
-    if logits not in ("eval", "always", "never"):
+    if logits not in ("eval", "always", "never", "deferred"):
         raise ValueError(
-            f"patch_causal_lm: logits is {logits!r}; expected 'eval', 'always' or 'never'"
+            f"patch_causal_lm: logits is {logits!r}; expected 'eval', 'always', 'never' or "
+            "'deferred'"
         )
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
         raise ValueError(

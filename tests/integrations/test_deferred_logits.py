@@ -1,5 +1,7 @@
 """What a model may do to logits that are never computed, and what it may not."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -172,7 +174,7 @@ REFUSED_HEADS = {
     "second tanh": lambda x: torch.tanh(torch.tanh(x)),
     "the index": lambda x: x[..., :5],
     "the index (": lambda x: x[:, :, 1:],
-    "the index tensor": lambda x: x[torch.ones(3, 5, dtype=torch.bool)],
+    "the index tensor": lambda x: x[torch.ones(3, dtype=torch.long)],
     "to('meta')": lambda x: x.to("meta"),
     "breaks up its 19 classes": lambda x: x.view(-1, V - 1),
     "stack": lambda x: torch.stack([x, x]),
@@ -195,17 +197,11 @@ def test_unknown_operations_are_refused_by_name(words):
 
 REFUSED_LOSSES = {
     "nll_loss": lambda x, t: F.nll_loss(x.view(-1, V), t.view(-1)),
-    "logsumexp": lambda x, t: flat_loss(x, t) + x.logsumexp(-1).square().mean(),
+    "a sum of logits": lambda x, t: flat_loss(x, t) + x.sum(-1).mean(),
     "dimensions": lambda x, t: F.cross_entropy(x, t),
     "size_average": lambda x, t: flat_loss(x, t, size_average=False),
     "without a cross-entropy": lambda x, t: torch.zeros((), requires_grad=True),
-    "autocast": lambda x, t: autocast_loss(x, t),
 }
-
-
-def autocast_loss(logits, labels):
-    with torch.autocast("cpu", torch.bfloat16):
-        return flat_loss(logits, labels)
 
 
 @pytest.mark.parametrize("words", REFUSED_LOSSES)
@@ -240,3 +236,152 @@ def test_python_may_look_at_them():
 
     ids = torch.randint(V, (3, 5))
     check_against_plain(Toy(head), lambda model: model(ids, labels=ids))
+
+
+# What a caller makes of logits and targets; z are logits that the model has returned.
+def smoothed(z, t):
+    """As LabelSmoother of transformers, in place of what it gets."""
+    loss = -F.log_softmax(z, dim=-1)
+    t = t.unsqueeze(-1)
+    ignored = t.eq(3)
+    nll, spread = loss.gather(-1, t), loss.sum(dim=-1, keepdim=True, dtype=torch.float32)
+    for each in (nll, spread):
+        each.masked_fill_(ignored, 0.0)
+    return nll.sum() * 0.9 + spread.sum() * 0.1 / V
+
+
+def selected(z, t, temperature=0.7):
+    """As TRL's selective_log_softmax."""
+    z = z / temperature
+    lse = torch.stack([torch.logsumexp(row, dim=-1) for row in z])
+    found = torch.gather(z, dim=-1, index=t.unsqueeze(-1)) - lse.unsqueeze(-1)
+    return (found.squeeze(-1) * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum()
+
+
+def row_by_row(z, t):
+    rows = [
+        row.log_softmax(-1).gather(-1, target.unsqueeze(-1))
+        for row, target in zip(z, t, strict=True)
+    ]
+    return torch.stack(rows).square().mean()
+
+
+def autocast_loss(z, t):
+    """The product was in float32, and so it is here."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return flat_loss(z, t)
+
+
+RETURNED = {
+    "cross-entropy": flat_loss,
+    "flattened": lambda z, t: F.cross_entropy(input=z.flatten(0, -2), target=t.flatten()),
+    "of some tokens": lambda z, t: F.cross_entropy(z[t != 3].float(), t[t != 3]),
+    "another autocast": autocast_loss,
+    "smoothed": smoothed,
+    "mean of log-probabilities": lambda z, t: torch.log_softmax(z, 2).mean(-1).square().sum(),
+    "selected": selected,
+    "row by row": row_by_row,
+    "z-loss": lambda z, t: flat_loss(z, t) + z.logsumexp(-1, keepdim=True).square().mean(),
+    "with and without gradients": lambda z, t: measured(z, t) * z.log_softmax(-1).sum(-1).mean(),
+    "negative": lambda z, t: flat_loss(-z, t) + torch.neg(-z.log_softmax(-1)).sum(-1).mean(),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def measured(z, t):
+    return (z.argmax(-1) == t).float().mean() + z.logsumexp(dim=-1).mean()
+
+
+def check_returned(model, run, loss):
+    ids = torch.randint(V, (3, 5))
+    expected = loss(model(ids)["logits"], ids)
+    expected.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    with storage_ops.patch_causal_lm(model, logits="deferred"):
+        logits = run(model)(ids)["logits"]
+        assert not isinstance(logits, torch.Tensor)
+        found = loss(logits, ids)
+        found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for name, p in model.named_parameters():
+        atol = 1e-6 * max(1.0, grads[name].abs().max().item())
+        torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize("head", ["capped", "scaled by class"])
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_loss_of_returned_logits(name, head):
+    check_returned(Toy(HEADS[head], bias=True).double(), lambda model: model, RETURNED[name])
+
+
+def test_a_loss_of_what_a_compiled_model_returns():
+    torch._dynamo.reset()
+    compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    check_returned(Toy(), compiled, smoothed)
+
+
+def test_logits_that_are_returned_are_deferred_in_training_alone():
+    ids = torch.randint(V, (3, 5))
+    model = Toy()
+    plain = model(ids)["logits"]
+    storage_ops.patch_causal_lm(model, logits="deferred")
+    outputs = model(ids)
+    assert outputs["logits"].shape == plain.shape
+    torch.testing.assert_close(outputs["logits"].formed(), plain)
+    assert model(ids, labels=ids)["logits"] is None
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)["logits"], plain)
+    model.eval()
+    torch.testing.assert_close(model(ids)["logits"], plain)
+    torch.testing.assert_close(model(ids, labels=ids)["logits"], plain)
+
+
+REFUSED_OF_RETURNED = {
+    "'softmax'": lambda z, t: F.softmax(z, -1),
+    "'detach'": lambda z, t: z.detach(),
+    "a sum of logits": lambda z, t: z.sum(-1),
+    "a sum over None": lambda z, t: z.log_softmax(-1).sum(),
+    "gather in dimension 1": lambda z, t: z.gather(1, t.unsqueeze(-1)),
+    "gather of (3, 5, 2)": lambda z, t: z.gather(-1, t.unsqueeze(-1).expand(3, 5, 2)),
+    "logsumexp of log_softmax": lambda z, t: z.log_softmax(-1).logsumexp(-1),
+    "logsumexp in dimension (1, 2)": lambda z, t: z.logsumexp((1, 2)),
+    "argmax in dimension None": lambda z, t: z.argmax(),
+    "argmax of negative": lambda z, t: (-z.log_softmax(-1)).argmax(-1),
+    "log_softmax of negative": lambda z, t: (-z.log_softmax(-1)).log_softmax(-1),
+    "cross_entropy of negative": lambda z, t: flat_loss(-z.log_softmax(-1), t),
+    "flatten(0, -1)": lambda z, t: z.flatten(),
+    "operator iter": lambda z, t: list(z[0, 0]),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_OF_RETURNED)
+def test_what_returned_logits_are_not_for(words):
+    ids = torch.randint(V, (3, 5))
+    model = Toy()
+    storage_ops.patch_causal_lm(model, logits="deferred")
+    with pytest.raises(NotImplementedError) as caught:
+        REFUSED_OF_RETURNED[words](model(ids)["logits"], ids)
+    for part in (words, "Toy", "formed()", 'logits="eval"'):
+        assert part in str(caught.value)
+
+
+def test_a_class_out_of_range_is_not_ignored():
+    ids = torch.randint(V, (3, 5))
+    model = Toy()
+    storage_ops.patch_causal_lm(model, logits="deferred")
+    with pytest.raises(RuntimeError, match="target -100 is out of range"):
+        model(ids)["logits"].gather(-1, torch.full((3, 5, 1), -100))
+
+
+def test_where_returned_logits_cannot_be_used():
+    ids = torch.randint(V, (3, 5))
+    model = Toy()
+    storage_ops.patch_causal_lm(model, logits="deferred")
+    logits = model(ids)["logits"]
+    logits.origin.weight.data.untyped_storage().resize_(0)  # as FSDP does
+    with pytest.raises(RuntimeError, match=r"of Toy was freed.*reshard_after_forward=False"):
+        flat_loss(logits, ids)
+    model._is_replica = True  # of torch.nn.DataParallel
+    with pytest.raises(RuntimeError, match=r"Toy with logits.*DataParallel"):
+        model(ids)
