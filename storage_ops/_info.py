@@ -51,7 +51,7 @@ def info(status: _library.Status) -> dict[str, Any]:
     if (other := _library.hidden()) is not None:
         found.append(
             f"{_library.FOLDER.parent} was imported, which are sources without libraries; what is "
-            f"installed is {other}: start python in another folder, or `pip install -e` the sources."
+            f"installed is {other}: start python in another folder, or install with `-e`."
         )
     return {**facts, "problems": found}
 
