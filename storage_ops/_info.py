@@ -48,10 +48,10 @@ def info(status: _library.Status) -> dict[str, Any]:
         "build": build,
     }
     found = problems(facts)
-    if (other := _library.hidden()) is not None:
+    if (installed := _library.hidden()) is not None:
         found.append(
             f"{_library.FOLDER.parent} was imported, which are sources without libraries; what is "
-            f"installed is {other}: start python in another folder, or install with `-e`."
+            f"installed is {installed}: start python in another folder, or install with `-e`."
         )
     return {**facts, "problems": found}
 
