@@ -3,22 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+READY := $(VENV)/installed $(VENV)/built
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
 .PHONY: demo test test-all sanitize build lint types format bench results docs wheel test-wheel lock clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/built  ## train a small GPT with and without storage_ops
+demo: $(READY)  ## train a small GPT with and without storage_ops
 	$(BIN)/python -m storage_ops demo
 
 # In two processes, whose threads share the processors: waiting ones leave them to the others. Each
 # has half of the files, so that what a file's tests share is made once.
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(VENV)/built  ## run the tests; where CI is set, a share of those that come in hundreds
+test: $(READY)  ## run the tests; where CI is set, a share of those that come in hundreds
 	$(PYTEST)
 
-test-all: $(VENV)/built  ## run all tests, as `make test` does where CI is not set
+test-all: $(READY)  ## run all tests, as `make test` does where CI is not set
 	CI= $(PYTEST)
 
 # A second build of the package, beside a copy of the tests, which import what lies beside them. The
@@ -57,7 +58,7 @@ EMULATED_IN_MEMORY = $(SANITIZE_ENV) STORAGE_OPS_EMULATION_SANITIZER=address $(E
 CXX_SOURCES = $(wildcard csrc/*.* csrc/*/* cuda/* $(addprefix tests/,other_device/*.cpp \
   $(addprefix cuda_emulation/,*.h *.cpp *.cu include/*)))
 
-build: $(VENV)/built  ## build the native libraries in place
+build: $(READY)  ## build the native libraries in place
 
 lint: $(VENV)/installed  ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
@@ -75,10 +76,10 @@ format: $(VENV)/installed  ## apply ruff and clang-format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-bench: $(VENV)/built  ## measure everything, for hours, into bench-report/
+bench: $(READY)  ## measure everything, for hours, into bench-report/
 	$(BIN)/python -m storage_ops bench
 
-results: $(VENV)/built  ## take FROM=files into benchmarks/results; reports, README and docs from all there
+results: $(READY)  ## take FROM=files into benchmarks/results; reports, README and docs from all there
 	$(BIN)/python -m benchmarks._results $(FROM)
 
 docs: $(VENV)/installed  ## build the documentation site into build/site; a broken link is an error
@@ -105,14 +106,21 @@ clean:  ## remove everything that was built
 	rm -rf $(VENV) build dist *.egg-info storage_ops/lib storage_ops/_build_info*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# All but torch by hash; then torch, which finds what it needs installed.
-$(VENV)/installed: requirements/dev.lock requirements/torch.txt
+# First what a build needs: it asks torch for headers alone, so compilers work (with `make -j2`) while
+# pip installs the rest. torch itself has no hash; it finds what it needs installed, but for what its
+# CUDA builds add.
+$(VENV)/torch: requirements/build.lock requirements/torch.txt
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --no-deps --require-hashes -r requirements/build.lock
+	$(PIP) --no-deps -r requirements/torch.txt
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch requirements/dev.lock
 	$(PIP) --no-deps --require-hashes -r requirements/dev.lock
 	$(PIP) -r requirements/torch.txt
 	touch $@
 
-$(VENV)/built: $(VENV)/installed $(NATIVE)
+$(VENV)/built: $(VENV)/torch $(NATIVE)
 	STORAGE_OPS_NO_NATIVE=$${STORAGE_OPS_NO_NATIVE:-0} \
 	  $(PIP) --no-build-isolation --no-deps --editable .
 	touch $@

@@ -142,12 +142,12 @@ def main(arguments: list[str]) -> bool:
         own, rest = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     parser = argparse.ArgumentParser(prog="python -m build_tools.test_wheel", description=__doc__)
     parser.add_argument("torch", nargs="*", help="minors such as 2.10")
-    parser.add_argument("--python", type=Path, action="append", default=[])
+    parser.add_argument("--python", type=os.path.abspath, action="append", default=[])
     parser.add_argument("--fallbacks", action="store_true")
     parser.add_argument("--only-fallbacks", action="store_true")
     options = parser.parse_args(own)
     options.pytest = rest
-    results = [test(python, wheel_for(python), options) for python in options.python]
+    results = [test(p, wheel_for(p), options) for p in map(Path, options.python)]
     for torch in options.torch or ([] if options.python else minors()):
         wheel = wheel_for(Path(sys.executable))
         (ROOT / "build").mkdir(exist_ok=True)  # gigabytes: not where temporary files go

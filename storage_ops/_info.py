@@ -47,7 +47,13 @@ def info(status: _library.Status) -> dict[str, Any]:
         "missing": dict(status.missing),
         "build": build,
     }
-    return {**facts, "problems": problems(facts)}
+    found = problems(facts)
+    if (installed := _library.hidden()) is not None:
+        found.append(
+            f"{_library.FOLDER.parent} was imported, which are sources without libraries; what is "
+            f"installed is {installed}: start python in another folder, or install with `-e`."
+        )
+    return {**facts, "problems": found}
 
 
 def raises(read: Callable[[], object]) -> bool:

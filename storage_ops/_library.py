@@ -7,6 +7,7 @@ loaded and skipped, and why, is kept in `status` and printed by `python -m stora
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -127,3 +128,17 @@ def build_info() -> dict[str, str]:
     keys = ("version", "compiler", "cuda", "cuda_archs", "torch_target", "torch_built_with")
     facts = {key: str(getattr(compiled, key)) for key in (*keys, "bindings")}
     return {**facts, "cpu_capability": compiled.cpu_capability()}
+
+
+def hidden() -> Path | None:
+    """Where storage_ops is installed with its libraries, if what was imported is without any.
+
+    So it is where python starts in a checkout after `pip install .`: it imports the sources.
+    """
+    if FOLDER.is_dir():
+        return None
+    folders = (
+        Path(str(found.locate_file("storage_ops")))
+        for found in importlib.metadata.distributions(name="storage_ops")
+    )
+    return next((folder for folder in folders if (folder / FOLDER.name).is_dir()), None)

@@ -52,6 +52,17 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"STORAGE_OPS_TEST_SEED={seed} draws the same random numbers")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays: nobody looks for garbage in it, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     """What is not run here: CUDA tests without a GPU, and in CI most cases of slow tests.
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import storage_ops
-from storage_ops import _info, cli
+from storage_ops import _info, _library, cli
 
 CPU, CU13 = "libstorage_ops_cpu.so", "libstorage_ops_cu13.so"
 
@@ -43,6 +43,21 @@ def test_a_healthy_installation_has_no_problems():
 def test_a_problem_is_named(changes, problem):
     (found,) = _info.problems(facts(**changes))
     assert problem in found
+
+
+def test_sources_that_hide_what_is_installed_are_named(tmp_path, monkeypatch):
+    """As where python starts in a checkout after `pip install .`."""
+    assert _library.hidden() is None
+    monkeypatch.setattr(_library, "FOLDER", tmp_path / "sources/storage_ops/lib")
+    facts = tmp_path / "storage_ops-0.1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Name: storage_ops\nVersion: 0.1.0\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert _library.hidden() is None  # pure Python
+    (tmp_path / "storage_ops/lib").mkdir(parents=True)
+    assert _library.hidden() == tmp_path / "storage_ops"
+    *_, last = storage_ops.info()["problems"]
+    assert f"what is installed is {tmp_path / 'storage_ops'}: start python in another" in last
 
 
 def test_what_was_chosen_is_no_problem():

@@ -1,8 +1,8 @@
 """Random tails after the logits: the gradients are right, chunked or not, and nothing breaks."""
 
+import os
 import warnings
 
-import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from .losses import arguments, interpreted, weighted
 from .tails import AFTER, HEADS, LARGE, LAST, SMALL
 
+EXAMPLES = 8 if os.environ.get("CI") else 30
 CHOOSING = {"sort", "cummax", "max", "median", "top", "gather"}
 
 
@@ -42,8 +43,7 @@ class Rounded(TorchDispatchMode):
         return tensor
 
 
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     names(HEADS), names(LARGE, 3), names(SMALL), names(AFTER, 2), names(LAST),
     st.integers(2, 6), st.booleans(), st.sampled_from([8, 2]),

@@ -142,8 +142,8 @@ def test_what_hangs_is_stopped_and_its_failures_are_told(deaf, tmp_path, run_of)
 
 def test_a_stage_takes_what_others_left_but_not_what_is_kept_for_them(run_of):
     commands = {"short": ["true"], "long": ["sleep", "9"], "last": ["echo", "done"]}
-    outcomes, code, _ = run_of(12.5, {"short": 4, "long": 4, "last": 4}, commands)
-    assert outcomes == ["ok", "stopped after 8 s", "ok"] and code == 1
+    outcomes, code, _ = run_of(6.9, {"short": 2, "long": 2, "last": 2}, commands)
+    assert outcomes == ["ok", "stopped after 4 s", "ok"] and code == 1
 
 
 def test_a_stage_does_not_begin_where_no_time_is_left(run_of):

@@ -94,6 +94,7 @@ def smallest_budget(made, **options):
     return int(str(complaint.value).split("at least ")[1].split()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["default", "smallest"])
 @pytest.mark.parametrize("teacher", ["hidden", "topk", "topk renormalize"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

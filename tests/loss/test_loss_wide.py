@@ -73,7 +73,7 @@ def test_logits_are_not_rounded(dtype, bias, key):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_the_gradient_of_a_bias_is_summed_in_fp32_at_any_budget(dtype):
-    leaves, target = problem(dtype, 512, 16, 3000, dtype)
+    leaves, target = problem(dtype, 512, 16, 1000, dtype)
     leaves[1].detach().div_(4)
     double = in_double(leaves)
     exact = torch.autograd.grad(F.cross_entropy(F.linear(*double), target), double)[2]
@@ -81,7 +81,7 @@ def test_the_gradient_of_a_bias_is_summed_in_fp32_at_any_budget(dtype):
     x, w, b = leaves
     # In float16 the unscaled gradients of a mean lose their smallest part; ours have a scale.
     (bound,) = errors([eager], [exact])
-    for budget in (smallest(x, w, target, linear_bias=b), "2 MiB", "8 MiB", None):
+    for budget in (smallest(x, w, target, linear_bias=b), "512 KiB", "2 MiB", None):
         loss = so.linear_cross_entropy(x, w, target, linear_bias=b, memory_budget=budget)
         assert errors(torch.autograd.grad(loss, [b]), [exact])[0] <= 1.05 * bound
 

@@ -195,6 +195,7 @@ def test_any_number_of_threads_keeps_to_the_budget(
     assert m.peak_bytes - sum(t.grad.nbytes for t in (x, w) if t.grad is not None) <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "kind",

@@ -84,6 +84,7 @@ def test_dtypes_and_autocast(name, dtype):
         torch.testing.assert_close(rounded, tuple(g.float() for g in grads), rtol=0.1, atol=2e-2)
 
 
+@pytest.mark.slow
 @each_loss
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(name, dynamic):
