@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint import discard_scope, tile, wrapper
+from storage_ops.checkpoint.config_policy import uncompiled
 from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action, loss_actions
 from storage_ops.fitting.choices import costs_of, rates_for
 from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
@@ -196,7 +197,7 @@ class Search:
                 "several places or had its forward replaced; expected one with a place of its own"
             )
         # The layer whose action is that of the loss.
-        self._of_loss = compiled_loss(loss) or Unit("", model, "")
+        self._of_loss = compiled_loss(loss) or Unit("", uncompiled(model), "")
         replaced = LOSS in allowed and not has_heads
         is_compiled = isinstance(self._of_loss.module, CompiledLoss)
         losses = patches(model, largest, loss) if replaced and not is_compiled else []
