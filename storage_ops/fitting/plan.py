@@ -249,10 +249,11 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
                 f"load_fit: {path} has an action for the loss that fit was given, compiled or with "
                 f"a LinearCrossEntropyLoss, and loss is {loss!r}; expected one like it"
             )
+    own_name = class_of(uncompiled(model)).__name__
     if fingerprint(model) != known or any(name not in units for name, _, _ in saved):
         raise ValueError(
             f"load_fit: {path} is a plan of another model, a {values['model']}; expected one with "
-            f"the same modules, sizes, dtypes and mode, and model is a {class_of(uncompiled(model)).__name__}"
+            f"the same modules, sizes, dtypes and mode, and model is a {own_name}"
         )
     actions = [(units[name], action) for name, _, action in saved]
     return FitPlan(model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds)

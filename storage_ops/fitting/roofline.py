@@ -1,7 +1,8 @@
 """How long an op takes on a device, by the device's rates: a roofline.
 
 A GPU overlaps arithmetic and traffic, and the host runs ahead of it. A CPU does one after the
-other, and all that Python does for an op or a layer takes its time as well.
+other, and all that Python does for an op or a layer takes its time as well. In compiled code what
+is no product is fused with what reads it, and Python does nothing.
 """
 
 from __future__ import annotations
@@ -65,12 +66,19 @@ class Roofline:
         rates = self._rates
         flops = self._flops(op, args, kwargs, out)
         arithmetic = flops / rates.flops(max(min(first.itemsize, 8), 2))
+        if rates.fuses and not flops:
+            return arithmetic if rates.overlaps else self._of_elements(op, first)
         if rates.overlaps:
             return max(arithmetic, traffic / rates.bandwidth) + rates.launch_seconds
-        arithmetic += 1e-9 * first.numel() * _element(name_of(op))
         fresh = sum(nbytes for nbytes in made if nbytes > _FRESH)
         moving = (traffic / _CACHED + fresh * _FAULTS) / rates.bandwidth
-        return (arithmetic + moving) * self.share + _OP
+        python = 0.0 if rates.fuses else _OP
+        return (arithmetic + moving) * self.share + self._of_elements(op, first) + python
+
+    def _of_elements(self, op: Any, first: Tensor) -> float:
+        """Of the functions of a CPU that an op computes of each element."""
+        name = packet_of(name_of(op)).removeprefix("aten::")
+        return 1e-9 * first.numel() * _ELEMENT.get(name, 0.0) * self.share
 
     def of_python(self, action: Action, calls: int) -> float:
         """Of what carries an action out, in a layer with so many calls of ops."""
@@ -91,7 +99,3 @@ class Roofline:
             return int(2 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
         formula: Any = self._formulas.get(getattr(op, "overloadpacket", op))
         return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-
-
-def _element(name: str) -> float:
-    return _ELEMENT.get(packet_of(name).removeprefix("aten::"), 0.0)
