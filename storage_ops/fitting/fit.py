@@ -74,6 +74,9 @@ def fit(
     (`storage_ops.patch_causal_lm`): `outputs.logits` is None in training. Gradients are equal to
     rounding. These two are used only if they are asked for, too.
 
+    Of a model that is compiled, or has compiled layers, the seconds are those of compiled code, in
+    which little but products takes time; the peak is that of eager mode.
+
     Args:
         model: a model without checkpoints, in the mode and dtype in which it is trained; on the
             meta device or a real one.

@@ -88,3 +88,13 @@ def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
     torch.testing.assert_close(model(x), right)
     assert len(recomputes) == seen  # what was compiled before serves again
     storage_ops.load_fit(tmp_path / "plan.json", copy.deepcopy(plain)).apply()
+
+
+def test_what_is_fused_costs_little_to_compute_again():
+    model, x = nn.Sequential(*(Residual() for _ in range(4))), torch.randn(1024, 16)
+    budget = int(0.8 * storage_ops.memory.simulate_step(model, x).peak_bytes)
+    eager = storage_ops.fit(model, x, budget)
+    compiled = storage_ops.fit(torch.compile(model, backend="eager"), x, budget)
+    assert any(row.action != "keep" for row in compiled.rows)
+    assert 0 < compiled.seconds < eager.seconds / 2  # both compute a product again
+    assert 0 < compiled.step_seconds < eager.step_seconds
