@@ -32,7 +32,7 @@ class Rates:
             where the device works meanwhile.
         link: bytes per second to and from host memory, in each direction at the same time; 0 where
             the device has no other memory.
-        fuses: code is compiled, so that what is no product moves no bytes of its own.
+        fuses: code is compiled: ops of single elements and of rows move no bytes of their own.
     """
 
     name: str
