@@ -295,6 +295,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         columns_of("carried_plans", PLANS) + picture("carried_plans.png", TRADEOFF)
     ),
     "fit_plans": lambda: by_shape("fit_plans"),
+    "fit_compiled": lambda: by_shape("fit_compiled"),
     "published_peaks": published_peaks,
     "plan": planned,
 }

@@ -79,6 +79,12 @@ def qualified_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile wrapped, or the module itself."""
+    inner: nn.Module = module._modules.get("_orig_mod") or module
+    return inner
+
+
 def class_of(module: nn.Module) -> type:
     """The class a module was made of, without what FSDP2, parametrize and we put above it."""
     cls: Any = type(module)

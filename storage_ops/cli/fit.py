@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     hf_model.add_arguments(parser)
     parser.add_argument(
-        "--actions", nargs="*", help="keep, output_discard, selective, full, offload, tile"
+        "--actions",
+        nargs="*",
+        help="keep, output_discard, selective, full, offload, tile, linear_cross_entropy",
     )
     parser.add_argument("--save", type=Path, help="write the plan for load_fit into this file")
     output.add_json(parser)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from storage_ops.checkpoint.config_policy import class_of
+from storage_ops.checkpoint.config_policy import class_of, uncompiled
 from storage_ops.checkpoint.copies import active
 from storage_ops.fitting.actions import LOSS, Action, loss_actions
 from storage_ops.fitting.heads import heads_in
@@ -156,7 +156,10 @@ def _token_wise(layer: nn.Module) -> tuple[str, ...]:
 
 
 def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
-    """The rates of a device by its name; None: of where the parameters are, an H200 for meta."""
+    """The rates of a device by its name; None: of where the parameters are, an H200 for meta.
+
+    Of compiled modules they are those of compiled code.
+    """
     if device is None:
         kinds = {p.device for p in model.parameters() if p.device.type != "cpu"}
         device = next(iter(kinds), torch.device("cpu"))
@@ -169,5 +172,7 @@ def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
         rates = named("cpu" if found.type == "cpu" else "h200")
     copies = active()
     if copies is not None and not rates.link:
-        return replace(rates, link=copies.bytes_per_second)
+        rates = replace(rates, link=copies.bytes_per_second)
+    if any(m._compiled_call_impl or uncompiled(m) is not m for m in model.modules()):
+        rates = replace(rates, asking=0.0, fuses=True)
     return rates

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint import discard_scope, tile, wrapper
+from storage_ops.checkpoint.config_policy import uncompiled
 from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action, loss_actions
 from storage_ops.fitting.choices import costs_of, rates_for
 from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
@@ -72,6 +73,9 @@ def fit(
     causal language model of transformers it computes the loss without the logits
     (`storage_ops.patch_causal_lm`): `outputs.logits` is None in training. Gradients are equal to
     rounding. These two are used only if they are asked for, too.
+
+    Of a model that is compiled, or has compiled layers, the seconds are those of compiled code, in
+    which ops of single elements and of rows take hardly any; the peak is that of eager mode.
 
     Args:
         model: a model without checkpoints, in the mode and dtype in which it is trained; on the
@@ -196,7 +200,7 @@ class Search:
                 "several places or had its forward replaced; expected one with a place of its own"
             )
         # The layer whose action is that of the loss.
-        self._of_loss = compiled_loss(loss) or Unit("", model, "")
+        self._of_loss = compiled_loss(loss) or Unit("", uncompiled(model), "")
         replaced = LOSS in allowed and not has_heads
         is_compiled = isinstance(self._of_loss.module, CompiledLoss)
         losses = patches(model, largest, loss) if replaced and not is_compiled else []

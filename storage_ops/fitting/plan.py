@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from storage_ops.checkpoint.config_policy import class_of
+from storage_ops.checkpoint.config_policy import class_of, uncompiled
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.compiled import compiled_loss
 from storage_ops.fitting.heads import LOSS_NAME
@@ -127,7 +127,7 @@ class FitPlan:
         """What is saved."""
         return {
             "format": _FORMAT,
-            "model": type(self._model).__name__,
+            "model": class_of(uncompiled(self._model)).__name__,
             "fingerprint": self._print,
             "peak_bytes": self.peak_bytes,
             "seconds": self.seconds,
@@ -177,7 +177,7 @@ class FitPlan:
 def _places(model: nn.Module, loss: Any) -> dict[str, Unit]:
     """What actions apply to: layers by name, a compiled loss, and the model, whose name is ""."""
     compiled = compiled_loss(loss)
-    beside = [Unit("", model, ""), *([compiled] if compiled is not None else [])]
+    beside = [Unit("", uncompiled(model), ""), *([compiled] if compiled is not None else [])]
     return {unit.name: unit for unit in (*beside, *units_of(model, loss))}
 
 
@@ -249,10 +249,11 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
                 f"load_fit: {path} has an action for the loss that fit was given, compiled or with "
                 f"a LinearCrossEntropyLoss, and loss is {loss!r}; expected one like it"
             )
+    own_name = class_of(uncompiled(model)).__name__
     if fingerprint(model) != known or any(name not in units for name, _, _ in saved):
         raise ValueError(
             f"load_fit: {path} is a plan of another model, a {values['model']}; expected one with "
-            f"the same modules, sizes, dtypes and mode, and model is a {class_of(model).__name__}"
+            f"the same modules, sizes, dtypes and mode, and model is a {own_name}"
         )
     actions = [(units[name], action) for name, _, action in saved]
     return FitPlan(model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds)

@@ -1,7 +1,8 @@
 """How long an op takes on a device, by the device's rates: a roofline.
 
 A GPU overlaps arithmetic and traffic, and the host runs ahead of it. A CPU does one after the
-other, and all that Python does for an op or a layer takes its time as well.
+other, and all that Python does for an op or a layer takes its time as well. In compiled code ops
+of single elements and of rows are fused with what reads them, and Python does nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ _ELEMENT = {
     "native_layer_norm": 0.3, "gelu": 0.3, "_softmax": 0.2, "_safe_softmax": 0.4,
     "_log_softmax": 0.6, "sqrt": 0.15, "silu": 0.1, "sigmoid": 0.1, "rsqrt": 0.1,
 }  # fmt: skip
+# What compiled code fuses with what is around it, besides ops of single elements.
+_FUSED = frozenset((
+    "_to_copy", "mean", "sum", "amax", "var_mean", "native_layer_norm", "native_group_norm",
+    "_fused_rms_norm", "_softmax", "_safe_softmax", "native_dropout", "cat", "clone", "copy_",
+))  # fmt: skip
 # What Python does for a checkpointed layer, and for one whose output is discarded, as often as it
 # would ask a policy about an op in that time.
 _REGION, _DISCARD = 50, 25
@@ -65,12 +71,19 @@ class Roofline:
         rates = self._rates
         flops = self._flops(op, args, kwargs, out)
         arithmetic = flops / rates.flops(max(min(first.itemsize, 8), 2))
+        if rates.fuses and _is_fused(op):
+            return arithmetic if rates.overlaps else self._of_elements(op, first)
         if rates.overlaps:
             return max(arithmetic, traffic / rates.bandwidth) + rates.launch_seconds
-        arithmetic += 1e-9 * first.numel() * _element(name_of(op))
         fresh = sum(nbytes for nbytes in made if nbytes > _FRESH)
         moving = (traffic / _CACHED + fresh * _FAULTS) / rates.bandwidth
-        return (arithmetic + moving) * self.share + _OP
+        python = 0.0 if rates.fuses else _OP
+        return (arithmetic + moving) * self.share + self._of_elements(op, first) + python
+
+    def _of_elements(self, op: Any, first: Tensor) -> float:
+        """Of the functions of a CPU that an op computes of each element."""
+        name = packet_of(name_of(op)).removeprefix("aten::")
+        return 1e-9 * first.numel() * _ELEMENT.get(name, 0.0) * self.share
 
     def of_python(self, action: Action, calls: int) -> float:
         """Of what carries an action out, in a layer with so many calls of ops."""
@@ -93,5 +106,7 @@ class Roofline:
         return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
-def _element(name: str) -> float:
-    return _ELEMENT.get(packet_of(name).removeprefix("aten::"), 0.0)
+def _is_fused(op: Any) -> bool:
+    """Whether compiled code computes an op where its result is read."""
+    packet = packet_of(name_of(op)).removeprefix("aten::")
+    return torch.Tag.pointwise in getattr(op, "tags", ()) or packet in _FUSED

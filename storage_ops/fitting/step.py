@@ -122,7 +122,7 @@ class OpTimes(TorchDispatchMode):
 
 def loss_seconds(call: Call, rates: Rates) -> float:
     """How long a linear cross-entropy takes, forward and backward, by its own planner."""
-    device = next((name for name in DEVICES if named(name) is rates), "cpu")
+    device = next((name for name in DEVICES if named(name).name == rates.name), "cpu")
     grads = [name for name, needs in zip(GRADS, call.grad_mask, strict=True) if needs]
     vocab, hidden = call.weight.shape
     p = problem_of(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from storage_ops.checkpoint.config_policy import class_of, qualified_name
+from storage_ops.checkpoint.config_policy import class_of, qualified_name, uncompiled
 from storage_ops.fitting.heads import heads_in, heads_of_loss, own_options
 from storage_ops.loss.api import LinearCrossEntropyLoss
 
@@ -45,8 +45,10 @@ def units_of(model: nn.Module, loss: Any = None) -> list[Unit]:
 
     A module beside such lists that has modules in it, and no list or head of a loss, is one as
     well, and so is a head, also one that `loss` refers to. A module that stands in several places
-    is none, nor is one whose forward was replaced on the instance.
+    is none, nor is one whose forward was replaced on the instance. Of a module that torch.compile
+    wrapped, the layer is the one within.
     """
+    model = uncompiled(model)
     places: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         places[id(module)] = places.get(id(module), 0) + 1
@@ -58,6 +60,7 @@ def units_of(model: nn.Module, loss: Any = None) -> list[Unit]:
 
 def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
+        child = uncompiled(child)
         below = f"{name}.{child_name}" if name else child_name
         if not any(True for _ in child.children()):
             continue
@@ -74,10 +77,13 @@ def fingerprint(module: nn.Module) -> str:
     """What two modules have in common that do the same work on the same inputs.
 
     Numbers by which layers know their place, such as `layer_idx`, do not count, and neither does
-    the name of what a model was loaded from.
+    the name of what a model was loaded from, nor what torch.compile puts around a module.
     """
     text = []
-    for inner_name, inner in module.named_modules():
+    for name, inner in module.named_modules():
+        if uncompiled(inner) is not inner:
+            continue
+        inner_name = qualified_name(name)
         settings = {
             key: value
             for key, value in vars(inner).items()

@@ -32,6 +32,7 @@ class Rates:
             where the device works meanwhile.
         link: bytes per second to and from host memory, in each direction at the same time; 0 where
             the device has no other memory.
+        fuses: code is compiled: ops of single elements and of rows move no bytes of their own.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Rates:
     merge_seconds: float = 1e-3
     asking: float = 0.0
     link: float = 0.0
+    fuses: bool = False
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Rate of products of elements of this size."""

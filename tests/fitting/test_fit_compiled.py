@@ -1,10 +1,11 @@
-"""A model with a plan may be compiled: what the plan recomputes is recomputed there too."""
+"""A model with a plan may be compiled, before or after: what the plan recomputes is recomputed."""
 
 import copy
 import re
 
 import pytest
 import torch
+from torch import nn
 
 import storage_ops
 
@@ -42,3 +43,58 @@ def test_gradients_of_a_compiled_model_with_a_plan(make, share):
     for one, other in zip(gradients(ours, batch)[:-1], gradients(plain, batch)[:-1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert kept(ours) < kept(right)
+
+
+class Residual(nn.Module):
+    """An MLP around which the input goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("how", ["the model", "its layers"])
+def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
+    recomputes = []  # whether a graph that was compiled does
+
+    def backend(graph, inputs):
+        recomputes.append(any("checkpoint" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    def compiled(module):
+        return torch.compile(module, backend=backend)
+
+    torch._dynamo.reset()
+    plain = nn.Sequential(Residual(), Residual(), Residual())
+    model = nn.Sequential(*map(compiled, plain)) if how == "its layers" else compiled(plain)
+    x = torch.randn(1024, 16)
+    right = model(x)
+    assert recomputes and not any(recomputes)
+    with pytest.raises(ValueError, match="smallest") as error:
+        storage_ops.fit(model, x, 1)
+    budget = int(re.findall(r"\((\d+) bytes\)", str(error.value))[-1])
+    plan = storage_ops.fit(model, x, budget)
+    same = storage_ops.fit(plain, x, budget)
+    assert [row.names for row in plan.rows] == [row.names for row in same.rows]
+    plan.save(tmp_path / "plan.json")
+    assert plan.apply() is model
+    torch.testing.assert_close(model(x), right)
+    assert any(recomputes)
+    plan.undo()
+    seen = len(recomputes)
+    torch.testing.assert_close(model(x), right)
+    assert len(recomputes) == seen  # what was compiled before serves again
+    storage_ops.load_fit(tmp_path / "plan.json", copy.deepcopy(plain)).apply()
+
+
+def test_what_is_fused_costs_little_to_compute_again():
+    model, x = nn.Sequential(*(Residual() for _ in range(4))), torch.randn(1024, 16)
+    budget = int(0.8 * storage_ops.memory.simulate_step(model, x).peak_bytes)
+    eager = storage_ops.fit(model, x, budget)
+    compiled = storage_ops.fit(torch.compile(model, backend="eager"), x, budget)
+    assert any(row.action != "keep" for row in compiled.rows)
+    assert 0 < compiled.seconds < eager.seconds / 2  # both compute a product again
+    assert 0 < compiled.step_seconds < eager.step_seconds
