@@ -64,7 +64,7 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(items):
-    """What is not run here: CUDA tests without a GPU, and in CI most cases of slow tests.
+    """What is not run here: tests without their GPU or kernels, and in CI most cases of slow tests.
 
     STORAGE_OPS_REQUIRE_CUDA=1 makes the first a failure. Of a slow test CI runs one case in eight,
     the first, the fourth of the next eight and so on, so that each value of each parameter has its
@@ -72,12 +72,15 @@ def pytest_collection_modifyitems(items):
     """
     if os.environ.get("CI"):
         _some_cases_of_slow_tests(items)
-    if torch.cuda.is_available() or os.environ.get("STORAGE_OPS_REQUIRE_CUDA") == "1":
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
-    for item in items:
-        if item.get_closest_marker("cuda"):
-            item.add_marker(skip)
+    lacking = {}
+    if not (torch.cuda.is_available() or os.environ.get("STORAGE_OPS_REQUIRE_CUDA") == "1"):
+        lacking["cuda"] = "needs an NVIDIA GPU"
+    if INFO["row_kernel"] == "plain torch":
+        lacking["kernels"] = "a simulation is of a device with native kernels"
+    for name, reason in lacking.items():
+        for item in items:
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _some_cases_of_slow_tests(items):

@@ -160,6 +160,7 @@ def test_errors(change, kind, message):
     assert message in str(raised.value) and "expected" in str(raised.value)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("with_targets", [False, True])
 def test_a_simulation_counts_the_tiles(reduction, with_targets):

@@ -27,6 +27,7 @@ def compiled(function, **options):
     return torch.compile(function, backend="storage_ops", fullgraph=True, options=options)
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["recognised", "chunked"])
 def test_measured_peaks(made, name):

@@ -136,6 +136,7 @@ def smallest_of(search):
     return int(str(error.value).split("(")[2].split()[0])
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_measured_peaks(name):
@@ -170,6 +171,7 @@ def test_measured_peaks(name):
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.kernels
 def test_the_loss_has_the_head(tmp_path):
     torch.manual_seed(0)
     body, ids = Body(), batch()
@@ -231,6 +233,7 @@ def test_the_whole_model_is_a_head():
     plan.undo()
 
 
+@pytest.mark.kernels
 def test_a_given_plan_gives_way():
     ids = batch()
     own = storage_ops.plan(512, WIDTH, VOCAB, dtype=torch.float32, device="cpu")

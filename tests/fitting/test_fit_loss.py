@@ -34,6 +34,7 @@ def searched():
     return model, batch, Search(model, batch, optimizer=ADAM, actions=ACTIONS)
 
 
+@pytest.mark.kernels
 def test_plans_with_the_loss(searched):
     model, batch, search = searched
     plain = copy.deepcopy(model)

@@ -208,7 +208,7 @@ def test_graphs_keep_nothing():
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="a simulation is of a device with kernels for rows")
+@pytest.mark.kernels
 def test_a_simulation_counts_it():
     x, w, target = problem(ignored=False)
 

@@ -48,6 +48,7 @@ def measured_peak(model, x, head, labels, loss):
     return m.peak_bytes + sum(t.nbytes for t in held)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["recognised", "chunked"])
 def test_simulated_as_what_runs(made, name):
     model, x, head, labels = made
