@@ -25,17 +25,14 @@ import storage_ops
 from benchmarks._harness import (
     Clock,
     Runs,
-    expect,
-    finish,
     group_done,
     milliseconds,
-    parser,
     ratios,
     skip,
     tick,
 )
-from benchmarks.fit import MIB, measured, models
-from benchmarks.fit_plans import KIB, KINDS, SIZES, step_of
+from benchmarks.fit import MIB, Made, measured, models
+from benchmarks.fit_plans import KIB, SIZES, run_models, step_of
 from storage_ops.fitting.fit import NothingFits, Search
 
 WHOLE = "torch.compile"
@@ -166,8 +163,8 @@ def fitted(kind: str, size: str, search: Search, peak: int, path: Path) -> tuple
     return best
 
 
-def rows_of(kind: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All ways for one model."""
+def rows_of(kind: str, _: Made, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All ways for one model, which each process makes for itself."""
     size = "quick" if arguments.quick else arguments.device
     cases: dict[str, Process] = {}
     facts: dict[str, Facts] = {}
@@ -194,21 +191,5 @@ def rows_of(kind: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]
     group_done()
 
 
-def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Model by model."""
-    expect(len(arguments.models))
-    for kind in arguments.models:
-        yield from rows_of(kind, arguments)
-
-
-def main() -> None:
-    """Measure, write and print."""
-    options = parser(__doc__)
-    options.add_argument("--models", nargs="+", default=KINDS,
-                         choices=[*KINDS, "Mixtral", "T5", "UNet"])  # fmt: skip
-    arguments = options.parse_args()
-    finish("fit_compiled", all_rows(arguments), arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_models("fit_compiled", __doc__, rows_of)

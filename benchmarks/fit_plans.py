@@ -43,6 +43,7 @@ SIZES = {
 KIB = 1 << 10  # more than a measured peak, of which a simulated one differs by some bytes
 SHARES = (0.2, 0.4, 0.6, 0.8)  # of the way from full's peak to that of none
 COMPILED = (0.5,)  # activation memory budgets of torch.compile
+RowsOf = Callable[..., Iterator[dict[str, Any]]]  # of a model's name, what makes it, arguments
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 SAVED = (
@@ -172,8 +173,8 @@ def rows_of(
         }  # fmt: skip
 
 
-def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Model by model."""
+def all_rows(arguments: argparse.Namespace, rows_of: RowsOf) -> Iterator[dict[str, Any]]:
+    """Model by model: `rows_of` its name, what makes it, and the arguments."""
     try:
         made = models(**SIZES["quick" if arguments.quick else arguments.device])
     except ImportError as error:
@@ -184,14 +185,14 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from rows_of(kind, made[kind], arguments)
 
 
-def main() -> None:
-    """Measure, write and print."""
-    options = parser(__doc__)
+def run_models(stem: str, text: str | None, rows_of: RowsOf) -> None:
+    """Measure the models that are asked for, write and print."""
+    options = parser(text)
     options.add_argument("--models", nargs="+", default=KINDS,
                          choices=[*KINDS, "Mixtral", "T5", "UNet"])  # fmt: skip
     arguments = options.parse_args()
-    finish("fit_plans", all_rows(arguments), arguments)
+    finish(stem, all_rows(arguments, rows_of), arguments)
 
 
 if __name__ == "__main__":
-    main()
+    run_models("fit_plans", __doc__, rows_of)

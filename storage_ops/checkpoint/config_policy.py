@@ -85,6 +85,11 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return inner
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile wrapped a module, or `compile()` of it was called."""
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
+
+
 def class_of(module: nn.Module) -> type:
     """The class a module was made of, without what FSDP2, parametrize and we put above it."""
     cls: Any = type(module)

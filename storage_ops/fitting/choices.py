@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from storage_ops.checkpoint.config_policy import class_of, uncompiled
+from storage_ops.checkpoint.config_policy import class_of, is_compiled
 from storage_ops.checkpoint.copies import active
 from storage_ops.fitting.actions import LOSS, Action, loss_actions
 from storage_ops.fitting.heads import heads_in
@@ -173,6 +173,6 @@ def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
     copies = active()
     if copies is not None and not rates.link:
         rates = replace(rates, link=copies.bytes_per_second)
-    if any(m._compiled_call_impl or uncompiled(m) is not m for m in model.modules()):
+    if any(map(is_compiled, model.modules())):
         rates = replace(rates, asking=0.0, fuses=True)
     return rates

@@ -82,8 +82,7 @@ class Roofline:
 
     def _of_elements(self, op: Any, first: Tensor) -> float:
         """Of the functions of a CPU that an op computes of each element."""
-        name = packet_of(name_of(op)).removeprefix("aten::")
-        return 1e-9 * first.numel() * _ELEMENT.get(name, 0.0) * self.share
+        return 1e-9 * first.numel() * _ELEMENT.get(_short_name(op), 0.0) * self.share
 
     def of_python(self, action: Action, calls: int) -> float:
         """Of what carries an action out, in a layer with so many calls of ops."""
@@ -108,5 +107,8 @@ class Roofline:
 
 def _is_fused(op: Any) -> bool:
     """Whether compiled code computes an op where its result is read."""
-    packet = packet_of(name_of(op)).removeprefix("aten::")
-    return torch.Tag.pointwise in getattr(op, "tags", ()) or packet in _FUSED
+    return torch.Tag.pointwise in getattr(op, "tags", ()) or _short_name(op) in _FUSED
+
+
+def _short_name(op: Any) -> str:
+    return packet_of(name_of(op)).removeprefix("aten::")

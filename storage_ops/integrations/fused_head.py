@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from storage_ops._subclass import like
-from storage_ops.integrations.deferred_forward import Forward, LossOptions
+from storage_ops.integrations.deferred_forward import IGNORED, Forward, LossOptions
 from storage_ops.integrations.deferred_logits import DeferredLogits
 from storage_ops.integrations.output_layers import replaced
 from storage_ops.integrations.patched_model import PatchedModel, deferred, model_forward
-
-_IGNORED = -100
 
 
 def _log_sum_sq_probs(logits: DeferredLogits, target: Tensor) -> Tensor:
@@ -37,7 +35,7 @@ def _log_sum_sq_probs(logits: DeferredLogits, target: Tensor) -> Tensor:
 
 
 def _mean_logits(logits: DeferredLogits, target: Tensor) -> Tensor:
-    return torch.where(target == _IGNORED, 0, logits.class_means())
+    return torch.where(target == IGNORED, 0, logits.class_means())
 
 
 # Of what a fused head returns per token: the result of the loss that it is, or its function.
@@ -137,7 +135,7 @@ def _fused_forward(given: Callable[..., Any], made: inspect.ClosureVars) -> Call
             labels = labels[:, 1:]
         found["log_probs"] = -found["log_probs"]
         aux = outputs.get("aux_loss")
-        return kind(loss=outputs["loss"], label_mask=labels != _IGNORED, aux_loss=aux, **found)
+        return kind(loss=outputs["loss"], label_mask=labels != IGNORED, aux_loss=aux, **found)
 
     forward._over = given  # type: ignore[attr-defined]
     return forward

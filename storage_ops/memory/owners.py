@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from storage_ops.checkpoint.config_policy import is_compiled
 from storage_ops.memory.estimate_calls import around_calls
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
@@ -57,7 +58,7 @@ class Marks(contextlib.ExitStack):
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
         for name, module in model.named_modules() if model is not None else ():
-            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            if is_compiled(module):
                 raise ValueError(
                     f"model has a compiled module, {name or 'itself'}; expected none, for what is "
                     "compiled is not called module by module"
