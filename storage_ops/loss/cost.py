@@ -97,7 +97,7 @@ def peak(s: Schedule, beside: int = 0) -> int:
         whole = not s.by_slice or s.columns >= p.vocab
         sums += (p.vocab if whole else s.columns) * d * 4
         late += p.vocab * d * item * whole
-    if wide_input and not s.lent:
+    if wide_input and not s.borrowed:
         tokens = (p.tokens + p.left_out) * d
         sums, late = sums + tokens * 4, late + tokens * item
     if s.strategy == RUNNING_RESCALE:

@@ -191,7 +191,7 @@ def plan(
 
     Returns:
         The plan, which `linear_cross_entropy` takes as its argument `plan`. Its fields are those of
-        `storage_ops.loss.planner.Plan`: strategy, rows, columns, widest, threads, lent,
+        `storage_ops.loss.planner.Plan`: strategy, rows, columns, widest, threads, borrowed,
         num_chunks, num_slices, products, peak_bytes, flops, bytes_moved, seconds, mode and keeps.
 
     Raises:

@@ -19,7 +19,7 @@ from storage_ops.loss.schedule import (
     TOKEN_CHUNKED,
     VOCAB_SLICED,
     Schedule,
-    lent_classes,
+    borrowed_classes,
     parks,
     unpadded,
     waiting_widths,
@@ -34,7 +34,7 @@ TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processo
 KEEPS = "keeps"  # the last word of the key of a plan that does
 
 
-Tile = tuple[str, int, int, int, int]  # strategy, rows, columns, widest, lent
+Tile = tuple[str, int, int, int, int]  # strategy, rows, columns, widest, borrowed
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Plan:
         widest: classes that are worked on at a time: `columns`, unless all logits wait.
         threads: how many threads of a CPU have scratch memory to form products in. A budget may
             have no room for all of them.
-        lent: the first so many classes lend the memory of their part of the weight's gradient to
-            the input's, which 16-bit arguments sum in float32; their logits are formed three times.
+        borrowed: how many classes, the first, have their rows of the weight's gradient used for the
+            input's, which 16-bit arguments sum in float32; their logits are formed three times.
         num_chunks, num_slices: tiles along the tokens and along the vocabulary.
         products: matrix products of size N x D x V, forward and backward together; not a whole
             number where a part of the logits is formed more often than the rest.
@@ -72,7 +72,7 @@ class Plan:
     columns: int
     widest: int
     threads: int
-    lent: int
+    borrowed: int
     num_chunks: int
     num_slices: int
     products: float
@@ -87,7 +87,7 @@ class Plan:
     def key(self) -> str:
         """The choice as text, for the op's argument `plan`."""
         tiles = f"{self.rows} {self.columns} {self.widest}"
-        key = f"{self.strategy} {tiles} {self.threads} {int(self.lent > 0)}"
+        key = f"{self.strategy} {tiles} {self.threads} {int(self.borrowed > 0)}"
         return keeping(key, self.keeps)
 
     def __str__(self) -> str:
@@ -118,11 +118,11 @@ def _mode(p: Problem, strategy: str, products: float) -> str:
 
 
 def schedule(
-    p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, lends: bool = False
+    p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, borrows: bool = False
 ) -> Schedule:
-    """The schedule with tiles up to these, made equal; `lends`: if it can."""
-    lent = lent_classes(p, strategy, rows) if lends else 0
-    rest = p.vocab - lent
+    """The schedule with tiles up to these, made equal; `borrows`: if it can."""
+    borrowed = borrowed_classes(p, strategy, rows) if borrows else 0
+    rest = p.vocab - borrowed
     columns, rows = max(1, min(columns, rest)), max(1, min(rows, p.tokens))
     if strategy == TOKEN_CHUNKED and not any(p.grads):
         columns = max(1, p.vocab)  # nothing is formed again
@@ -135,9 +135,9 @@ def schedule(
             columns = min(columns, padded(parts(rest, slices)))
         elif columns > 64:
             columns = unpadded(columns)
-    widths = waiting_widths(p, strategy, rows, columns, lent)
+    widths = waiting_widths(p, strategy, rows, columns, borrowed)
     widest = min(widest or columns, max(widths)) if widths else columns
-    return Schedule(p, strategy, rows, columns, widest, lent)
+    return Schedule(p, strategy, rows, columns, widest, borrowed)
 
 
 def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Plan:
@@ -147,7 +147,7 @@ def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Pl
     once = 2 * p.tokens * p.hidden * p.vocab
     products = flops / once if once else 1.0 + p.grads[0] + p.grads[1]
     return Plan(
-        s.strategy, s.rows, s.columns, s.widest, p.matmul.threads, s.lent, s.num_chunks,
+        s.strategy, s.rows, s.columns, s.widest, p.matmul.threads, s.borrowed, s.num_chunks,
         s.num_slices, products, cost.peak(s) if peak is None else peak, flops, moved, seconds,
         _mode(p, s.strategy, products), s.keeps,
     )  # fmt: skip
@@ -163,9 +163,9 @@ def schedule_of(p: Problem, key: str) -> Schedule:
     strategy, rows, columns, *more = bare.split()
     strategy = strategy if strategy in allowed(p) else VOCAB_SLICED
     defaults = ["0", str(p.matmul.threads), "0"]
-    widest, threads, lends = map(int, more + defaults[len(more) :])
+    widest, threads, borrows = map(int, more + defaults[len(more) :])
     fewer = with_threads(p, min(p.matmul.threads, threads))
-    return schedule(fewer, strategy, int(rows), int(columns), widest, lends > 0)
+    return schedule(fewer, strategy, int(rows), int(columns), widest, borrows > 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,11 +233,11 @@ def _tallest(p: Problem, name: str, budget: int) -> int:
 
 
 def _widest(
-    p: Problem, name: str, rows: int, budget: int, lent: int, widest: int = 0, least: int = 1
+    p: Problem, name: str, rows: int, budget: int, borrowed: int, widest: int = 0, least: int = 1
 ) -> int:
     """The most classes that fit with so many tokens."""
-    most = max(p.vocab - lent, 1)
-    return _most(most, lambda n: peak_bytes(p, name, rows, n, widest, lent), budget, 64, least)
+    most = max(p.vocab - borrowed, 1)
+    return _most(most, lambda n: peak_bytes(p, name, rows, n, widest, borrowed), budget, 64, least)
 
 
 def allowed(p: Problem) -> list[str]:
@@ -251,10 +251,10 @@ def allowed(p: Problem) -> list[str]:
 
 
 def peak_bytes(
-    p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, lent: int = 0
+    p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, borrowed: int = 0
 ) -> int:
     """Peak scratch memory with tiles of exactly this size."""
-    return cost.peak(Schedule(p, strategy, rows, columns, widest or columns, lent))
+    return cost.peak(Schedule(p, strategy, rows, columns, widest or columns, borrowed))
 
 
 def candidates(
@@ -288,18 +288,20 @@ def candidates(
             most = _tallest(p, name, budget) if num_chunks is None else 0
             whole = {n for n in heights | {most} if n and FEWER * n >= most}
             tiles |= {(name, rows, vocab, 0, 0) for rows in whole}
-        for lent in {0, lent_classes(p, name, tokens)}:
+        for borrowed in {0, borrowed_classes(p, name, tokens)}:
             if name == TOKEN_CHUNKED:
-                tiles |= set(_chunked(p, heights, most, lent, budget))
+                tiles |= set(_chunked(p, heights, most, borrowed, budget))
             else:
-                tiles |= set(_sliced(p, name, heights, lent, budget, cached))
-    made = [schedule(p, *tile[:-1], lends=tile[-1] > 0) for tile in sorted(tiles)]
+                tiles |= set(_sliced(p, name, heights, borrowed, budget, cached))
+    made = [schedule(p, *tile[:-1], borrows=tile[-1] > 0) for tile in sorted(tiles)]
     for each in dict.fromkeys(made):
         if (peak := cost.peak(each)) <= budget:
             yield make(each, rates, peak)
 
 
-def _chunked(p: Problem, heights: set[int], most: int, lent: int, budget: int) -> Iterator[Tile]:
+def _chunked(
+    p: Problem, heights: set[int], most: int, borrowed: int, budget: int
+) -> Iterator[Tile]:
     """Chunks of tokens with room for a part of their logits: the others are formed twice, or wait.
 
     They are worth it for fewer chunks than those whose logits fit whole, `most` tokens.
@@ -307,27 +309,27 @@ def _chunked(p: Problem, heights: set[int], most: int, lent: int, budget: int) -
     name, whole = TOKEN_CHUNKED, parts(p.tokens, most) if most else 0
     heights = heights | {parts(p.tokens, whole - k) for k in (1, 2) if k < whole}
     for rows in {n for n in heights if n > most} if any(p.grads) else ():
-        if lent and not lent_classes(p, name, rows):
+        if borrowed and not borrowed_classes(p, name, rows):
             continue
         # What waits can be worked on in wider slices than what is kept, with more scratch.
         pass_width = p.matmul.one_pass or WIDEST
-        for widest in (0, *(unpadded(pass_width >> k) for k in range(4)), p.vocab - lent):
-            columns = _widest(p, name, rows, budget, lent, widest, _least_kept(p, rows))
+        for widest in (0, *(unpadded(pass_width >> k) for k in range(4)), p.vocab - borrowed):
+            columns = _widest(p, name, rows, budget, borrowed, widest, _least_kept(p, rows))
             if columns:
-                yield name, rows, columns, widest, lent
-            if not waiting_widths(p, name, rows, columns or 64, lent):
+                yield name, rows, columns, widest, borrowed
+            if not waiting_widths(p, name, rows, columns or 64, borrowed):
                 break
 
 
 def _sliced(
-    p: Problem, name: str, heights: set[int], lent: int, budget: int, cached: int
+    p: Problem, name: str, heights: set[int], borrowed: int, budget: int, cached: int
 ) -> Iterator[Tile]:
     """Slices of the vocabulary: as wide as fits, and some that stay in the cache."""
     for rows in heights:
-        columns = _widest(p, name, rows, budget, lent)
+        columns = _widest(p, name, rows, budget, borrowed)
         for size in (columns, cached, padded(TILE_BYTES // (rows * p.logit_bytes) + 1)):
             if columns:
-                yield name, rows, min(columns, size), 0, lent
+                yield name, rows, min(columns, size), 0, borrowed
 
 
 def _least_kept(p: Problem, rows: int) -> int:
@@ -342,11 +344,11 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
     # One token, or all of them: a single product needs no sum.
     heights = {1, tokens} if num_chunks is None else {parts(tokens, num_chunks)}
     return min(
-        peak_bytes(p, name, rows, columns, lent=lent)
+        peak_bytes(p, name, rows, columns, borrowed=borrowed)
         for name in (allowed(p) if strategy is None else [strategy])
         for rows in heights
-        for lent in {0, lent_classes(p, name, rows)}
-        for columns in {min(64, vocab - lent), vocab - lent}
+        for borrowed in {0, borrowed_classes(p, name, rows)}
+        for columns in {min(64, vocab - borrowed), vocab - borrowed}
         if columns == vocab
         or name != TOKEN_CHUNKED
         or (any(p.grads) and columns >= _least_kept(p, rows))

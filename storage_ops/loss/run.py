@@ -283,8 +283,8 @@ class Run:
     def _at(self, place: Place, step: Step) -> Tensor:
         """Where the logits of a step lie in a place."""
         schedule, x = self.schedule, self.tokens.x
-        if place.lender is not None:
-            memory = self.sums.unwritten(place.lender)
+        if place.borrowed is not None:
+            memory = self.sums.unwritten(place.borrowed)
         else:
             if self._tile is None:
                 size = schedule.tiles, schedule.rows * padded(schedule.columns)

@@ -9,7 +9,7 @@ Where logits lie
 A tile is formed in a buffer of its own size, unless its logits have to be kept while others are
 formed. The gradient of the weight, (V, D) and allocated in any case, has room until it is written:
 
-    classes:  |  lent to the   | other slices ...          | last slice |
+    classes:  |  borrowed for  | other slices ...          | last slice |
               |  input's sums  |                           |            |
     gradient  +----------------+-------------+-------------+------------+     +-------------+
     of the    | fp32 sums of   |             | logits of   | logits of  |     | tile buffer |
@@ -22,9 +22,9 @@ formed. The gradient of the weight, (V, D) and allocated in any case, has room u
   a place if there are no more tokens than the hidden size. See `waiting_widths`.
 * Logits are parked: with more tokens, as many rows of a slice as have room lie in its own rows, and
   go back into the tile buffer for their gradient. The other rows are formed a second time.
-* Classes lend: 16-bit arguments sum the input's gradient in fp32, and the rows of the first classes
-  hold that sum. Their own gradient is written at the end, from logits formed once more for the
-  input and once for the weight.
+* Classes are borrowed: 16-bit arguments sum the input's gradient in fp32, and the rows of the first
+  classes hold that sum. Their own gradient is written at the end, from logits formed once more for
+  the input and once for the weight.
 
 Where gradients are made in a backward of their own, the forward leaves its last tile to it: logits
 that are not formed a second time, all of them if they are one tile. The backward goes through the
@@ -59,12 +59,12 @@ class Place(NamedTuple):
 
     Attributes:
         rows, classes: the logits that are there.
-        lender: the classes in whose rows of the weight's gradient it lies; None: the tile buffer.
+        borrowed: the classes in whose rows of the weight's gradient it lies; None: the tile buffer.
     """
 
     rows: slice
     classes: slice
-    lender: slice | None = None
+    borrowed: slice | None = None
 
 
 class Step(NamedTuple):
@@ -144,7 +144,7 @@ class Schedule:
         strategy: TOKEN_CHUNKED, VOCAB_SLICED or RUNNING_RESCALE.
         rows, columns: tokens and classes of the tile buffer.
         widest: classes that are multiplied at a time: `columns`, unless all logits wait.
-        lent: the first so many classes lend memory to the sums of the input's gradient.
+        borrowed: how many classes, the first, hold the sums of the input's gradient in their rows.
     """
 
     problem: Problem
@@ -152,7 +152,7 @@ class Schedule:
     rows: int
     columns: int
     widest: int
-    lent: int
+    borrowed: int
 
     @property
     def by_slice(self) -> bool:
@@ -168,10 +168,10 @@ class Schedule:
     def num_slices(self) -> int:
         """Tiles along the vocabulary."""
         p = self.problem
-        widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.lent)
+        widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.borrowed)
         others = sum(parts(width, self.widest) for width in widths)
-        others = others or parts(p.vocab - self.lent, self.columns)
-        return others + parts(self.lent, self.columns)
+        others = others or parts(p.vocab - self.borrowed, self.columns)
+        return others + parts(self.borrowed, self.columns)
 
     @property
     def tiles(self) -> int:
@@ -184,7 +184,7 @@ class Schedule:
     @property
     def keeps(self) -> bool:
         """Whether the last tile of the statistics stays until the gradients begin with it."""
-        return self.problem.keeps and not self.lent
+        return self.problem.keeps and not self.borrowed
 
     @property
     def exposed_merges(self) -> int:
@@ -240,9 +240,9 @@ class Schedule:
 
         `kept`: but for the last tile, which is in the buffer.
         """
-        tiles = self._tiles(self.lent, self.problem.vocab, GRADIENT, INPUT | WEIGHT, every)
+        tiles = self._tiles(self.borrowed, self.problem.vocab, GRADIENT, INPUT | WEIGHT, every)
         yield from _from_the_last(tiles) if kept else tiles
-        yield from self._lenders(every)
+        yield from self._borrowed_last(every)
 
     def logits(self) -> Iterator[Step]:
         """Every tile as it is multiplied, for what needs no gradient of this loss."""
@@ -261,10 +261,10 @@ class Schedule:
         elif self.columns >= p.vocab:
             yield from self._tiles(0, p.vocab, UPDATE | GRADIENT, both, every)
         else:
-            yield from self._tiles(0, self.lent, UPDATE, 0, every)
-            widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.lent)
+            yield from self._tiles(0, self.borrowed, UPDATE, 0, every)
+            widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.borrowed)
             yield from self._waiting(widths, every) if widths else self._keeping(every)
-            yield from self._lenders(every)
+            yield from self._borrowed_last(every)
 
     def _tiles(self, start: int, stop: int, phases: int, adds: int, every: bool) -> Iterator[Step]:
         """Every tile of these classes in the buffer, slice by slice."""
@@ -287,14 +287,14 @@ class Schedule:
                 yield waiting.pop(0)
         yield from waiting
 
-    def _lenders(self, every: bool) -> Iterator[Step]:
-        """Gradients of the classes that lend memory, when those of all others are there.
+    def _borrowed_last(self, every: bool) -> Iterator[Step]:
+        """Gradients of the borrowed classes, when those of all others are there.
 
         They complete the sums of the input's gradient, which lie in their own gradient's memory.
         Then they are formed once more for that.
         """
         for adds in (INPUT, WEIGHT):
-            yield from self._tiles(0, self.lent, GRADIENT, adds, every)
+            yield from self._tiles(0, self.borrowed, GRADIENT, adds, every)
 
     def _merge(self, rows: slice, times: int = 1) -> Step:
         nothing = slice(0, 0)
@@ -304,11 +304,11 @@ class Schedule:
     def _waiting(self, widths: list[int], every: bool) -> Iterator[Step]:
         """Statistics and then gradients of all tokens, whose logits wait meanwhile."""
         p, pieces = self.problem, _each if every else _by_size
-        rows, start, places = slice(0, p.tokens), self.lent, []
+        rows, start, places = slice(0, p.tokens), self.borrowed, []
         for width, following in zip(widths, [*widths[1:], 0], strict=True):
             stop = start + width
-            lender = slice(stop, stop + following) if following else None
-            places.append(Place(rows, slice(start, stop), lender))
+            borrowed = slice(stop, stop + following) if following else None
+            places.append(Place(rows, slice(start, stop), borrowed))
             start = stop
         # Products take scratch memory for a part at a time; the native row kernel takes none.
         at_once = self.widest if p.plain or p.cast_bytes else max(widths)
@@ -337,7 +337,7 @@ class Schedule:
         """
         p, pieces, both = self.problem, _each if every else _by_size, INPUT | WEIGHT
         last = slice(p.vocab - self.columns, p.vocab)
-        others = pieces(self.lent, last.start, self.columns)
+        others = pieces(self.borrowed, last.start, self.columns)
         for rows, times in pieces(0, p.tokens, self.rows):
             kept = Place(rows, last)
             for classes, count in others:
@@ -370,7 +370,7 @@ class Schedule:
         return parked, rest
 
 
-def lent_classes(p: Problem, strategy: str, rows: int) -> int:
+def borrowed_classes(p: Problem, strategy: str, rows: int) -> int:
     """The classes whose part of the weight's gradient has room for fp32 sums of the input's.
 
     0 where they cannot wait for their gradient, there are no such sums, or few classes are left: no
@@ -397,7 +397,9 @@ def parked_rows(rows: int, columns: int, hidden: int) -> int:
     return rows if room >= rows else room // ROWS * ROWS
 
 
-def waiting_widths(p: Problem, strategy: str, rows: int, columns: int, lent: int = 0) -> list[int]:
+def waiting_widths(
+    p: Problem, strategy: str, rows: int, columns: int, borrowed: int = 0
+) -> list[int]:
     """Widths of slices of the vocabulary whose logits all wait, in order; empty if they cannot.
 
     Those of a slice wait in the rows that the gradient of the next slice is written to afterwards.
@@ -405,7 +407,7 @@ def waiting_widths(p: Problem, strategy: str, rows: int, columns: int, lent: int
     size the rows of a slice have room for more logits than its own, so that slices grow from the
     last on. There are none where they would shrink instead.
     """
-    left = p.vocab - lent - columns
+    left = p.vocab - borrowed - columns
     if strategy != TOKEN_CHUNKED or not parks(p, rows) or left <= 0:
         return []
     sizes = [columns]

@@ -56,8 +56,8 @@ class Sums:
                 if total is not None and total is not into:
                     total[p.vocab :] = 0
         if p.grads[0]:
-            if s.lent:
-                self.input = self.unwritten(slice(0, s.lent)).view(wide).view(x.shape)
+            if s.borrowed:
+                self.input = self.unwritten(slice(0, s.borrowed)).view(wide).view(x.shape)
             else:
                 self.input = x.new_empty(x.shape, dtype=wide if s.wide_input else x.dtype)
             # Rows that are left out, and inputs without a class, keep their 0.
@@ -83,7 +83,7 @@ class Sums:
         if step.adds & INPUT:
             self._add_to_input(step, x, dz)
         if step.adds & WEIGHT:
-            if step.classes.start < self._schedule.lent:
+            if step.classes.start < self._schedule.borrowed:
                 self.finish_input()  # its sums are in the memory that is written now
             self._add_to_weight(step, x, dz)
 

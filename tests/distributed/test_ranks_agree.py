@@ -78,7 +78,7 @@ def cut_as_dtensor_does(rank):
 
 
 def rounded(rank):
-    """16-bit sums that lie in the gradient of classes that are lent."""
+    """16-bit sums that lie in the gradient of classes that are borrowed."""
     sizes, (x, w, target) = [30, 20, 16], arguments(torch.bfloat16, 4)
     mine = slices_of(sizes, rank)
     here, whole = ([x.clone(), v.clone()] for v in (w[mine], w.double()))

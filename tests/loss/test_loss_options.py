@@ -154,22 +154,22 @@ def test_options_while_sums_lie_in_the_gradient_of_the_weight(
     choice, hidden, key, dtype, tolerance, monkeypatch
 ):
     frozen = choice[0] == "frozen"  # there are no such sums, or no such gradient
-    lent, steps = [], Schedule._lenders
+    borrowed, steps = [], Schedule._borrowed_last
 
     def noted(schedule, every):
-        lent.extend([schedule.lent] * bool(schedule.lent and every))
+        borrowed.extend([schedule.borrowed] * bool(schedule.borrowed and every))
         return steps(schedule, every)
 
-    monkeypatch.setattr(Schedule, "_lenders", noted)
+    monkeypatch.setattr(Schedule, "_borrowed_last", noted)
     monkeypatch.setitem(globals(), "VOCAB", 200)
     monkeypatch.setitem(globals(), "HIDDEN", hidden)
     monkeypatch.setitem(OPTIONS, "plan", [key])
     compare([("plan", 0), choice], dtype, tolerance)
-    assert all(lent) and len(lent) == (0 if frozen else 1)
+    assert all(borrowed) and len(borrowed) == (0 if frozen else 1)
 
 
 @settings(deadline=None, max_examples=100)
-@example(80, 80, 170, 64, 0, torch.bfloat16, False, True)  # too few classes would not lend
+@example(80, 80, 170, 64, 0, torch.bfloat16, False, True)  # too few classes are not borrowed
 @example(2, 1, 129, 128, 0, torch.float32, False, False)  # a narrower slice has room for all tokens
 @given(
     st.integers(1, 80), st.integers(1, 80), st.integers(2, 700), st.integers(1, 700),
@@ -177,13 +177,13 @@ def test_options_while_sums_lie_in_the_gradient_of_the_weight(
     st.booleans(),
 )  # fmt: skip
 def test_logits_that_wait_are_not_formed_again(
-    tokens, hidden, vocab, columns, widest, dtype, own, lends
+    tokens, hidden, vocab, columns, widest, dtype, own, borrows
 ):
     products = matmul.of(dtype, "cpu", torch.get_num_threads())
     p = Problem(tokens, hidden, vocab, products, sums_fp32=not own)
-    plan = planner.make(planner.schedule(p, TOKEN_CHUNKED, tokens, columns, widest, lends))
-    room = 5 * 2 * tokens <= 4 * vocab  # a fifth of the classes or more do not lend
-    assert bool(plan.lent) == (lends and p.mixed and room)
+    plan = planner.make(planner.schedule(p, TOKEN_CHUNKED, tokens, columns, widest, borrows))
+    room = 5 * 2 * tokens <= 4 * vocab  # a fifth of the classes or more are not borrowed
+    assert bool(plan.borrowed) == (borrows and p.mixed and room)
     x, w = (torch.randn(n, hidden).to(dtype).requires_grad_() for n in (tokens, vocab))
     target, formed, form = torch.randint(vocab, (tokens,)), 0, type(products).logits
 
@@ -209,9 +209,9 @@ def test_logits_that_wait_are_not_formed_again(
     # All slices but the narrower last one of the others have room for as many rows as planned.
     predicted = (plan.products - 2) * tokens * vocab
     assert predicted - 1 <= formed <= predicted + tokens * plan.columns
-    if hidden >= tokens and 64 <= plan.columns < vocab - plan.lent:
-        assert waiting_widths(p, plan.strategy, tokens, plan.columns, plan.lent)
-        assert formed == tokens * (vocab + 2 * plan.lent)
+    if hidden >= tokens and 64 <= plan.columns < vocab - plan.borrowed:
+        assert waiting_widths(p, plan.strategy, tokens, plan.columns, plan.borrowed)
+        assert formed == tokens * (vocab + 2 * plan.borrowed)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c[0]}{c[1]}")

@@ -43,11 +43,12 @@ def test_plans_keep_to_the_budget(p, data):
     plan = planner.choose(p, budget)
     assert plan.peak_bytes <= budget
     assert (plan.num_chunks - 1) * plan.rows < p.tokens <= plan.num_chunks * plan.rows
-    rest = p.vocab - plan.lent
-    blocks = schedule.waiting_widths(p, plan.strategy, plan.rows, plan.columns, plan.lent) or [rest]
+    rest = p.vocab - plan.borrowed
+    blocks = schedule.waiting_widths(p, plan.strategy, plan.rows, plan.columns, plan.borrowed)
+    blocks = blocks or [rest]
     assert sum(blocks) == rest and plan.widest <= max(blocks)
     others = sum(parts(width, plan.widest) for width in blocks)
-    assert plan.num_slices == others + parts(plan.lent, plan.columns)
+    assert plan.num_slices == others + parts(plan.borrowed, plan.columns)
     assert plan.strategy in planner.allowed(p)
     assert planner.parse(p, plan.key) == plan
     others = [c.seconds for c in planner.candidates(p, budget, devices.named("cpu"))]

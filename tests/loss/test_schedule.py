@@ -32,15 +32,15 @@ class Memory:
         self.tile = np.full((s.tiles, s.rows * padded(s.columns)), -1)
         self.weight = np.full(p.vocab * p.hidden, -1)
         # 16-bit numbers of the gradient hold sums in fp32: two for each.
-        self.lent = s.lent * p.hidden
-        self.weight[: self.lent] = SUMS
+        self.borrowed = s.borrowed * p.hidden
+        self.weight[: self.borrowed] = SUMS
 
     def at(self, place, step):
-        if place.lender is None:
+        if place.borrowed is None:
             memory = self.tile[place.rows.start // self.s.rows % self.s.tiles]
         else:
             p = self.s.problem
-            memory = self.weight[place.lender.start * p.hidden : place.lender.stop * p.hidden]
+            memory = self.weight[place.borrowed.start * p.hidden : place.borrowed.stop * p.hidden]
         high, wide = (part.stop - part.start for part in (place.rows, place.classes))
         assert high * padded(wide) <= len(memory)
         rows = slice(step.rows.start - place.rows.start, step.rows.stop - place.rows.start)
@@ -49,7 +49,7 @@ class Memory:
         return memory[: high * padded(wide)].reshape(high, padded(wide))[rows, classes]
 
     def check_sums(self):
-        assert (self.weight[: self.lent] == SUMS).all()
+        assert (self.weight[: self.borrowed] == SUMS).all()
 
 
 def numbers(step, vocab):
@@ -70,7 +70,7 @@ def carry_out(s):
             merged[step.rows] += 1
             continue
         tile, right = memory.at(step.place, step), numbers(step, p.vocab)
-        assert step.place.lender is None or not s.by_slice
+        assert step.place.borrowed is None or not s.by_slice
         if step.source is None:
             tile[...] = right
             seen["multiplied"][part] += 1
@@ -85,7 +85,7 @@ def carry_out(s):
             memory.check_sums()
             seen["input"][part] += 1
         if step.adds & WEIGHT:
-            if step.classes.start >= s.lent:
+            if step.classes.start >= s.borrowed:
                 memory.check_sums()
             seen["weight"][part] += 1
             if p.grads[1]:
@@ -112,8 +112,8 @@ def schedules(draw):
     rows, columns = draw(st.integers(1, p.tokens)), draw(st.integers(1, p.vocab))
     if draw(st.booleans()):
         rows = p.tokens
-    widest, lends = draw(st.sampled_from([0, 64, 192])), draw(st.booleans())
-    return planner.schedule(p, strategy, rows, columns, widest, lends)
+    widest, borrows = draw(st.sampled_from([0, 64, 192])), draw(st.booleans())
+    return planner.schedule(p, strategy, rows, columns, widest, borrows)
 
 
 def whole(*sizes, item=4, rows=None, columns=64, strategy="token-chunked"):
@@ -124,7 +124,7 @@ def whole(*sizes, item=4, rows=None, columns=64, strategy="token-chunked"):
 @settings(deadline=None, max_examples=300)
 @given(schedules())
 @example(whole(20, 25, 400))  # all wait
-@example(whole(20, 25, 400, item=2))  # the first lend besides
+@example(whole(20, 25, 400, item=2))  # the first are borrowed besides
 @example(whole(30, 18, 390))  # some rows are parked
 @example(whole(30, 18, 390, item=2))
 @example(whole(30, 2, 390, item=2, columns=70))  # none has room
@@ -133,10 +133,10 @@ def whole(*sizes, item=4, rows=None, columns=64, strategy="token-chunked"):
 def test_every_logit_is_there_when_it_is_read_and_is_added_once(s):
     p, seen = s.problem, carry_out(s)
     event(s.strategy)
-    event("waits" if any(step.place.lender for step in s.steps()) else "does not wait")
-    event("lends" if s.lent else "does not lend")
+    event("waits" if any(step.place.borrowed for step in s.steps()) else "does not wait")
+    event("borrows" if s.borrowed else "borrows nothing")
     event("keeps" if s.keeps else "does not keep")
-    lent = slice(0, s.lent)
+    borrowed = slice(0, s.borrowed)
     assert (seen["update"] == 1).all()
     if not any(p.grads):
         assert not seen["input"].any() and not seen["weight"].any() and not seen["gradient"].any()
@@ -145,7 +145,8 @@ def test_every_logit_is_there_when_it_is_read_and_is_added_once(s):
         assert not seen["gradient"].any()
         assert all(step.phases == UPDATE | EXPONENTIALS for step in s.steps())
     else:
-        assert (seen["gradient"][:, s.lent :] == 1).all() and (seen["gradient"][:, lent] == 2).all()
+        assert (seen["gradient"][:, s.borrowed :] == 1).all()
+        assert (seen["gradient"][:, borrowed] == 2).all()
         assert (seen["weight"] == 1).all()
     assert (seen["input"] == p.grads[0]).all()
 
