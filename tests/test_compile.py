@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import storage_ops as so
 
-BACKENDS = ["aot_eager", "inductor"]
+BACKENDS = ["inductor", "aot_eager"]
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +23,7 @@ def plain_head(x, w, target, b, reduction="mean"):
     return F.cross_entropy(logits, target.flatten(), reduction=reduction)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)

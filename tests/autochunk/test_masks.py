@@ -73,6 +73,7 @@ def test_gradients(loss, captured):
     assert len(reports) == 1 and reports[0].chunked  # compiled once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [cross_entropy, focal], ids=lambda f: f.__name__)
 def test_without_a_size_that_dynamo_captures_the_break_is_named(loss):
     torch._dynamo.reset()

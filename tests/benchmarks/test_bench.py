@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks import _runner
 from storage_ops import cli
 from storage_ops.cli import bench
@@ -43,6 +45,7 @@ def test_the_source_tree_is_that_of_the_package_or_the_current_folder(tmp_path, 
     assert bench.source_tree() == ROOT
 
 
+@pytest.mark.slow
 def test_a_quick_run_and_a_part_that_fails(tmp_path, capsys):
     code = _runner.run(["storage", "no_such_part"], True, tmp_path, _runner.Console(width=200))
     printed = capsys.readouterr().out

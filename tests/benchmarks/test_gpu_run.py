@@ -63,6 +63,7 @@ def test_without_a_gpu_nothing_passes(tmp_path):
     assert json.loads((out / "results.json").read_text()) == []
 
 
+@pytest.mark.slow
 def test_a_rehearsal_says_that_it_is_one(tmp_path):
     done = call("--stages", "storage racecheck", "--dry-run", "--out", tmp_path)
     rows = json.loads((tmp_path / "summary.json").read_text())["stages"]
@@ -122,6 +123,7 @@ def test_hangs():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaf", [False, True], ids=["can be interrupted", "has to be killed"])
 def test_what_hangs_is_stopped_and_its_failures_are_told(deaf, tmp_path, run_of):
     (tmp_path / "test_it.py").write_text(TESTS.format(deaf=deaf))

@@ -57,6 +57,7 @@ def test_the_loss_over_200_steps_stays_within_a_thousandth_of_plain():
     assert plain[-1] < plain[0] - 0.3
 
 
+@pytest.mark.slow
 def test_compiled_features_give_the_losses_of_plain():
     small = dataclasses.replace(LLAMA, layers=1, dropout=0.0)
     settings, data = Settings(small, 4), tokens()

@@ -88,6 +88,7 @@ def test_nothing_wide_is_saved(way, partitioner):
     same(got, gradients(net, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["chain", "linked", "composed"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inductor_with_static_and_dynamic_shapes(way, dynamic):

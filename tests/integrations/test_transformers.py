@@ -19,6 +19,7 @@ def test_loss_and_gradients(name, training, batch):
     check_against_plain(make(name).train(training), lambda model: model(**batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fullgraph"),
     [("Llama", True), ("Gemma 2, soft-cap", True), ("GPT-2, tied", False)],

@@ -168,8 +168,9 @@ def sequences():
     return [t.requires_grad_() for t in leaves], target, ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled(sequences, backend, dynamic):
     torch._dynamo.reset()
     leaves, target, ids = sequences

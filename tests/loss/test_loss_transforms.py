@@ -102,8 +102,9 @@ def test_make_fx(problem, tracing, reduction):
     torch.testing.assert_close(graph(x, w, target), step(x, w, target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compile_with_many_outputs(problem, backend, dynamic):
     torch._dynamo.reset()
     x, w, b, target = problem

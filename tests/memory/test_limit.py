@@ -158,6 +158,7 @@ def layers():
     return nn.Sequential(*blocks), torch.randn(8, 64, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["inside", "outside"])
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 def test_what_fit_would_do(order, fails):
