@@ -39,7 +39,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
         with showing("fit"):
-            search = Search(model, batch, None, optimizer, args.device, args.actions)
+            search = Search(
+                model, batch, None, optimizer, args.device, args.actions, args.accumulate
+            )
             plan = search.plan(budget)
     except (NothingFits, FileNotFoundError) as error:
         output.complain(error)

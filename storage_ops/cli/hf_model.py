@@ -22,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
     parser.add_argument("--seq", type=int, required=True, help="tokens in a sequence")
+    parser.add_argument(
+        "--accumulate", action="store_true", help="one step of the optimizer is for several batches"
+    )
     parser.add_argument("--dtype", default="bf16", help="of the parameters (default: bf16)")
     parser.add_argument(
         "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"

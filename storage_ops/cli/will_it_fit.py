@@ -27,7 +27,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         output.check_folder("--plot", args.plot)
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
-        report = will_it_fit(model, batch, args.budget, None, optimizer, args.device)
+        report = will_it_fit(
+            model, batch, args.budget, None, optimizer, args.device, args.accumulate
+        )
         if args.plot is not None:
             report.step.plot(args.plot)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:

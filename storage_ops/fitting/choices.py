@@ -18,14 +18,14 @@ from storage_ops.fitting.step import Op
 from storage_ops.loss.devices import DEVICES, Rates, named, rates_of
 
 # Shares of the bytes of all results that the sets of saved ones take, at least.
-_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
+_SHARES = (1 / 32, *(i / 16 for i in range(1, 7)), 1 / 2, 3 / 4, 1)
 _TILES = (2, 4, 8, 16)
 # What an action may fail with, when a layer does what it cannot repeat.
 _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
 def costs_of(
-    call: LayerCall, allowed: Sequence[str], on_gpu: bool, rates: Rates
+    call: LayerCall, allowed: Sequence[str], on_gpu: bool, rates: Rates, accumulate: bool
 ) -> dict[Action, Cost]:
     """Actions for a call of a layer, the first of them to keep all.
 
@@ -34,8 +34,9 @@ def costs_of(
         allowed: names of actions.
         on_gpu: whether sizes and kernels are those of a GPU.
         rates: of the device.
+        accumulate: as of `fit`.
     """
-    probe = Probe(call, on_gpu, rates)
+    probe = Probe(call, on_gpu, rates, accumulate)
     keep = Action("keep")
     costs = {keep: probe.cost(keep)}
     hides = int(rates.link * costs[keep].forward_seconds)

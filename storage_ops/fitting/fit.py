@@ -29,6 +29,7 @@ from storage_ops.memory.estimate_compiled import as_it_runs, largest_of
 from storage_ops.memory.estimate_workspaces import workspace_bytes
 from storage_ops.memory.step import (
     arguments,
+    check_accumulate,
     check_model,
     is_gpu,
     loss_of,
@@ -51,6 +52,7 @@ def fit(
     optimizer: type[Optimizer] | Optimizer | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
+    accumulate: bool = False,
 ) -> FitPlan:
     """Choose for each layer what it recomputes, so that a training step fits at the least cost.
 
@@ -87,6 +89,8 @@ def fit(
             the meta device stands for an H200.
         actions: names of those that may be used, besides "keep". None: "output_discard",
             "selective" and "full".
+        accumulate: whether the gradients of batches before are there, as of `simulate_step`: True
+            where one step of the optimizer is for several batches.
 
     Returns:
         A plan, which prints as a table.
@@ -109,7 +113,8 @@ def fit(
     """
     limit = parse_bytes(budget, "budget")
     with showing("fit"):
-        return Search(model, batch, loss, optimizer, device, actions).plan(limit)
+        search = Search(model, batch, loss, optimizer, device, actions, accumulate)
+        return search.plan(limit)
 
 
 class NothingFits(ValueError):
@@ -175,8 +180,10 @@ class Search:
         optimizer: type[Optimizer] | Optimizer | None = None,
         device: str | torch.device | None = None,
         actions: Sequence[str] | None = None,
+        accumulate: bool = False,
     ) -> None:
         check_model(model)
+        check_accumulate(accumulate)
         allowed = _allowed(actions)
         _check_plain(model, loss)
         batches = batch if isinstance(batch, list) else [batch]
@@ -186,6 +193,7 @@ class Search:
             arguments(each)
         self._model, self._batches = model, batches
         self._loss, self._optimizer, self._device = loss, optimizer, device
+        self._accumulate = accumulate
         self._losses: dict[Action, Any] = {}
         self._on_gpu, self._rates = is_gpu(model, device), rates_for(device, model)
         self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of ways and choices
@@ -206,7 +214,7 @@ class Search:
         losses = patches(model, largest, loss) if replaced and not is_compiled else []
 
         def ways(action: Action) -> list[Way]:
-            recorder = Recorder(units, self._on_gpu, self._rates, workspace)
+            recorder = Recorder(units, self._on_gpu, self._rates, workspace, accumulate)
             with self._applied([(self._of_loss, action)]):
                 recording = recorder.run(model, largest, self._loss_with(action) or loss_of, made)
             return Way.all_of(action, recording, self._costs_of_calls(recording, allowed))
@@ -246,7 +254,9 @@ class Search:
             key = call.kind, alone
             if key not in self._known:
                 say(f"what may be recomputed of {call.unit.name}")
-                costs = costs_of(call, allowed if alone else (), self._on_gpu, self._rates)
+                costs = costs_of(
+                    call, allowed if alone else (), self._on_gpu, self._rates, self._accumulate
+                )
                 self._known[key] = list(costs.items())
             found.append(self._known[key])
         return found
@@ -324,7 +334,7 @@ class Search:
             with _few_objects(), self._applied(self._actions(number, choice)):
                 step = simulate_step(
                     self._model, self._batches, loss=loss, optimizer=self._optimizer,
-                    device=self._device,
+                    device=self._device, accumulate=self._accumulate,
                 )  # fmt: skip
             self._peaks[key] = step.peak_bytes
         return self._peaks[key]

@@ -17,7 +17,7 @@ from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
-from storage_ops.memory.step import without_gradients
+from storage_ops.memory.step import earlier_gradients, without_gradients
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,9 @@ def _taken(likes: list[Like], t: Tensor) -> Like | None:
 class Probe:
     """Runs a layer by itself."""
 
-    def __init__(self, call: LayerCall, on_gpu: bool, rates: Rates) -> None:
+    def __init__(self, call: LayerCall, on_gpu: bool, rates: Rates, accumulate: bool) -> None:
         self._call, self._on_gpu, self._rates = call, on_gpu, rates
+        self._accumulate = accumulate
         self._forward = 0.0, 0  # seconds and ops of the forward that ran last
         self.logits = 0  # bytes of the largest logits that a loss in the layer does without
 
@@ -170,6 +171,8 @@ class Probe:
         inputs = {id(leaves[i]) for i in places}
         args, kwargs = tree_unflatten(leaves, tree)
         del leaves, new, entered
+        if self._accumulate:
+            earlier_gradients(call.unit.module.parameters())
         marks.append(books.mark())
         with torch.enable_grad(), times:
             with contextlib.ExitStack() as stack:

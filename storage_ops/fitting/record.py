@@ -25,7 +25,7 @@ from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_wrapper
 from storage_ops.memory.estimate_workspaces import keep_workspaces
-from storage_ops.memory.step import arguments, without_gradients
+from storage_ops.memory.step import arguments, earlier_gradients, without_gradients
 from storage_ops.progress import say
 
 
@@ -102,6 +102,7 @@ class _StandIn(torch.autograd.Function):
         ctx.recorder, ctx.call = recorder, call
         given = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
         ctx.save_for_backward(*given)
+        ctx.given = len(given)
         ctx.likes = [Like.of(t) for t in tensors]
         made = [like.make() for like in outputs]
         ctx.mark_non_differentiable(
@@ -119,6 +120,8 @@ class _StandIn(torch.autograd.Function):
         call.gradients = tuple(map(Like.of, given))
         call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
+        if recorder.accumulate:  # within the layer, what its parameters get is added up and dropped
+            needed = [needs and i < ctx.given for i, needs in enumerate(needed)]
         made = [
             torch.empty(like.shape, dtype=like.dtype, device=like.device) if needs else None
             for like, needs in zip(ctx.likes, needed, strict=True)
@@ -130,9 +133,11 @@ class _StandIn(torch.autograd.Function):
 class Recorder:
     """Runs a step with stand-ins in the places of layers."""
 
-    def __init__(self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int = 0) -> None:
-        """`workspace`: bytes that cuBLAS has in each thread."""
-        self.books, self._workspace = Books(on_gpu), workspace
+    def __init__(
+        self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int, accumulate: bool
+    ) -> None:
+        """`workspace`: bytes that cuBLAS has in each thread; `accumulate`: as of `fit`."""
+        self.books, self._workspace, self.accumulate = Books(on_gpu), workspace, accumulate
         self.recording = StepRecording()
         self._units = units
         self._times = OpTimes(rates)
@@ -174,11 +179,12 @@ class Recorder:
     def _step(self, model: nn.Module, given: list[Any], loss: Any, optimizer: Any) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if optimizer is not None and not optimizer.state:
-            for p in parameters:
-                p.grad = torch.empty_like(p)
+            earlier_gradients(parameters)
             optimizer.step()
             for p in parameters:
                 p.grad = None
+        if self.accumulate:
+            earlier_gradients(parameters)
         self.recording.start = self.books.mark()
         args, kwargs = given
         with self._times:

@@ -78,6 +78,7 @@ class OpTimes(TorchDispatchMode):
         self.logits = 0
         self.ops: list[Op] = []
         self._numbers: dict[str, int] = {}
+        self._made: dict[int, Op] = {}  # by storage
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -93,6 +94,8 @@ class OpTimes(TorchDispatchMode):
         self.count += 1
         outputs = by_storage(tensors_in(out))
         made = {key: t for key, t in outputs.items() if key not in inputs}
+        for key in made:  # perhaps that of a storage which is gone
+            self._made.pop(key, None)
         sizes = [_nbytes(t) for t in made.values()]
         seconds = 0.0
         if outputs and (made or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
@@ -111,12 +114,12 @@ class OpTimes(TorchDispatchMode):
             number = self._numbers.get(name, 0)
             self._numbers[name] = number + 1
             if is_mutating(op):
-                written = inputs.keys() & outputs.keys()
-                for earlier in self.ops:
-                    earlier.saveable = earlier.saveable and not (earlier.keys & written)
+                for key in inputs.keys() & outputs.keys() & self._made.keys():
+                    self._made[key].saveable = False
             saveable = bool(made) and not (is_mutating(op) or is_view(op) or is_allocation(op))
             saveable = saveable and self.roofline.is_worth_saving(seconds)
-            self.ops.append(Op((name, number), sum(sizes), seconds, saveable, set(made)))
+            self.ops.append(Op((name, number), sum(sizes), seconds, saveable))
+            self._made |= dict.fromkeys(made, self.ops[-1])
         return out
 
 
@@ -140,14 +143,10 @@ class Op:
         nbytes: of what it made.
         seconds: it takes.
         saveable: whether a selective checkpoint can save the result in less time.
-        keys: of the storages that it made.
     """
 
-    def __init__(
-        self, call: tuple[str, int], nbytes: int, seconds: float, saveable: bool, keys: set[int]
-    ) -> None:
-        self.call, self.nbytes, self.seconds = call, nbytes, seconds
-        self.saveable, self.keys = saveable, keys
+    def __init__(self, call: tuple[str, int], nbytes: int, seconds: float, saveable: bool) -> None:
+        self.call, self.nbytes, self.seconds, self.saveable = call, nbytes, seconds, saveable
 
 
 def _nbytes(t: Tensor) -> int:

@@ -32,6 +32,7 @@ class KnownStep:
     batch: Any = None
     loss: Callable[[Any], Tensor] | None = None
     optimizer: type[Optimizer] | Optimizer | None = None
+    accumulate: bool = False
 
 
 class Follower:
@@ -45,6 +46,7 @@ class Follower:
         self._roots = nn.ModuleList(roots)
         self._depth, self._most = 0, 0
         self._call: tuple[nn.Module, Any, Any] | None = None
+        self._gradient: weakref.ref[Tensor] | None = None  # of earlier batches
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -57,6 +59,8 @@ class Follower:
             size = sum(p.numel() for p in module.parameters())
             if size >= self._most:
                 self._most, self._call = size, (module, *tree_map(_weak, (args, kwargs)))
+                there = (p.grad for p in module.parameters() if p.grad is not None)
+                self._gradient = next(map(weakref.ref, there), None)
         self._depth += 1
         try:
             return call(*args, **kwargs)
@@ -76,7 +80,8 @@ class Follower:
         if optimizer is None and model is not None:
             ours = {id(p) for p in model.parameters()}
             optimizer = next((o for o in optimizers if _updates(o, ours)), None)
-        return KnownStep(model, batch, given.loss, optimizer)
+        adds = self._gradient is not None and self._gradient() is not None
+        return KnownStep(model, batch, given.loss, optimizer, adds)
 
 
 class _Gone:
@@ -115,14 +120,18 @@ def advise(step: KnownStep, budget: int | None) -> tuple[FitPlan | None, str]:
         return None, f"{call} in one process"
     try:
         with _disable_current_modes():
-            plan = fit(step.model, step.batch, budget, step.loss, step.optimizer)
+            plan = fit(
+                step.model, step.batch, budget, step.loss, step.optimizer,
+                accumulate=step.accumulate,
+            )  # fmt: skip
     except Exception as error:
         return None, f"what fit would do: {error}"
     loss = "" if step.loss else ", with the loss that the model returns or the sum of its output"
     optimizer = type(step.optimizer).__name__ if step.optimizer is not None else "no optimizer"
     if isinstance(step.optimizer, type):
         optimizer = step.optimizer.__name__
-    return plan, f"what fit would do for {readable(budget)} and {optimizer}{loss}:"
+    there = ", where gradients of earlier batches are there" if step.accumulate else ""
+    return plan, f"what fit would do for {readable(budget)} and {optimizer}{loss}{there}:"
 
 
 def bytes_of(device: torch.device, error: BaseException) -> int | None:

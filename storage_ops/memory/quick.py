@@ -23,8 +23,9 @@ class Quick:
         count: how many calls were carried out from a recording.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.count = 0
+    def __init__(self, model: nn.Module, accumulate: bool) -> None:
+        """`accumulate`: all parameters have gradients, to which backwards add."""
+        self.count, self._accumulate = 0, accumulate
         self._kinds = Kinds(model)
         self._recordings: dict[Hashable, Recording | None] = {}
         self._records = False
@@ -87,7 +88,7 @@ class Quick:
         places = [(m, at) for m in module.modules() for at in self._kinds.places.get(id(m), ())]
         self._records = True
         try:
-            return record(simulation, module, name, call, args, kwargs, places)
+            return record(simulation, module, name, call, args, kwargs, places, self._accumulate)
         except Exception:
             # It keeps something, or looks at its number. An error of its own will come again.
             return None

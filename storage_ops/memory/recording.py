@@ -157,16 +157,21 @@ class _Leave(torch.autograd.Function):
 
 def record(
     simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Any,
-    kwargs: Any, places: list[tuple[nn.Module, str]],
+    kwargs: Any, places: list[tuple[nn.Module, str]], accumulate: bool,
 ) -> Recording:  # fmt: skip
     """Run a call by itself and write down what it does to the books.
+
+    Args:
+        accumulate: gradients that its parameters have stay, and it adds to them. Else it makes
+            all of them.
 
     Raises:
         Unlike: it does more than that, such as keeping something.
     """
     before = [(p, p.grad) for p in module.parameters()]
-    for p, _ in before:
-        p.grad = None
+    if not accumulate:
+        for p, _ in before:
+            p.grad = None
     outer, sent = simulation.ledger, simulation.sent
     simulation.ledger = side = Ledger(outer.round_up, outer)
     simulation.sent = Counter()
@@ -205,6 +210,7 @@ class _Recorder:
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Recording:
         """Run it and write down what it does."""
         events, arrived = self._side.events, list[Any]()
+        has_gradient = [p.grad is not None for p in self._module.parameters()]
         given, needing, args, kwargs = self._inputs(args, kwargs, arrived)
         versions = [t._version for t in given]
         start = len(events)
@@ -233,8 +239,11 @@ class _Recorder:
                 i: self._leaving(g, GRAD_IN, i) for i, g in zip(needing, arrived, strict=True)
             }
             for i, p in enumerate(self._module.parameters()):
-                parameters.append(self._leaving(p.grad, PARAMETER, i))
-                p.grad = None
+                if has_gradient[i]:
+                    parameters.append(None)
+                else:
+                    parameters.append(self._leaving(p.grad, PARAMETER, i))
+                    p.grad = None
         arrived.clear()
         last = None
         self._check_nothing_is_kept(dropped)

@@ -41,8 +41,8 @@ from storage_ops.progress import say, showing
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # what the loss makes, as a module would
 # Arguments and keywords of the model, loss, optimizer, whether on a GPU, the bytes that cuBLAS has
-# there in each thread, and what is assumed.
-_How = tuple[Any, Any, Any, Optimizer | None, bool, int, Assumption]
+# there in each thread, what is assumed, and whether there are gradients from the beginning.
+_How = tuple[Any, Any, Any, Optimizer | None, bool, int, Assumption, bool]
 
 
 @dataclass
@@ -83,6 +83,7 @@ def simulate_step(
     optimizer: type[Optimizer] | Optimizer | None = None,
     device: str | torch.device | None = None,
     assume: float | Mapping[str, float] | None = None,
+    accumulate: bool = False,
 ) -> StepEstimate:
     """Simulate forward, loss, backward and optimizer step of a model, and tell what they take.
 
@@ -105,6 +106,8 @@ def simulate_step(
             as there. None: where the parameters are; the meta device stands for a GPU. Of a GPU by
             its name, and of one that is here, workspaces of cuBLAS are counted as well.
         assume: as of `estimate`, for sizes that depend on values.
+        accumulate: whether the gradients of batches before are there, as where one step of the
+            optimizer is for several batches; all but the first of them take as much.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the error names it.
@@ -122,6 +125,7 @@ def simulate_step(
         (162, 64)
     """
     check_model(model)
+    check_accumulate(accumulate)
     on_gpu, workspace = is_gpu(model, device), workspace_bytes(device, model)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
@@ -132,7 +136,7 @@ def simulate_step(
     for index, one in enumerate(batches):
         args, kwargs = arguments(one)
         made = optimizer_of(model, optimizer)
-        how = (args, kwargs, loss or loss_of, made, on_gpu, workspace, assumption)
+        how = (args, kwargs, loss or loss_of, made, on_gpu, workspace, assumption, accumulate)
         step = _quickly(model, how) or _simulate(model, how)
         step.batch = index
         steps.append(step)
@@ -147,6 +151,19 @@ def check_model(model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+
+
+def check_accumulate(accumulate: Any) -> None:
+    """Refuse what is not whether, such as how many batches there are.
+
+    Raises:
+        TypeError: it is no bool.
+    """
+    if not isinstance(accumulate, bool):
+        raise TypeError(
+            f"accumulate is {accumulate!r}; expected True where gradients of several batches are "
+            "added up, however many, or False"
+        )
 
 
 def is_gpu(model: nn.Module, device: str | torch.device | None) -> bool:
@@ -229,7 +246,7 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
     """As `_simulate`, with alike layers simulated once; None where that may not be the same."""
     if is_distributed(model) and not is_sharded_alone(model):
         return None
-    quick = Quick(model)
+    quick = Quick(model, accumulate=how[-1])
     try:
         step = _simulate(model, how, quick)
     except Exception:
@@ -240,7 +257,7 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
 
 
 def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
-    args, kwargs, loss, optimizer, on_gpu, workspace, assumption = how
+    args, kwargs, loss, optimizer, on_gpu, workspace, assumption, accumulate = how
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
     held = Held((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
@@ -255,6 +272,10 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
             return call(*args, **kwargs)
 
     def step(*args: Any, **kwargs: Any) -> None:
+        if accumulate:
+            earlier_gradients(model.parameters())
+            note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
+            _was_there(ledger, {block for block, role in roles.items() if role == GRADIENTS})
         _backward(loss, model, args, kwargs, ledger, quick)
         note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
         if optimizer is not None:
@@ -301,9 +322,16 @@ def _backward(
 
 
 def _was_there(ledger: Ledger, blocks: set[Block]) -> None:
-    """Let what the first step of an optimizer made be there from the beginning."""
+    """Let what earlier steps, or batches, made be there from the beginning."""
     ledger.inputs += blocks
     ledger.events = [event for event in ledger.events if event[1] not in blocks]
+
+
+def earlier_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give trained parameters gradients in a simulation, as batches before this one leave them."""
+    for p in parameters:
+        if p.requires_grad:
+            p.grad = torch.empty_like(p)
 
 
 @contextlib.contextmanager

@@ -71,6 +71,7 @@ def will_it_fit(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = torch.optim.AdamW,
     device: str | torch.device | None = "h100",
+    accumulate: bool = False,
 ) -> FitReport:
     """Tell whether a training step of a model fits into a device, and whose the bytes are.
 
@@ -88,6 +89,7 @@ def will_it_fit(
             is one, or its `loss`, or the sum of its numbers.
         optimizer: one of the model's parameters, a class, or None.
         device: "cpu" or a GPU, such as "cuda" or "h100". None: where the parameters are.
+        accumulate: whether the gradients of batches before are there, as of `simulate_step`.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the error names it.
@@ -105,7 +107,9 @@ def will_it_fit(
         (True, 3520)
     """
     budget_bytes = parse_bytes(budget, "budget")
-    step = simulate_step(model, batch, loss=loss, optimizer=optimizer, device=device)
+    step = simulate_step(
+        model, batch, loss=loss, optimizer=optimizer, device=device, accumulate=accumulate
+    )
     where = str(device) if device is not None else "the device of its parameters"
     peak = step.peak_bytes
     return FitReport(peak <= budget_bytes, peak, budget_bytes, step.by_owner, where, step)

@@ -13,7 +13,9 @@ from torch import nn
 import storage_ops
 from storage_ops.fitting import choices
 from storage_ops.fitting.fit import Search
+from storage_ops.fitting.step import OpTimes
 from storage_ops.fitting.units import units_of
+from storage_ops.loss.devices import named
 from storage_ops.memory import measure, simulate_step
 from storage_ops.memory.step import arguments, loss_of
 
@@ -99,6 +101,20 @@ def asking_is_free(monkeypatch):
         return dataclasses.replace(choices.rates_for(device, model), asking=0.0)
 
     monkeypatch.setattr("storage_ops.fitting.fit.rates_for", rates)
+
+
+def test_what_is_changed_in_place_is_known_by_its_storage():
+    """Not by its address, where something else was before."""
+    times, x = OpTimes(named("cpu")), torch.randn(64, 64)
+    times.logs = True
+    with times:
+        for _ in range(20):
+            x.mm(x)
+            torch.empty(64, 64).add_(1)
+        kept = x.mm(x)
+        kept.add_(1)
+    products = [op for op in times.ops if op.call[0] == "aten::mm"]
+    assert [op.saveable for op in products] == [True] * 20 + [False]
 
 
 def test_no_assignment_of_actions_is_faster(asking_is_free):

@@ -1,0 +1,90 @@
+"""Steps that find the gradients of earlier batches: their peaks, plans for them, and advice."""
+
+import pytest
+import torch
+
+import storage_ops
+from storage_ops.fitting.fit import Search
+from storage_ops.memory import explain_oom, limit, measure, simulate_step, will_it_fit
+from tests.memory.models import MODELS, made, run
+from tests.memory.test_step import checkpointed, levels
+
+ADAM = torch.optim.AdamW
+
+
+def measured(model, batch, loss):
+    """Peak of the last of two batches and the optimizer's step, with all that is there before."""
+    optimizer = ADAM(model.parameters())
+    run(model, batch, loss, optimizer)
+    optimizer.zero_grad()
+    run(model, batch, loss)
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    before = (*model.parameters(), *model.buffers(), *gradients, *state, batch)
+    there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in before}
+    with measure() as m:
+        run(model, batch, loss, optimizer)
+    optimizer.zero_grad()
+    return sum(there.values()) + m.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["none", "full", "matmuls"])
+@pytest.mark.parametrize("name", MODELS)
+def test_peaks_and_recordings(name, way):
+    model, batch, loss = made(name, torch.float32)
+    checkpointed(model, way)
+    how = {"loss": loss, "optimizer": ADAM}
+    assert levels(model, batch, accumulate=True, **how) >= 2
+    e = simulate_step(model, batch, accumulate=True, **how)
+    assert abs(e.peak_bytes - measured(model, batch, loss)) <= 0.01 * e.peak_bytes
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert e.by_owner["gradients"] == trained
+    assert e.peak_bytes > simulate_step(model, batch, **how).peak_bytes
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.fixture
+def gpt():
+    return made("gpt", torch.float32)
+
+
+def test_plans(gpt):
+    model, batch, loss = gpt
+    search = Search(model, batch, loss, ADAM, accumulate=True)
+    most = search.problem.peak([0] * len(search.problem.options))
+    assert (
+        most == simulate_step(model, batch, loss=loss, optimizer=ADAM, accumulate=True).peak_bytes
+    )
+    least = search.problem.peak(search.problem.smallest())
+    for share in (0.0, 0.5):
+        budget = int(least + (most - least) * share)
+        plan = search.plan(budget)
+        plan.apply()
+        assert measured(model, batch, loss) <= budget * 1.01
+        plan.undo()
+
+
+def test_advice_and_reports(gpt):
+    model, batch, loss = gpt
+    peaks = [
+        will_it_fit(model, batch, "1GiB", loss, ADAM, "cpu", accumulate).peak_bytes
+        for accumulate in (False, True)
+    ]
+    assert peaks[0] < peaks[1]
+    run(model, batch, loss)
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        explain_oom(loss=loss, optimizer=ADAM) as report,
+        limit(int(peaks[1] * 0.9)),
+    ):
+        run(model, batch, loss)
+    assert "where gradients of earlier batches are there" in report.advice
+    assert report.plan.peak_bytes <= peaks[1] * 0.9
+
+
+@pytest.mark.parametrize("call", [simulate_step, will_it_fit, storage_ops.fit])
+def test_how_many_batches_there_are_is_not_asked(call):
+    given = ("1GiB",) if call is not simulate_step else ()
+    with pytest.raises(TypeError, match="accumulate is 4; expected True where gradients of sev"):
+        call(torch.nn.Linear(2, 2), torch.ones(2), *given, accumulate=4)
