@@ -109,14 +109,14 @@ def test_plan_complains(options, complaint, capsys):
 
 
 def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
-    assert cli.main([*PLAN, "--plot", str(tmp_path / "no" / "plan.png")]) == 1
+    assert cli.main([*PLAN, "--plot", str(tmp_path / "no" / "plan.png")]) == 2
     assert "--plot is " in capsys.readouterr().err
-    assert cli.main([*PLAN, "--plot", str(tmp_path)]) == 1  # a folder
+    assert cli.main([*PLAN, "--plot", str(tmp_path)]) == 2  # a folder
     assert f"--plot is {tmp_path};" in capsys.readouterr().err
     assert not tmp_path.with_name(f"{tmp_path.name}.png").exists()
     monkeypatch.delitem(sys.modules, "storage_ops.cli.plan_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert cli.main([*PLAN, "--plot", str(tmp_path / "plan.png")]) == 1
+    assert cli.main([*PLAN, "--plot", str(tmp_path / "plan.png")]) == 2
     assert "pip install 'storage_ops[plot]'" in capsys.readouterr().err
 
 

@@ -168,9 +168,7 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
     run = NodeReplay(gm.graph, nodes)
     if not all(isinstance(_value(n), (Tensor, torch.SymInt)) for n in ends):
         raise Conflict("leads to more than tensors", product)
-    changed = [n for n in [*run.inputs, *ends] if _is_tensor(n) and _value(n)._version]
-    if changed:
-        raise Conflict("is changed in place by the function", changed[0])
+    _check_unchanged(ends)
     graph = run.trace(ends)
     inputs = dict(zip((n for n in graph.nodes if n.op == "placeholder"), run.inputs, strict=True))
     return ForwardSlice(gm, product, nodes, ends, graph, inputs)
@@ -202,6 +200,8 @@ class NodeReplay:
         ))  # fmt: skip
         if any(_value(n) is None for n in [*self.inputs, *nodes]):
             raise Conflict("has no value", nodes[0] if nodes else None)
+        # What changes it is not run again, and comes before the one reader or after the other.
+        _check_unchanged(n for n in [*self.inputs, *self.order] if n not in set(nodes))
 
     def __call__(self, env: dict[fx.Node, Any]) -> None:
         """Run them; `env`: values of what is given and of the inputs, to which theirs are added."""
@@ -286,6 +286,13 @@ def _of_integers(nodes: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
             found.add(node)
             stack += node.all_input_nodes
     return found
+
+
+def _check_unchanged(nodes: Iterable[fx.Node]) -> None:
+    """Raise Conflict if a value is written to after it was made."""
+    for node in nodes:
+        if _is_tensor(node) and _value(node)._version:
+            raise Conflict("is changed in place by the function", node)
 
 
 def _is_opaque(node: fx.Node) -> bool:

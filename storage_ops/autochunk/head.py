@@ -20,7 +20,7 @@ from storage_ops.autochunk.forward import ForwardSlice
 from storage_ops.autochunk.lattice import Conflict, Layout, Rows, Whole, same
 from storage_ops.autochunk.rules import is_transposition
 from storage_ops.autochunk.spans import Span
-from storage_ops.autochunk.values import hint, name_of, numel, reached, shape, short_name
+from storage_ops.autochunk.values import Size, hint, name_of, numel, reached, shape, short_name
 
 _TOKENS, _HIDDEN = 16, 2  # of the comparison
 _MOST = 4  # classes of a token whose log-probabilities are read
@@ -79,7 +79,7 @@ class Head:
         factors: list[Any] = list(amplifier.args)
         *bias, self.input, right = factors
         self.weight, self.transposed = _untransposed(right)
-        self.bias: fx.Node | None = next(iter(bias or _added(amplifier)), None)
+        self.bias: fx.Node | None = next(iter(bias or _added(amplifier, self.vocabulary)), None)
         self.targets: list[fx.Node] = []
         self.classes: fx.Node | None = None
         self.softcap, self.logit_scale = _transform(amplifier, self.bias)
@@ -234,7 +234,7 @@ def _alike(one: Any, other: Any) -> bool:
     return _alike(one.args, other.args) and _alike(*named)
 
 
-def _added(amplifier: fx.Node) -> list[Any]:
+def _added(amplifier: fx.Node, vocabulary: Size) -> list[Any]:
     """A vector over the classes that is added to the product."""
     stack = [amplifier]
     while stack:
@@ -244,7 +244,8 @@ def _added(amplifier: fx.Node) -> list[Any]:
                 stack.append(user)
             elif name_of(user) == "aten.add.Tensor":
                 other = user.args[0 if user.args[1] is node else 1]
-                if isinstance(other, fx.Node) and len(shape(other)) == 1:
+                sizes = shape(other) if isinstance(other, fx.Node) else []
+                if len(sizes) == 1 and same(sizes[0], vocabulary):
                     return [other]
     return []
 

@@ -229,7 +229,12 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
     if columns.meta["val"].dtype != torch.int64:
         return False
 
-    call = Calls(graph, node)
+    call, classes = Calls(graph, node), shape(x)[1]
+    if not isinstance(classes, int):
+        return False
+    # An index counts from the end where it is negative, which a gather's does not.
+    is_negative = call(_ATEN.lt.Scalar, columns, 0)
+    columns = call(_ATEN.where.self, is_negative, call(_ATEN.add.Tensor, columns, classes), columns)
     column = call(_ATEN.unsqueeze.default, columns, 1)
     if name == "aten.index.Tensor":
         made = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
@@ -280,7 +285,10 @@ def _taken(graph: fx.Graph, node: fx.Node) -> bool:
         count = 1 + ("scatter" in name_of(node))
         given, sizes = args[:count], shape(args[0])
         dim, begin, step = (argument(node, count + i, "", d) for i, d in ((0, 0), (1, 0), (3, 1)))
-        if step == 1 or not _divides(step, sizes[dim], begin):
+        whole = isinstance(sizes[dim], int) and step != 1 and sizes[dim] % step == 0
+        taken = shape(given[-1] if count > 1 else node)[dim]
+        first = isinstance(begin, int) and 0 <= begin < step
+        if not (whole and first and same(taken, sizes[dim] // step)):
             return False
         x = call(_ATEN.reshape.default, given[0], [*sizes[:dim], -1, step, *sizes[dim + 1 :]])
         bounds = dim + 1, begin, begin + 1
@@ -301,10 +309,6 @@ def _with_sizes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     tangents = tangents_of(graph)
     later = () if node in reached(tangents) else tangents
     return [n for n in graph.nodes if n.op == "placeholder" and n not in later]
-
-
-def _divides(step: int, size: Any, begin: Any) -> bool:
-    return isinstance(size, int) and size % step == 0 and 0 <= begin < step
 
 
 def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
@@ -348,7 +352,8 @@ def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
     for node in graph.nodes:
         if _written(node) & set(inputs):
             found.update(node.all_input_nodes)
-    outputs = list(next(n for n in graph.nodes if n.op == "output").args[0])
+    (returned,) = next(n for n in graph.nodes if n.op == "output").args
+    outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if visible is not None and inputs:
         new = max(len(outputs) - len(inputs) - visible, 0)
         found.update(n for n in outputs[:new] if isinstance(n, fx.Node))

@@ -20,7 +20,14 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from storage_ops.autochunk.lattice import Conflict, same
-from storage_ops.autochunk.values import argument, is_tensor, name_of, shape, tensors
+from storage_ops.autochunk.values import (
+    argument,
+    is_tensor,
+    name_of,
+    shape,
+    tensors,
+    values_of,
+)
 
 Labels: TypeAlias = list[Any]
 Degree: TypeAlias = int | None  # of homogeneity; None: the value is zero, which has every degree
@@ -65,20 +72,24 @@ class Rule:
         Raises:
             Conflict: it has none.
         """
-        if self.law is None:
+        law = self.law if _is_real(node) else NONLINEAR
+        if law is None:
             return _common(degree(a) for a in tensors(node))
-        places = {i for term in self.law for i in term}
+        places = {i for term in law for i in term}
         constant: list[fx.Node] = []
         others = tuple(a for i, a in enumerate(node.args) if i not in places)
         fx.map_arg(others, constant.append)
         if any(degree(a) for a in constant):
             raise Conflict("is not linear in the upstream gradient")
-        if not self.law:
+        if not law:
             return 0
         # The one argument that may be missing, or be given by name, is the value of a padding.
-        return _common(
-            _times(degree(argument(node, i, "value", 0)) for i in term) for term in self.law
-        )
+        return _common(_times(degree(argument(node, i, "value", 0)) for i in term) for term in law)
+
+
+def _is_real(node: fx.Node) -> bool:
+    """Whether a value is real: an integer, or a truth value, is proportional to nothing."""
+    return all(v.is_floating_point() for v in values_of(node))
 
 
 def _common(degrees: Iterable[Degree]) -> Degree:

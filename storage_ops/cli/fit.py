@@ -43,10 +43,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 model, batch, None, optimizer, args.device, args.actions, args.accumulate
             )
             plan = search.plan(budget)
-    except (NothingFits, FileNotFoundError) as error:
+    except NothingFits as error:
         output.complain(error)
         return 1
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         output.complain(error)
         return 2
     if args.json:
@@ -61,10 +61,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     except ImportError as error:
         message = f"--plot needs matplotlib: {error}. Run: pip install 'storage_ops[plot]'"
         output.complain(ImportError(message))
-        return 1
+        return 2
     except (OSError, ValueError) as error:
         output.complain(error)
-        return 1
+        return 2
     return 0
 
 

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             output.complain(
                 f"--plot needs matplotlib: {error}. Run: pip install 'storage_ops[plot]'"
             )
-            return 1
+            return 2
         title = (
             f"Linear cross-entropy of {p.tokens} tokens, hidden size {p.hidden}, {p.vocab} classes,"
             f" {plans.dtype_name(args.dtype)}, on {rates.name}"
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             draw(args.plot, title, p, rates, found.floor, budget, chosen)
         except (OSError, OverflowError, ValueError) as error:
             output.complain(f"--plot is {args.plot}; {error}")
-            return 1
+            return 2
     return 0
 
 

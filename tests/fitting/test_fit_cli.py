@@ -66,17 +66,17 @@ def test_it_cannot_fit(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "complaint"),
+    ("options", "complaint"),
     [
-        (["--actions", "tiles"], 2, "actions has 'tiles'"),
-        (["--budget", "all"], 2, "--budget is 'all'"),
-        (["--device", "h1"], 2, "device is 'h1'"),
-        (["--optimizer", "best"], 2, "--optimizer is best"),
-        (["--hf-config", "no.json"], 2, "--hf-config is no.json"),
-        (["--save", "no/such/fit.json"], 1, "no/such/fit.json"),
-        (["--plot", "fit.what"], 1, "what"),
+        (["--actions", "tiles"], "actions has 'tiles'"),
+        (["--budget", "all"], "--budget is 'all'"),
+        (["--device", "h1"], "device is 'h1'"),
+        (["--optimizer", "best"], "--optimizer is best"),
+        (["--hf-config", "no.json"], "--hf-config is no.json"),
+        (["--save", "no/such/fit.json"], "no/such/fit.json"),
+        (["--plot", "fit.what"], "what"),
     ],
 )
-def test_complaints(command, options, code, complaint, capsys):
-    assert cli.main([*command, *options]) == code
+def test_complaints(command, options, complaint, capsys):
+    assert cli.main([*command, *options]) == 2
     assert complaint in capsys.readouterr().err

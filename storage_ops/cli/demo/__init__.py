@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         output.complain(
             f"the demo needs more packages: {error}. Run: pip install 'storage_ops[demo]'"
         )
-        return 1
+        return 2
     if args.json:  # what is said on the way goes beside it
         console = Console(stderr=True)
     return command.run(args, console)
