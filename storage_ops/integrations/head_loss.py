@@ -5,7 +5,8 @@ a norm. One product with the weights side by side, or with W + s B A, would need
 gradient of its size, for a weight that is frozen. So the layer's own forward runs, on a *piece* of
 the tokens at a time, and again in the backward: two products of tokens x D x V forward and again,
 one for the gradient of the hidden states, and products of the rank for A and B. W is neither copied
-nor rounded, and what the layer does to a token is exactly what it did before.
+nor rounded, and what the layer does to a token is exactly what it did before; its adapters and modes are those of
+the model's forward, whatever is set in between.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from storage_ops.integrations.deferred_forward import Versions
 from storage_ops.loss.planner import bounded
 from storage_ops.loss.reference import reduced, results_of
 
@@ -47,7 +49,8 @@ def head_cross_entropy(
 
     Args:
         form: hidden states of some tokens, (n, D), to their logits, (n, classes); each token's
-            must depend on its own hidden state alone.
+            must depend on its own hidden state alone. What else it depends on is as in the
+            forward when it is called again.
         classes: V.
         hidden: (N, D).
         target: (N,) classes, or (N, V) distributions.
@@ -57,11 +60,16 @@ def head_cross_entropy(
 
     Returns:
         The results in the order of `returns`.
+
+    Raises:
+        RuntimeError: in the backward, a tensor was modified since.
     """
+    versions = Versions((hidden, target, token_weight, weight))
 
     def piece(
         hidden: Tensor, target: Tensor, token_weight: Tensor | None = None
     ) -> tuple[Tensor, ...]:
+        versions.check()
         z = form(hidden)
         results, share = results_of(
             z.to(torch.promote_types(z.dtype, torch.float32)), target, returns, weight=weight,

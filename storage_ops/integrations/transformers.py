@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_forward import LossOptions
-from storage_ops.integrations.output_layers import PatchedHead, patched_head
+from storage_ops.integrations.output_layers import PatchedHead, patched_heads
 from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_model import PatchedModel
 from storage_ops.loss.checks import budget_of
@@ -156,22 +156,31 @@ def patch_causal_lm(
             "transformers model, not a wrapper around one"
         )
     fused_head.check(model, options)
-    if "labels" not in inspect.signature(type(model).forward).parameters:
+    parameters = inspect.signature(type(model).forward).parameters
+    if "labels" not in parameters:
         raise TypeError(f"patch_causal_lm: forward of {name} takes no labels; expected it to")
+    if isinstance(token_weights, str) and token_weights in parameters:
+        raise ValueError(
+            f"patch_causal_lm: token_weights is {token_weights!r}, which the forward of {name} "
+            "takes itself; expected the name of a keyword that is for the weights alone"
+        )
     config = getattr(model, "config", None)
     if token_weights is not None and getattr(config, "is_encoder_decoder", False):
         raise TypeError(
             f"patch_causal_lm: {name} is an encoder-decoder, which makes inputs of its labels; "
             "expected token_weights=None"
         )
-    patched_head(model, name)
     model.__class__ = PatchedModel.over(type(model))
     vars(model)["_loss_options"] = options
-    refused = find_refusal(model, options)
-    if refused is not None:
+    try:
+        patched_heads(model, name)
+        refused = find_refusal(model, options)
+        if refused is not None:
+            raise refused
+        fused_head.replace(model, options)
+    except BaseException:  # an interrupt too
         unpatch_causal_lm(model)
-        raise refused
-    fused_head.replace(model, options)
+        raise
     return CausalLMPatch(given, applied=True)
 
 
