@@ -353,6 +353,13 @@ def test_compile(form):
         ("kd", {"alpha": 2}, ValueError, "alpha is 2"),
         ("kd", {"reduction": "sum"}, TypeError, "reduction is given"),
         ("sft", {"returns": ("loss",)}, TypeError, "returns is given"),
+        ("sft", {"shift": 2}, TypeError, "shift is 2"),
+        ("kd", {"shift": None}, TypeError, "shift is None"),
+        ("simpo", {"shift": 2}, TypeError, "shift is 2"),
+        ("dpo", {"z_loss": 1e-4}, TypeError, "z_loss is given"),
+        ("cpo", {"weight": torch.ones(V)}, TypeError, "weight is given"),
+        ("orpo", {"label_smoothing": 0.1}, TypeError, "label_smoothing is given"),
+        ("grpo", {"divisor": 3.0}, TypeError, "divisor is given"),
     ],
 )
 def test_errors(name, change, kind, message):
