@@ -235,6 +235,7 @@ class Run:
             if self.tokens.class_weight is not None:
                 z.mul_(self.tokens.class_weight[classes])
             flat[rows, classes] = z.mul_(factor[rows])
+            del z  # what the targets' part was cast to: one at a time is counted
         return result
 
     def _take(self, steps: Iterable[Step]) -> Tensor | None:
