@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from storage_ops.integrations.deferred_forward import Versions
 from storage_ops.loss.planner import bounded
 from storage_ops.loss.reference import reduced, results_of
 
@@ -60,16 +59,11 @@ def head_cross_entropy(
 
     Returns:
         The results in the order of `returns`.
-
-    Raises:
-        RuntimeError: in the backward, a tensor was modified since.
     """
-    versions = Versions((hidden, target, token_weight, weight))
 
     def piece(
-        hidden: Tensor, target: Tensor, token_weight: Tensor | None = None
+        weight: Tensor | None, hidden: Tensor, target: Tensor, token_weight: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        versions.check()
         z = form(hidden)
         results, share = results_of(
             z.to(torch.promote_types(z.dtype, torch.float32)), target, returns, weight=weight,
@@ -80,7 +74,8 @@ def head_cross_entropy(
     rows = piece_rows(hidden.shape[0], classes, hidden.element_size(), memory_budget)
     rowwise = [hidden, target] if token_weight is None else [hidden, target, token_weight]
     parts = zip(*(t.split(rows) for t in rowwise), strict=True)
-    pieces = [checkpoint(piece, *part, use_reentrant=False) for part in parts]
+    # What is handed over is saved, and autograd sees whether it was modified.
+    pieces = [checkpoint(piece, weight, *part, use_reentrant=False) for part in parts]
     share, *values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     results = dict(zip(returns, values, strict=True))
     if "loss" in results:
