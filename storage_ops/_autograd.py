@@ -107,9 +107,7 @@ def retained() -> bool:
 def batched(upstream: Tensor) -> bool:
     """Whether a vmap of the backward has made it of several gradients."""
     functorch = torch._C._functorch
-    return bool(
-        functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream)
-    )
+    return bool(functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream))
 
 
 def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
@@ -118,7 +116,12 @@ def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     plain = type(grad) is Tensor or (type(grad) is FakeTensor and get_proxy_mode() is None)
     storage = grad.untyped_storage() if plain else None
     # Two users: the saved tensor and `storage` itself. A batch of upstream gradients needs more.
-    if retained or batched(upstream) or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
+    if (
+        retained
+        or batched(upstream)
+        or storage is None
+        or torch._C._storage_Use_Count(storage._cdata) > 2
+    ):
         return grad * upstream
     _OPS._scale(grad, upstream)
     return grad

@@ -5,8 +5,8 @@ a norm. One product with the weights side by side, or with W + s B A, would need
 gradient of its size, for a weight that is frozen. So the layer's own forward runs, on a *piece* of
 the tokens at a time, and again in the backward: two products of tokens x D x V forward and again,
 one for the gradient of the hidden states, and products of the rank for A and B. W is neither copied
-nor rounded, and what the layer does to a token is exactly what it did before; its adapters and modes are those of
-the model's forward, whatever is set in between.
+nor rounded, and what the layer does to a token is exactly what it did before; its adapters and
+modes are those of the model's forward, whatever is set in between.
 """
 
 from __future__ import annotations

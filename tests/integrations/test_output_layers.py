@@ -363,7 +363,9 @@ def test_parameters_that_are_modified_before_the_backward(batch):
     loss = wrapper(**batch).loss
     with torch.no_grad():
         trained[0].mul_(1)
-    with pytest.raises(RuntimeError, match=r"of shape \(4, 32\) that .* was modified by an in-place"):
+    with pytest.raises(
+        RuntimeError, match=r"of shape \(4, 32\) that .* was modified by an in-place"
+    ):
         loss.backward()
 
 
@@ -372,8 +374,8 @@ def test_what_is_modified_before_the_backward_of_pieces(which):
     given = torch.randn(6, 4), torch.randint(9, (6,)), torch.rand(9)
     layer = nn.Linear(4, 9)
     (loss,) = head_loss.head_cross_entropy(
-        layer, 9, *given[:2], weight=given[2], reduction="mean", ignore_index=-100, label_smoothing=0.0,
-        token_weight=None, returns=("loss",), memory_budget=None,
+        layer, 9, *given[:2], weight=given[2], reduction="mean", ignore_index=-100,
+        label_smoothing=0.0, token_weight=None, returns=("loss",), memory_budget=None,
     )  # fmt: skip
     given[which].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -156,9 +156,7 @@ def test_a_batch_of_upstream_gradients(reduction):
     )
     for retain in (True, False):
         found = [
-            torch.autograd.grad(
-                loss, (x, w), upstream, is_grads_batched=True, retain_graph=retain
-            )
+            torch.autograd.grad(loss, (x, w), upstream, is_grads_batched=True, retain_graph=retain)
             for loss in losses
         ]
         torch.testing.assert_close(*found)
