@@ -42,16 +42,19 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         name, options = type(self).__name__, self._loss_options
         training = self.training and torch.is_grad_enabled()
-        if labels is None and training:
-            _check_needs_no_labels(name, options, kwargs)
         if labels is None and not (training and options.logits == "deferred"):
-            if training and not torch.compiler.is_compiling():
-                _say_that_labels_lack(name)
+            if training:
+                given = isinstance(options.token_weights, str) and options.token_weights in kwargs
+                _refuse_without_labels(name, "token_weights", given and options.token_weights)
+                if not torch.compiler.is_compiling():
+                    _say_that_labels_lack(name)
             return original(self, *args, **kwargs)
         if any(head._deferred_in is not None for head in patched_heads(self, name)):
             return original(self, *args, **kwargs)  # a patched model around this one waits for them
         if labels is None:
             _check_is_whole(self, name)
+            for option in ("token_weights", "label_smoothing"):
+                _refuse_without_labels(name, option, getattr(options, option))
             run = Forward(name, LossOptions(memory_budget=options.memory_budget), None)
             return deferred(self, run, original, args, kwargs)
         weights = _weights(self, options.token_weights, labels, kwargs)
@@ -106,22 +109,16 @@ def _check_is_whole(model: Any, name: str) -> None:
         )
 
 
-def _check_needs_no_labels(name: str, options: LossOptions, kwargs: dict[str, Any]) -> None:
-    """Refuse options of the model's loss where it has none, and a caller's would do without."""
-    lost = {"token_weights": options.token_weights, "label_smoothing": options.label_smoothing}
-    if options.logits != "deferred":  # calls without labels are what they were, but for weights
-        weights = options.token_weights
-        named = isinstance(weights, str) and kwargs.get(weights) is not None
-        lost = {"token_weights": weights if named else None}
-    for option, value in lost.items():
-        if value is not None and (isinstance(value, Tensor) or value):
-            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(
-                f"patch_causal_lm: {option} is {shown}, and {name} is called in training without "
-                "labels, so its loss is another's, made without that; expected labels in the "
-                "call. Trainer takes them from the model where it has a compute_loss_func or "
-                "label_smoothing_factor"
-            )
+def _refuse_without_labels(name: str, option: str, value: Any) -> None:
+    """Refuse an option of the model's loss where there is none: another's would do without it."""
+    if isinstance(value, Tensor) or value:
+        shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"patch_causal_lm: {option} is {shown}, and {name} is called in training without "
+            "labels, so its loss is another's, made without that; expected labels in the call. "
+            "Trainer takes them from the model where it has a compute_loss_func or "
+            "label_smoothing_factor"
+        )
 
 
 @functools.cache
