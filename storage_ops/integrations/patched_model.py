@@ -44,8 +44,9 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         training = self.training and torch.is_grad_enabled()
         if labels is None and not (training and options.logits == "deferred"):
             if training:
-                given = isinstance(options.token_weights, str) and options.token_weights in kwargs
-                _refuse_without_labels(name, "token_weights", given and options.token_weights)
+                column = options.token_weights
+                if isinstance(column, str) and column in kwargs:
+                    _refuse_without_labels(name, "token_weights", column)
                 if not torch.compiler.is_compiling():
                     _say_that_labels_lack(name)
             return original(self, *args, **kwargs)
