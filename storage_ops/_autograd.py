@@ -104,15 +104,24 @@ def retained() -> bool:
     return torch.is_grad_enabled() or keeps
 
 
+def batched(upstream: Tensor) -> bool:
+    """Whether a vmap of the backward has made it of several gradients."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream))
+
+
 def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     """The gradient times the upstream scalar: in place when nobody else can see the memory."""
     # A fake one stands for a tensor in a simulation, and for anything where a graph is recorded.
     plain = type(grad) is Tensor or (type(grad) is FakeTensor and get_proxy_mode() is None)
     storage = grad.untyped_storage() if plain else None
     # Two users: the saved tensor and `storage` itself. A batch of upstream gradients needs more.
-    functorch = torch._C._functorch
-    batched = functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream)
-    if retained or batched or storage is None or torch._C._storage_Use_Count(storage._cdata) > 2:
+    if (
+        retained
+        or batched(upstream)
+        or storage is None
+        or torch._C._storage_Use_Count(storage._cdata) > 2
+    ):
         return grad * upstream
     _OPS._scale(grad, upstream)
     return grad

@@ -139,7 +139,7 @@ def linear_kl_div(
     process_group = group_of(process_group, "linear_kl_div")
     check_options(
         divergence, beta, temperature, reduction, shift, teacher_tail, max_valid, valid_classes,
-        softcap, teacher_softcap, process_group, target_weight,
+        softcap, teacher_softcap, process_group, target_weight, scale_by_temperature,
     )  # fmt: skip
     memory_budget = budget_of(memory_budget, "linear_kl_div")
     if divergence == "jsd" and beta in (0, 1):

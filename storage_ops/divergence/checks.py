@@ -41,7 +41,7 @@ def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
 def check_options(
     divergence: str, beta: Any, temperature: Any, reduction: str, shift: bool, teacher_tail: str,
     max_valid: Any, valid_classes: Any, softcap: Any, teacher_softcap: Any, process_group: Any,
-    target_weight: Any,
+    target_weight: Any, scale_by_temperature: Any,
 ) -> None:  # fmt: skip
     """Raise a TypeError or ValueError for options that have no meaning."""
     for name, text, allowed in (
@@ -75,8 +75,9 @@ def check_options(
         raise _wrong(ValueError, "target_weight is", target_weight, "a number of at least 0")
     if not 0 < temperature < float("inf"):
         raise _wrong(ValueError, "temperature is", temperature, "a positive number")
-    if not isinstance(shift, bool):
-        raise _wrong(TypeError, "shift is", repr(shift), "True or False")
+    for name, value in (("shift", shift), ("scale_by_temperature", scale_by_temperature)):
+        if not isinstance(value, bool):
+            raise _wrong(TypeError, f"{name} is", repr(value), "True or False")
     counts = (int, torch.SymInt)
     if max_valid not in (None, "sync") and not (isinstance(max_valid, counts) and max_valid >= 0):
         raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")

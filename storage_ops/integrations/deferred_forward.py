@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,25 @@ class _Reaching(torch.autograd.Function):
         return (grad, *[None] * ctx.others)
 
 
+class Versions:
+    """Tensors that are to be as they are now when they are read again, as autograd asks it."""
+
+    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
+        # A graph that is compiled repeats what it saw, and numbers of versions are not of it.
+        given = () if torch.compiler.is_compiling() else tensors
+        self._seen = [(t, t._version) for t in given if t is not None and not t.is_inference()]
+
+    def check(self) -> None:
+        """Raise a RuntimeError if one of them was written since."""
+        for tensor, version in self._seen:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"patch_causal_lm: a tensor of shape {tuple(tensor.shape)} that the loss is "
+                    "made of was modified by an in-place operation after the forward; expected "
+                    "parameters, hidden states and labels to stay until the backward"
+                )
+
+
 class Origin:
     """One call of an output layer.
 
@@ -121,6 +140,7 @@ class Origin:
         dtype: that of the hidden states.
         autocast: what autocast_dtype() was.
         has_loss: whether the logits have led to a loss.
+        versions: of the layer's parameters and the hidden states.
     """
 
     def __init__(self, forward: Forward, weight: Tensor, hidden: Tensor, layer: nn.Module) -> None:
@@ -130,6 +150,7 @@ class Origin:
         self.dtype = hidden.dtype
         self.autocast = autocast_dtype(hidden)
         self.has_loss = False
+        self.versions = Versions((hidden, *layer.parameters()))
         if forward.labels is None:  # DDP looks for unused parameters in what a model returns
             hidden = _Reaching.apply(hidden, *layer.parameters())  # type: ignore[no-untyped-call]
         self.hidden = hidden
@@ -144,7 +165,8 @@ class Origin:
         """A context to use the layer in once more: autocast is as it was in the call.
 
         Raises:
-            RuntimeError: the forward has returned the logits, and the weight was freed since.
+            RuntimeError: the forward has returned the logits, and the weight was freed since; or a
+                tensor that they are made of was modified.
         """
         returned = self.forward.labels is None and not torch.compiler.is_compiling()
         if returned and self.weight.numel() and not self.weight.untyped_storage().size():
@@ -154,6 +176,7 @@ class Origin:
                 "reshard_after_forward=False of the module that it belongs to, as fully_shard has "
                 "it for the whole model"
             )
+        self.versions.check()
         if autocast_dtype(hidden) == self.autocast:
             return contextlib.nullcontext()
         on = self.autocast is not None

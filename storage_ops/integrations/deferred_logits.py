@@ -383,6 +383,11 @@ class DeferredLogits:
     __matmul__ = __rmatmul__ = _refused("@")
     __rtruediv__ = _refused("/")
     __pow__ = __rpow__ = _refused("**")
+    # Without these, Python would make a new object where another name is for the same tensor.
+    __iadd__ = _refused("+=")
+    __isub__ = _refused("-=")
+    __imul__ = _refused("*=")
+    __itruediv__ = _refused("/=")
     __lt__ = __gt__ = __le__ = __ge__ = _refused("<")
     __eq__ = __ne__ = _refused("==")
     __hash__ = object.__hash__

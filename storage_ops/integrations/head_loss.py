@@ -5,7 +5,8 @@ a norm. One product with the weights side by side, or with W + s B A, would need
 gradient of its size, for a weight that is frozen. So the layer's own forward runs, on a *piece* of
 the tokens at a time, and again in the backward: two products of tokens x D x V forward and again,
 one for the gradient of the hidden states, and products of the rank for A and B. W is neither copied
-nor rounded, and what the layer does to a token is exactly what it did before.
+nor rounded, and what the layer does to a token is exactly what it did before; its adapters and
+modes are those of the model's forward, whatever is set in between.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def head_cross_entropy(
 
     Args:
         form: hidden states of some tokens, (n, D), to their logits, (n, classes); each token's
-            must depend on its own hidden state alone.
+            must depend on its own hidden state alone. What else it depends on is as in the
+            forward when it is called again.
         classes: V.
         hidden: (N, D).
         target: (N,) classes, or (N, V) distributions.
@@ -60,7 +62,7 @@ def head_cross_entropy(
     """
 
     def piece(
-        hidden: Tensor, target: Tensor, token_weight: Tensor | None = None
+        weight: Tensor | None, hidden: Tensor, target: Tensor, token_weight: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         z = form(hidden)
         results, share = results_of(
@@ -72,7 +74,8 @@ def head_cross_entropy(
     rows = piece_rows(hidden.shape[0], classes, hidden.element_size(), memory_budget)
     rowwise = [hidden, target] if token_weight is None else [hidden, target, token_weight]
     parts = zip(*(t.split(rows) for t in rowwise), strict=True)
-    pieces = [checkpoint(piece, *part, use_reentrant=False) for part in parts]
+    # What is handed over is saved, and autograd sees whether it was modified.
+    pieces = [checkpoint(piece, weight, *part, use_reentrant=False) for part in parts]
     share, *values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     results = dict(zip(returns, values, strict=True))
     if "loss" in results:

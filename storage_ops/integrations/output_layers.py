@@ -6,11 +6,12 @@ make a token's logits of its hidden state alone, are known by name; none of them
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from storage_ops._subclass import Replaced, like
 from storage_ops.integrations.deferred_forward import Forward, Origin, Refused
@@ -57,9 +58,40 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if original is nn.Linear.forward:
             return DeferredLogits(origin, origin.hidden, dtype, bias=self.bias)
         deferred = DeferredLogits(origin, origin.hidden, _KNOWN[_kind(self)] or dtype)
-        return deferred.through(lambda hidden: original(self, hidden))
+        # A compiled backward has no other state than the forward it was traced with.
+        layer = self if torch.compiler.is_compiling() else _as_now(self, {})
+
+        def head(hidden: Tensor) -> Tensor:
+            origin.versions.check()
+            made: Tensor = original(layer, hidden)
+            return made
+
+        return deferred.through(head)
 
     return forward
+
+
+def _as_now(value: Any, made: dict[int, Any]) -> Any:
+    """A layer that stays as it is now, with the same tensors, whatever is set on the given one.
+
+    What its forward does depends on training or not, active and merged adapters, and on parameters
+    that torch.func.functional_call puts in for the time of the model's forward; the loss runs it
+    later, and again in the backward.
+
+    Args:
+        value: a layer, or what is set on one: modules and containers are made anew.
+        made: what became of modules already, by id.
+    """
+    if isinstance(value, nn.Module):
+        if id(value) not in made:
+            made[id(value)] = module = object.__new__(type(value))
+            vars(module).update((k, _as_now(v, made)) for k, v in vars(value).items())
+        return made[id(value)]
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_as_now(v, made) for v in value)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((k, _as_now(v, made)) for k, v in value.items())
+    return set(value) if type(value) is set else value
 
 
 def _kind(head: Any) -> str:
@@ -76,8 +108,10 @@ def _base_layer(head: Any) -> Any:
     return head
 
 
-def patched_head(model: Any, name: str) -> Any:
+def patched_heads(model: Any, name: str) -> list[Any]:
     """The output layer of the model, patched; it may be another one than at the last call.
+
+    Where PEFT trains copies of the layer, it is any of them, or the layer without an adapter.
 
     Raises:
         TypeError: a layer that is not known.
@@ -85,8 +119,13 @@ def patched_head(model: Any, name: str) -> Any:
     """
     head: Any = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
-    if isinstance(copies, nn.ModuleDict) and len(copies) == 1:  # PEFT trains a copy of the layer
-        (head,) = copies.values()
+    heads = [head]
+    if isinstance(copies, nn.ModuleDict):
+        heads = [head.original_module, *copies.values()]
+    return [_patched(head, name) for head in heads]
+
+
+def _patched(head: Any, name: str) -> Any:
     if isinstance(head, nn.Module) and "forward" in vars(head):
         raise replaced(f"the output layer of {name}")
     if not isinstance(head, PatchedHead):

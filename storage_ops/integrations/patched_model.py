@@ -14,7 +14,7 @@ from torch import Tensor
 from storage_ops._subclass import Replaced, like
 from storage_ops.integrations.deferred_forward import Forward, LossOptions, Refused
 from storage_ops.integrations.deferred_logits import DeferredLogits
-from storage_ops.integrations.output_layers import patched_head
+from storage_ops.integrations.output_layers import patched_heads
 
 
 class PatchedModel(Replaced):
@@ -43,13 +43,19 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         name, options = type(self).__name__, self._loss_options
         training = self.training and torch.is_grad_enabled()
         if labels is None and not (training and options.logits == "deferred"):
-            if training and not torch.compiler.is_compiling():
-                _say_that_labels_lack(name)
+            if training:
+                column = options.token_weights
+                if isinstance(column, str) and column in kwargs:
+                    _refuse_without_labels(name, "token_weights", column)
+                if not torch.compiler.is_compiling():
+                    _say_that_labels_lack(name)
             return original(self, *args, **kwargs)
-        if patched_head(self, name)._deferred_in is not None:
+        if any(head._deferred_in is not None for head in patched_heads(self, name)):
             return original(self, *args, **kwargs)  # a patched model around this one waits for them
         if labels is None:
             _check_is_whole(self, name)
+            for option in ("token_weights", "label_smoothing"):
+                _refuse_without_labels(name, option, getattr(options, option))
             run = Forward(name, LossOptions(memory_budget=options.memory_budget), None)
             return deferred(self, run, original, args, kwargs)
         weights = _weights(self, options.token_weights, labels, kwargs)
@@ -76,12 +82,14 @@ def deferred(
     Raises:
         Refused: it has labels, and no cross-entropy of the logits was asked for.
     """
-    head = patched_head(model, run.model)
-    head._deferred_in = run
+    heads = patched_heads(model, run.model)
+    for head in heads:
+        head._deferred_in = run
     try:
         outputs = forward(model, *args, **kwargs)
     finally:
-        head._deferred_in = None
+        for head in heads:
+            head._deferred_in = None
     if run.labels is not None and run.losses < max(run.calls, 1):
         missing = "a cross-entropy of its logits" if run.calls else "get_output_embeddings()"
         raise Refused(
@@ -99,6 +107,18 @@ def _check_is_whole(model: Any, name: str) -> None:
             f'patch_causal_lm: {name} with logits="deferred" is called by torch.nn.DataParallel, '
             "which gathers its logits on one device; expected DistributedDataParallel, one process "
             "for each device, as torchrun starts them"
+        )
+
+
+def _refuse_without_labels(name: str, option: str, value: Any) -> None:
+    """Refuse an option of the model's loss where there is none: another's would do without it."""
+    if isinstance(value, Tensor) or value:
+        shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"patch_causal_lm: {option} is {shown}, and {name} is called in training without "
+            "labels, so its loss is another's, made without that; expected labels in the call. "
+            "Trainer takes them from the model where it has a compute_loss_func or "
+            "label_smoothing_factor"
         )
 
 
@@ -146,16 +166,30 @@ def _weights(model: Any, weights: Any, labels: Tensor, kwargs: dict[str, Any]) -
 def _finished(outputs: Any, formed: bool, results: dict[str, Tensor]) -> Any:
     """The outputs of a model: without the logits, or with these formed, and results per token."""
 
-    def one(value: Any) -> Any:
-        if not isinstance(value, DeferredLogits):
-            return value
-        return value.formed() if formed else None
+    found: list[tuple[DeferredLogits, Tensor]] = []
 
+    def one(value: Any) -> Any:
+        """The value, or what takes its place; outputs of a model in it may have the logits too."""
+        if isinstance(value, DeferredLogits):
+            if not formed:
+                return None
+            tensor = next((t for logits, t in found if logits is value), None)
+            if tensor is None:
+                tensor = value.formed()
+                found.append((value, tensor))
+            return tensor
+        if type(value) is tuple:
+            return tuple(one(v) for v in value)
+        if isinstance(value, dict):
+            made = {k: one(v) for k, v in value.items()}
+            if any(made[k] is not v for k, v in value.items()):
+                return type(value)(**made)
+        return value
+
+    outputs = one(outputs)
     if isinstance(outputs, tuple):
-        return (*(one(v) for v in outputs), *results.values())
+        return (*outputs, *results.values())
     if isinstance(outputs, dict):
-        made = type(outputs)(**{k: one(v) for k, v in outputs.items()})
-        for name, value in results.items():
-            made[name] = value
-        return made
+        for name, result in results.items():
+            outputs[name] = result
     return outputs

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_forward import LossOptions
-from storage_ops.integrations.output_layers import PatchedHead, patched_head
+from storage_ops.integrations.output_layers import PatchedHead, patched_heads
 from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_model import PatchedModel
 from storage_ops.loss.checks import budget_of
@@ -73,8 +73,9 @@ def patch_causal_lm(
     Of PEFT, a `PeftModel` stands for the model in it. On the output layer LoRA, DoRA, AdaLoRA,
     VeRA, OFT, IA3, `trainable_token_indices` and `modules_to_save` are supported. All but the last,
     and a scale per class, run as they are on some tokens at a time, and once more in the backward:
-    the frozen weight has no gradient and no copy but what the layer itself makes. Dropout of such
-    an adapter draws other masks than one call for all tokens would.
+    the frozen weight has no gradient and no copy but what the layer itself makes. The backward is
+    of the adapters and modes of the forward, whatever is set in between. Dropout of such an adapter
+    draws other masks than one call for all tokens would.
 
     Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. One that is
     patched already, with the same options, stays as it is. Trainers of TRL (from 1.15: SFT, DPO,
@@ -97,10 +98,12 @@ def patch_causal_lm(
         token_weights: a weight for every label, in their shape: a mean divides by the sum of them.
             A tensor, or the name of a keyword of the model's call that has it, such as a column of
             the batch (with `remove_unused_columns=False` in Trainer). A call in training that
-            lacks it is an error; one in evaluation has no weights.
-        label_smoothing: that of the loss.
+            lacks it, or that has it and no labels, is an error; one in evaluation has no weights.
+        label_smoothing: that of the model's loss. With "deferred" logits a call in training without
+            labels, whose loss is another's, is an error; so it is with token_weights.
         logits: when `outputs.logits` is formed beside the loss, once, in the model's dtype: in
-            "eval" mode only, as `compute_metrics` of Trainer needs them, "always" or "never".
+            "eval" mode only, as `compute_metrics` of Trainer needs them, "always" or "never". That
+            holds for logits in outputs of a part of the model, too.
             "deferred" is as "eval", and for losses outside of the model, to which Trainer gives the
             labels where it has a `compute_loss_func` or `label_smoothing_factor`: in training a
             call without labels returns logits that are not formed. They are no tensor. A loss may
@@ -156,22 +159,31 @@ def patch_causal_lm(
             "transformers model, not a wrapper around one"
         )
     fused_head.check(model, options)
-    if "labels" not in inspect.signature(type(model).forward).parameters:
+    parameters = inspect.signature(type(model).forward).parameters
+    if "labels" not in parameters:
         raise TypeError(f"patch_causal_lm: forward of {name} takes no labels; expected it to")
+    if isinstance(token_weights, str) and token_weights in parameters:
+        raise ValueError(
+            f"patch_causal_lm: token_weights is {token_weights!r}, which the forward of {name} "
+            "takes itself; expected the name of a keyword that is for the weights alone"
+        )
     config = getattr(model, "config", None)
     if token_weights is not None and getattr(config, "is_encoder_decoder", False):
         raise TypeError(
             f"patch_causal_lm: {name} is an encoder-decoder, which makes inputs of its labels; "
             "expected token_weights=None"
         )
-    patched_head(model, name)
     model.__class__ = PatchedModel.over(type(model))
     vars(model)["_loss_options"] = options
-    refused = find_refusal(model, options)
-    if refused is not None:
+    try:
+        patched_heads(model, name)
+        refused = find_refusal(model, options)
+        if refused is not None:
+            raise refused
+        fused_head.replace(model, options)
+    except BaseException:  # an interrupt too
         unpatch_causal_lm(model)
-        raise refused
-    fused_head.replace(model, options)
+        raise
     return CausalLMPatch(given, applied=True)
 
 

@@ -264,13 +264,15 @@ def linear_cross_entropy(
         and not any(name in returns for name in _PER_TOKEN)
         and not transforming()
     )
+    if selected_ids is not None and shift:
+        selected_ids = selected_ids[..., int(shift) :, :]
     call = Call._make((
         input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
         reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, int(shift),
         -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
         "" if plan is None else plan.key, ranks.name_of(process_group), in_forward, needs,
         tuple(wants), valid_classes, input_grad, check_ranks, divisor, logits_dtype,
-        selected_ids if selected_ids is None else selected_ids[..., int(shift) :, :], top_k or 0,
+        selected_ids, top_k or 0,
     ))  # fmt: skip
     loss, nll, lse, entropy, picked, argmax, top_ids, *_ = op.apply(call)
     results: dict[str, Any] = {
@@ -370,7 +372,13 @@ class LinearCrossEntropyLoss(nn.Module):
         token_weight: Tensor | None = None,
         accumulate_into: Tensor | None = None,
     ) -> Any:
-        """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`."""
+        """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`.
+
+        Raises:
+            TypeError: `linear` is no plain `torch.nn.Linear` any more, as with an adapter of PEFT;
+                or it has forward hooks, which would not run.
+        """
+        self._check_linear()
         linear_weight, linear_bias = self.linear.weight, self.linear.bias
         if self.out_features:
             shape = (self.num_classes, *self.out_features)
@@ -386,6 +394,21 @@ class LinearCrossEntropyLoss(nn.Module):
             accumulate_into=accumulate_into,
             **self.options,
         )
+
+    def _check_linear(self) -> None:
+        """Raise a TypeError where the layer's forward would be more than its weight and bias."""
+        linear = self.linear
+        plain = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
+        hooked = plain and bool(linear._forward_hooks or linear._forward_pre_hooks)
+        # Hooks of a style of tensor parallelism are for DTensors, whose placements say all.
+        if not plain or (hooked and not hasattr(linear.weight, "device_mesh")):
+            kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
+            raise TypeError(
+                f"LinearCrossEntropyLoss: linear is {kind}{' with forward hooks' * hooked}; "
+                "expected torch.nn.Linear with a forward of its own and no hooks, for the loss "
+                "reads its weight and bias alone. Merge an adapter into the weight, or train the "
+                "layer whole; instead of hooks use torch.nn.utils.parametrizations"
+            )
 
     def extra_repr(self) -> str:
         """The options that were given."""

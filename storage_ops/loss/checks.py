@@ -113,10 +113,7 @@ def check_arguments(
     if input.dim() < 1 or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
         raise wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, _INTEGERS):
-        raise wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
-    if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
-        raise wrong(ValueError, "ignore_index is", ignore_index, "one that int64 holds")
+    check_ignore_index(ignore_index)
     vocab = linear_weight.shape[0]
     if vocab == 0:
         raise wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
@@ -147,11 +144,23 @@ def check_arguments(
             raise wrong(ValueError, name, "requires grad", rule)
     if accumulate_into is not None:
         _check_sum(accumulate_into, linear_weight)
-    for name, t in (
-        ("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias),
-        ("weight", weight), ("token_weight", token_weight), ("accumulate_into", accumulate_into),
-        ("selected_ids", selected_ids),
-    ):  # fmt: skip
+    check_devices(
+        input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight,
+        token_weight=token_weight, accumulate_into=accumulate_into, selected_ids=selected_ids,
+    )  # fmt: skip
+
+
+def check_ignore_index(ignore_index: int) -> None:
+    """Raise a TypeError or ValueError unless it is an integer that targets may have."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, _INTEGERS):
+        raise wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
+    if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
+        raise wrong(ValueError, "ignore_index is", ignore_index, "one that int64 holds")
+
+
+def check_devices(input: Tensor, **tensors: Tensor | None) -> None:
+    """Raise a ValueError unless all are on the device of the input."""
+    for name, t in tensors.items():
         if t is not None and t.device != input.device:
             raise wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
 
@@ -202,12 +211,13 @@ def _check_options(
     if not isinstance(check_ranks, bool):
         raise wrong(TypeError, "check_ranks is", repr(check_ranks), "True or False")
     if divisor is not None:
-        _check_divisor(divisor, reduction)
+        check_divisor(divisor, reduction)
     if plan is not None and not hasattr(plan, "key"):
         raise wrong(TypeError, "plan is", repr(plan), "what storage_ops.plan returns, or None")
 
 
-def _check_divisor(divisor: float | Tensor, reduction: str) -> None:
+def check_divisor(divisor: float | Tensor, reduction: str) -> None:
+    """Raise a TypeError or ValueError unless it is a number for this reduction."""
     if reduction != "sum":
         rule = "reduction 'sum' with a divisor"
         raise wrong(ValueError, "reduction is", repr(reduction), rule)
@@ -272,8 +282,9 @@ def _check_picks(
     if selected_ids is not None:
         if selected_ids.dtype not in INDICES:
             raise wrong(TypeError, "selected_ids is", selected_ids.dtype, "int64 or int32")
-        if selected_ids.dim() != len(tokens) + 1 or tuple(selected_ids.shape[:-1]) != tokens:
-            rule = f"(*{tokens}, K), K classes for every token"
+        fits = selected_ids.dim() == len(tokens) + 1 and tuple(selected_ids.shape[:-1]) == tokens
+        if not fits or selected_ids.shape[-1] == 0:
+            rule = f"(*{tokens}, K), K >= 1 classes for every token"
             raise wrong(ValueError, "selected_ids has shape", tuple(selected_ids.shape), rule)
     if top_k is not None:
         if isinstance(top_k, bool) or not isinstance(top_k, _INTEGERS):

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from storage_ops import _schemas
 from storage_ops._autograd import (
+    batched,
     call_once,
     exact,
     looped,
@@ -196,6 +197,9 @@ def _recomputed(
     tile, state, *tensors = saved
     # Not a use of what is saved: autograd would take offence at the next one.
     tile = tile.data if ctx.kept is not None and kept.take(ctx.kept) else None
+    if tile is not None and any(g is not None and batched(g) for g in given):
+        kept.free(tile)  # a tile serves one backward, and here are several
+        tile = None
     call = ctx.call.with_tensors(tuple(tensors))
     call = call._replace(in_forward=False, grad_mask=tuple(needs))
     arguments = (*given, state, *call[:_INTO], *call[_INTO + 1 :])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.checks import wrong
+from storage_ops.loss.checks import check_devices, check_divisor, check_ignore_index, wrong
 from storage_ops.loss.formulas import total_weight
 
 # What has no meaning for positions, or would be another for each of them.
@@ -55,10 +55,15 @@ def loss_of_positions(
         ("target", target, shape),
         ("token_weight", token_weight, tokens),
         ("linear_bias", linear_bias, (classes, *places)),
+        ("weight", weight, (classes,)),
     ):
         if t is not None and tuple(t.shape) != right:
             raise wrong(ValueError, f"{name} has shape", tuple(t.shape), str(right))
+    if options["divisor"] is not None:
+        check_divisor(options["divisor"], reduction)
     ignored = -100 if ignore_index is None else ignore_index
+    check_ignore_index(ignored)
+    check_devices(input, target=target, weight=weight, token_weight=token_weight)
     if reduction == "mean":
         dtype = arithmetic(input.dtype)
         total = total_weight(target, 1, weight, token_weight, ignored, dtype)

@@ -226,7 +226,8 @@ class Run:
         lse = (state[0] + state[1].log()).unsqueeze(1)
         for step in self.schedule.logits():
             rows, classes = step.rows, step.classes
-            z = flat[rows, classes].to(state.dtype).copy_(self._logits(step))
+            tile = self._logits(step)  # first: a product takes memory for itself
+            z = flat[rows, classes].to(state.dtype).copy_(tile)
             z = z if self.bias is None else z.add_(self.bias[classes])
             z.mul_(call.logit_scale)
             if call.softcap:
@@ -235,6 +236,7 @@ class Run:
             if self.tokens.class_weight is not None:
                 z.mul_(self.tokens.class_weight[classes])
             flat[rows, classes] = z.mul_(factor[rows])
+            del z  # what the targets' part was cast to: one at a time is counted
         return result
 
     def _take(self, steps: Iterable[Step]) -> Tensor | None:

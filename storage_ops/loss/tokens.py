@@ -245,8 +245,8 @@ def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
         count = int(valid.count_nonzero())  # sum() would make an integer of each first
         if call.max_valid is not None and 0 <= call.max_valid < count:
             raise RuntimeError(
-                f"linear_cross_entropy: max_valid is {call.max_valid}; expected at least {count}, "
-                "the number of tokens that are not ignored"
+                f"linear_cross_entropy or linear_kl_div: max_valid is {call.max_valid}; expected "
+                f"at least {count}, the number of tokens that are not ignored"
             )
         return (None if count == len(target) else valid.nonzero().squeeze(1)), None
     # Valid tokens first, in order; no host sync. Ignored ones may fill the rest.

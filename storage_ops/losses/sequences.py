@@ -12,6 +12,10 @@ from storage_ops.loss.api import linear_cross_entropy
 
 IGNORED = -100
 
+# Options of linear_cross_entropy that losses of log-probabilities do not pass on.
+_OF_RESULTS = ("returns", "reduction", "token_weight", "accumulate_into")
+_OF_THE_LOSS = ("weight", "label_smoothing", "z_loss", "divisor")  # log-probabilities lack these
+
 
 @dataclass
 class Scored:
@@ -88,7 +92,7 @@ def score(
     **options: Any,
 ) -> Scored:
     """Log-probabilities of the targets; `options` are those of `linear_cross_entropy`."""
-    for name in ("returns", "reduction", "token_weight", "accumulate_into"):
+    for name in (*_OF_RESULTS, *_OF_THE_LOSS):
         if name in options:
             raise wrong(loss, TypeError, name, "is given", "an option that the loss does not set")
     target = separated(loss, target, cu_seqlens, shift, ignore_index)
@@ -116,11 +120,14 @@ def separated(
     """The targets, without those that would be predicted from another sequence or follow the last.
 
     Raises:
-        TypeError, ValueError: cu_seqlens are no bounds of the packed tokens; target is no tensor.
+        TypeError, ValueError: cu_seqlens are no bounds of the packed tokens; target is no tensor;
+            shift is not True or False.
     """
     check_tensor(loss, "target", target)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise wrong(loss, TypeError, "ignore_index is", repr(ignore_index), "an integer")
+    if not isinstance(shift, int) or shift not in (0, 1):
+        raise wrong(loss, TypeError, "shift is", repr(shift), "True or False")
     if cu_seqlens is None:
         return target
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -123,6 +123,8 @@ def kd(
         temperature=temperature, scale_by_temperature=True, **own, **options,
     )  # fmt: skip
     if _LEAST <= alpha < 1 and options.get("process_group") is None:  # of the same logits
+        if ignore_index != IGNORED:  # which linear_kl_div would ignore: it is no class
+            target = target.masked_fill(target == IGNORED, IGNORED - 1)
         target = target.masked_fill(target == ignore_index, IGNORED)
         loss: Tensor = alpha * soft(target=target, target_weight=(1 - alpha) / alpha)
         return loss

@@ -208,6 +208,7 @@ GOOD = {"divergence": "jsd", "temperature": 2.0}
         ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
         ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'"),
         ({"shift": 1}, TypeError, "shift is 1"),
+        ({"scale_by_temperature": "no"}, TypeError, "scale_by_temperature is 'no'"),
         ({"softcap": 0}, ValueError, "softcap is 0"),
         ({"teacher_softcap": "1"}, TypeError, "teacher_softcap is '1'"),
         ({"process_group": 3}, TypeError, "process_group is 3"),

@@ -1,6 +1,7 @@
 """What a model may do to logits that are never computed, and what it may not."""
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -337,7 +338,28 @@ def test_logits_that_are_returned_are_deferred_in_training_alone():
     torch.testing.assert_close(model(ids, labels=ids)["logits"], plain)
 
 
+def test_logits_in_the_outputs_of_a_part_of_the_model():
+    class Nested(Toy):
+        def forward(self, input_ids, labels=None):
+            outputs = super().forward(input_ids, labels)
+            z = outputs["logits"]
+            return {**outputs, "part": {"logits": z, "other": [1]}, "parts": ((z, z[:, 1:]), None)}
+
+    ids, model = torch.randint(V, (3, 5)), Nested().eval()
+    right = model(ids, labels=ids)
+    storage_ops.patch_causal_lm(model)
+    outputs = model(ids, labels=ids)
+    torch.testing.assert_close(outputs, right)
+    assert outputs["logits"] is outputs["part"]["logits"] is outputs["parts"][0][0]
+    outputs = model.train()(ids, labels=ids)
+    assert outputs["part"] == {"logits": None, "other": [1]}
+    assert outputs["parts"] == ((None, None), None)
+
+
 REFUSED_OF_RETURNED = {
+    "operator *=": lambda z, t: operator.imul(z, 2),
+    "operator /=": lambda z, t: operator.itruediv(z, 2),
+    "operator +=": lambda z, t: operator.iadd(z, BIAS),
     "'softmax'": lambda z, t: F.softmax(z, -1),
     "'detach'": lambda z, t: z.detach(),
     "a sum of logits": lambda z, t: z.sum(-1),

@@ -308,3 +308,95 @@ def test_16_bits(autocast, pieces, batch):
     for name, p in wrapper.named_parameters():
         if p.requires_grad:
             torch.testing.assert_close(p.grad.float(), right[name], rtol=0.1, atol=0.02)
+
+
+def two_adapters():
+    """A patched PeftModel, and the trained tensors of the adapter that is active."""
+    model, wrapper = adapted("LoRA")
+    model.lm_head.lora_dropout["default"] = nn.Dropout(0.5)
+    trained = [p for p in wrapper.parameters() if p.requires_grad]
+    wrapper.add_adapter("other", adapter_config(**HEAD))
+    storage_ops.patch_causal_lm(wrapper.double())
+    return wrapper, trained
+
+
+STATES = {
+    "the other adapter": lambda wrapper: wrapper.set_adapter("other"),
+    "no adapter": lambda wrapper: wrapper.base_model.disable_adapter_layers(),
+    "evaluation": lambda wrapper: wrapper.eval(),
+    "an adapter deleted": lambda wrapper: wrapper.delete_adapter("default"),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_backward_is_of_the_adapters_and_modes_of_the_forward(state, pieces, batch):
+    wrapper, trained = two_adapters()
+
+    def loss():
+        torch.manual_seed(3)
+        return wrapper(**batch).loss
+
+    right = torch.autograd.grad(loss(), trained)
+    found = loss()
+    STATES[state](wrapper)
+    for p in trained:  # what is not active is frozen
+        p.requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(found, trained), right)
+
+
+def test_a_functional_call(pieces, batch):
+    _, wrapper = adapted("DoRA")
+    trained = {n: p for n, p in wrapper.named_parameters() if p.requires_grad}
+    others = {n: (p + torch.rand_like(p)).detach().requires_grad_() for n, p in trained.items()}
+
+    def found():
+        loss = torch.func.functional_call(wrapper, others, (), batch).loss
+        return loss, torch.autograd.grad(loss, list(others.values()))
+
+    right = found()
+    storage_ops.patch_causal_lm(wrapper)
+    torch.testing.assert_close(found(), right)
+
+
+def test_parameters_that_are_modified_before_the_backward(batch):
+    wrapper, trained = two_adapters()
+    loss = wrapper(**batch).loss
+    with torch.no_grad():
+        trained[0].mul_(1)
+    with pytest.raises(
+        RuntimeError, match=r"of shape \(4, 32\) that .* was modified by an in-place"
+    ):
+        loss.backward()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_is_modified_before_the_backward_of_pieces(which):
+    given = torch.randn(6, 4), torch.randint(9, (6,)), torch.rand(9)
+    layer = nn.Linear(4, 9)
+    (loss,) = head_loss.head_cross_entropy(
+        layer, 9, *given[:2], weight=given[2], reduction="mean", ignore_index=-100,
+        label_smoothing=0.0, token_weight=None, returns=("loss",), memory_budget=None,
+    )  # fmt: skip
+    given[which].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_copies_of_the_layer_for_two_adapters_and_none(batch):
+    model, wrapper = adapted("a copy")
+    storage_ops.patch_causal_lm(wrapper)
+    wrapper.add_adapter("other", adapter_config(**ADAPTERS["a copy"]))
+    nn.init.normal_(wrapper.double().get_base_model().lm_head.modules_to_save["other"].weight)
+
+    def found():
+        made = []
+        for adapter in ("default", "other"):
+            wrapper.set_adapter(adapter)
+            made.append(loss_and_gradients(wrapper, lambda model: model(**batch))[1])
+        with wrapper.disable_adapter():
+            return [*made, wrapper(**batch).loss]
+
+    ours = found()
+    storage_ops.unpatch_causal_lm(wrapper)
+    assert not any(type(m) is not nn.Linear for m in model.lm_head.modules_to_save.values())
+    torch.testing.assert_close(ours, found())

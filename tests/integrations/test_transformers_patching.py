@@ -216,6 +216,19 @@ class ScaledLinear(nn.Linear):
         return 2 * super().forward(input)
 
 
+def test_an_interrupt_leaves_nothing_behind(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    model = make("Llama")
+    before = dict(vars(model))
+    monkeypatch.setattr(storage_ops.integrations.transformers, "find_refusal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        storage_ops.patch_causal_lm(model)
+    assert type(model) is tf.LlamaForCausalLM and type(model.lm_head) is nn.Linear
+    assert vars(model) == before
+
+
 def test_output_layers_that_are_more_than_a_product(batch):
     model = make("Llama")
     model.lm_head = ScaledLinear(D, V)

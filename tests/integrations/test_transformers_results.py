@@ -152,6 +152,25 @@ def test_weights_are_never_left_out_without_a_word(batch):
     with pytest.raises(ValueError, match="'weights', and a call in training has no keyword"):
         model(**batch)
     assert model.eval()(**batch).loss is not None
+    storage_ops.unpatch_causal_lm(model.train())
+    with pytest.raises(ValueError, match="'attention_mask', which the forward of Llama"):
+        storage_ops.patch_causal_lm(model, token_weights="attention_mask")
+
+
+@pytest.mark.parametrize("logits", ["deferred", "eval"])
+def test_weights_and_smoothing_of_a_loss_that_is_made_without_them(logits, batch):
+    """Trainer takes the labels from the model where it smooths them itself."""
+    model, labels = make("Llama").train(), batch.pop("labels")
+    with storage_ops.patch_causal_lm(model, token_weights="weights", logits=logits):
+        with pytest.raises(ValueError, match="token_weights is 'weights', and LlamaForCausalLM is"):
+            model(**batch, weights=torch.rand(labels.shape))
+        assert model.eval()(**batch).logits is not None
+    with storage_ops.patch_causal_lm(model.train(), label_smoothing=0.1, logits=logits):
+        if logits == "deferred":
+            with pytest.raises(ValueError, match=r"label_smoothing is 0.1, .* expected labels in"):
+                model(**batch)
+        else:  # what it was before, and no loss
+            assert isinstance(model(**batch).logits, torch.Tensor)
 
 
 def test_layers_that_are_checkpointed_keep_no_cache_in_training():

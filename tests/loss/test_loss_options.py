@@ -389,6 +389,16 @@ def test_module_has_the_names_of_torch():
     torch.testing.assert_close(head(x, target), right)
     with pytest.raises(TypeError, match=r"unknown options \['soft_cap'\]; expected some of"):
         so.LinearCrossEntropyLoss(8, 90, soft_cap=3.0)
+    torch.nn.utils.parametrizations.weight_norm(head.linear)
+    torch.testing.assert_close(head(x, target), right)
+    torch.nn.utils.parametrize.remove_parametrizations(head.linear, "weight")
+    handle = head.linear.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(TypeError, match=r"linear is torch.*Linear with forward hooks; expected"):
+        head(x, target)
+    handle.remove()
+    head.linear = torch.nn.Sequential(head.linear)  # as an adapter of PEFT
+    with pytest.raises(TypeError, match=r"linear is torch.*Sequential; expected torch.nn.Linear"):
+        head(x, target)
     if hasattr(torch.nn, "LinearCrossEntropyLoss"):
         theirs = torch.nn.LinearCrossEntropyLoss(8, 90, bias=True)
         so.LinearCrossEntropyLoss(8, 90, bias=True).load_state_dict(theirs.state_dict())

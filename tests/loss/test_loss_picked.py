@@ -203,6 +203,18 @@ def test_transforms(sequences):
     torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-9)
 
 
+def test_one_token():
+    x, w = torch.randn(8, requires_grad=True), torch.randn(11, 8)
+    ids = torch.randint(11, (3,))
+    selected, (top, _) = so.linear_cross_entropy(
+        x, w, torch.tensor(3), returns=("selected", "topk"), selected_ids=ids, top_k=2
+    )
+    right = (x @ w.t()).log_softmax(-1)
+    torch.testing.assert_close((selected, top), (right[ids], right.topk(2).values))
+    found, expected = (torch.autograd.grad(t.sum(), x) for t in (selected, right[ids]))
+    torch.testing.assert_close(found, expected)
+
+
 def test_no_grad_and_autocast(sequences):
     leaves, target, ids = sequences
     options = {"returns": ("selected", "topk"), "selected_ids": ids, "top_k": 2}
@@ -227,6 +239,7 @@ def test_no_grad_and_autocast(sequences):
     ({"returns": ("topk",), "top_k": 11, "valid_classes": 10}, ValueError, "expected at most 10"),
     ({"returns": ("topk",), "top_k": 2.0}, TypeError, "top_k is 2.0; expected an int"),
     ({"returns": ("selected",), "selected_ids": torch.zeros(5).long()}, ValueError, "has shape"),
+    ({"returns": ("selected",), "selected_ids": torch.zeros(5, 0).long()}, ValueError, "K >= 1"),
     ({"returns": ("selected",), "selected_ids": torch.zeros(5, 2)}, TypeError, "expected int64"),
     ({"returns": ("selected",), "selected_ids": [1]}, TypeError, "selected_ids is a list"),
     ({"returns": ("selected",), "selected_ids": torch.full((5, 2), 11)}, RuntimeError,

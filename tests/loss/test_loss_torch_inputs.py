@@ -88,6 +88,10 @@ def test_wrong_arguments_of_positions():
         (r"input has shape \(2, 2, 5\); expected \(N, D\)", {"input": x.view(2, 2, 5)}),
         (r"target has shape \(4, 3\); expected \(4, 2\)", {"target": torch.zeros(4, 3).long()}),
         (r"linear_bias has shape \(9,\); expected \(9, 2\)", {"linear_bias": torch.zeros(9)}),
+        (r"weight has shape \(0,\); expected \(9,\)", {"weight": torch.ones(0)}),
+        ("weight is on meta; expected cpu", {"weight": torch.ones(9, device="meta")}),
+        ("ignore_index is 'a'; expected an int", {"ignore_index": "a"}),
+        ("reduction is 'mean'; expected reduction 'sum' with a divisor", {"divisor": 3.0}),
         ("shift is given; expected none with a 3-D weight", {"shift": 1}),
         ("options is 'auto'; expected torch.nn.LinearCross", {"options": "auto"}),
     ]:

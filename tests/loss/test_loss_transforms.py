@@ -146,14 +146,17 @@ def test_compile_adds_to_a_given_buffer(problem, backend):
     torch.testing.assert_close(*results)
 
 
-def test_a_batch_of_upstream_gradients():
+@pytest.mark.parametrize("reduction", ["mean", "none"])  # "none" keeps a tile of logits
+def test_a_batch_of_upstream_gradients(reduction):
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
-    t, upstream = torch.randint(11, (6,)), torch.randn(3)
-    for ours, want in zip(
-        *(
-            torch.autograd.grad(loss, (x, w), upstream, is_grads_batched=True)
-            for loss in (so.linear_cross_entropy(x, w, t), F.cross_entropy(F.linear(x, w), t))
-        ),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, want)
+    t, upstream = torch.randint(11, (6,)), torch.randn((3, 6) if reduction == "none" else 3)
+    losses = (
+        so.linear_cross_entropy(x, w, t, reduction=reduction),
+        F.cross_entropy(F.linear(x, w), t, reduction=reduction),
+    )
+    for retain in (True, False):
+        found = [
+            torch.autograd.grad(loss, (x, w), upstream, is_grads_batched=True, retain_graph=retain)
+            for loss in losses
+        ]
+        torch.testing.assert_close(*found)

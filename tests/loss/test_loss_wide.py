@@ -106,6 +106,17 @@ def test_the_cost_is_in_the_budget_and_in_the_plan(dtype, share, sizes, plans): 
         assert m.peak_bytes - returned >= 0.95 * predicted - reserved - cost.PLAIN
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_gradient_of_distributions_keeps_to_the_budget(dtype):
+    (x, w), _ = problem(dtype, 300, 64, 6001)
+    q = torch.randn(300, 6001).softmax(1).to(dtype).requires_grad_()
+    budget = 4 << 20
+    with so.memory.measure() as m:
+        loss = so.linear_cross_entropy(x, w, q, memory_budget=budget)
+        grads = torch.autograd.grad(loss, [x, w, q])
+    assert m.peak_bytes - sum(g.nbytes for g in grads) <= budget
+
+
 def test_plan_says_what_it_costs(capsys):
     asked = [
         so.plan(8192, 4096, 128256, memory_budget="1 GiB", device="h200", logits_dtype=dtype)

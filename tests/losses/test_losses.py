@@ -353,6 +353,13 @@ def test_compile(form):
         ("kd", {"alpha": 2}, ValueError, "alpha is 2"),
         ("kd", {"reduction": "sum"}, TypeError, "reduction is given"),
         ("sft", {"returns": ("loss",)}, TypeError, "returns is given"),
+        ("sft", {"shift": 2}, TypeError, "shift is 2"),
+        ("kd", {"shift": None}, TypeError, "shift is None"),
+        ("simpo", {"shift": 2}, TypeError, "shift is 2"),
+        ("dpo", {"z_loss": 1e-4}, TypeError, "z_loss is given"),
+        ("cpo", {"weight": torch.ones(V)}, TypeError, "weight is given"),
+        ("orpo", {"label_smoothing": 0.1}, TypeError, "label_smoothing is given"),
+        ("grpo", {"divisor": 3.0}, TypeError, "divisor is given"),
     ],
 )
 def test_errors(name, change, kind, message):
@@ -394,3 +401,13 @@ def test_named_settings_of_grpo():
         assert torch.equal(made(*call, **given), right)
         plain = losses.grpo(*call, old_logps=old, max_length=options.get("max_length"))
         assert not torch.equal(plain, right)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_kd_ignores_no_other_target_than_it_is_told(alpha):
+    p = Problem("padded")
+    target = torch.zeros(S, p.x.shape[1], dtype=torch.long)
+    call = p.x, p.w, *p.ref[:2]
+    target[0, 0] = -100
+    with pytest.raises(RuntimeError, match="out of range"):
+        losses.kd(*call, target, alpha=alpha, ignore_index=3)
