@@ -26,9 +26,10 @@ from storage_ops.graph import (
     regions,
     torch_checkpoint,
 )
-from storage_ops.graph.arguments import Arguments, Layout
+from storage_ops.graph.arguments import Arguments, Layout, holders
 from storage_ops.graph.capture import check_capture
 from storage_ops.graph.lift import Gradients, Lift, is_traced
+from storage_ops.graph.nodes import storages, written_at
 from storage_ops.graph.optimizers import Optimizers
 from storage_ops.graph.packing import Build, Packer
 from storage_ops.graph.remat import forget_tags, recompute
@@ -65,7 +66,8 @@ class TracedStep:
         if not callable(fn):
             raise TypeError(f"trace_step: fn is {fn!r}, a {type(fn).__name__}; expected a function")
         functools.update_wrapper(self, fn, updated=())
-        closure = closure_of(fn)
+        roots = [("fn", fn), *holders(args, kwargs)]
+        closure = closure_of(roots)
         self._training = [(name, m, m.training) for name, m in closure.modules]
         self._sharded: list[Any] = [m for _, m in closure.modules if fully_sharded.is_sharded(m)]
         self._optimizers = Optimizers()
@@ -74,9 +76,9 @@ class TracedStep:
 
         fake_mode = FakeTensorMode(shape_env=ShapeEnv())
         lift = Lift(fake_mode, closure)
-        with _nothing_left_behind(fn, closure, fake_mode):
-            self._arguments = Arguments(args, kwargs, fake_mode)
-            gradients = Gradients(lift, closure)
+        with _nothing_left_behind(roots, closure, fake_mode):
+            self._arguments = Arguments(args, kwargs, closure, fake_mode)
+            gradients = Gradients(lift, closure, self._arguments.tensors.values())
             packer = Packer(lift.lift)
 
             def flat(*_: Tensor) -> list[Any]:
@@ -86,11 +88,10 @@ class TracedStep:
                 with lift, gradients, self._optimizers.watched(lift.name):
                     result = fn(*self._arguments.args, **self._arguments.kwargs)
                     self._result = packer.tree(result)
-                    self._gradients = list(self._outgoing(gradients, lift, fake_mode, packer))
-                    self._state = [
-                        (write, packer.tree(value))
-                        for write, value in _replaced(closure, fake_mode)
-                    ]
+                    replaced = list(_replaced(closure, fake_mode))
+                    lift.saw(tree_leaves((result, [value for _, value in replaced])))
+                    self._gradients = list(self._outgoing(gradients, lift, packer))
+                    self._state = [(write, packer.tree(value)) for write, value in replaced]
                 return packer.outputs
 
             try:
@@ -119,6 +120,16 @@ class TracedStep:
         kept = cleanup.clean(gm, lift.nodes)
         self._inputs = [slot for slot, keep in zip(lift.inputs, kept, strict=True) if keep]
         self._layouts = [Layout.of(slot.read()) for slot in self._inputs]
+        self._again = [
+            (closure.slots[id(t)], slot)
+            for t, slot in closure.again
+            if t.requires_grad or closure.slots[id(t)] in self._inputs
+        ]
+        layouts = [*map(Layout.of, self._arguments.stand_ins), *self._layouts]
+        self._alone = [
+            layout.requires_grad or modified
+            for layout, modified in zip(layouts, _modified(gm.graph), strict=True)
+        ]
         self.gm: fx.GraphModule = recompute(gm, foreign=False)
         self._gpu = gpu_of_replays(self.gm.graph)
 
@@ -139,6 +150,7 @@ class TracedStep:
         lifted = [slot.read() for slot in self._inputs]
         for slot, layout, t in zip(self._inputs, self._layouts, lifted, strict=True):
             layout.check(slot.name, t)
+        self._check_ties([*plain, *lifted])
         previous = self._before(leaves)
         gpu = contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
         if self._gpu is not None and torch.cuda.is_current_stream_capturing():
@@ -163,11 +175,29 @@ class TracedStep:
         """Memory of the step over time, by the life of each tensor in the graph."""
         return schedule(self.gm)
 
+    def _check_ties(self, inputs: list[Tensor]) -> None:
+        """Raise if tensors that were one in the trace are several now, or the other way round."""
+        for first, again in self._again:
+            now = _read(again)
+            if now is not first.read() and now is not _GONE:
+                raise ValueError(
+                    f"traced step: {first.name} and {again.name} are two tensors; expected one, as "
+                    "when traced: trace the function again with two"
+                )
+        places: dict[int, int] = {}
+        for place, t in enumerate(inputs):
+            other = places.setdefault(id(t), place)
+            if other != place and (self._alone[place] or self._alone[other]):
+                names = [*self._arguments.names, *(slot.name for slot in self._inputs)]
+                raise ValueError(
+                    f"traced step: {names[other]} and {names[place]} are one tensor, which requires "
+                    "grad or is modified; expected two: trace the function again, or pass a copy"
+                )
+
     def _before(self, leaves: list[Any]) -> list[tuple[_Gradient, Tensor | None]]:
         """Drop the gradients that the step drops; the ones it adds to, where there are any."""
         for gradient in self._gradients:
-            is_set = not gradient.dropped and gradient.read(leaves).grad is not None
-            if is_set and gradient.used and gradient.build is not None:
+            if gradient.used and gradient.read(leaves).grad is not None:
                 raise RuntimeError(
                     f"traced step: {gradient.name}.grad is set, and fn reads gradients; expected "
                     "None, as when traced: drop it before the step, or inside fn"
@@ -181,23 +211,20 @@ class TracedStep:
         return previous
 
     def _outgoing(
-        self, gradients: Gradients, lift: Lift, fake_mode: FakeTensorMode, packer: Packer
+        self, gradients: Gradients, lift: Lift, packer: Packer
     ) -> Iterator[_Gradient]:
-        arguments = {id(t): i for i, t in self._arguments.tensors.items() if t.requires_grad}
-        for t in (*lift.leaves.values(), *(self._arguments.tensors[i] for i in arguments.values())):
-            gradients.note(t)
-        for key, (t, _) in list(gradients.before.items()):
+        arguments = {id(t): place for place, t in self._arguments.tensors.items()}
+        for key, (t, _) in list(lift.leaves.items()):
             with torch._C.DisableTorchFunction():
                 after = t.grad
-            dropped = key in gradients.dropped
-            if after is not None and is_traced(after, fake_mode):
-                build: Build | None = packer.leaf(after)
-            elif after is None and dropped:
-                build = None
-            else:  # untouched, or added to in place
+            dropped, used = key in gradients.dropped, key in lift.read
+            if after is None and not (dropped or used):
                 continue
+            if after is not None and gradients.is_untouched(t, after):
+                continue
+            build = None if after is None else packer.leaf(after)
             place, slot = arguments.get(key), lift.slot_of(t)
-            yield _Gradient(_reader(place, slot), slot.name, build, dropped, key in gradients.read)
+            yield _Gradient(_reader(place, slot), slot.name, build, dropped, used)
 
 
 def _reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
@@ -262,6 +289,13 @@ def _place_of(error: BaseException) -> str:
     return f" at {lines[-1].filename}:{lines[-1].lineno}{inside}"
 
 
+def _modified(graph: fx.Graph) -> list[bool]:
+    """Which inputs a graph modifies."""
+    inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    written = written_at(dict.fromkeys(graph.nodes, 0))
+    return [any(key in written for key, _ in storages(t)) for t in inputs]
+
+
 @contextlib.contextmanager
 def _eager_submodules() -> Iterator[None]:
     """Compiled functions inside the traced one run uncompiled: the whole is one graph."""
@@ -274,7 +308,7 @@ def _eager_submodules() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_left_behind(
-    fn: Callable[..., Any], closure: Closure, fake_mode: FakeTensorMode
+    roots: list[tuple[str, Any]], closure: Closure, fake_mode: FakeTensorMode
 ) -> Iterator[None]:
     """Take what a trace puts into the user's objects out of them again.
 
@@ -297,7 +331,7 @@ def _nothing_left_behind(
         for name, holder, _ in before:
             items = holder.items() if isinstance(holder, dict) else enumerate(holder)
             left += [f"{name}[{key!r}]" for key, value in items if is_traced(value, fake_mode)]
-        kept = closure_of(fn)
+        kept = closure_of(roots)
         left += [kept.slots[id(t)].name for t in kept.tensors if is_traced(t, fake_mode)]
         if left or sys.exc_info()[0] is not None:
             for _, holder, copy in before:
