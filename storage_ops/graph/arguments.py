@@ -204,9 +204,12 @@ class Arguments:
 
 
 def _equal(given: Any, traced: Any) -> bool:
+    if given is traced:
+        return True
     try:
-        return given is traced or bool(given == traced)
-    except Exception:  # such as that of an array, which has many truth values
+        same = given == traced
+        return bool(same.all() if hasattr(same, "all") else same)  # an array compares each element
+    except Exception:
         return False
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype)
@@ -45,6 +47,7 @@ class Closure:
         again: tensors that were found again elsewhere, with that place.
         tensors: every tensor.
         modules: every module, with its name.
+        optimizers: every optimizer.
         containers: every dict, list and namespace of an object, with its name.
         places: those that can be written, with what they hold, if that is a tensor, a container of
             some or None.
@@ -54,13 +57,14 @@ class Closure:
     again: list[tuple[Tensor, Slot]]
     tensors: list[Tensor]
     modules: list[tuple[str, nn.Module]]
+    optimizers: list[Optimizer]
     containers: list[tuple[str, Any]]
     places: list[tuple[Slot, Any]]
 
 
 def closure_of(roots: Iterable[tuple[str, Any]]) -> Closure:
     """Every tensor, module and container that named values reach by names, attributes and items."""
-    found = Closure({}, [], [], [], [], [])
+    found = Closure({}, [], [], [], [], [], [])
     seen: set[int] = set()
 
     def visit(name: str, value: Any, slot: Slot, depth: int) -> None:
@@ -81,6 +85,8 @@ def closure_of(roots: Iterable[tuple[str, Any]]) -> Closure:
         seen.add(id(value))
         if isinstance(value, nn.Module):
             found.modules.append((name, value))
+        elif isinstance(value, Optimizer):
+            found.optimizers.append(value)
         children(name, value, slot, depth)
 
     def children(name: str, value: Any, slot: Slot, depth: int) -> None:
@@ -118,7 +124,7 @@ def _package(value: Any) -> str:
 
 def _is_opaque(value: Any) -> bool:
     """Whether nothing a user would train is looked for inside a value."""
-    if isinstance(value, (nn.Module, torch.optim.Optimizer, dict, *_SEQUENCES)):
+    if isinstance(value, (nn.Module, Optimizer, LRScheduler, dict, *_SEQUENCES)):
         return False
     return isinstance(value, _LEAVES) or _package(type(value)) == "torch"
 

@@ -70,7 +70,7 @@ class TracedStep:
         closure = closure_of(roots)
         self._training = [(name, m, m.training) for name, m in closure.modules]
         self._sharded: list[Any] = [m for _, m in closure.modules if fully_sharded.is_sharded(m)]
-        self._optimizers = Optimizers()
+        self._optimizers = Optimizers(closure.optimizers)
         # This imports sympy, which takes half a second.
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
@@ -116,6 +116,7 @@ class TracedStep:
             finally:
                 gradients.restore()
                 lift.restore()
+        _check_constants(packer.constants, fake_mode)
         gm.graph.set_codegen(fx.graph.CodeGen())
         kept = cleanup.clean(gm, lift.nodes)
         self._inputs = [slot for slot, keep in zip(lift.inputs, kept, strict=True) if keep]
@@ -190,8 +191,9 @@ class TracedStep:
             if other != place and (self._alone[place] or self._alone[other]):
                 names = [*self._arguments.names, *(slot.name for slot in self._inputs)]
                 raise ValueError(
-                    f"traced step: {names[other]} and {names[place]} are one tensor, which requires "
-                    "grad or is modified; expected two: trace the function again, or pass a copy"
+                    f"traced step: {names[other]} and {names[place]} are one tensor, which "
+                    "requires grad or is modified; expected two: trace the function again, or pass "
+                    "a copy"
                 )
 
     def _before(self, leaves: list[Any]) -> list[tuple[_Gradient, Tensor | None]]:
@@ -345,6 +347,16 @@ def _nothing_left_behind(
             "expected it to be returned instead, or a tensor to be there already, which it "
             "replaces (an optimizer whose state this is must take one step before)"
         )
+
+
+def _check_constants(values: list[Any], fake_mode: FakeTensorMode) -> None:
+    for value in values:
+        if any(is_traced(t, fake_mode) for t in closure_of([("result", value)]).tensors):
+            raise RuntimeError(
+                f"trace_step: fn returns a {type(value).__name__}, which holds a tensor of the "
+                "step where it cannot be found; expected tensors in a pytree, such as a dict or a "
+                "tuple"
+            )
 
 
 def _replaced(
