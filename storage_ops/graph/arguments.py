@@ -68,9 +68,7 @@ class Arguments:
         dynamic: whether a dimension of one may have any size.
     """
 
-    def __init__(
-        self, args: Any, kwargs: Any, closure: Closure, fake_mode: FakeTensorMode
-    ) -> None:
+    def __init__(self, args: Any, kwargs: Any, closure: Closure, fake_mode: FakeTensorMode) -> None:
         paths, self._spec = tree_flatten_with_path((args, kwargs))
         self._names = [_name(keystr(path)) for path, _ in paths]
         self._leaves = [leaf for _, leaf in paths]

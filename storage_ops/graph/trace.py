@@ -212,9 +212,7 @@ class TracedStep:
             previous.append((gradient, t.grad))
         return previous
 
-    def _outgoing(
-        self, gradients: Gradients, lift: Lift, packer: Packer
-    ) -> Iterator[_Gradient]:
+    def _outgoing(self, gradients: Gradients, lift: Lift, packer: Packer) -> Iterator[_Gradient]:
         arguments = {id(t): place for place, t in self._arguments.tensors.items()}
         for key, (t, _) in list(lift.leaves.items()):
             with torch._C.DisableTorchFunction():
@@ -237,22 +235,25 @@ def _reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
 def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
     """Record a training step as one graph in which checkpointed regions really are recomputed.
 
-    `fn` runs once, on stand-ins without data; nothing is changed by it. It may do all that a
-    training step does: forward, loss, `loss.backward()` or `torch.autograd.grad` (any number of
-    them), gradient clipping, `optimizer.step()`. The modules and tensors it closes over become
-    inputs of the graph and are read again at each call.
+    `fn` runs once, on stand-ins without data: no tensor is changed by it, and what else it does,
+    such as counting its calls, it does then and not again. It may do all that a training step does:
+    forward, loss, `loss.backward()` or `torch.autograd.grad` (any number of them), gradient
+    clipping, `optimizer.step()`. The modules and tensors it closes over, or that objects among the
+    arguments hold, become inputs of the graph and are read again at each call.
 
     Regions are those of `torch.utils.checkpoint`, with or without the contexts of selective
     checkpointing, and those of `OutputDiscardCheckpoint`. What backward needs of a region is
     recomputed just before its first use there, with the random numbers of the forward. Results,
     gradients and the state of the random-number generators afterwards are those of eager mode.
 
-    As with every trace, what Python code decides is fixed: branches, sizes, numbers. Sizes of an
-    argument's dimensions marked by `torch._dynamo.mark_dynamic` may differ between calls.
+    As with every trace, what Python code decides is fixed: branches, sizes, numbers, and which
+    weights are one tensor. Sizes of an argument's dimensions marked by
+    `torch._dynamo.mark_dynamic` may differ between calls.
 
     Args:
         fn: the step.
-        args, kwargs: example arguments, pytrees; tensors in them that require grad are leaves.
+        args, kwargs: example arguments, pytrees; tensors in them that require grad are leaves. An
+            object in them that holds tensors, such as a module, must be the same at each call.
 
     Returns:
         A callable with the signature and the results of `fn`. Its tensors carry no autograd graph.
@@ -262,8 +263,10 @@ def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
             recorded, such as with a communication hook; `fn` uses torch's context_parallel;
             Inductor's async tensor parallelism is asked for.
         RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
-            in an object; a region modifies in place the output of another that discards it. In
-            each case nothing has changed.
+            in an object, or is returned in one that is no pytree; `fn` sets `.data` of a tensor,
+            seeds or forks a generator of torch, or changes an option of an optimizer; a region
+            modifies in place the output of another that discards it. In each case no tensor has
+            changed.
 
     Example:
         >>> layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
