@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from storage_ops.graph.slots import Closure, closure_of
+from storage_ops.graph.slots import Closure, Slot, closure_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Arguments:
                 self._leaves[place] = None
                 if leaf.requires_grad and id(leaf) in closure.slots:
                     slot = closure.slots[id(leaf)]
-                    self._tied[place] = slot.name, lambda _, slot=slot: slot.read()
+                    self._tied[place] = slot.name, reader(None, slot)
                     continue
                 first = firsts.setdefault(id(leaf), place) if leaf.requires_grad else place
                 if first != place:
@@ -215,6 +215,11 @@ def _attributes(t: Tensor) -> dict[str, Any]:
     """What users have set on a tensor; names that begin with an underscore are torch's own."""
     inner = t.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(t) else ()
     return {k: v for k, v in vars(t).items() if not k.startswith("_") and k not in inner}
+
+
+def reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
+    """Reads a leaf at each call: from among the arguments, or from where fn finds it."""
+    return lambda leaves: slot.read() if place is None else leaves[place]
 
 
 def holders(args: Any, kwargs: Any) -> list[tuple[str, Any]]:

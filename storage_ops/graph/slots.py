@@ -101,7 +101,7 @@ def closure_of(roots: Iterable[tuple[str, Any]]) -> Closure:
 
     for root_name, root in roots:
         package = _package(root)
-        visit(root_name, root, Slot(root_name, lambda root=root: root), 0)
+        visit(root_name, root, _constant(root_name, root), 0)
     return found
 
 
@@ -196,6 +196,10 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
             if isinstance(descriptor, types.MemberDescriptorType) and hasattr(value, key):
                 found[key] = getattr(value, key)
     return list(found.items())
+
+
+def _constant(label: str, value: Any) -> Slot:
+    return Slot(label, lambda: value)
 
 
 def _attribute(label: str, read: Callable[[], Any], key: str, writable: bool = True) -> Slot:

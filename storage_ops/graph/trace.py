@@ -26,7 +26,7 @@ from storage_ops.graph import (
     regions,
     torch_checkpoint,
 )
-from storage_ops.graph.arguments import Arguments, Layout, holders
+from storage_ops.graph.arguments import Arguments, Layout, holders, reader
 from storage_ops.graph.capture import check_capture
 from storage_ops.graph.lift import Gradients, Lift, is_traced
 from storage_ops.graph.nodes import storages, written_at
@@ -179,8 +179,8 @@ class TracedStep:
     def _check_ties(self, inputs: list[Tensor]) -> None:
         """Raise if tensors that were one in the trace are several now, or the other way round."""
         for first, again in self._again:
-            now = _read(again)
-            if now is not first.read() and now is not _GONE:
+            now = _read(first), _read(again)
+            if now[0] is not now[1] and not any(t is _GONE for t in now):
                 raise ValueError(
                     f"traced step: {first.name} and {again.name} are two tensors; expected one, as "
                     "when traced: trace the function again with two"
@@ -224,12 +224,7 @@ class TracedStep:
                 continue
             build = None if after is None else packer.leaf(after)
             place, slot = arguments.get(key), lift.slot_of(t)
-            yield _Gradient(_reader(place, slot), slot.name, build, dropped, used)
-
-
-def _reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
-    """Reads a leaf at each call: from among the arguments, or from where fn finds it."""
-    return lambda leaves: slot.read() if place is None else leaves[place]
+            yield _Gradient(reader(place, slot), slot.name, build, dropped, used)
 
 
 def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
