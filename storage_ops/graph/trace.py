@@ -104,6 +104,7 @@ class TracedStep:
                     refusals.refused(closure),
                     torch_checkpoint.marked(),
                     _eager_submodules(),
+                    _plain_lstm(closure),
                     symbolic(),
                 ):
                     gm = make_fx(flat)(*self._arguments.stand_ins)
@@ -304,6 +305,20 @@ def _eager_submodules() -> Iterator[None]:
         return
     with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
         yield
+
+
+@contextlib.contextmanager
+def _plain_lstm(closure: Closure) -> Iterator[None]:
+    """Without oneDNN's LSTM of a CPU, whose backward needs a workspace that a trace has not."""
+    enabled = torch._C._get_mkldnn_enabled()
+    if not any(isinstance(module, nn.LSTM) for _, module in closure.modules):
+        yield
+        return
+    try:
+        torch._C._set_mkldnn_enabled(False)
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextlib.contextmanager

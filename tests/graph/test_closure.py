@@ -297,6 +297,22 @@ def test_what_cannot_be_followed_is_refused():
         traced(x)
 
 
+def test_lstm_in_single_precision():
+    def make():
+        model = nn.LSTM(3, 4, num_layers=2, batch_first=True)
+
+        def step(x):
+            model.zero_grad()
+            loss = model(x)[0].square().sum()
+            loss.backward()
+            return loss.detach()
+
+        return step, (torch.randn(2, 3, 3),), [model]
+
+    assert_equals_eager(make, calls=2)
+    assert torch.backends.mkldnn.enabled
+
+
 def test_a_step_without_tensors_among_its_arguments():
     model, x = linear(3, 4), rows(2, 3)
     torch.testing.assert_close(graph.trace_step(lambda: model(x))(), model(x).detach())
