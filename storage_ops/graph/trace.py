@@ -125,7 +125,7 @@ class TracedStep:
         self._again = [
             (closure.slots[id(t)], slot)
             for t, slot in closure.again
-            if t.requires_grad or closure.slots[id(t)] in self._inputs
+            if (t.requires_grad and t.is_leaf) or closure.slots[id(t)] in self._inputs
         ]
         layouts = [*map(Layout.of, self._arguments.stand_ins), *self._layouts]
         self._alone = [
