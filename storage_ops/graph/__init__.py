@@ -4,7 +4,7 @@ A *step* is a function of tensors that may call `backward` and an optimizer. `tr
 tensors that it closes over become inputs (`lift.py`, found by `slots.py`), optimizers are watched
 (`optimizers.py`), its results leave as a flat list (`packing.py`), and each call is checked against
 what the trace has fixed (`arguments.py`). DDP and FSDP2 communicate by ops of the graph
-(`data_parallel.py`, `fully_sharded.py`); what cannot is refused by name (`refusals.py`).
+(`data_parallel.py`, `fully_sharded.py`); what it cannot hold is refused by name (`refusals.py`).
 
 While it is recorded, every node gets a *mark*: the regions around it, and the backward pass that it
 belongs to (`regions.py`; `torch_checkpoint.py` for those of torch). `remat.py` reads the marks and

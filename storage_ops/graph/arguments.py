@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from storage_ops.graph.slots import Closure, Slot, closure_of
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,26 @@ class Arguments:
 
     Attributes:
         stand_ins: the plain stand-ins, inputs of the graph.
+        names: the argument that each of them stands for.
         tensors: by its place among the leaves, the stand-in of each tensor argument.
         dynamic: whether a dimension of one may have any size.
     """
 
-    def __init__(self, args: Any, kwargs: Any, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, args: Any, kwargs: Any, closure: Closure, fake_mode: FakeTensorMode) -> None:
         paths, self._spec = tree_flatten_with_path((args, kwargs))
         self._names = [_name(keystr(path)) for path, _ in paths]
         self._leaves = [leaf for _, leaf in paths]
         self._fake_mode = fake_mode
         self.stand_ins: list[Any] = []
+        self.names: list[str] = []
         self.tensors: dict[int, Tensor] = {}
         self.dynamic = False
         self._layouts: dict[int, Layout] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
+        # A leaf of autograd is one tensor in the trace too, however often fn is given it.
+        self._tied: dict[int, tuple[str, Callable[[list[Any]], Any]]] = {}
+        self._holders: set[int] = set()
+        firsts: dict[int, int] = {}
         flat = list(self._leaves)
         for place, leaf in enumerate(self._leaves):
             if isinstance(leaf, Tensor):
@@ -84,13 +94,25 @@ class Arguments:
                         f"trace_step: {self._names[place]} has a grad_fn, whose backward would not "
                         "be part of the step; expected a leaf, such as its .detach()"
                     )
+                self._attributes[place] = _attributes(leaf)
+                self._leaves[place] = None
+                if leaf.requires_grad and id(leaf) in closure.slots:
+                    slot = closure.slots[id(leaf)]
+                    self._tied[place] = slot.name, reader(None, slot)
+                    continue
+                first = firsts.setdefault(id(leaf), place) if leaf.requires_grad else place
+                if first != place:
+                    self._tied[place] = self._names[first], operator.itemgetter(first)
+                    flat[place] = flat[first]
+                    continue
                 made = self._stand_in(leaf, dynamic)
+                self.names += [self._names[place]] * (len(self.stand_ins) - len(self.names))
                 made.__dict__.update(_attributes(leaf))
                 if isinstance(leaf, nn.Parameter):
                     made._is_param = True  # what isinstance asks for
-                self._attributes[place] = _attributes(leaf)
                 self.tensors[place] = flat[place] = made
-                self._leaves[place] = None
+            elif closure_of([(self._names[place], leaf)]).tensors:
+                self._holders.add(place)
         self.args, self.kwargs = tree_unflatten(flat, self._spec)
 
     def _stand_in(self, t: Any, dynamic: frozenset[int]) -> Any:
@@ -135,8 +157,23 @@ class Arguments:
             if place in self._layouts:
                 self._layouts[place].check(self._names[place], leaf)
                 self._check_attributes(place, leaf)
-                plain.extend(_parts(leaf))
-            elif leaf is not traced and leaf != traced:
+                if place not in self._tied:
+                    plain.extend(_parts(leaf))
+                    continue
+                name, read = self._tied[place]
+                if leaf is not read(leaves):
+                    raise ValueError(
+                        f"traced step: {self._names[place]} and {name} are two tensors; expected "
+                        "one, as when traced: trace the function again with two"
+                    )
+            elif place in self._holders:
+                if leaf is not traced:
+                    raise ValueError(
+                        f"traced step: {self._names[place]} is another {type(leaf).__name__} than "
+                        "when traced; expected the same object, whose tensors are read at each "
+                        "call, or a pytree of tensors, such as a dict"
+                    )
+            elif not _equal(leaf, traced):
                 raise ValueError(
                     f"traced step: {self._names[place]} is {leaf!r}; expected {traced!r}, for what "
                     "is no tensor was fixed when traced"
@@ -164,10 +201,31 @@ class Arguments:
                 )
 
 
+def _equal(given: Any, traced: Any) -> bool:
+    if given is traced:
+        return True
+    try:
+        same = given == traced
+        return bool(same.all() if hasattr(same, "all") else same)  # an array compares each element
+    except Exception:
+        return False
+
+
 def _attributes(t: Tensor) -> dict[str, Any]:
     """What users have set on a tensor; names that begin with an underscore are torch's own."""
     inner = t.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(t) else ()
     return {k: v for k, v in vars(t).items() if not k.startswith("_") and k not in inner}
+
+
+def reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
+    """Reads a leaf at each call: from among the arguments, or from where fn finds it."""
+    return lambda leaves: slot.read() if place is None else leaves[place]
+
+
+def holders(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """The leaves of arguments that are no tensors, with their names."""
+    paths, _ = tree_flatten_with_path((args, kwargs))
+    return [(_name(keystr(path)), leaf) for path, leaf in paths if not isinstance(leaf, Tensor)]
 
 
 def _name(path: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.d
 # They hide from a trace that the op in them may work in place.
 _REPLAYS = (run_and_save_rng_state, run_with_rng_state)
 _GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
 
 
 class Lift(TorchDispatchMode):
@@ -37,8 +39,10 @@ class Lift(TorchDispatchMode):
     Attributes:
         inputs: the slots of the lifted tensors, in the order of the graph's inputs.
         nodes: those inputs.
-        leaves: leaves that require grad and were used.
+        leaves: by its id, a leaf that requires grad, and the gradient it had before the trace.
         backward_ran: whether a backward pass was recorded.
+        read: ids of the leaves whose gradient was used, or found missing, where one from before the
+            step would have made a difference.
     """
 
     supports_higher_order_operators = True
@@ -53,8 +57,10 @@ class Lift(TorchDispatchMode):
         self._held: list[Tensor] = []
         self.inputs: list[Slot] = []
         self.nodes: list[fx.Node] = []
-        self.leaves: dict[int, Tensor] = {}
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.backward_ran = False
+        self.read: set[int] = set()
+        self._watched: dict[int, tuple[Tensor, int]] = {}
         self._versions: list[tuple[Tensor, int, bool]] = []
         for t in closure.tensors:
             self.name(t, closure.slots[id(t)])
@@ -69,7 +75,7 @@ class Lift(TorchDispatchMode):
                 "expected the function that the graph was made of"
             )
         flat, spec = tree_flatten((args, kwargs or {}))
-        self._note_leaves(flat)
+        self.saw(flat)
         self.backward_ran = self.backward_ran or torch._C._current_graph_task_id() != -1
         if any(isinstance(t, Tensor) and is_traceable_wrapper_subclass(t) for t in flat):
             return NotImplemented  # the subclass comes back with the tensors inside it
@@ -129,7 +135,7 @@ class Lift(TorchDispatchMode):
             if node.op != "placeholder":
                 break
             last = node
-        before = next(iter(graph.nodes)) if last is None else last.next
+        before = next(iter(graph.nodes), graph._root) if last is None else last.next
         with graph.inserting_before(before):
             proxy = tracer.create_proxy("placeholder", f"lifted_{len(self.inputs)}", (), {})
         with _disable_current_modes():
@@ -138,12 +144,25 @@ class Lift(TorchDispatchMode):
         self.nodes.append(proxy.node)
         return fake
 
-    def _note_leaves(self, values: Sequence[Any]) -> None:
+    def saw(self, values: Iterable[Any]) -> None:
+        """Note what is used: leaves, and gradients that are watched."""
         for t in values:
+            if id(t) in self._watched:
+                self.read.add(self._watched[id(t)][1])
             if not isinstance(t, Tensor) or is_traced(t, self._fake_mode):
                 continue
             if t.requires_grad and t.is_leaf:
-                self.leaves.setdefault(id(t), t)
+                self.note(t)
+
+    def note(self, t: Tensor) -> None:
+        """Remember the gradient of a leaf, unless that is done."""
+        if id(t) not in self.leaves:
+            with torch._C.DisableTorchFunction():
+                self.leaves[id(t)] = (t, t.grad)
+
+    def watch(self, grad: Tensor, t: Tensor) -> None:
+        """From here on a use of `grad`, which fn has looked up, reads the gradient of `t`."""
+        self._watched[id(grad)] = (grad, id(t))
 
 
 def _place_of(t: Tensor) -> Any:
@@ -161,55 +180,67 @@ def _describe(t: Tensor) -> str:
 class Gradients(TorchFunctionMode):
     """Follows who sets and reads `.grad` while fn is traced.
 
-    Whether a step begins by dropping the gradients must not depend on there being any at the time
-    of the trace: a gradient that is looked at before the first backward pass is made to exist.
+    Whether a step drops the gradients must not depend on there being any at the time of the trace:
+    a gradient that is looked at before a backward pass adds to it, or to be dropped, is made to
+    exist.
 
     Attributes:
-        before: by the id of a tensor, the tensor and the gradient it had before the trace.
-        dropped: ids of the tensors whose gradient fn set to None before anything was added to it.
-        read: ids of the tensors whose gradient fn used after a backward pass.
+        made: by the id of a leaf, the gradient that was made for it.
+        dropped: ids of the leaves whose gradient fn has set or deleted, so that nothing remains of
+            the one from before the step.
     """
 
-    def __init__(self, lift: Lift, closure: Closure) -> None:
+    def __init__(self, lift: Lift, closure: Closure, arguments: Iterable[Tensor]) -> None:
         super().__init__()
         self._lift = lift
-        self.before: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.made: dict[int, Tensor] = {}
         self.dropped: set[int] = set()
-        self.read: set[int] = set()
-        for t in closure.tensors:
+        for t in (*closure.tensors, *arguments):
             if t.is_leaf and t.requires_grad:
-                self.note(t)
+                lift.note(t)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _GRAD.__set__:
-            t, value = args
-            self.note(t)
-            if value is None and self._is_untouched(t):
-                self.dropped.add(id(t))
+        if func in (_GRAD.__set__, _GRAD.__delete__):
+            self._lift.note(args[0])
+            self.dropped.add(id(args[0]))
         elif func == _GRAD.__get__:
-            (t,) = args
-            if self._lift.backward_ran:
-                self.read.add(id(t))
-            elif t.grad is None and t.is_leaf and t.requires_grad and id(t) not in self.dropped:
-                self.note(t)
-                with _disable_current_modes():
-                    t.grad = torch.zeros_like(t)
-                self.made[id(t)] = t.grad
-                self._lift.name(t.grad, gradient_slot(self._lift.slot_of(t)))
+            drops = sys._getframe(1).f_code.co_name == "zero_grad"  # torch's look before they drop
+            self._look(args[0], drops)
+        elif func == _DATA.__set__:
+            self._check_data(*args)
         return func(*args, **(kwargs or {}))
 
-    def note(self, t: Tensor) -> None:
-        """Remember the gradient of `t`, unless that is done."""
-        with torch._C.DisableTorchFunction():
-            self.before.setdefault(id(t), (t, t.grad))
+    def _look(self, t: Tensor, drops: bool) -> None:
+        if not t.is_leaf or not t.requires_grad or id(t) in self.dropped:
+            return
+        self._lift.note(t)
+        if t.grad is not None:
+            if not self.is_untouched(t, t.grad):
+                self._lift.watch(t.grad, t)
+        elif drops or not self._lift.backward_ran:
+            with _disable_current_modes():
+                t.grad = torch.zeros_like(t)
+            self.made[id(t)] = t.grad
+            self._lift.name(t.grad, gradient_slot(self._lift.slot_of(t)))
+        else:
+            self._lift.read.add(id(t))
 
-    def _is_untouched(self, t: Tensor) -> bool:
-        return t.grad is self.made.get(id(t), self.before[id(t)][1])
+    def _check_data(self, t: Tensor, value: Tensor) -> None:
+        """Raise if the memory of a tensor that is there at each call is exchanged for another."""
+        if value is not t and (_place_of(t) is None or _place_of(t) != _place_of(value)):
+            raise RuntimeError(
+                f"trace_step: fn sets .data of {self._lift.slot_of(t).name}, whose memory a graph "
+                "cannot exchange; expected its values to be overwritten, by .copy_(...) under "
+                "torch.no_grad()"
+            )
+
+    def is_untouched(self, t: Tensor, grad: Tensor | None) -> bool:
+        """Whether `grad` is the gradient `t` had before fn; it may have been added to in place."""
+        return grad is self.made.get(id(t), self._lift.leaves[id(t)][1])
 
     def restore(self) -> None:
         """Give every tensor the gradient it had."""
-        for t, grad in self.before.values():
+        for t, grad in self._lift.leaves.values():
             t.grad = grad
 
 

@@ -20,7 +20,8 @@ Options = list[dict[str, Any]]
 class Optimizers:
     """The optimizers that stepped in a trace, and the options the graph assumes of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self._before = [(optimizer, _options(optimizer)) for optimizer in optimizers]
         self.stepped: list[tuple[Optimizer, Options]] = []
 
     @contextlib.contextmanager
@@ -29,12 +30,16 @@ class Optimizers:
 
         Args:
             name: told from where each tensor of that state is to be read.
+
+        Raises:
+            RuntimeError: an option that the graph takes as fixed is another after the block.
         """
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not any(optimizer is known for known, _ in self.stepped):
                 self.stepped.append((optimizer, _options(optimizer)))
-                with _disable_current_modes():
+                # Its gradients are not those that fn sets.
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
                     _make_state(optimizer)
                 for parameter, state in optimizer.state.items():
                     for key, value in state.items():
@@ -46,6 +51,11 @@ class Optimizers:
             yield
         finally:
             handle.remove()
+        for what, now, then in _differences([*self._before, *self.stepped]):
+            raise RuntimeError(
+                f"trace_step: fn changes {what} from {then!r} to {now!r}, which a graph cannot; "
+                "expected that outside of fn, such as the step of a scheduler"
+            )
 
     def check(self) -> None:
         """Raise if an option that was fixed in the trace has changed since.
@@ -53,22 +63,30 @@ class Optimizers:
         Raises:
             ValueError: naming the option and both values.
         """
-        for optimizer, traced in self.stepped:
-            for index, (now, then) in enumerate(zip(_options(optimizer), traced, strict=True)):
-                for name, value in then.items():
-                    if now.get(name) != value:
-                        raise ValueError(
-                            f"traced step: {name} of parameter group {index} of "
-                            f"{type(optimizer).__name__} is {now.get(name)!r}; expected {value!r}, "
-                            "as when traced: trace the function again, or make it a tensor, which "
-                            "is read at each call"
-                        )
+        for what, now, then in _differences(self.stepped):
+            raise ValueError(
+                f"traced step: {what} is {now!r}; expected {then!r}, as when traced: trace the "
+                "function again, or make it a tensor, which is read at each call"
+            )
+
+
+def _differences(optimizers: list[tuple[Optimizer, Options]]) -> Iterator[tuple[str, Any, Any]]:
+    """Options that are not as they were: their name, the value now, and the one then."""
+    for optimizer, options in optimizers:
+        kind, groups = type(optimizer).__name__, _options(optimizer)
+        if len(groups) != len(options):
+            yield f"the number of parameter groups of {kind}", len(groups), len(options)
+        for index, (now, then) in enumerate(zip(groups, options, strict=False)):
+            for name, value in then.items():
+                if now.get(name) != value:
+                    yield f"{name} of parameter group {index} of {kind}", now.get(name), value
 
 
 def _options(optimizer: Optimizer) -> Options:
-    """The options of each parameter group that are numbers, not tensors."""
+    """The options of each parameter group that are no tensors, and how many parameters it has."""
     return [
         {name: v for name, v in group.items() if name != "params" and not isinstance(v, Tensor)}
+        | {"the number of parameters": len(group["params"])}
         for group in optimizer.param_groups
     ]
 

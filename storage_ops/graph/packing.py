@@ -18,11 +18,13 @@ class Packer:
 
     Attributes:
         outputs: plain tensors and numbers of the trace, in the order the graph returns them.
+        constants: values that are neither, returned as they are at each call.
     """
 
     def __init__(self, lift: Callable[[Any], Any]) -> None:
         self._lift = lift
         self.outputs: list[Any] = []
+        self.constants: list[Any] = []
 
     def tree(self, value: Any) -> Build:
         """Add a pytree; returns what makes it again from the graph's outputs."""
@@ -35,6 +37,7 @@ class Packer:
         if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
             return self._subclass(value)
         if not isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            self.constants.append(value)
             return lambda outputs: value
         place = len(self.outputs)
         self.outputs.append(self._lift(value))

@@ -1,14 +1,20 @@
-"""Ways of parallel training that a traced step cannot hold: refused by name, before they begin."""
+"""What a traced step cannot hold: refused by name, before it begins."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
+
+import torch
 
 from storage_ops.graph.slots import Closure
 
+_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "fork_rng")
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 # Each begins a ring; the first before it changes a buffer.
 _BEGINNINGS = ("_context_parallel_buffers", "_enable_cp_dtensor_dispatcher")
@@ -16,12 +22,39 @@ _BEGINNINGS = ("_context_parallel_buffers", "_enable_cp_dtensor_dispatcher")
 
 @contextlib.contextmanager
 def refused(closure: Closure) -> Iterator[None]:
-    """Raise in a with block where a ring of torch's context parallelism begins, and before.
+    """Raise in a with block where fn begins what a graph cannot hold, and before.
 
     Raises:
-        ValueError: a ring is under way already, or async tensor parallelism is asked for.
+        ValueError: a ring of torch's context parallelism is under way already, or async tensor
+            parallelism is asked for.
     """
     _refuse_async(closure)
+    with contextlib.ExitStack() as stack:
+        for module in (torch, torch.random, torch.cuda):
+            for name in _SEEDS:
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, _unseeded(module, name)))
+        stack.enter_context(_without_rings())
+        yield
+
+
+def _unseeded(module: Any, name: str) -> Any:
+    plain, thread = getattr(module, name), threading.get_ident()
+
+    @functools.wraps(plain)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return plain(*args, **kwargs)
+        raise RuntimeError(
+            f"trace_step: fn calls {module.__name__}.{name}, and a graph cannot set the state of a "
+            "generator; expected that outside of fn, or a torch.Generator from there"
+        )
+
+    return refuse
+
+
+@contextlib.contextmanager
+def _without_rings() -> Iterator[None]:
     module: Any = sys.modules.get(_RING)
     if module is None:
         yield

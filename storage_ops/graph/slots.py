@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype)
-_STATE = (Tensor, tuple, list, dict, type(None))
+_SEQUENCES = (list, tuple, collections.deque)
+_STATE = (Tensor, *_SEQUENCES, dict, type(None))
+_MODULE = frozenset(vars(nn.Module()))  # its own attributes
 _MAX_DEPTH = 12
 
 
@@ -35,33 +40,38 @@ class Slot:
 
 @dataclass
 class Closure:
-    """What a function can reach besides its arguments.
+    """What a function can reach: by itself, and from arguments that are no tensors.
 
     Attributes:
         slots: by the id of a tensor, where it was found first.
+        again: tensors that were found again elsewhere, with that place.
         tensors: every tensor.
         modules: every module, with its name.
+        optimizers: every optimizer.
         containers: every dict, list and namespace of an object, with its name.
         places: those that can be written, with what they hold, if that is a tensor, a container of
             some or None.
     """
 
     slots: dict[int, Slot]
+    again: list[tuple[Tensor, Slot]]
     tensors: list[Tensor]
     modules: list[tuple[str, nn.Module]]
+    optimizers: list[Optimizer]
     containers: list[tuple[str, Any]]
     places: list[tuple[Slot, Any]]
 
 
-def closure_of(fn: Callable[..., Any]) -> Closure:
-    """Every tensor, module and container that `fn` reaches through names, attributes and items."""
-    found = Closure({}, [], [], [], [])
-    package = _package(fn)
+def closure_of(roots: Iterable[tuple[str, Any]]) -> Closure:
+    """Every tensor, module and container that named values reach by names, attributes and items."""
+    found = Closure({}, [], [], [], [], [], [])
     seen: set[int] = set()
 
     def visit(name: str, value: Any, slot: Slot, depth: int) -> None:
         if isinstance(value, Tensor):
-            if id(value) not in found.slots:
+            if id(value) in found.slots:
+                found.again.append((value, slot))
+            else:
                 found.slots[id(value)] = slot
                 found.tensors.append(value)
                 if value.is_leaf and value.grad is not None:
@@ -75,10 +85,12 @@ def closure_of(fn: Callable[..., Any]) -> Closure:
         seen.add(id(value))
         if isinstance(value, nn.Module):
             found.modules.append((name, value))
+        elif isinstance(value, Optimizer):
+            found.optimizers.append(value)
         children(name, value, slot, depth)
 
     def children(name: str, value: Any, slot: Slot, depth: int) -> None:
-        if isinstance(value, (dict, list)):
+        if isinstance(value, (dict, list, collections.deque)):
             found.containers.append((name, value))
         elif hasattr(value, "__dict__"):
             found.containers.append((name, vars(value)))
@@ -87,7 +99,9 @@ def closure_of(fn: Callable[..., Any]) -> Closure:
                 found.places.append((child_slot, child))
             visit(child_name, child, child_slot, depth + 1)
 
-    visit("fn", fn, Slot("fn", lambda: fn), 0)
+    for root_name, root in roots:
+        package = _package(root)
+        visit(root_name, root, _constant(root_name, root), 0)
     return found
 
 
@@ -110,7 +124,7 @@ def _package(value: Any) -> str:
 
 def _is_opaque(value: Any) -> bool:
     """Whether nothing a user would train is looked for inside a value."""
-    if isinstance(value, (nn.Module, torch.optim.Optimizer, dict, list, tuple)):
+    if isinstance(value, (nn.Module, Optimizer, LRScheduler, dict, *_SEQUENCES)):
         return False
     return isinstance(value, _LEAVES) or _package(type(value)) == "torch"
 
@@ -153,10 +167,10 @@ def _children(
         for key, content in list(value.items()):
             label = f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[...]"
             yield label, content, _item(label, read, key, True)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, _SEQUENCES):
         for place, content in enumerate(value):
             label = f"{name}[{place}]"
-            yield label, content, _item(label, read, place, isinstance(value, list))
+            yield label, content, _item(label, read, place, not isinstance(value, tuple))
     elif isinstance(value, nn.Module):
         for part in ("_parameters", "_buffers", "_modules"):
             for key, content in getattr(value, part).items():
@@ -164,14 +178,28 @@ def _children(
                 holder = _attribute(label, read, part)
                 yield label, content, _item(label, holder.read, key, True)
         for key, content in list(vars(value).items()):
-            if not key.startswith("_"):
+            if key not in _MODULE:
                 yield f"{name}.{key}", content, _attribute(f"{name}.{key}", read, key)
-    elif hasattr(value, "__dict__"):
-        if callable(value):
+    else:
+        if callable(value) and hasattr(value, "__dict__"):
             call = type(value).__call__
             yield name, call, Slot(name, lambda: call)
-        for key, content in list(vars(value).items()):
+        for key, content in _attributes(value):
             yield f"{name}.{key}", content, _attribute(f"{name}.{key}", read, key)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """What an object holds, in a namespace or in slots."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        for key, descriptor in vars(kind).items():
+            if isinstance(descriptor, types.MemberDescriptorType) and hasattr(value, key):
+                found[key] = getattr(value, key)
+    return list(found.items())
+
+
+def _constant(label: str, value: Any) -> Slot:
+    return Slot(label, lambda: value)
 
 
 def _attribute(label: str, read: Callable[[], Any], key: str, writable: bool = True) -> Slot:

@@ -26,9 +26,10 @@ from storage_ops.graph import (
     regions,
     torch_checkpoint,
 )
-from storage_ops.graph.arguments import Arguments, Layout
+from storage_ops.graph.arguments import Arguments, Layout, holders, reader
 from storage_ops.graph.capture import check_capture
 from storage_ops.graph.lift import Gradients, Lift, is_traced
+from storage_ops.graph.nodes import storages, written_at
 from storage_ops.graph.optimizers import Optimizers
 from storage_ops.graph.packing import Build, Packer
 from storage_ops.graph.remat import forget_tags, recompute
@@ -65,18 +66,19 @@ class TracedStep:
         if not callable(fn):
             raise TypeError(f"trace_step: fn is {fn!r}, a {type(fn).__name__}; expected a function")
         functools.update_wrapper(self, fn, updated=())
-        closure = closure_of(fn)
+        roots = [("fn", fn), *holders(args, kwargs)]
+        closure = closure_of(roots)
         self._training = [(name, m, m.training) for name, m in closure.modules]
         self._sharded: list[Any] = [m for _, m in closure.modules if fully_sharded.is_sharded(m)]
-        self._optimizers = Optimizers()
+        self._optimizers = Optimizers(closure.optimizers)
         # This imports sympy, which takes half a second.
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
         fake_mode = FakeTensorMode(shape_env=ShapeEnv())
         lift = Lift(fake_mode, closure)
-        with _nothing_left_behind(fn, closure, fake_mode):
-            self._arguments = Arguments(args, kwargs, fake_mode)
-            gradients = Gradients(lift, closure)
+        with _nothing_left_behind(roots, closure, fake_mode):
+            self._arguments = Arguments(args, kwargs, closure, fake_mode)
+            gradients = Gradients(lift, closure, self._arguments.tensors.values())
             packer = Packer(lift.lift)
 
             def flat(*_: Tensor) -> list[Any]:
@@ -86,11 +88,10 @@ class TracedStep:
                 with lift, gradients, self._optimizers.watched(lift.name):
                     result = fn(*self._arguments.args, **self._arguments.kwargs)
                     self._result = packer.tree(result)
-                    self._gradients = list(self._outgoing(gradients, lift, fake_mode, packer))
-                    self._state = [
-                        (write, packer.tree(value))
-                        for write, value in _replaced(closure, fake_mode)
-                    ]
+                    replaced = list(_replaced(closure, fake_mode))
+                    lift.saw(tree_leaves((result, [value for _, value in replaced])))
+                    self._gradients = list(self._outgoing(gradients, lift, packer))
+                    self._state = [(write, packer.tree(value)) for write, value in replaced]
                 return packer.outputs
 
             try:
@@ -103,6 +104,7 @@ class TracedStep:
                     refusals.refused(closure),
                     torch_checkpoint.marked(),
                     _eager_submodules(),
+                    _plain_lstm(closure),
                     symbolic(),
                 ):
                     gm = make_fx(flat)(*self._arguments.stand_ins)
@@ -115,10 +117,21 @@ class TracedStep:
             finally:
                 gradients.restore()
                 lift.restore()
+        _check_constants(packer.constants, fake_mode)
         gm.graph.set_codegen(fx.graph.CodeGen())
         kept = cleanup.clean(gm, lift.nodes)
         self._inputs = [slot for slot, keep in zip(lift.inputs, kept, strict=True) if keep]
         self._layouts = [Layout.of(slot.read()) for slot in self._inputs]
+        self._again = [
+            (closure.slots[id(t)], slot)
+            for t, slot in closure.again
+            if (t.requires_grad and t.is_leaf) or closure.slots[id(t)] in self._inputs
+        ]
+        layouts = [*map(Layout.of, self._arguments.stand_ins), *self._layouts]
+        self._alone = [
+            layout.requires_grad or modified
+            for layout, modified in zip(layouts, _modified(gm.graph), strict=True)
+        ]
         self.gm: fx.GraphModule = recompute(gm, foreign=False)
         self._gpu = gpu_of_replays(self.gm.graph)
 
@@ -139,6 +152,7 @@ class TracedStep:
         lifted = [slot.read() for slot in self._inputs]
         for slot, layout, t in zip(self._inputs, self._layouts, lifted, strict=True):
             layout.check(slot.name, t)
+        self._check_ties([*plain, *lifted])
         previous = self._before(leaves)
         gpu = contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
         if self._gpu is not None and torch.cuda.is_current_stream_capturing():
@@ -163,11 +177,30 @@ class TracedStep:
         """Memory of the step over time, by the life of each tensor in the graph."""
         return schedule(self.gm)
 
+    def _check_ties(self, inputs: list[Tensor]) -> None:
+        """Raise if tensors that were one in the trace are several now, or the other way round."""
+        for first, again in self._again:
+            now = _read(first), _read(again)
+            if now[0] is not now[1] and not any(t is _GONE for t in now):
+                raise ValueError(
+                    f"traced step: {first.name} and {again.name} are two tensors; expected one, as "
+                    "when traced: trace the function again with two"
+                )
+        places: dict[int, int] = {}
+        for place, t in enumerate(inputs):
+            other = places.setdefault(id(t), place)
+            if other != place and (self._alone[place] or self._alone[other]):
+                names = [*self._arguments.names, *(slot.name for slot in self._inputs)]
+                raise ValueError(
+                    f"traced step: {names[other]} and {names[place]} are one tensor, which "
+                    "requires grad or is modified; expected two: trace the function again, or pass "
+                    "a copy"
+                )
+
     def _before(self, leaves: list[Any]) -> list[tuple[_Gradient, Tensor | None]]:
         """Drop the gradients that the step drops; the ones it adds to, where there are any."""
         for gradient in self._gradients:
-            is_set = not gradient.dropped and gradient.read(leaves).grad is not None
-            if is_set and gradient.used and gradient.build is not None:
+            if gradient.used and gradient.read(leaves).grad is not None:
                 raise RuntimeError(
                     f"traced step: {gradient.name}.grad is set, and fn reads gradients; expected "
                     "None, as when traced: drop it before the step, or inside fn"
@@ -180,50 +213,43 @@ class TracedStep:
             previous.append((gradient, t.grad))
         return previous
 
-    def _outgoing(
-        self, gradients: Gradients, lift: Lift, fake_mode: FakeTensorMode, packer: Packer
-    ) -> Iterator[_Gradient]:
-        arguments = {id(t): i for i, t in self._arguments.tensors.items() if t.requires_grad}
-        for t in (*lift.leaves.values(), *(self._arguments.tensors[i] for i in arguments.values())):
-            gradients.note(t)
-        for key, (t, _) in list(gradients.before.items()):
+    def _outgoing(self, gradients: Gradients, lift: Lift, packer: Packer) -> Iterator[_Gradient]:
+        arguments = {id(t): place for place, t in self._arguments.tensors.items()}
+        for key, (t, _) in list(lift.leaves.items()):
             with torch._C.DisableTorchFunction():
                 after = t.grad
-            dropped = key in gradients.dropped
-            if after is not None and is_traced(after, fake_mode):
-                build: Build | None = packer.leaf(after)
-            elif after is None and dropped:
-                build = None
-            else:  # untouched, or added to in place
+            dropped, used = key in gradients.dropped, key in lift.read
+            if after is None and not (dropped or used):
                 continue
+            if after is not None and gradients.is_untouched(t, after):
+                continue
+            build = None if after is None else packer.leaf(after)
             place, slot = arguments.get(key), lift.slot_of(t)
-            yield _Gradient(_reader(place, slot), slot.name, build, dropped, key in gradients.read)
-
-
-def _reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
-    """Reads a leaf at each call: from among the arguments, or from where fn finds it."""
-    return lambda leaves: slot.read() if place is None else leaves[place]
+            yield _Gradient(reader(place, slot), slot.name, build, dropped, used)
 
 
 def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
     """Record a training step as one graph in which checkpointed regions really are recomputed.
 
-    `fn` runs once, on stand-ins without data; nothing is changed by it. It may do all that a
-    training step does: forward, loss, `loss.backward()` or `torch.autograd.grad` (any number of
-    them), gradient clipping, `optimizer.step()`. The modules and tensors it closes over become
-    inputs of the graph and are read again at each call.
+    `fn` runs once, on stand-ins without data: no tensor is changed by it, and what else it does,
+    such as counting its calls, it does then and not again. It may do all that a training step does:
+    forward, loss, `loss.backward()` or `torch.autograd.grad` (any number of them), gradient
+    clipping, `optimizer.step()`. The modules and tensors it closes over, or that objects among the
+    arguments hold, become inputs of the graph and are read again at each call.
 
     Regions are those of `torch.utils.checkpoint`, with or without the contexts of selective
     checkpointing, and those of `OutputDiscardCheckpoint`. What backward needs of a region is
     recomputed just before its first use there, with the random numbers of the forward. Results,
     gradients and the state of the random-number generators afterwards are those of eager mode.
 
-    As with every trace, what Python code decides is fixed: branches, sizes, numbers. Sizes of an
-    argument's dimensions marked by `torch._dynamo.mark_dynamic` may differ between calls.
+    As with every trace, what Python code decides is fixed: branches, sizes, numbers, and which
+    weights are one tensor. Sizes of an argument's dimensions marked by
+    `torch._dynamo.mark_dynamic` may differ between calls.
 
     Args:
         fn: the step.
-        args, kwargs: example arguments, pytrees; tensors in them that require grad are leaves.
+        args, kwargs: example arguments, pytrees; tensors in them that require grad are leaves. An
+            object in them that holds tensors, such as a module, must be the same at each call.
 
     Returns:
         A callable with the signature and the results of `fn`. Its tensors carry no autograd graph.
@@ -233,8 +259,10 @@ def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
             recorded, such as with a communication hook; `fn` uses torch's context_parallel;
             Inductor's async tensor parallelism is asked for.
         RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
-            in an object; a region modifies in place the output of another that discards it. In
-            each case nothing has changed.
+            in an object, or is returned in one that is no pytree; `fn` sets `.data` of a tensor,
+            seeds or forks a generator of torch, or changes an option of an optimizer; a region
+            modifies in place the output of another that discards it. In each case no tensor has
+            changed.
 
     Example:
         >>> layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
@@ -262,6 +290,13 @@ def _place_of(error: BaseException) -> str:
     return f" at {lines[-1].filename}:{lines[-1].lineno}{inside}"
 
 
+def _modified(graph: fx.Graph) -> list[bool]:
+    """Which inputs a graph modifies."""
+    inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    written = written_at(dict.fromkeys(graph.nodes, 0))
+    return [any(key in written for key, _ in storages(t)) for t in inputs]
+
+
 @contextlib.contextmanager
 def _eager_submodules() -> Iterator[None]:
     """Compiled functions inside the traced one run uncompiled: the whole is one graph."""
@@ -273,8 +308,22 @@ def _eager_submodules() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _plain_lstm(closure: Closure) -> Iterator[None]:
+    """Without oneDNN's LSTM of a CPU, whose backward needs a workspace that a trace has not."""
+    enabled = torch._C._get_mkldnn_enabled()
+    if not any(isinstance(module, nn.LSTM) for _, module in closure.modules):
+        yield
+        return
+    try:
+        torch._C._set_mkldnn_enabled(False)
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
 def _nothing_left_behind(
-    fn: Callable[..., Any], closure: Closure, fake_mode: FakeTensorMode
+    roots: list[tuple[str, Any]], closure: Closure, fake_mode: FakeTensorMode
 ) -> Iterator[None]:
     """Take what a trace puts into the user's objects out of them again.
 
@@ -297,7 +346,7 @@ def _nothing_left_behind(
         for name, holder, _ in before:
             items = holder.items() if isinstance(holder, dict) else enumerate(holder)
             left += [f"{name}[{key!r}]" for key, value in items if is_traced(value, fake_mode)]
-        kept = closure_of(fn)
+        kept = closure_of(roots)
         left += [kept.slots[id(t)].name for t in kept.tensors if is_traced(t, fake_mode)]
         if left or sys.exc_info()[0] is not None:
             for _, holder, copy in before:
@@ -311,6 +360,16 @@ def _nothing_left_behind(
             "expected it to be returned instead, or a tensor to be there already, which it "
             "replaces (an optimizer whose state this is must take one step before)"
         )
+
+
+def _check_constants(values: list[Any], fake_mode: FakeTensorMode) -> None:
+    for value in values:
+        if any(is_traced(t, fake_mode) for t in closure_of([("result", value)]).tensors):
+            raise RuntimeError(
+                f"trace_step: fn returns a {type(value).__name__}, which holds a tensor of the "
+                "step where it cannot be found; expected tensors in a pytree, such as a dict or a "
+                "tuple"
+            )
 
 
 def _replaced(
