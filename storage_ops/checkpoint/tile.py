@@ -6,6 +6,8 @@ runs again and has its backward before the next one. `tile_run.py` is one such c
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ from storage_ops.checkpoint.execution import is_disabled
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region import is_repeatable
 from storage_ops.checkpoint.tile_run import Pieces, fail
+from storage_ops.checkpoint.unchanged import places_of, replaced, unchanged
 from storage_ops.graph import regions
 from storage_ops.quantities import parse_bytes, readable
 
@@ -63,15 +66,19 @@ class Tiling:
             cut = torch.tensor_split(x, min(self.tiles, tokens), dim)
             return torch.cat([call(t) for t in cut], dim)
         pieces = Pieces(module, forward, dim, 1)
+        with tile_run.lock_of(module):
+            return self._run(pieces, x)
+
+    def _run(self, pieces: Pieces, x: Tensor) -> Tensor:
         pieces.tiles = self._number_for(pieces, x)
         if regions.tracing():
-            call = partial(forward, module)
+            call = pieces.host.run
             parts = [traced_region(call, (t,), {}, None, False) for t in pieces.of(x)]
-            return torch.cat(parts, dim)
+            return torch.cat(parts, pieces.dim)
         if torch.is_grad_enabled() and not is_repeatable():
-            return torch.cat([forward(module, t) for t in pieces.of(x)], dim)
+            return torch.cat([pieces.host.run(t) for t in pieces.of(x)], pieces.dim)
         # Not where a checkpoint records ops, nor for fakes, which have no values.
-        if not self.checked and tokens > 2 and not torch._C._len_torch_dispatch_stack():
+        if not self.checked and x.shape[pieces.dim] > 2 and not torch._C._len_torch_dispatch_stack():
             tile_run.check_tokens(pieces, x)
             self.checked = True
         return tile_run.run(pieces, x)
@@ -133,12 +140,18 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
 
     shape = list(x.shape)
     shape[pieces.dim] = tokens
-    named = {**dict(pieces.host.named_parameters()), **dict(pieces.host.named_buffers())}
+    places = places_of(pieces.host)
     with _disable_current_modes():
         with FakeTensorMode():
-            values = [_fake(t.shape, t) for t in named.values()]
+            fakes = {t: _fake(t.shape, t) for *_, t in places}
             piece = _fake(shape, x)
-        bound = partial(tile_run.replaced, pieces.host, dict(zip(named, values, strict=True)))
+        places = [(where, name, fakes[t]) for where, name, t in places]
+
+        @contextlib.contextmanager
+        def bound() -> Iterator[None]:
+            with unchanged(pieces.host), replaced(places):
+                yield
+
         with bound(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
             out = pieces.output_of(piece)
             gradient = torch.empty_like(out)
@@ -149,7 +162,7 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
                 if out.requires_grad:
                     out.backward(gradient)
 
-        found = memory.estimate(step, piece, gradient, *values)
+        found = memory.estimate(step, piece, gradient, *fakes.values())
     return found.peak_bytes - found.input_bytes
 
 
