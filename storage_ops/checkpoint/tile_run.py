@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from storage_ops.checkpoint.execution import ExecutionState
@@ -27,7 +28,7 @@ from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.region import is_retained
 from storage_ops.checkpoint.unchanged import Place, places_of, replaced
 
-# Calls of a module have other tensors in the places of its parameters, so they wait for one another.
+# A call has other tensors in the places of the module's parameters, so the next one has to wait.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
@@ -58,6 +59,21 @@ class Pieces:
         self.name = type(module).__name__
         self.dim, self.tiles = dim, tiles
         self.host = _Host(module, forward)
+
+    def places(self) -> list[Place]:
+        """The places of its parameters and buffers.
+
+        Raises:
+            RuntimeError: one has no shape yet.
+        """
+        places = places_of(self.host)
+        if any(is_lazy(t) for *_, t in places):
+            fail(
+                self.name,
+                "has parameters that get their shapes in its first call; expected a call of the "
+                "module before it is tiled",
+            )
+        return places
 
     def of(self, x: Tensor) -> tuple[Tensor, ...]:
         """The tiles of an input; their sizes differ by one token at most."""
@@ -321,7 +337,7 @@ def run(pieces: Pieces, x: Tensor) -> Tensor:
     """Call a module tile by tile, as one node of autograd where something needs a gradient."""
     if not torch.is_grad_enabled():
         return pieces.run(x)
-    places = [place for place in places_of(pieces.host) if place[-1].requires_grad]
+    places = [place for place in pieces.places() if place[-1].requires_grad]
     if not (x.requires_grad or places):
         return pieces.run(x)
     call = _TiledCall(pieces, x, places)
@@ -332,11 +348,21 @@ def _as_it_is(t: Tensor) -> Tensor:
     return t
 
 
-def check_tokens(pieces: Pieces, x: Tensor) -> None:
-    """Refuse a module whose output at a token depends on other tokens.
+def can_check_tokens(pieces: Pieces, x: Tensor) -> bool:
+    """Whether `check_tokens` would see anything in this call.
+
+    Not without gradients, nor where a checkpoint records ops, nor for fakes, which have no values.
+    """
+    seen = x.numel() > 0 and x.shape[pieces.dim] > 2 and not torch.is_inference_mode_enabled()
+    return seen and not torch._C._len_torch_dispatch_stack()
+
+
+def check_tokens(pieces: Pieces, x: Tensor) -> bool:
+    """Refuse a module whose output at a token depends on other tokens; whether that was seen.
 
     The gradient of outputs at the token in the middle of three, with respect to the input at the
-    other two, is zero in a token-wise module, whatever its random numbers are.
+    other two, is zero in a token-wise module, whatever its random numbers are. It is not seen where
+    the output needs no gradient.
 
     Raises:
         ValueError: it is not zero. RuntimeError: the module uses a tensor that needs a gradient and
@@ -352,7 +378,7 @@ def check_tokens(pieces: Pieces, x: Tensor) -> None:
         out = pieces.output_of(piece)
         pieces.check_leaves(out, [piece, *parameters])
         if not out.requires_grad:
-            return
+            return False
         middle = out.narrow(pieces.dim, 1, 1)
         (gradient,) = torch.autograd.grad(
             middle, piece, torch.rand_like(middle) + 0.5, allow_unused=True
@@ -366,3 +392,4 @@ def check_tokens(pieces: Pieces, x: Tensor) -> None:
             "input at another; expected a module such as an MLP or a norm of the last dimension",
             ValueError,
         )
+    return True
