@@ -11,7 +11,7 @@ import contextlib
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -119,7 +119,7 @@ def without_cached_parametrizations() -> Iterator[None]:
         module._cache_enabled, module._cache = before
 
 
-Place = tuple[MutableMapping[str, Any], str, Any]
+Place = tuple[dict[str, Any], str, Any]
 
 
 def places_of(module: nn.Module) -> list[Place]:
@@ -129,7 +129,7 @@ def places_of(module: nn.Module) -> list[Place]:
     several places is there several times.
     """
     modules = list(module.modules())
-    held = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
+    held: list[dict[str, Any]] = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
     return [(where, name, t) for where in held for name, t in where.items() if t is not None]
 
 
