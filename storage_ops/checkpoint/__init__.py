@@ -19,6 +19,7 @@ policy saves in them is in `policies.py` and `selective.py`, with `config_policy
 `op_names.py`. What it *offloads* waits in host memory (`offload.py`), carried by *copies* of a GPU,
 of a simulation or of a link that a CPU simulates (`copies.py`). Tiles are in `tile.py` and
 `tile_run.py`. `reentrant.py` is the checkpoint of older torch on the same parts. `report.py` and
-`explain_policy.py` count. Where a region cannot be repeated, in compiled and traced code, it
+`explain_policy.py` count; `unchanged.py` puts back what modules hold after that, and after the
+simulations of `memory`. Where a region cannot be repeated, in compiled and traced code, it
 becomes a mark in the graph (`lowering.py`).
 """

@@ -17,6 +17,7 @@ from storage_ops.checkpoint import discard_scope, wrapper
 from storage_ops.checkpoint.config_policy import class_of
 from storage_ops.checkpoint.execution import disable_checkpointing
 from storage_ops.checkpoint.guard import by_storage
+from storage_ops.checkpoint.unchanged import places_of, replaced, unchanged
 from storage_ops.quantities import as_text, readable
 
 if TYPE_CHECKING:
@@ -159,14 +160,13 @@ def _kept_bytes(model: nn.Module, args: Any, kwargs: Any) -> tuple[int, tuple[st
             copy = fake.from_tensor(t.detach(), static_shapes=True)
             return copy.requires_grad_(t.requires_grad)
 
-        copies: dict[int, Tensor] = {}
-        state: dict[str, Tensor] = {}
-        for named in (model.named_parameters, model.named_buffers):
-            for name, t in named(remove_duplicate=False):
-                state[name] = copies.setdefault(id(t), imitate(t))
-        args, kwargs = tree_map_only(Tensor, imitate, (args, kwargs))
+        places = places_of(model)
+        copies = {t: imitate(t) for t in dict.fromkeys(t for *_, t in places)}
+        places = [(where, name, copies[t]) for where, name, t in places]
+        given, named = tree_map_only(Tensor, imitate, (args, kwargs))
         with discard_scope.pretend() as pretended, torch.enable_grad(), _Storages() as storages:
-            outputs = torch.func.functional_call(model, state, args, kwargs)
+            with unchanged(model, args, kwargs), replaced(places):
+                outputs = model(*given, **named)
             nbytes: int = storages.nbytes(without=pretended.storages)
         del outputs
     return nbytes, tuple(sorted(pretended.kept_classes))

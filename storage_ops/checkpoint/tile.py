@@ -6,6 +6,8 @@ runs again and has its backward before the next one. `tile_run.py` is one such c
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ from storage_ops.checkpoint.execution import is_disabled
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region import is_repeatable
 from storage_ops.checkpoint.tile_run import Pieces, fail
+from storage_ops.checkpoint.unchanged import replaced, unchanged
 from storage_ops.graph import regions
 from storage_ops.quantities import parse_bytes, readable
 
@@ -34,7 +37,7 @@ class Tiling:
         tiles: how many tiles; None: as few as `budget` allows.
         budget: bytes that one tile may take.
         dim: the dimension of the tokens.
-        found: the number of tiles for inputs that were seen, by shape and dtype.
+        found: the number of tiles for calls that were seen, by all that it depends on.
         checked: whether the module was seen to be token-wise.
     """
 
@@ -62,18 +65,23 @@ class Tiling:
                 call = partial(_compiled, call)
             cut = torch.tensor_split(x, min(self.tiles, tokens), dim)
             return torch.cat([call(t) for t in cut], dim)
-        pieces = Pieces(module, forward, dim, 1)
-        pieces.tiles = self._number_for(pieces, x)
+        pieces, leaves = Pieces(module, forward, dim, 1), tree_leaves((args, kwargs))
+        with tile_run.lock_of(module):
+            pieces.tiles = self._number_for(pieces, x, (len(args), *kwargs, *map(_choice, leaves)))
+            return self._run(pieces, x)
+
+    def _run(self, pieces: Pieces, x: Tensor) -> Tensor:
         if regions.tracing():
-            call = partial(forward, module)
+            call = pieces.host.run
             parts = [traced_region(call, (t,), {}, None, False) for t in pieces.of(x)]
-            return torch.cat(parts, dim)
+            return torch.cat(parts, pieces.dim)
         if torch.is_grad_enabled() and not is_repeatable():
-            return torch.cat([forward(module, t) for t in pieces.of(x)], dim)
-        # Not where a checkpoint records ops, nor for fakes, which have no values.
-        if not self.checked and tokens > 2 and not torch._C._len_torch_dispatch_stack():
-            tile_run.check_tokens(pieces, x)
-            self.checked = True
+            return torch.cat([pieces.host.run(t) for t in pieces.of(x)], pieces.dim)
+        if not self.checked and tile_run.can_check_tokens(pieces, x):
+            self.checked = tile_run.check_tokens(pieces, x)
+            if not self.checked:  # nothing of the output needs a gradient
+                with torch.no_grad():
+                    return tile_run.run(pieces, x)
         return tile_run.run(pieces, x)
 
     def _dim_of(self, module: nn.Module, x: Tensor) -> int:
@@ -88,15 +96,25 @@ class Tiling:
             )
         return dim
 
-    def _number_for(self, pieces: Pieces, x: Tensor) -> int:
+    def _number_for(self, pieces: Pieces, x: Tensor, others: tuple[Any, ...]) -> int:
+        """How many tiles; `others` tells apart calls whose other arguments differ."""
         tokens = x.shape[pieces.dim]
         if self.tiles is not None:
             return min(self.tiles, tokens)
         assert self.budget is not None
-        key = (x.shape, x.dtype, torch.is_autocast_enabled(x.device.type))
+        # What a tile takes depends on these, too: dropout, frozen weights, choices of the caller.
+        modes = tuple(module.training for module in pieces.host.modules())
+        kinds = tuple((p.requires_grad, p.dtype) for p in pieces.host.parameters())
+        autocast = torch.is_autocast_enabled(x.device.type)
+        key = (x.shape, x.dtype, x.requires_grad, autocast, modes, kinds, others)
         if key not in self.found:
             self.found[key] = _fewest(pieces, x, tokens, self.budget)
         return self.found[key]
+
+
+def _choice(leaf: Any) -> Any:
+    """What tells an argument that is no tensor from others: numbers with a point do not choose."""
+    return leaf if isinstance(leaf, (int, str, torch.dtype, type(None))) else type(leaf)
 
 
 def _compiled(call: Any, piece: Tensor) -> Any:
@@ -133,12 +151,18 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
 
     shape = list(x.shape)
     shape[pieces.dim] = tokens
-    named = {**dict(pieces.host.named_parameters()), **dict(pieces.host.named_buffers())}
+    places = pieces.places()
     with _disable_current_modes():
         with FakeTensorMode():
-            values = [_fake(t.shape, t) for t in named.values()]
+            fakes = {t: _fake(t.shape, t) for *_, t in places}
             piece = _fake(shape, x)
-        bound = partial(tile_run.replaced, pieces.host, dict(zip(named, values, strict=True)))
+        places = [(where, name, fakes[t]) for where, name, t in places]
+
+        @contextlib.contextmanager
+        def bound() -> Iterator[None]:
+            with unchanged(pieces.host), replaced(places):
+                yield
+
         with bound(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
             out = pieces.output_of(piece)
             gradient = torch.empty_like(out)
@@ -149,7 +173,7 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
                 if out.requires_grad:
                     out.backward(gradient)
 
-        found = memory.estimate(step, piece, gradient, *values)
+        found = memory.estimate(step, piece, gradient, *fakes.values())
     return found.peak_bytes - found.input_bytes
 
 
@@ -204,8 +228,14 @@ def tile(
     undoes it.
 
     Token-wise means that the output at a token depends on the input at that token only, not on its
-    place. The first call checks this by gradients at three tokens, but the place it cannot see: a
-    module that adds embeddings of positions gives wrong results without an error.
+    place. The first call checks this by gradients at three tokens, outside of inference mode, but
+    the place it cannot see: a module that adds embeddings of positions gives wrong results without
+    an error.
+
+    A module with a state, such as a counter or running statistics, updates it once for each tile. A
+    tensor that the forward stores on the module, or in a container, has no gradient. Forward-mode
+    derivatives and `is_grads_batched=True` are refused. Threads that call the module wait for one
+    another.
 
     Args:
         module: takes one tensor with tokens in dimension `dim` and returns one with as many tokens
@@ -221,8 +251,8 @@ def tile(
         TypeError, ValueError: a wrong argument. At a call: the input or the output is not as said
             above, or the module is not token-wise.
         RuntimeError: its forward was replaced on the instance, or it is tiled differently. At a
-            call: it uses a tensor that needs a gradient and is no parameter of it. In a backward:
-            it is differentiated twice.
+            call: it uses a tensor that needs a gradient and is no parameter of it, or its
+            parameters have no shapes yet. In a backward: it is differentiated twice.
 
     Example:
         >>> mlp = torch.nn.Sequential(

@@ -8,20 +8,34 @@ of backward, in the same order, start where the first one did and thus draw the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from storage_ops.checkpoint.execution import ExecutionState
+from storage_ops.checkpoint.holders import Holders
 from storage_ops.checkpoint.inputs import Inputs
 from storage_ops.checkpoint.op_names import is_view
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.region import is_retained
+from storage_ops.checkpoint.unchanged import Place, places_of, replaced
+
+# A call has other tensors in the places of the module's parameters, so the next one has to wait.
+_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def lock_of(module: nn.Module) -> Any:
+    """What a thread holds while it runs a tiled module; calls of it within that call may run."""
+    return _locks.setdefault(module, threading.RLock())
+
 
 Forward = Callable[[nn.Module, Tensor], Any]
 
@@ -45,6 +59,21 @@ class Pieces:
         self.name = type(module).__name__
         self.dim, self.tiles = dim, tiles
         self.host = _Host(module, forward)
+
+    def places(self) -> list[Place]:
+        """The places of its parameters and buffers.
+
+        Raises:
+            RuntimeError: one has no shape yet.
+        """
+        places = places_of(self.host)
+        if any(is_lazy(t) for *_, t in places):
+            fail(
+                self.name,
+                "has parameters that get their shapes in its first call; expected a call of the "
+                "module before it is tiled",
+            )
+        return places
 
     def of(self, x: Tensor) -> tuple[Tensor, ...]:
         """The tiles of an input; their sizes differ by one token at most."""
@@ -103,10 +132,14 @@ class Pieces:
 class _TiledCall:
     """A call that can be repeated in backward."""
 
-    def __init__(self, pieces: Pieces, x: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, pieces: Pieces, x: Tensor, places: list[Place]) -> None:
+        """`places`: of the parameters that need a gradient."""
         self.pieces = pieces
-        self._names = list(parameters)
-        self.parameters = list(parameters.values())
+        numbers: dict[Tensor, int] = {}
+        self._places = [
+            (where, name, numbers.setdefault(t, len(numbers))) for where, name, t in places
+        ]
+        self.parameters = list(numbers)
         # Held before anything runs: a checkpoint around the module needs to run again up to here.
         self._inputs: Inputs | None = Inputs((x, *self.parameters), {})
         around = Surroundings.of(pieces.host.run, (), self._inputs.tensors)
@@ -123,10 +156,14 @@ class _TiledCall:
         return out
 
     def _with(self, parameters: list[Tensor]) -> Any:
-        return replaced(self.pieces.host, dict(zip(self._names, parameters, strict=True)))
+        return replaced((where, name, parameters[i]) for where, name, i in self._places)
 
     def backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
         """The gradients of the input and of the parameters, of those that are needed."""
+        with lock_of(self.pieces.host.module):
+            return self._backward(gradient, needed)
+
+    def _backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
         pieces = self.pieces
         if self._inputs is None or self._state is None:
             fail(
@@ -145,8 +182,9 @@ class _TiledCall:
                 where = (pieces.dim, at, tile.shape[pieces.dim])
                 at += where[2]
                 tile = tile.detach().requires_grad_(needed[0])
-                with _LastProductLeftOut():
+                with _LastProductLeftOut() as mode:
                     out = pieces.output_of(tile)
+                mode.finish(weakref.ref(out))
                 pieces.check_leaves(out, [tile, *(each.leaf for each in sums)])
                 if out.requires_grad:
                     torch.autograd.backward(out, gradient.narrow(*where))
@@ -163,7 +201,9 @@ class _LastProductLeftOut(TorchDispatchMode):
     """Leaves out the matrix product that ends a block, of which backward needs the inputs only.
 
     A product is left until the next op that computes something, and then done; views do not read
-    it. So a checkpoint does, which ends its recompute with the last tensor that is saved.
+    it. So a checkpoint does, which ends its recompute with the last tensor that is saved. The
+    product that ends the block stays left only if its output is all that has it: a function that
+    saved it, or a hook, may read it in backward.
     """
 
     supports_higher_order_operators = True
@@ -191,6 +231,29 @@ class _LastProductLeftOut(TorchDispatchMode):
         self._left = _PRODUCTS[op], args, made
         return made
 
+    def finish(self, output: Callable[[], Tensor | None]) -> None:
+        """Do what was left, unless nobody but the caller has it: the output that ends the block."""
+        if self._left is None:
+            return
+        product, factors, made = self._left
+        self._left, out = None, output()
+        assert out is not None
+        base, key = out._base, made.untyped_storage()._cdata
+        # What autograd, the caller and the names here account for; whoever else there is may read.
+        known = [weakref.ref(t) for t in (made, base, out) if t is not None]
+        now = [Holders.counted(key, ref) for ref in known]
+        tensors = len({id(ref()) for ref in known})
+        expected = [
+            Holders(
+                tensors, 1 + (t is base), sum(t is name for name in (made, base, out, output()))
+            )
+            for t in (made, base, out)
+            if t is not None
+        ]
+        if now != expected:
+            with torch.no_grad():
+                product(*factors, out=made.data)  # a write that moves no version
+
 
 _aten = torch.ops.aten
 # None of them saves its result for backward.
@@ -213,11 +276,6 @@ class _Host(nn.Module):
     def run(self, piece: Tensor) -> Any:
         """Call the plain forward."""
         return self._forward(self.module, piece)
-
-
-def replaced(module: nn.Module, values: dict[str, Tensor]) -> Any:
-    """A context in which a module has other parameters and buffers, by name; tied ones too."""
-    return nn.utils.stateless._reparametrize_module(module, values, tie_weights=True)
 
 
 class _Sum:
@@ -278,10 +336,12 @@ class _Tiled(torch.autograd.Function):
 
 def run(pieces: Pieces, x: Tensor) -> Tensor:
     """Call a module tile by tile, as one node of autograd where something needs a gradient."""
-    parameters = {n: p for n, p in pieces.host.named_parameters() if p.requires_grad}
-    if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
+    if not torch.is_grad_enabled():
         return pieces.run(x)
-    call = _TiledCall(pieces, x, parameters)
+    places = [place for place in pieces.places() if place[-1].requires_grad]
+    if not (x.requires_grad or places):
+        return pieces.run(x)
+    call = _TiledCall(pieces, x, places)
     return _Tiled.apply(call, x, *call.parameters)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -289,11 +349,21 @@ def _as_it_is(t: Tensor) -> Tensor:
     return t
 
 
-def check_tokens(pieces: Pieces, x: Tensor) -> None:
-    """Refuse a module whose output at a token depends on other tokens.
+def can_check_tokens(pieces: Pieces, x: Tensor) -> bool:
+    """Whether `check_tokens` would see anything in this call.
+
+    Not without gradients, nor where a checkpoint records ops, nor for fakes, which have no values.
+    """
+    seen = x.numel() > 0 and x.shape[pieces.dim] > 2 and not torch.is_inference_mode_enabled()
+    return seen and not torch._C._len_torch_dispatch_stack()
+
+
+def check_tokens(pieces: Pieces, x: Tensor) -> bool:
+    """Refuse a module whose output at a token depends on other tokens; whether that was seen.
 
     The gradient of outputs at the token in the middle of three, with respect to the input at the
-    other two, is zero in a token-wise module, whatever its random numbers are.
+    other two, is zero in a token-wise module, whatever its random numbers are. It is not seen where
+    the output needs no gradient.
 
     Raises:
         ValueError: it is not zero. RuntimeError: the module uses a tensor that needs a gradient and
@@ -301,14 +371,15 @@ def check_tokens(pieces: Pieces, x: Tensor) -> None:
     """
     parameters = list(pieces.host.parameters())
     state = ExecutionState(Surroundings.of(pieces.host.run, (), [x]), preserve_rng_state=True)
-    buffers = {name: b.clone() for name, b in pieces.host.named_buffers()}
+    copies = {b: b.clone() for b in pieces.host.buffers()}
+    places = [(where, name, copies[t]) for where, name, t in places_of(pieces.host) if t in copies]
     own = saved_tensors_hooks(_as_it_is, _as_it_is)  # those around it count what is saved
-    with state, torch.enable_grad(), own, replaced(pieces.host, buffers):
+    with state, torch.enable_grad(), own, replaced(places):
         piece = x.detach().narrow(pieces.dim, 0, 3).clone().requires_grad_()
         out = pieces.output_of(piece)
         pieces.check_leaves(out, [piece, *parameters])
         if not out.requires_grad:
-            return
+            return False
         middle = out.narrow(pieces.dim, 1, 1)
         (gradient,) = torch.autograd.grad(
             middle, piece, torch.rand_like(middle) + 0.5, allow_unused=True
@@ -322,3 +393,4 @@ def check_tokens(pieces: Pieces, x: Tensor) -> None:
             "input at another; expected a module such as an MLP or a norm of the last dimension",
             ValueError,
         )
+    return True

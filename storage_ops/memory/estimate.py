@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.checkpoint.unchanged import unchanged
 from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_calls import around_calls
 from storage_ops.memory.estimate_ddp import ddp_simulated
 from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED, fsdp_simulated
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
-from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_steps, unchanged
+from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_steps
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import OnMeta, Simulation
 from storage_ops.memory.estimate_ranks import propagation_unseen
@@ -110,10 +111,10 @@ def estimate(
     Args:
         fn: a function or module: a block, or a whole step with backward and optimizer.
         args, kwargs: passed to it. Tensors, here and wherever else `fn` finds them, are real, fake
-            or on the meta device, and are not changed; gradients and the state of optimizers,
-            gradient scalers and schedulers are afterwards what they were. Tensors among the
-            arguments are taken to the meta device if parameters are there. A keyword of `fn` that
-            is called `assume` goes into a `functools.partial`.
+            or on the meta device, and are not changed; gradients, what modules and the arguments
+            hold, and the state of optimizers, gradient scalers and schedulers are afterwards what
+            they were. Tensors among the arguments are taken to the meta device if parameters are
+            there. A keyword of `fn` that is called `assume` goes into a `functools.partial`.
         assume: what is said of values that are not known, as a share (a float from 0.0 to 1.0) or
             as a count (an int). For a condition (`x > 0`): of its elements that are True. For a
             choice (`topk`, `argmax`, `sort`, `multinomial`, ...): of its choices that the fullest
@@ -201,13 +202,12 @@ def simulating(
     simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_collection())
+        stack.enter_context(unchanged(*held.holders))
         # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
         # mode unless told so.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for optimizer in held.optimizers:
             stack.enter_context(simulated_steps(optimizer, simulation, on_gpu))
-        for stepper in held.steppers:
-            stack.enter_context(unchanged(stepper))
         stack.callback(simulation.restore_gradients)
         stack.enter_context(following_resizes())
         stack.enter_context(masks_as_in_a_run(simulation.values))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import sys
 from collections.abc import Hashable, Iterator
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from storage_ops.checkpoint import fsdp
+from storage_ops.checkpoint.unchanged import unchanged
 
 if TYPE_CHECKING:
     from storage_ops.memory.estimate_modes import Simulation
@@ -48,13 +48,9 @@ def fsdp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator
     kept = [s for state in states for s in (state, state._state_ctx, state._comm_ctx)]
     kept += [p for group in groups for p in (group, *group.fsdp_params)]
     with contextlib.ExitStack() as stack:
-        for module in modules:
-            for name in ("_parameters", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
-                stack.enter_context(_same_contents(vars(module)[name]))
         for group in groups:
             _refuse_fsdp(group)
-        for value in dict.fromkeys(kept):
-            stack.enter_context(_same_contents(vars(value)))
+        stack.enter_context(unchanged(*map(vars, dict.fromkeys(kept))))
         stack.enter_context(_named(simulation))
         meta = [g for g in groups if any(p.sharded_param.is_meta for p in g.fsdp_params)]
         if meta:
@@ -131,22 +127,6 @@ def sharded_parameters(model: nn.Module) -> dict[int, Hashable]:
         )
         for group in every for p in group.fsdp_params if not p.is_dtensor
     }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _same_contents(values: Any) -> Iterator[None]:
-    """Let a dict contain afterwards what it does now; so do lists, dicts and sets in it."""
-    before = dict(values)
-    inner = {k: copy.copy(v) for k, v in before.items() if isinstance(v, (list, dict, set))}
-    try:
-        yield
-    finally:
-        values.clear()
-        values.update(before)
-        for key, contents in inner.items():
-            value = values[key]
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(contents)
 
 
 @contextlib.contextmanager

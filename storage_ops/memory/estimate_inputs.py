@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,6 +28,7 @@ class Held:
         self._modules: dict[nn.Module, None] = {}
         self.optimizers: list[Optimizer] = []
         self.steppers: list[GradScaler | LRScheduler] = []
+        self._given = fn, args, kwargs
         self._seen: set[int] = set()
         self._look([fn, *tree_leaves((args, kwargs))])
 
@@ -36,6 +36,12 @@ class Held:
     def modules(self) -> list[nn.Module]:
         """Those that were found, and the modules in them."""
         return list(self._modules)
+
+    @property
+    def holders(self) -> list[Any]:
+        """What can keep tensors: modules, scalers and schedulers, and all that is given."""
+        steppers = [vars(stepper) for stepper in self.steppers]
+        return [*self._modules, *steppers, *self._given]
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -135,23 +141,3 @@ def simulated_steps(
             group.update(before)
         optimizer.state.clear()
         optimizer.state.update(state)
-
-
-@contextlib.contextmanager
-def unchanged(stepper: GradScaler | LRScheduler) -> Iterator[None]:
-    """Forget what a scaler or scheduler did: its attributes are what they were."""
-    before = _copied(vars(stepper))
-    try:
-        yield
-    finally:
-        vars(stepper).clear()
-        vars(stepper).update(before)
-
-
-def _copied(value: Any) -> Any:
-    """A copy of containers in containers, with the same other objects inside."""
-    if isinstance(value, dict):
-        new = copy.copy(value)
-        new.update({key: _copied(item) for key, item in value.items()})
-        return new
-    return [_copied(item) for item in value] if type(value) is list else value

@@ -401,12 +401,36 @@ class Products(nn.Module):
         return self.ending(self.second(self.first(x)))
 
 
+class Saves(torch.autograd.Function):
+    """Reads its input in backward, and in forward not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (ctx.saved_tensors[0].abs() < 0.3)
+
+
+def hooked(y, read=lambda y: y):
+    if y.requires_grad:
+        read = read(y)
+        y.register_hook(lambda g: g * (read.abs() < 0.3))
+    return y
+
+
 ENDINGS = {
     "nothing": (lambda y: y, 0),
     "a view": (lambda y: y.transpose(0, 1).transpose(0, 1), 0),
     "an op": (lambda y: y.exp(), 4),
     "an op in place": (lambda y: y.add_(1).square(), 4),
     "the product twice": (lambda y: y * y, 4),
+    "a function that saves it": (Saves.apply, 4),
+    "a view that is saved": (lambda y: Saves.apply(y.transpose(0, 1)).transpose(0, 1), 4),
+    "a hook that reads it": (hooked, 4),
+    "a hook that reads an alias": (lambda y: hooked(y, torch.Tensor.detach), 4),
 }
 
 

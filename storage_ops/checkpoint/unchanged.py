@@ -1,0 +1,148 @@
+"""What modules and other objects hold, put back after a run on fake tensors.
+
+A module that runs on fake tensors stores them where it would store real ones: in a cache that it
+fills at the first call, as a state for the next. Training that finds them goes on with them, and
+computes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
+
+_PLAIN = (Tensor, str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType)
+_DEEP = 4  # objects that one has to pass to come to another
+_NOT_LOOKED_INTO = frozenset({"torch", "storage_ops", *sys.stdlib_module_names})
+
+
+@contextlib.contextmanager
+def unchanged(*roots: Any) -> Iterator[None]:
+    """Let objects hold afterwards what they hold now, whatever happens in between.
+
+    That is: the attributes of modules, with all modules in them, and of other objects but torch's
+    and Python's own; the contents of containers; and all that of what these hold. Tensors keep what
+    is written to them.
+    """
+    before = [(container, _copy(container)) for container in _containers(roots)]
+    try:
+        with without_cached_parametrizations():
+            yield
+    finally:
+        for container, contents in before:
+            _put(container, contents)
+
+
+def _containers(roots: Iterable[Any]) -> Iterator[Any]:
+    """The containers that are reached, each once; the attributes of an object are one."""
+    seen: dict[int, Any] = {}
+    stack = [(root, 0) for root in roots]
+    while stack:
+        value, depth = stack.pop()
+        if isinstance(value, _PLAIN) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        inside: Iterable[Any] = ()
+        if type(value) in CONTAINERS:
+            yield value
+            if len(value) <= LONG:
+                inside = value.values() if type(value) in MAPPINGS else value
+        elif isinstance(value, tuple):
+            inside = value
+        elif isinstance(value, functools.partial):
+            inside = value.func, value.args, value.keywords
+        elif isinstance(value, MethodType):
+            inside = (value.__self__,)
+        elif isinstance(value, nn.Module):
+            inside, depth = (vars(value),), 0
+        elif depth < _DEEP and type(value).__module__.partition(".")[0] not in _NOT_LOOKED_INTO:
+            inside, depth = _attributes(value), depth + 1
+        stack += [(each, depth) for each in inside]
+
+
+def _attributes(value: Any) -> tuple[dict[str, Any], ...]:
+    """What an object has in its dictionary; not by asking for it, which may run code of its own."""
+    try:
+        return (object.__getattribute__(value, "__dict__"),)
+    except AttributeError:
+        return ()
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if type(container) in MAPPINGS else list(container)
+
+
+def _put(container: Any, contents: Any) -> None:
+    """Give a container contents, where it has others; in the order that they had."""
+    now = _copy(container)
+    if type(container) in MAPPINGS:
+        if _are_same(now, contents):
+            for key, value in contents.items():
+                if now[key] is not value:
+                    container[key] = value
+            return
+    elif _are_same(now, contents):
+        return
+    container.clear()
+    fill: Callable[[Any], None] = (
+        container.update if hasattr(container, "update") else container.extend
+    )
+    fill(contents)
+
+
+def _are_same(now: Any, before: Any) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+@contextlib.contextmanager
+def without_cached_parametrizations() -> Iterator[None]:
+    """Let parametrized weights be computed at each use, and nothing of it be remembered.
+
+    What `torch.nn.utils.parametrize.cached` remembers belongs to the parameters and the graph that
+    were there, and to no others.
+    """
+    module: Any = parametrize
+    before = module._cache_enabled, module._cache
+    module._cache_enabled, module._cache = 0, {}
+    try:
+        yield
+    finally:
+        module._cache_enabled, module._cache = before
+
+
+Place = tuple[dict[str, Any], str, Any]
+
+
+def places_of(module: nn.Module) -> list[Place]:
+    """The places of a module that have tensors: what they are in, their names, the tensors.
+
+    Parameters first, then buffers. Each place is there once, however many names it has; a tensor in
+    several places is there several times.
+    """
+    modules = list(module.modules())
+    held: list[dict[str, Any]] = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
+    return [(where, name, t) for where in held for name, t in where.items() if t is not None]
+
+
+@contextlib.contextmanager
+def replaced(places: Iterable[Place]) -> Iterator[None]:
+    """Have other tensors in places of a module."""
+    before: list[Place] = []
+    try:
+        with without_cached_parametrizations():
+            for where, name, t in places:
+                before.append((where, name, where[name]))
+                where[name] = t
+            yield
+    finally:
+        for where, name, t in reversed(before):
+            where[name] = t

@@ -1,0 +1,129 @@
+"""Calls of tiled modules in every mode, by several threads, and what the first ones settle."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import storage_ops
+from storage_ops import memory
+from storage_ops.checkpoint import tile
+
+
+def test_budget_is_looked_at_in_every_mode(monkeypatch):
+    class Scaled(nn.Linear):
+        def forward(self, x, how="plain", by=1.0):
+            return super().forward(x) * by
+
+    looked = []
+    monkeypatch.setattr(tile, "_fewest", lambda *how: looked.append(how) or 2)
+    module, x = storage_ops.tile(Scaled(16, 16), budget="10KiB"), torch.randn(2, 6, 16)
+    changes = [
+        lambda: module.requires_grad_(False),
+        lambda: module.requires_grad_(True),
+        lambda: module.eval(),
+        lambda: x.requires_grad_(),
+    ]
+    for change in (*changes, lambda: None):
+        change()
+        module(x)
+    module(x, "other")
+    module(x, how="other")
+    assert len(looked) == 6
+    module(x, how="other")
+    module(x)
+    module(x, "plain", 1.0)
+    module(x, "plain", 2.0)  # the numbers of a schedule are no choice
+    module.train()(x.detach())
+    assert len(looked) == 7
+
+
+def test_a_module_without_shapes_is_refused():
+    for how in ({"budget": "1MiB"}, {"tiles": 2}):
+        module = storage_ops.tile(nn.Sequential(nn.LazyLinear(16)), **how)
+        with pytest.raises(RuntimeError, match="their shapes in its first call"):
+            module(torch.randn(2, 2, 16))
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x + x.mean(-2, keepdim=True)
+
+
+def test_the_check_waits_for_a_call_that_shows_it():
+    x = torch.randn(2, 8, 16)
+    for first in (torch.inference_mode(), torch.no_grad()):
+        module = storage_ops.tile(nn.Sequential(nn.Linear(16, 16), Mean()), 2)
+        with first:
+            module(x[:0])
+            if torch.is_inference_mode_enabled():
+                module(x)
+        with pytest.raises(ValueError, match="is not token-wise"):
+            module(x)
+
+
+def test_an_output_without_a_gradient_has_none():
+    class Choice(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).argmax(-1, keepdim=True)
+
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                return super().forward(x)
+
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    for plain in (Choice(16, 16), Fixed(16, 16)):
+        right = plain(x)
+        found = storage_ops.tile(plain, 2)(x)
+        assert torch.equal(found, right) and not found.requires_grad
+
+
+def test_two_threads_may_call_one_tiled_module():
+    class Slow(nn.Linear):
+        first = None
+
+        def forward(self, x):
+            is_other = self.first is not None and threading.current_thread() is not self.first
+            if is_other and not inside.is_set():
+                inside.set()
+                done.wait(0.5)
+            elif self.first is not None and not is_other:
+                inside.wait(0.1)  # where it may, the other thread comes in
+            return super().forward(x)
+
+    inside, done = threading.Event(), threading.Event()
+    module = storage_ops.tile(Slow(8, 8), 2)
+    weight, x = module.weight, torch.randn(2, 6, 8)
+    module(x)
+
+    def call():
+        module(x).sum().backward()
+        done.set()
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    module.first = threads[0]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert module.weight is weight
+    torch.testing.assert_close(weight.grad, 2 * x.sum((0, 1)).expand(8, 8))
+
+
+def test_cached_parametrizations_have_their_gradients():
+    linear = parametrizations.weight_norm(nn.Linear(8, 16))
+    plain = nn.Sequential(linear, nn.GELU(), nn.Linear(16, 8)).double()
+    tiled = storage_ops.tile(copy.deepcopy(plain), 4)
+    x = torch.randn(2, 12, 8, dtype=torch.float64)
+    for module in (plain, tiled):
+        with parametrize.cached():
+            module(x).square().sum().backward(retain_graph=True)
+            if module is tiled:
+                memory.estimate(module, x)
+            module(x).square().sum().backward()
+    for ours, theirs in zip(tiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
