@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from storage_ops.checkpoint.makers import maker_of
@@ -65,15 +66,14 @@ class Effects:
         self._attributes = [(held, dict(held)) for held in around.attributes]
         self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
         for module in around.modules:
-            for name, t in module._parameters.items():
+            parameters, buffers = _named_tensors(module)
+            for name, t in parameters.items():
                 if t is not None and not isinstance(t, nn.UninitializedParameter):
                     version = -1 if t.is_inference() else t._version
-                    self._slots.append((module._parameters, name, t, version))
-            if module._buffers:
-                self._attributes.append((module._buffers, dict(module._buffers)))
-                self._slots += [
-                    (module._buffers, n, b, -1) for n, b in module._buffers.items() if b is not None
-                ]
+                    self._slots.append((parameters, name, t, version))
+            if buffers:
+                self._attributes.append((buffers, dict(buffers)))
+                self._slots += [(buffers, n, b, -1) for n, b in buffers.items() if b is not None]
         self._bytes = list(_bytes(around))
         self._unkept: list[Tensor] = []
         self._running = True
@@ -207,6 +207,15 @@ class _Bytes:
         _Write(t, self.before, self.version if running else self.version + now - self.after)()
 
 
+def _named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters and the buffers of a module itself; copies where it is TorchScript's, which
+    exchanges none."""
+    parameters, buffers = module._parameters, module._buffers
+    if isinstance(parameters, dict):
+        return parameters, buffers
+    return dict(parameters.items()), dict(buffers.items())
+
+
 def _bytes(around: Surroundings) -> Iterator[_Bytes]:
     seen: set[int] = set()
 
@@ -220,11 +229,12 @@ def _bytes(around: Surroundings) -> Iterator[_Bytes]:
         return maker_of(t) is None  # what a region can make again it restores itself
 
     for module in around.modules:
-        if not module._buffers:
+        _, buffers = _named_tensors(module)
+        if not buffers:
             continue
-        own = not is_of_torch(type(module)) or isinstance(module, _NormBase)
+        own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
         quiet = _quiet.get(module, {})
-        for name, t in module._buffers.items():
+        for name, t in buffers.items():
             if may_change(t):
                 assert t is not None
                 if t.nbytes <= _SMALL:

@@ -1,7 +1,7 @@
 """What a policy saves in the forward of a region, and gives back when the region is recomputed.
 
 The two modes here do in eager what torch's own pair does, and more: a saved op that drew random
-numbers leaves the generators as it did the first time, so that a later dropout repeats its mask; a
+numbers leaves its generator as it did the first time, so that a later dropout repeats its mask; a
 saved result that the region modifies in place is recomputed instead; a graph can be retained; and
 a policy that saves nothing warns. torch.compile knows torch's pair only, and gets that.
 """
@@ -263,7 +263,9 @@ class _Recording(_Mode):
         # On the bytes of an argument there is nothing to save, and whoever modifies them is unseen.
         if made.keys().isdisjoint(by_storage(given)):
             value = with_tensors(_detached, out)
-            random = _random_state(op, tensors) if saved.preserve_rng_state else []
+            random: RandomState = []
+            if saved.preserve_rng_state:
+                random = _random_state(op, tensors, (*args, *kwargs.values()))
             result = _Result(value, _describe(given), random, offloads=wanted == OFFLOAD)
             saved.results[name, index] = result
             for t in tensors_in(value):
@@ -391,8 +393,11 @@ def _keeps_graph() -> bool:
     return torch._C._current_graph_task_id() != -1 and is_retained()
 
 
-def _random_state(op: Any, made: list[Tensor]) -> RandomState:
+def _random_state(op: Any, made: list[Tensor], given: tuple[Any, ...]) -> RandomState:
     """The state of the generators that an op may have used, after it; nothing if it draws none."""
+    for value in given:
+        if isinstance(value, torch.Generator):
+            return [(value.set_state, value.get_state())]
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return []
     devices = {t.device for t in made if t.device.type != "meta"}

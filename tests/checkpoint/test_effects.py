@@ -219,6 +219,21 @@ def test_effects_happen_once_and_gradients_are_those_of_eager(name, kind):
         assert torch.equal(model.layer.h, plain_model.layer.h)
 
 
+@pytest.mark.parametrize("kind", ["full", "composed"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
+def test_effects_of_what_torchscript_compiled_happen_once(kind):
+    traced = torch.jit.trace(nn.BatchNorm1d(6), torch.randn(5, 6))
+    scripted = torch.jit.script(nn.Linear(6, 6))
+    layers = (nn.Linear(4, 6), scripted, traced, nn.Tanh())
+    for p in (*scripted.parameters(), *traced.parameters()):
+        p.requires_grad_(False)  # copies of the others would be no leaves
+    plain, plain_model, fn, model = pair(kind, lambda: nn.Sequential(*layers))
+    inputs = [torch.randn(8, 4) for _ in range(2)]
+    right, got = steps(plain, plain_model, inputs), steps(fn, model, inputs)
+    torch.testing.assert_close(got, right)
+    same_state(model, plain_model)
+
+
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "reentrant"])
 @pytest.mark.parametrize("name", ["batch norm", "copied state", "replaced state"])
 def test_effects_happen_once_however_many_backwards(path, name, kind):

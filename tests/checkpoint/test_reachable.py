@@ -138,6 +138,23 @@ def test_generators_of_checkpointed_layers(options, registered):
     assert all(map(torch.equal, got, want)) and torch.equal(state, after)
 
 
+@pytest.mark.parametrize("save", [
+    {"ops_to_save": ["aten.rand"]}, {"ops_to_save": ["aten.poisson"]},
+    {"ops_to_recompute": ["aten.randn"]},
+])  # fmt: skip
+def test_a_saved_op_leaves_the_generator_that_it_was_given_as_it_did(save):
+    class Layer(nn.Linear):
+        def forward(self, x):
+            noise = torch.poisson(torch.full((4,), 9.0), GENERATOR)
+            noise = noise + torch.rand(4, generator=GENERATOR)
+            return super().forward(x) * noise * torch.randn(4, generator=GENERATOR)
+
+    layer, x = Layer(4, 4), torch.randn(3, 4, requires_grad=True)
+    want, state = gradients(layer, x, layer.parameters())
+    got, after = gradients(so.CheckpointWrapper(layer, **save), x, layer.parameters())
+    assert all(map(torch.equal, got, want)) and torch.equal(state, after)
+
+
 @pytest.mark.parametrize("source", [random, numpy.random], ids=["random", "numpy"])
 def test_python_and_numpy_when_registered(source):
     x, down = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 4)
