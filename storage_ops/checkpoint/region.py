@@ -153,7 +153,7 @@ class Region:
         if fsdp.is_used():
             self._parameters = [weakref.ref(t) for t in self._captured if _is_parameter(t)]
         if self.options.discards:
-            self._note_made(leaves, start)
+            self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
             # Whatever is discarded here: what is held, and kept, may differ between ranks.
             self._communicates = collectives.number_issued() != issued
             for leaf in leaves if self._communicates else ():
@@ -164,15 +164,12 @@ class Region:
         self.end = torch._C._autograd._get_sequence_nr()
         return outputs
 
-    def _note_made(self, leaves: list[Any], start: int) -> None:
+    def _note_made(self, leaves: list[Any], attributes: dict[str, Any], start: int) -> None:
         """Find the outputs that can be discarded."""
         assert self._inputs is not None
         self.is_frozen = not any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
-        if self.is_frozen:
-            others = [*self._inputs.tensors, *self._captured]
-            self.made = find_made(leaves, others, None, True)
-        else:
-            self.made = find_made(leaves, self._inputs.tensors, start, bool(self._contexts))
+        first = None if self.is_frozen else start
+        self.made = find_made(leaves, attributes, self._inputs.tensors, first)
         for made in self.made:
             self._results[made.index] = Saved(leaves[made.index], self._checksums)
             _makers[made.key] = weakref.ref(self)
