@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +39,11 @@ class Made:
     holders: Holders = _NOBODY
     is_held: bool = False
 
+    @property
+    def is_modified(self) -> bool:
+        """Whether it was modified in place since, so that a recompute could not restore it."""
+        return self.handle._version != self.version
+
 
 def find_made(
     leaves: list[Any], attributes: dict[str, Any], inputs: Iterable[Tensor], start: int | None
@@ -52,16 +56,14 @@ def find_made(
         inputs: tensors that it was given.
         start: the number of its first autograd node; None if nothing needs grad.
     """
-    for index in range(len(leaves)):
-        wait_for(leaves[index])  # the end of a collective is a modification, and holds bytes before
     found = _candidates(leaves, {None, *map(storage_key, inputs)}, start)
-    if found:
-        held = _held(found, leaves, attributes)
-        found = [made for made in found if made.key not in held]
-    return found
+    held = _held(found, leaves, attributes) if found else set()
+    return [made for made in found if made.key not in held]
 
 
 def _candidates(leaves: list[Any], outside: set[int | None], start: int | None) -> list[Made]:
+    for leaf in leaves:
+        wait_for(leaf)  # the end of a collective is a modification, and until then it holds bytes
     found: list[Made] = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -85,27 +87,20 @@ def _held(found: list[Made], leaves: list[Any], attributes: dict[str, Any]) -> s
     the region was to fill.
     """
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    names = Counter(map(id, (*given, *given, *attributes.values())))
-    roots = _with_bases(given)
+    names = [*map(id, given), *map(id, given), *map(id, attributes.values())]
+    roots = {id(t): t for leaf in given for t in (leaf, leaf._base) if t is not None}
     del given
-    keys = {at: storage_key(t) for at, t in roots.items()}
-    held: set[int] = set()
-    for at, key in keys.items():
-        # One more name is in `roots`.
-        if key is not None and Holders.counted(key, weakref.ref(roots[at])).names > names[at] + 1:
-            held.add(key)
-    handles = _with_bases([made.handle for made in found])
-    own = Counter((*keys.values(), *map(storage_key, handles.values())))
+    keys = {at: key for at, t in roots.items() if (key := storage_key(t)) is not None}
+    counts = {at: Holders.counted(key, weakref.ref(roots[at])) for at, key in keys.items()}
+    # One more name is in `roots`.
+    held = {key for at, key in keys.items() if counts[at].names > names.count(at) + 1}
+    handles = [m.key for m in found for t in (m.handle, m.handle._base) if t is not None]
+    own = [*keys.values(), *handles]
     for made in found:
-        made.holders = Holders.counted(made.key, made.output)
-        if made.holders.tensors > own[made.key]:
+        made.holders = counts[id(leaves[made.index])]
+        if made.holders.tensors > own.count(made.key):
             held.add(made.key)
     return held
-
-
-def _with_bases(tensors: list[Tensor]) -> dict[int, Tensor]:
-    """Tensors, and what they are views of, each once."""
-    return {id(t): t for view in tensors for t in (view, view._base) if t is not None}
 
 
 def _origin(output: Tensor) -> Any:

@@ -188,7 +188,7 @@ class Region:
         kept |= {entry.key for entry in self.made if entry.is_held}
         made = [entry for entry in self.made if entry.key not in kept]
         for entry in made:
-            if entry.handle._version != entry.version:
+            if entry.is_modified:
                 fail(
                     f"output {entry.index} of {self.name} was modified in place after the region; "
                     "the recompute could not restore it, nothing was freed"
@@ -242,6 +242,16 @@ class Region:
         if self._discarded:
             self.recompute(for_another)
 
+    def _freed_before(self) -> list[Region]:
+        """The regions whose outputs are missing for a repetition of this one, as they came."""
+        found: set[Region] = set()
+        stack = [self]
+        while stack:
+            missing = {r for r in stack.pop()._producers if r._discarded} - found
+            found |= missing
+            stack += missing
+        return sorted(found, key=lambda region: region._serial)
+
     def recompute(self, for_another: bool = False) -> None:
         """Repeat the forward, once per backward, and bind its outputs to the discarded ones.
 
@@ -258,7 +268,7 @@ class Region:
                     f"the region {self.name} is needed in a second backward pass, but the first "
                     "one freed it; use retain_graph=True"
                 )
-            for producer in self._producers:
+            for producer in self._freed_before():
                 producer.restore(for_another=True)
             again = self._run_again(isinstance(task, int) and not for_another)
             self._recomputed = dict(enumerate(again))
