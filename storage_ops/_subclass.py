@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -59,7 +61,7 @@ class Replaced(nn.Module):
         """
         original: Any = type(module)
         try:
-            module.__class__ = cls.over(original)
+            _change(module, cls.over)
         except TypeError as error:
             raise TypeError(
                 f"the class of {original.__name__} cannot change: {error}; expected an "
@@ -69,8 +71,8 @@ class Replaced(nn.Module):
     @classmethod
     def change_back(cls, module: Any) -> None:
         """Give a module its class back, unless another one was put above the one of this kind."""
-        if vars(type(module)).get("_kind") is cls:
-            module.__class__ = type(module)._original
+        if vars(_below(module)).get("_kind") is cls:
+            _change(module, lambda made: made._original)
 
     @classmethod
     def _make(cls, original: Any) -> Any:
@@ -104,7 +106,29 @@ class Replaced(nn.Module):
         return (_rebuild, (function, args, tuple(kinds)), *rest)
 
 
-_made: dict[tuple[Any, Any], Any] = {}
+def is_parametrized(cls: type, module: nn.Module) -> bool:
+    """Whether a class of a module is the one that torch.nn.utils.parametrize has put on top."""
+    return cls.__name__.startswith("Parametrized") and parametrize.is_parametrized(module)
+
+
+def _below(module: nn.Module) -> Any:
+    """The class of a module without its parametrizations."""
+    cls = type(module)
+    return cls.__bases__[0] if is_parametrized(cls, module) else cls
+
+
+def _change(module: Any, new: Callable[[Any], Any]) -> None:
+    """Change the class of a module below its parametrizations, which torch removes from the top."""
+    top, below = type(module), _below(module)
+    if below is top:
+        module.__class__ = new(top)
+        return
+    body = {n: v for n, v in vars(top).items() if n not in ("__dict__", "__weakref__")}
+    module.__class__ = type(top.__name__, (new(below),), body)
+
+
+# Weak, for a class that is defined in a function goes with what it names.
+_made: weakref.WeakValueDictionary[tuple[Any, Any], Any] = weakref.WeakValueDictionary()
 
 
 def _rebuild(function: Callable[..., Any], args: Any, kinds: tuple[Any, ...]) -> Any:

@@ -18,9 +18,9 @@ Mode = Literal["full", "selective", "output_discard"]
 MODES = ("full", "selective", "output_discard")
 CHECKS = ("default", "none", "checksum")
 _OPS = ("ops_to_save", "ops_to_recompute")
+_LISTS_OF_OPS = (*_OPS, "ops_to_offload")
 _LISTS = (
-    *_OPS,
-    "ops_to_offload",
+    *_LISTS_OF_OPS,
     "layer_classes",
     "layer_names",
     "mm_shapes_to_save",
@@ -31,7 +31,7 @@ _SWITCHES = (
     "respect_saved_tensors_hooks",
 )  # fmt: skip
 # What makes a checkpoint a selective one.
-_RULES = (*_OPS, "ops_to_offload", "mm_shapes_to_save", "mm_shapes_to_recompute", "policy")
+_RULES = (*_LISTS_OF_OPS, "mm_shapes_to_save", "mm_shapes_to_recompute", "policy")
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class ActivationCheckpointConfig:
             must need grad. torch.compile always gets the other one.
         ops_to_save: ops whose results are saved: "aten.mm" for all overloads, "aten.mm.default",
             "torch.ops.aten.mm.default", a custom op, or the op itself.
-        ops_to_offload: ops whose results are saved in host memory, unless other rules save them
-            (`storage_ops.policies.offload`).
+        ops_to_offload: ops, named in the same ways, whose results are saved in host memory, unless
+            other rules save them (`storage_ops.policies.offload`).
         layer_names: patterns (fnmatch; `*` also matches dots) of names in `named_modules()`, such
             as "layers.*.mlp". The model itself has the name "", which only "" matches.
         mode: "full" saves nothing inside a layer, "selective" what the rules say, and
@@ -276,7 +276,7 @@ def _check_list(name: str, value: Any) -> None:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name} is {value!r}; expected a list of names")
     for item in value:
-        if not isinstance(item, str) and name not in _OPS:
+        if not isinstance(item, str) and name not in _LISTS_OF_OPS:
             hint = f", such as {item.__name__!r}" if isinstance(item, type) else ""
             raise TypeError(
                 f"{name} contains {item!r}, a {type(item).__name__}; expected names{hint}"

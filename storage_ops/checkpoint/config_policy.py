@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
+from storage_ops._subclass import is_parametrized
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
 from storage_ops.checkpoint.policies import (
     Policy,
@@ -96,11 +96,7 @@ def class_of(module: nn.Module) -> type:
     while True:
         if "_original" in vars(cls):
             cls = cls._original
-        elif cls.__bases__[0].__name__ == "FSDPModule" or _is_parametrized(cls, module):
+        elif cls.__bases__[0].__name__ == "FSDPModule" or is_parametrized(cls, module):
             cls = cls.__bases__[-1]
         else:
             return cls  # type: ignore[no-any-return]
-
-
-def _is_parametrized(cls: type, module: nn.Module) -> bool:
-    return cls.__name__.startswith("Parametrized") and parametrize.is_parametrized(module)

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops._subclass import Replaced
 from storage_ops.checkpoint.chain import OutputDiscardChain
+from storage_ops.checkpoint.consumers import ConsumerHooks
 from storage_ops.checkpoint.guard import by_storage, storage_key
 from storage_ops.checkpoint.inputs import leaves_of
 
@@ -27,6 +28,12 @@ class _Scope(OutputDiscardChain):
     """The call of a holder; what its callers' variables name by then was handed to them."""
 
     _variables = False
+
+    def _discard_used(self, block: ConsumerHooks, hook_tensors: tuple[Tensor, ...]) -> None:
+        for region in self._regions:
+            for made in region.made:
+                made.is_held = made.is_held or made.is_modified  # by the holder, as it may
+        super()._discard_used(block, hook_tensors)
 
 
 @dataclass

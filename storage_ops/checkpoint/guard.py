@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from storage_ops.storage.reference import lacks_bytes
 from storage_ops.storage.storage import DiscardedTensorError
@@ -63,7 +64,7 @@ def where() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_messages: dict[int, str] = {}
+_messages: Any = WeakIdKeyDictionary()  # of each discarded output, as long as it lives
 # What looks at a tensor without reading its bytes; getters of attributes are let through anyway.
 _HARMLESS = {"size", "dim", "stride", "numel", "storage_offset", "untyped_storage", "register_hook",
              "is_floating_point", "element_size", "__hash__", "__len__", "type"}  # fmt: skip
@@ -79,7 +80,7 @@ class _Watched(Tensor):
         if not (ours or name == "__get__" or name in _HARMLESS):
             for leaf in tree_leaves((args, kwargs)):
                 if type(leaf) is cls:
-                    raise DiscardedTensorError(_messages.get(id(leaf), "a tensor was discarded"))
+                    raise DiscardedTensorError(_messages.get(leaf, "a tensor was discarded"))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -87,12 +88,12 @@ class _Watched(Tensor):
 def watch(output: Tensor | None, message: str) -> None:
     """Have Python operations on a discarded tensor raise a DiscardedTensorError."""
     if type(output) is Tensor:
-        _messages[id(output)] = message
+        _messages[output] = message
         output.__class__ = _Watched
 
 
 def unwatch(output: Tensor | None) -> None:
     """Undo `watch`."""
     if output is not None and type(output) is _Watched:
-        _messages.pop(id(output), None)
+        _messages.pop(output, None)
         output.__class__ = Tensor  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops.checkpoint.makers import maker_of
-from storage_ops.checkpoint.saved import fail_modified
+from storage_ops.checkpoint.saved import fail_modified, stride_of
 
 
 class _HoldInputs(torch.autograd.Function):
@@ -93,16 +93,19 @@ class Inputs:
 class TensorTraits:
     """What a tensor is besides its bytes and its history."""
 
-    __slots__ = ("attributes", "kind", "needs_grad")
+    __slots__ = ("attributes", "kind", "needs_grad", "stride")
 
     def __init__(self, t: Tensor) -> None:
         self.kind = type(t)
         self.needs_grad = t.requires_grad
+        self.stride = stride_of(t)
         attributes = t.__dict__
         self.attributes = dict(attributes) if attributes else None
 
     def make(self, t: Tensor) -> Tensor:
         """A tensor that was kept, as it was."""
+        if type(t) is Tensor and stride_of(t) != self.stride:
+            t = _strided(t.detach(), self.stride)
         if t.requires_grad != self.needs_grad:
             t = t.detach().requires_grad_(self.needs_grad)
         if type(t) is not self.kind and type(t) is Tensor:
@@ -110,6 +113,16 @@ class TensorTraits:
         if self.attributes and not t.__dict__:
             t.__dict__.update(self.attributes)
         return t
+
+
+def _strided(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of a tensor with these strides, such as pinned memory does not keep."""
+    copy = to = torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
+    for dim, step in enumerate(stride):
+        if step == 0 and t.shape[dim]:
+            t, to = t.narrow(dim, 0, 1), to.narrow(dim, 0, 1)
+    to.copy_(t)
+    return copy
 
 
 def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:

@@ -39,22 +39,32 @@ class Made:
     holders: Holders = _NOBODY
     is_held: bool = False
 
+    @property
+    def is_modified(self) -> bool:
+        """Whether it was modified in place since, so that a recompute could not restore it."""
+        return self.handle._version != self.version
+
 
 def find_made(
-    leaves: list[Any], others: Iterable[Tensor], start: int | None, is_counted: bool
+    leaves: list[Any], attributes: dict[str, Any], inputs: Iterable[Tensor], start: int | None
 ) -> list[Made]:
     """The outputs of a region that nobody else has the bytes of.
 
     Args:
-        leaves: what it returned.
-        others: tensors from outside.
+        leaves: the leaves of what it returned; nothing else of the region's names them but that.
+        attributes: those of what it returned: an object may have a leaf as an item and as one.
+        inputs: tensors that it was given.
         start: the number of its first autograd node; None if nothing needs grad.
-        is_counted: whether something in it may hold an output, so that holders are counted.
     """
-    found: list[Made] = []
-    outside = {None, *map(storage_key, others)}
+    found = _candidates(leaves, {None, *map(storage_key, inputs)}, start)
+    held = _held(found, leaves, attributes) if found else set()
+    return [made for made in found if made.key not in held]
+
+
+def _candidates(leaves: list[Any], outside: set[int | None], start: int | None) -> list[Made]:
     for leaf in leaves:
         wait_for(leaf)  # the end of a collective is a modification, and until then it holds bytes
+    found: list[Made] = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
@@ -62,43 +72,44 @@ def find_made(
         if key is None or key in outside:
             continue
         if start is not None:
-            node, is_told = _origin(leaf)
+            node = _origin(leaf)
             # A parameter, or a view of a tensor from outside, must not be freed.
             if leaf.layout is not torch.strided or node is None or node._sequence_nr() < start:
                 continue
-            is_counted = is_counted or not is_told
         found.append(Made(index, key, leaf.detach(), weakref.ref(leaf), leaf._version))
+    return found
+
+
+def _held(found: list[Made], leaves: list[Any], attributes: dict[str, Any]) -> set[int]:
+    """The storages of outputs that somebody else holds already: a module, a caller, a policy.
+
+    What is from outside is told by that too, whatever it is: a parameter, a cache, a tensor that
+    the region was to fill.
+    """
+    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    names = [*map(id, given), *map(id, given), *map(id, attributes.values())]
+    roots = {id(t): t for leaf in given for t in (leaf, leaf._base) if t is not None}
+    del given
+    keys = {at: key for at, t in roots.items() if (key := storage_key(t)) is not None}
+    counts = {at: Holders.counted(key, weakref.ref(roots[at])) for at, key in keys.items()}
+    # One more name is in `roots`.
+    held = {key for at, key in keys.items() if counts[at].names > names.count(at) + 1}
+    handles = [m.key for m in found for t in (m.handle, m.handle._base) if t is not None]
+    own = [*keys.values(), *handles]
     for made in found:
-        made.holders = Holders.counted(made.key, made.output)
-    return _without_held(found) if is_counted else found
+        made.holders = counts[id(leaves[made.index])]
+        if made.holders.tensors > own.count(made.key):
+            held.add(made.key)
+    return held
 
 
-def _without_held(found: list[Made]) -> list[Made]:
-    """Leave alone outputs whose storage somebody else holds already: a policy, a module."""
-    outputs = [made.output() for made in found]
-    roots = {id(t): t for o in outputs if o is not None for t in (o, o._base) if t is not None}
-    kept = list(found)
-    for made in found:
-        own = sum(storage_key(t) == made.key for t in roots.values())
-        own += sum(other.key == made.key for other in kept)
-        output = made.output()
-        base = None if output is None else output._base
-        if base is not None:  # named here, among the roots, and by nobody else
-            own -= Holders.counted(made.key, weakref.ref(base)).names > 2
-        if made.holders.tensors > own:
-            kept.remove(made)
-    return kept
+def _origin(output: Tensor) -> Any:
+    """The autograd node to ask for the origin of an output's bytes.
 
-
-def _origin(output: Tensor) -> tuple[Any, bool]:
-    """The autograd node to ask for the origin of an output's bytes, and whether it tells.
-
-    It does not for a view of a tensor without a history. Autograd Functions return such views, as
-    DTensor's `to_local` does.
+    It is that of the base, but for a view of a tensor without a history. Autograd Functions return
+    such views, as DTensor's `to_local` does.
     """
     base = output._base
-    if base is None:
-        return output.grad_fn, True
-    if base.grad_fn is None and not base.requires_grad:
-        return output.grad_fn, False
-    return base.grad_fn, True
+    if base is None or (base.grad_fn is None and not base.requires_grad):
+        return output.grad_fn
+    return base.grad_fn

@@ -45,7 +45,8 @@ class OutputDiscardCheckpoint:
     cannot be repeated. After a backward with retain_graph=True the output stays in memory.
 
     What anybody else still holds of the output, other than the caller's variables, is kept and not
-    freed: an object that a consumer returns, an attribute of a custom Function's context.
+    freed: a parameter, a buffer or an attribute that the region returns, a tensor from outside that
+    it writes to, an object that a consumer returns, an attribute of a custom Function's context.
 
     Args:
         preserve_rng_state: repeat the region with the random numbers of the forward: CPU, every

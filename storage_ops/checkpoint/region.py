@@ -153,7 +153,7 @@ class Region:
         if fsdp.is_used():
             self._parameters = [weakref.ref(t) for t in self._captured if _is_parameter(t)]
         if self.options.discards:
-            self._note_made(leaves, start)
+            self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
             # Whatever is discarded here: what is held, and kept, may differ between ranks.
             self._communicates = collectives.number_issued() != issued
             for leaf in leaves if self._communicates else ():
@@ -164,15 +164,12 @@ class Region:
         self.end = torch._C._autograd._get_sequence_nr()
         return outputs
 
-    def _note_made(self, leaves: list[Any], start: int) -> None:
+    def _note_made(self, leaves: list[Any], attributes: dict[str, Any], start: int) -> None:
         """Find the outputs that can be discarded."""
         assert self._inputs is not None
         self.is_frozen = not any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
-        if self.is_frozen:
-            others = [*self._inputs.tensors, *self._captured]
-            self.made = find_made(leaves, others, None, True)
-        else:
-            self.made = find_made(leaves, self._inputs.tensors, start, bool(self._contexts))
+        first = None if self.is_frozen else start
+        self.made = find_made(leaves, attributes, self._inputs.tensors, first)
         for made in self.made:
             self._results[made.index] = Saved(leaves[made.index], self._checksums)
             _makers[made.key] = weakref.ref(self)
@@ -191,7 +188,7 @@ class Region:
         kept |= {entry.key for entry in self.made if entry.is_held}
         made = [entry for entry in self.made if entry.key not in kept]
         for entry in made:
-            if entry.handle._version != entry.version:
+            if entry.is_modified:
                 fail(
                     f"output {entry.index} of {self.name} was modified in place after the region; "
                     "the recompute could not restore it, nothing was freed"
@@ -245,6 +242,16 @@ class Region:
         if self._discarded:
             self.recompute(for_another)
 
+    def _freed_before(self) -> list[Region]:
+        """The regions whose outputs are missing for a repetition of this one, as they came."""
+        found: set[Region] = set()
+        stack = [self]
+        while stack:
+            missing = {r for r in stack.pop()._producers if r._discarded} - found
+            found |= missing
+            stack += missing
+        return sorted(found, key=lambda region: region._serial)
+
     def recompute(self, for_another: bool = False) -> None:
         """Repeat the forward, once per backward, and bind its outputs to the discarded ones.
 
@@ -261,7 +268,7 @@ class Region:
                     f"the region {self.name} is needed in a second backward pass, but the first "
                     "one freed it; use retain_graph=True"
                 )
-            for producer in self._producers:
+            for producer in self._freed_before():
                 producer.restore(for_another=True)
             again = self._run_again(isinstance(task, int) and not for_another)
             self._recomputed = dict(enumerate(again))

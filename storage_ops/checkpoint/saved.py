@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ class Saved:
 
     def __init__(self, t: Tensor, checksum: bool = False) -> None:
         """Describe a tensor."""
-        stride = t.stride() if t.layout is torch.strided else ()
-        self.layout = (t.shape, stride, t.dtype, t.device)
+        self.layout = (_shape_of(t), stride_of(t), t.dtype, t.device)
         self.checksum = _checksum(t) if checksum else None
         # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
         base = t._base
@@ -70,6 +69,21 @@ class Saved:
         strides = "" if _is_dense(shape, stride) else f" with strides {stride}"
         value = "" if self.checksum is None else f" with checksum {_hex(self.checksum)}"
         return f"{tuple(shape)} {dtype} on {device}{strides}{value}"
+
+
+def stride_of(t: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor; none where it has none, as sparse and nested tensors."""
+    try:
+        return t.stride()
+    except RuntimeError:
+        return ()
+
+
+def _shape_of(t: Tensor) -> Any:
+    try:
+        return t.shape
+    except RuntimeError:  # a nested tensor: the shapes of the tensors in it
+        return tuple(map(tuple, t._nested_tensor_size().tolist()))
 
 
 def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:

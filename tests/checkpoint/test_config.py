@@ -164,6 +164,7 @@ def test_the_mode_follows_from_the_rules():
     assert Config(["Block"], ops_to_save=[]).effective_mode == "full"
     for rule in (
         {"ops_to_save": ["aten.mm"]},
+        {"ops_to_offload": [torch.ops.aten.mm.default]},
         {"policy": "attention"},
         {"mm_shapes_to_save": ["x"]},
     ):

@@ -336,3 +336,30 @@ def test_selective_policies_inside_of_a_region(path, saves):
             gradient = torch.autograd.grad(y.sum(), leaf)[0]
         assert torch.allclose(gradient, right[1], rtol=1e-4, atol=1e-5)
         assert sum(products) == 2 + (0 if saves else 2)
+
+
+@pytest.mark.parametrize("view", [
+    lambda h: h.transpose(0, 1), lambda h: h[:, :1].expand(3, 4, 6), lambda h: h.unfold(1, 2, 1).mT,
+])  # fmt: skip
+def test_hooks_that_do_not_keep_strides(view):
+    """As `save_on_cpu(pin_memory=True)`, whose memory is contiguous."""
+    first, layer = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    x, wanted = torch.randn(3, 5, 6), (*first.parameters(), *layer.parameters())
+    right = torch.autograd.grad(layer(view(first(x))).square().sum(), wanted)
+    layer = so.CheckpointWrapper(layer)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.detach().clone(memory_format=torch.contiguous_format), lambda t: t
+    ):
+        y = layer(view(first(x)))
+    assert all(map(torch.equal, torch.autograd.grad(y.square().sum(), wanted), right))
+
+
+def test_strided_nested_tensors():
+    layer = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    parts = [torch.randn(3, 6), torch.randn(2, 6)]
+    found = []
+    for run in (layer, so.CheckpointWrapper(copy.deepcopy(layer))):
+        x = torch.nested.nested_tensor(parts, requires_grad=True)
+        run(x).to_padded_tensor(0.0).square().sum().backward()
+        found.append([*x.grad.unbind(), *(p.grad for p in run.parameters())])
+    assert all(map(torch.equal, *found))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
-from storage_ops.checkpoint import discard_scope
+from storage_ops.checkpoint import discard_scope, guard
 from storage_ops.checkpoint.makers import makers
 
 
@@ -242,3 +242,26 @@ def test_a_graph_that_is_never_released(passes):
     del y
     gc.collect()
     assert inputs[0]() is None
+
+
+def test_a_discard_in_debug_mode_whose_graph_is_dropped():
+    up, down = nn.Linear(4, 4), nn.Linear(4, 4)
+    before = len(guard._messages)
+    for _ in range(3):
+        so.output_discard(up, down, debug=True)(torch.randn(2, 4))
+    gc.collect()
+    assert len(guard._messages) == before
+
+
+def test_a_class_goes_with_its_modules():
+    class Local(nn.Linear):
+        pass
+
+    wrapped = so.CheckpointWrapper(Local(4, 4))
+    made = weakref.ref(type(wrapped))
+    again = so.CheckpointWrapper(Local(4, 4))
+    assert type(again) is made()
+    assert type(so.remove_activation_checkpoint(again)) is Local
+    del wrapped, again
+    gc.collect()
+    assert made() is None

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import storage_ops as so
 
@@ -374,3 +375,22 @@ def test_determinism_check():
             layer(x).sum().backward()
         layer = so.CheckpointWrapper(Changing(), determinism_check="none", **options)
         layer(x).sum().backward()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_parametrizations_are_removed_from_a_checkpointed_layer(first):
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    if first:
+        so.CheckpointWrapper(layer)
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(layer, name, nn.Tanh())
+    right = nn.functional.linear(x, layer.weight.detach(), layer.bias.detach())
+    so.CheckpointWrapper(layer)
+    kept = so.remove_activation_checkpoint(so.CheckpointWrapper(copy.deepcopy(layer)))
+    assert not isinstance(kept, so.CheckpointWrapper) and torch.equal(kept(x), right)
+    for name in ("weight", "bias"):
+        assert torch.equal(layer(x), right) and isinstance(layer, so.CheckpointWrapper)
+        parametrize.remove_parametrizations(layer, name)
+    assert torch.equal(layer(x), right) and isinstance(layer, so.CheckpointWrapper)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert type(so.remove_activation_checkpoint(layer)) is nn.Linear

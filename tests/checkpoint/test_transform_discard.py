@@ -300,3 +300,39 @@ def test_a_layer_that_is_a_holder_too():
         assert_same(step(pickle.loads(pickle.dumps(model)), x), right)
         so.remove_activation_checkpoint(model)
         assert [type(m) for m in model.modules()][1:3] == [MLP, nn.Linear]
+
+
+def test_what_the_holder_modifies_in_place_is_kept():
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.a(x)
+            h += x
+            return self.c(self.b(h).relu_())
+
+    plain, x = Adding(), torch.randn(3, 4)
+    right = torch.autograd.grad(plain(x).square().sum(), plain.parameters())
+    module = discarding(plain, layer_classes=None, layer_names=["a", "b"])
+    got = torch.autograd.grad(module(x).square().sum(), module.parameters())
+    assert all(map(torch.equal, got, right))
+
+
+def test_more_regions_in_a_row_than_python_has_stack_for():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x):
+            for _ in range(600):
+                x = self.cell(x)
+            return x.sin()
+
+    plain, x = Recurrent(), torch.randn(2, 4)
+    right = torch.autograd.grad(plain(x).sum(), plain.parameters())
+    module = discarding(plain, layer_classes=None, layer_names=["cell"])
+    got = torch.autograd.grad(module(x).sum(), module.parameters())
+    assert all(map(torch.equal, got, right))
