@@ -177,7 +177,9 @@ def arguments_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
             whose = storages.setdefault(storage, len(storages)) if leaf.is_floating_point() else (
                 "values of", storage
             )  # fmt: skip
-            key.append((like(leaf), whose, leaf._version if not leaf.is_floating_point() else 0))
+            version = leaf._version if not leaf.is_floating_point() else 0
+            first = next(k for k, t in enumerate(tensors) if t is leaf)  # modules ask `k is v`
+            key.append((like(leaf), whose, version, first))
         elif isinstance(leaf, SIMPLE):
             key.append(comparable(leaf))
         else:
