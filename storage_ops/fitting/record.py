@@ -214,7 +214,7 @@ class Recorder:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
             # What one run leaves in a cache the next would see; a checkpointed layer gets none.
-            kwargs = without_cache(unit.module, kwargs)
+            args, kwargs = without_cache(unit.module, args, kwargs)
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             parameters = [p for p in unit.module.parameters() if p.requires_grad]
             if any(map(is_wrapper, (*given, *parameters))):
