@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from storage_ops.checkpoint.caches import without_cache
 from storage_ops.fitting.step import Books, OpTimes
-from storage_ops.fitting.units import Unit
+from storage_ops.fitting.units import Unit, fingerprint, places_of
 from storage_ops.loss.devices import Rates
 from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_wrapper
 from storage_ops.memory.estimate_workspaces import keep_workspaces
+from storage_ops.memory.recording import hidden
 from storage_ops.memory.step import arguments, earlier_gradients, without_gradients
 from storage_ops.progress import say
 
@@ -141,7 +142,9 @@ class Recorder:
         self.recording = StepRecording()
         self._units = units
         self._times = OpTimes(rates)
+        self._prints = {unit.name: fingerprint(unit.module, whole=True) for unit in units}
         self._outputs: dict[Any, Any] = {}
+        self._looks: dict[Any, bool] = {}  # by kind: whether it does something else by its number
         self.simulation: Simulation
 
     def run(
@@ -229,18 +232,15 @@ class Recorder:
                 if torch.is_autocast_enabled(kind)
             )
             like = tree_map_only(Tensor, Like.of, (args, kwargs))
-            kind = (unit.print, *(x if isinstance(x, Like) else repr(x) for x in leaves_of(like)))
-            call = LayerCall(unit, (*kind, autocast), like, autocast=autocast)
+            settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
+            start = self.books.mark()
+            kind, (made, tree) = self._run_once(
+                unit, (self._prints[unit.name], *settings, autocast),
+                lambda: _outputs_of(plain(*args, **kwargs), given),
+            )  # fmt: skip
+            call = LayerCall(unit, kind, like, autocast=autocast)
             blocks = self.simulation.blocks_of
             call.inputs = [next(iter(blocks(t)), None) for t in given]
-            start = self.books.mark()
-            kind = call.kind
-            if kind not in self._outputs:
-                say(unit.name)
-                before = self._times.seconds
-                self._outputs[kind] = _outputs_of(plain(*args, **kwargs), given)
-                self._times.seconds = before
-            made, tree = self._outputs[kind]
             before = self._times.seconds
             new = iter(_StandIn.apply(  # type: ignore[no-untyped-call]
                 self, call, [m for m in made if isinstance(m, Like)], *given, *parameters
@@ -259,6 +259,34 @@ class Recorder:
             return tree_unflatten(values, tree)
 
         return forward
+
+
+    def _run_once(
+        self, unit: Unit, kind: tuple[Any, ...], run: Callable[[], Any]
+    ) -> tuple[tuple[Any, ...], Any]:
+        """The kind of a call, and what the first call of that kind found.
+
+        A layer that does something else by its number is of a kind of its own.
+        """
+        places = places_of(unit.module)
+        before = self._times.seconds
+        if kind not in self._looks:
+            say(unit.name)
+            try:
+                with hidden(places):
+                    self._outputs[kind] = run()
+                self._looks[kind] = False
+            except Exception:
+                if not places:
+                    raise
+                self._looks[kind] = True
+        if self._looks[kind]:
+            kind = (*kind, *(vars(module)[key] for module, key in places))
+            if kind not in self._outputs:
+                say(unit.name)
+                self._outputs[kind] = run()
+        self._times.seconds = before
+        return kind, self._outputs[kind]
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def record(
     simulation.ledger = side = Ledger(outer.round_up, outer)
     simulation.sent = Counter()
     try:
-        with _hidden(places):
+        with hidden(places):
             return _Recorder(simulation, side, module, name).run(call, args, kwargs)
     finally:
         simulation.ledger, simulation.sent = outer, sent
@@ -199,7 +199,7 @@ def record(
 
 
 @contextlib.contextmanager
-def _hidden(places: list[tuple[nn.Module, str]]) -> Iterator[None]:
+def hidden(places: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """Let nobody look at the numbers of layers in a block."""
     plain = [vars(module)[name] for module, name in places]
     for module, name in places:
