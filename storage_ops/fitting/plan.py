@@ -119,6 +119,11 @@ class FitPlan:
         self._is_applied = False
         return self._model
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it changes layers of this model object, or of one that is in it."""
+        own = uncompiled(self._model)
+        return any(module is own for module in model.modules())
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, for `load_fit`."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")

@@ -21,12 +21,18 @@ from storage_ops.checkpoint.caches import without_cache
 from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit, fingerprint, places_of
 from storage_ops.loss.devices import Rates
+from storage_ops.memory.alike import SIMPLE
 from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_wrapper
 from storage_ops.memory.estimate_workspaces import keep_workspaces
 from storage_ops.memory.recording import hidden
-from storage_ops.memory.step import arguments, earlier_gradients, without_gradients
+from storage_ops.memory.step import (
+    arguments,
+    check_value,
+    earlier_gradients,
+    without_gradients,
+)
 from storage_ops.progress import say
 
 
@@ -181,17 +187,27 @@ class Recorder:
 
     def _step(self, model: nn.Module, given: list[Any], loss: Any, optimizer: Any) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
+        args, kwargs = given
+
+        def backward() -> None:
+            value = loss(model(*args, **kwargs))
+            check_value(value)
+            value.backward()
+
         if optimizer is not None and not optimizer.state:
-            earlier_gradients(parameters)
+            if self.accumulate:
+                earlier_gradients(parameters)
+            else:  # those that the model does not use get none, and no state
+                backward()
+                self.recording.calls.clear()
             optimizer.step()
             for p in parameters:
                 p.grad = None
         if self.accumulate:
             earlier_gradients(parameters)
         self.recording.start = self.books.mark()
-        args, kwargs = given
         with self._times:
-            loss(model(*args, **kwargs)).backward()
+            backward()
         self.recording.seconds = self._times.seconds
         if optimizer is not None:
             optimizer.step()
@@ -234,10 +250,13 @@ class Recorder:
             like = tree_map_only(Tensor, Like.of, (args, kwargs))
             settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
             start = self.books.mark()
-            kind, (made, tree) = self._run_once(
+            kind, found = self._run_once(
                 unit, (self._prints[unit.name], *settings, autocast),
                 lambda: _outputs_of(plain(*args, **kwargs), given),
             )  # fmt: skip
+            if found is None:
+                return plain(*args, **kwargs)
+            made, tree = found
             call = LayerCall(unit, kind, like, autocast=autocast)
             blocks = self.simulation.blocks_of
             call.inputs = [next(iter(blocks(t)), None) for t in given]
@@ -259,7 +278,6 @@ class Recorder:
             return tree_unflatten(values, tree)
 
         return forward
-
 
     def _run_once(
         self, unit: Unit, kind: tuple[Any, ...], run: Callable[[], Any]
@@ -296,8 +314,11 @@ class _Given:
     number: int
 
 
-def _outputs_of(outputs: Any, given: list[Tensor]) -> tuple[list[Any], Any]:
+def _outputs_of(outputs: Any, given: list[Tensor]) -> tuple[list[Any], Any] | None:
+    """What a layer returned, without its bytes; None for an object that may have tensors in it."""
     leaves, tree = tree_flatten(outputs)
+    if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
+        return None
     places = {id(t): i for i, t in enumerate(given)}
     made = [
         leaf if not isinstance(leaf, Tensor)

@@ -69,13 +69,20 @@ def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         below = f"{name}.{child_name}" if name else child_name
         if not any(True for _ in child.children()):
             continue
-        within_list = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+        within_list = isinstance(module, _CONTAINERS) and not _has_layers(child)
         has_list = any(isinstance(inner, _CONTAINERS) for inner in child.modules())
         above = bool(heads_in(child)) and not isinstance(child, LinearCrossEntropyLoss)
         if within_list or not (has_list or above):
             yield qualified_name(below), child
         else:
             yield from _units(child, below)
+
+
+def _has_layers(child: nn.Module) -> bool:
+    """Whether what stands in a list is one more list, and no layer: a row of single modules is."""
+    if not isinstance(child, nn.Sequential):
+        return isinstance(child, _CONTAINERS)
+    return any(True for inner in child for _ in inner.children())
 
 
 def fingerprint(module: nn.Module, whole: bool = False) -> str:

@@ -313,12 +313,21 @@ def _backward(
     with ledger.call(LOSS):
         value = loss(output)
         del output
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise ValueError(f"loss returned {shown}; expected a scalar tensor")
+    check_value(value)
     if quick is not None:
         quick.check(value)
     value.backward()
+
+
+def check_value(value: Any) -> None:
+    """Refuse what a loss returned if no backward starts from it.
+
+    Raises:
+        ValueError: it is no scalar.
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise ValueError(f"loss returned {shown}; expected a scalar tensor")
 
 
 def _was_there(ledger: Ledger, blocks: set[Block]) -> None:
