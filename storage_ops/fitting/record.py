@@ -121,6 +121,12 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         recorder, call = ctx.recorder, ctx.call
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"fit: layer {call.unit.name} is differentiated with create_graph=True, and second "
+                "derivatives through a layer are not known; expected a model without them, or "
+                "will_it_fit with checkpoints chosen by hand"
+            )
         before = recorder.books.mark()
         given = [g for g in gradients if g is not None]
         blocks = {block for g in given for block in recorder.simulation.blocks_of(g)}

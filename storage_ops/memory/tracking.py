@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -70,10 +70,11 @@ class Tracking(TorchDispatchMode):
         """Whether a value is a tensor whose bytes are on the device."""
         return (
             isinstance(t, Tensor)
+            and not is_lazy(t)
             and t.layout == torch.strided
             and t.device.type == self._device.type
             and self._device.index in (None, t.device.index)
-            and not isinstance(t, (FakeTensor, UninitializedTensorMixin))
+            and not isinstance(t, FakeTensor)
             and not is_traceable_wrapper_subclass(t)
         )
 

@@ -139,3 +139,27 @@ def test_layers_that_return_objects_are_left_alone():
     search = Search(model, x, loss, ADAM)
     none = simulate_step(model, x, loss=loss, optimizer=ADAM).peak_bytes
     assert search.problem.options == [] and search.problem.peak([]) == none
+
+
+def test_scripted_modules_beside_layers():
+    scripted = torch.jit.script(nn.Linear(32, 32))
+    model, x = (
+        nn.Sequential(scripted, Part(shape=(1, 4)), Part(shape=(1, 4))),
+        torch.randn(8, 16, 32),
+    )
+    assert storage_ops.fit(model, x, "1GiB").peak_bytes > 0
+
+
+class Force(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Part(shape=(1, 4)), Part(shape=(1, 4)))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0].square().sum()
+
+
+def test_second_derivatives_are_refused():
+    with pytest.raises(RuntimeError, match=r"layer layers\.1 is differentiated with create_graph"):
+        storage_ops.fit(Force(), torch.randn(8, 16, 32), "1GiB")

@@ -284,6 +284,7 @@ def test_losses_of_every_kind(how):
         ({"batch": []}, ValueError, "batch is an empty list"),
         ({"device": "h1000"}, ValueError, "device is 'h1000'; expected one of cpu"),
         ({"optimizer": "adamw"}, TypeError, "optimizer is 'adamw'"),
+        ({"optimizer": torch.optim.LBFGS}, TypeError, "optimizer is an LBFGS"),
         ({"loss": lambda y: y}, ValueError, r"loss returned a tensor of shape \(4, 8\)"),
         ({"budget": "many"}, ValueError, "budget is 'many'"),
     ],
@@ -292,6 +293,24 @@ def test_wrong_arguments(change, error, message):
     given = {"model": nn.Linear(8, 8), "batch": torch.randn(4, 8), **change}
     with pytest.raises(error, match=message):
         will_it_fit(**given)
+
+
+def test_without_parameters_it_is_the_cpu():
+    x = torch.randn(3, 5, requires_grad=True)
+    peaks = [simulate_step(nn.Softmax(-1), x, device=d).peak_bytes for d in (None, "cpu", "h100")]
+    assert peaks[0] == peaks[1] < peaks[2]
+
+
+class Chosen(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y[y > 0]
+
+
+def test_what_is_assumed_decides_in_will_it_fit():
+    x = torch.randn(1024, 64)
+    none, all_ = (will_it_fit(Chosen(64, 64), x, assume=share).peak_bytes for share in (0.0, 1.0))
+    assert none < all_
 
 
 def test_will_it_fit_answers_and_prints():
