@@ -26,7 +26,8 @@ if hasattr(tf, "Lfm2Config"):  # a cache of convolutions and keys
         tf.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])
     )
 MODES = {
-    "full": {}, "reentrant": {"use_reentrant": True}, "selective": {"ops_to_save": ["aten.mm", "aten.addmm"]},
+    "full": {}, "reentrant": {"use_reentrant": True},
+    "selective": {"ops_to_save": ["aten.mm", "aten.addmm"]},
     "output_discard": {"mode": "output_discard"},
 }  # fmt: skip
 
