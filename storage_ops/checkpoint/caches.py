@@ -6,28 +6,37 @@ import functools
 import warnings
 from typing import Any
 
-from torch import nn
-
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+from torch import Tensor, nn
 
 
-def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a layer that is checkpointed in training, without an empty cache.
+def without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer that is checkpointed in training, without an empty cache.
 
     Models make one by default (`use_cache=True`), in training too, where nobody reads it, and keep
     the keys and values of every layer in it until their output is dropped.
     `gradient_checkpointing_enable()` of transformers leaves it out as well. A cache that holds
-    something belongs to the computation and stays.
+    something belongs to the computation and stays. Arguments without one are the same objects.
     """
-    given = [name for name in _CACHES if hasattr(kwargs.get(name), "get_seq_length")]
+    given = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not given or not module.training:
-        return kwargs
+        return args, kwargs
     layer = next((m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")), 0)
-    empty = [name for name in given if not kwargs[name].get_seq_length(layer)]
+    empty = [cache for cache in given if not cache.get_seq_length(layer)]
     if not empty:
-        return kwargs
+        return args, kwargs
+
+    def without(value: Any) -> Any:
+        return None if any(value is cache for cache in empty) else value
+
     switched = {"use_cache": False} if "use_cache" in kwargs else {}
-    return {**kwargs, **dict.fromkeys(empty), **switched}
+    named = {name: without(value) for name, value in kwargs.items()}
+    return tuple(map(without, args)), {**named, **switched}
+
+
+def _is_cache(value: Any) -> bool:
+    return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
 
 
 @functools.cache

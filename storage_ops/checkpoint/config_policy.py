@@ -81,7 +81,8 @@ def qualified_name(name: str) -> str:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that torch.compile wrapped, or the module itself."""
-    inner: nn.Module = module._modules.get("_orig_mod") or module
+    parts: Any = module._modules  # of a scripted module it has no get()
+    inner: nn.Module = parts["_orig_mod"] if "_orig_mod" in parts else module  # noqa: SIM401
     return inner
 
 

@@ -68,7 +68,8 @@ class Checkpointing:
         name, options = type(module).__name__, self.options
         discards = self.mode == "output_discard"
         if torch.is_grad_enabled() and not is_disabled():
-            given, kwargs = kwargs, without_cache(module, kwargs)
+            given = kwargs
+            args, kwargs = without_cache(module, args, kwargs)
             if kwargs is not given and not torch.compiler.is_compiling():
                 warn_once(name)
         if torch.compiler.is_compiling():

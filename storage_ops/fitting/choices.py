@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -136,24 +137,47 @@ def _is_cheap(module: nn.Module) -> bool:
 
 
 def _token_wise(layer: nn.Module) -> tuple[str, ...]:
-    """The outermost modules in a layer made of linear layers and activations only.
+    """The outermost modules in a layer made of linear layers, norms and activations only.
 
-    With random numbers a tile draws others than the whole, so such modules are left alone. Those of
-    other classes are token-wise by their name: an MLP.
+    With random numbers a tile draws others than the whole, so such modules are left alone. What
+    modules of other classes than `Sequential` compute is told by their names.
     """
     found: list[str] = []
     for name, module in layer.named_modules():
         if not name or any(name.startswith(f"{outer}.") for outer in found):
             continue
-        leaves = [m for m in module.modules() if not any(True for _ in m.children())]
-        linear = sum(isinstance(m, nn.Linear) for m in leaves)
-        plain = isinstance(module, nn.Sequential) or any(
-            word in class_of(module).__name__.lower() for word in ("mlp", "feedforward", "ffn")
-        )
-        random = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in leaves)
-        if linear >= 2 and plain and not random and "forward" not in vars(module):
+        inside = list(module.modules())
+        linear = sum(isinstance(m, nn.Linear) for m in inside)
+        plain = isinstance(module, nn.Sequential) or _is_called(module, "mlp|feedforward|ffn")
+        if linear >= 2 and plain and all(map(_may_be_tiled, inside)):
             found.append(name)
     return tuple(found)
+
+
+def _may_be_tiled(module: nn.Module) -> bool:
+    """Whether what it does to a token depends on no other, the parts of it left aside."""
+    if "forward" in vars(module):
+        return False
+    if any(True for _ in module.children()):
+        containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        return isinstance(module, containers) or _is_called(module, "mlp|feedforward|ffn|linear")
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return len(module.normalized_shape) == 1
+    if isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)):
+        return module.dim == -1
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return not (module.training and module.p > 0)
+    if isinstance(module, (nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return True
+    if isinstance(module, (nn.MultiheadAttention, nn.Softmax2d, nn.RReLU)):
+        return False
+    of_torch = class_of(module).__module__ == nn.GELU.__module__
+    single = all(p.numel() == 1 for p in module.parameters())  # PReLU may have one for each token
+    return single and (of_torch or _is_called(module, "activation"))
+
+
+def _is_called(module: nn.Module, words: str) -> bool:
+    return re.search(words, class_of(module).__name__.lower()) is not None
 
 
 def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:

@@ -100,7 +100,8 @@ def fit(
             argument.
         TypeError: a wrong argument.
         RuntimeError: the model has checkpointed or tiled layers, or layers of DTensors (tensor
-            parallelism), or as of `memory.estimate`.
+            parallelism), or it differentiates through layers twice, or as of `memory.estimate`.
+            Where sizes depend on values, `will_it_fit` has `assume`, and here is no plan.
 
     Example:
         >>> model = torch.nn.Sequential(

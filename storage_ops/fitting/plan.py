@@ -23,7 +23,7 @@ from storage_ops.quantities import as_text, metric, readable
 if TYPE_CHECKING:
     from rich.table import Table
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass
@@ -118,6 +118,11 @@ class FitPlan:
         _undo(self._actions)
         self._is_applied = False
         return self._model
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it changes layers of this model object, or of one that is in it."""
+        own = uncompiled(self._model)
+        return any(module is own for module in model.modules())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, for `load_fit`."""
@@ -230,7 +235,10 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
     try:
         values: dict[str, Any] = json.loads(Path(path).read_text())
         if values["format"] != _FORMAT:
-            raise ValueError(f"format is {values['format']!r}; expected {_FORMAT}")
+            raise ValueError(
+                f"format is {values['format']!r}, of another version of storage_ops; expected "
+                f"{_FORMAT}, as fit and save() of this version write it"
+            )
         saved = [(v["layer"], v.get("print"), Action.from_dict(v)) for v in values["actions"]]
         rows = [Row(**row) for row in values["rows"]]
         totals = {name: (int(peak), float(s)) for name, (peak, s) in values["totals"].items()}

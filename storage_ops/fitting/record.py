@@ -19,13 +19,20 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from storage_ops.checkpoint.caches import without_cache
 from storage_ops.fitting.step import Books, OpTimes
-from storage_ops.fitting.units import Unit
+from storage_ops.fitting.units import Unit, fingerprint, places_of
 from storage_ops.loss.devices import Rates
+from storage_ops.memory.alike import SIMPLE
 from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_wrapper
 from storage_ops.memory.estimate_workspaces import keep_workspaces
-from storage_ops.memory.step import arguments, earlier_gradients, without_gradients
+from storage_ops.memory.recording import hidden
+from storage_ops.memory.step import (
+    arguments,
+    check_value,
+    earlier_gradients,
+    without_gradients,
+)
 from storage_ops.progress import say
 
 
@@ -114,6 +121,12 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         recorder, call = ctx.recorder, ctx.call
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"fit: layer {call.unit.name} is differentiated with create_graph=True, and second "
+                "derivatives through a layer are not known; expected a model without them, or "
+                "will_it_fit with checkpoints chosen by hand"
+            )
         before = recorder.books.mark()
         given = [g for g in gradients if g is not None]
         blocks = {block for g in given for block in recorder.simulation.blocks_of(g)}
@@ -141,7 +154,9 @@ class Recorder:
         self.recording = StepRecording()
         self._units = units
         self._times = OpTimes(rates)
+        self._prints = {unit.name: fingerprint(unit.module, whole=True) for unit in units}
         self._outputs: dict[Any, Any] = {}
+        self._looks: dict[Any, bool] = {}  # by kind: whether it does something else by its number
         self.simulation: Simulation
 
     def run(
@@ -178,17 +193,27 @@ class Recorder:
 
     def _step(self, model: nn.Module, given: list[Any], loss: Any, optimizer: Any) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
+        args, kwargs = given
+
+        def backward() -> None:
+            value = loss(model(*args, **kwargs))
+            check_value(value)
+            value.backward()
+
         if optimizer is not None and not optimizer.state:
-            earlier_gradients(parameters)
+            if self.accumulate:
+                earlier_gradients(parameters)
+            else:  # those that the model does not use get none, and no state
+                backward()
+                self.recording.calls.clear()
             optimizer.step()
             for p in parameters:
                 p.grad = None
         if self.accumulate:
             earlier_gradients(parameters)
         self.recording.start = self.books.mark()
-        args, kwargs = given
         with self._times:
-            loss(model(*args, **kwargs)).backward()
+            backward()
         self.recording.seconds = self._times.seconds
         if optimizer is not None:
             optimizer.step()
@@ -214,7 +239,7 @@ class Recorder:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
             # What one run leaves in a cache the next would see; a checkpointed layer gets none.
-            kwargs = without_cache(unit.module, kwargs)
+            args, kwargs = without_cache(unit.module, args, kwargs)
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             parameters = [p for p in unit.module.parameters() if p.requires_grad]
             if any(map(is_wrapper, (*given, *parameters))):
@@ -229,18 +254,18 @@ class Recorder:
                 if torch.is_autocast_enabled(kind)
             )
             like = tree_map_only(Tensor, Like.of, (args, kwargs))
-            kind = (unit.print, *(x if isinstance(x, Like) else repr(x) for x in leaves_of(like)))
-            call = LayerCall(unit, (*kind, autocast), like, autocast=autocast)
+            settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
+            start = self.books.mark()
+            kind, found = self._run_once(
+                unit, (self._prints[unit.name], *settings, autocast),
+                lambda: _outputs_of(plain(*args, **kwargs), given),
+            )  # fmt: skip
+            if found is None:
+                return plain(*args, **kwargs)
+            made, tree = found
+            call = LayerCall(unit, kind, like, autocast=autocast)
             blocks = self.simulation.blocks_of
             call.inputs = [next(iter(blocks(t)), None) for t in given]
-            start = self.books.mark()
-            kind = call.kind
-            if kind not in self._outputs:
-                say(unit.name)
-                before = self._times.seconds
-                self._outputs[kind] = _outputs_of(plain(*args, **kwargs), given)
-                self._times.seconds = before
-            made, tree = self._outputs[kind]
             before = self._times.seconds
             new = iter(_StandIn.apply(  # type: ignore[no-untyped-call]
                 self, call, [m for m in made if isinstance(m, Like)], *given, *parameters
@@ -260,6 +285,33 @@ class Recorder:
 
         return forward
 
+    def _run_once(
+        self, unit: Unit, kind: tuple[Any, ...], run: Callable[[], Any]
+    ) -> tuple[tuple[Any, ...], Any]:
+        """The kind of a call, and what the first call of that kind found.
+
+        A layer that does something else by its number is of a kind of its own.
+        """
+        places = places_of(unit.module)
+        before = self._times.seconds
+        if kind not in self._looks:
+            say(unit.name)
+            try:
+                with hidden(places):
+                    self._outputs[kind] = run()
+                self._looks[kind] = False
+            except Exception:
+                if not places:
+                    raise
+                self._looks[kind] = True
+        if self._looks[kind]:
+            kind = (*kind, *(vars(module)[key] for module, key in places))
+            if kind not in self._outputs:
+                say(unit.name)
+                self._outputs[kind] = run()
+        self._times.seconds = before
+        return kind, self._outputs[kind]
+
 
 @dataclass(frozen=True)
 class _Given:
@@ -268,8 +320,11 @@ class _Given:
     number: int
 
 
-def _outputs_of(outputs: Any, given: list[Tensor]) -> tuple[list[Any], Any]:
+def _outputs_of(outputs: Any, given: list[Tensor]) -> tuple[list[Any], Any] | None:
+    """What a layer returned, without its bytes; None for an object that may have tensors in it."""
     leaves, tree = tree_flatten(outputs)
+    if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
+        return None
     places = {id(t): i for i, t in enumerate(given)}
     made = [
         leaf if not isinstance(leaf, Tensor)

@@ -24,11 +24,19 @@ class _Applied:
         self._plan: FitPlan | None = None
 
     def start(self, model: nn.Module) -> None:
-        """Apply the plan to a model, which is trained from now on."""
+        """Apply the plan to a model.
+
+        Raises:
+            ValueError, RuntimeError: it is a plan of another model.
+        """
         if self._plan is not None:
             return
-        model.train()  # as it was when the plan was made; trainers do this a little later
         plan = self._given if isinstance(self._given, FitPlan) else load_fit(self._given, model)
+        if not plan.is_of(model):
+            raise ValueError(
+                f"plan was made for another object than the {type(model).__name__} that is "
+                "trained; expected a plan of that object, or the path of a file that it saved"
+            )
         plan.apply()
         self._plan = plan
 
@@ -61,7 +69,9 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Apply it."""
-            applied.start(kwargs["model"])
+            model = kwargs["model"]
+            model.train()  # as when the plan was made; the Trainer does it a little later
+            applied.start(model)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Undo it."""

@@ -7,7 +7,7 @@ import enum
 import functools
 import types
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_flatten
 
 from storage_ops.memory.estimate_fsdp import sharded_modules, sharded_parameters
 
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 SIMPLE = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, enum.Enum, type, types.FunctionType, types.BuiltinFunctionType,
+    torch.memory_format, enum.Enum, type, *FUNCTIONS,
 )  # fmt: skip
 _OWN = {"_parameters", "_buffers", "_modules"}
 _COMPOSABLE = "__composable_api"  # what torch keeps of fully_shard in the module
@@ -132,29 +133,43 @@ def like(t: Tensor) -> Hashable:
     )  # fmt: skip
 
 
-def comparable(value: Any, depth: int = 0) -> Hashable:
-    """Something equal for values that do the same.
+def identity(value: Any, depth: int) -> Hashable:
+    """What tells a value from all others that are there."""
+    return ("the same object", id(value))
+
+
+def comparable(
+    value: Any, depth: int = 0, opaque: Callable[[Any, int], Hashable] = identity
+) -> Hashable:
+    """Something equal for values that do the same; its `repr` is equal as well.
+
+    Args:
+        value: anything.
+        depth: of it in the value that was asked for.
+        opaque: what stands for functions and for objects that are not looked into.
 
     Raises:
         Unlike: the value cannot be compared.
     """
+    inside = functools.partial(comparable, depth=depth + 1, opaque=opaque)
+    if isinstance(value, FUNCTIONS):
+        return opaque(value, depth)
     if isinstance(value, SIMPLE):
         return (type(value), value) if not isinstance(value, float) else ("float", repr(value))
     if depth > _DEPTH:
         raise Unlike
     if isinstance(value, (list, tuple)):
-        return (type(value), tuple(comparable(item, depth + 1) for item in value))
+        return (type(value), *map(inside, value))
     if isinstance(value, (set, frozenset)):
-        return (type(value), frozenset(comparable(item, depth + 1) for item in value))
+        return (type(value), *sorted(map(inside, value), key=repr))
     if isinstance(value, Mapping):
-        items = ((comparable(k, depth + 1), comparable(v, depth + 1)) for k, v in value.items())
-        return (type(value), tuple(items))
+        return (type(value), *((inside(k), inside(v)) for k, v in value.items()))
     if dataclasses.is_dataclass(value):
         fields = tuple((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return (type(value), comparable(fields, depth + 1))
+        return (type(value), inside(fields))
     if isinstance(value, functools.partial):
-        return ("partial", comparable((value.func, value.args, value.keywords), depth + 1))
-    return ("the same object", id(value))
+        return ("partial", inside((value.func, value.args, value.keywords)))
+    return opaque(value, depth)
 
 
 def arguments_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
@@ -177,7 +192,9 @@ def arguments_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
             whose = storages.setdefault(storage, len(storages)) if leaf.is_floating_point() else (
                 "values of", storage
             )  # fmt: skip
-            key.append((like(leaf), whose, leaf._version if not leaf.is_floating_point() else 0))
+            version = leaf._version if not leaf.is_floating_point() else 0
+            first = next(k for k, t in enumerate(tensors) if t is leaf)  # modules ask `k is v`
+            key.append((like(leaf), whose, version, first))
         elif isinstance(leaf, SIMPLE):
             key.append(comparable(leaf))
         else:

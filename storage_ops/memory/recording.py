@@ -78,7 +78,21 @@ class View:
         where = (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
         if where == (self.shape, self.stride, self.offset, self.dtype):
             return t
+        return self.anew(simulation, t)
+
+    def anew(self, simulation: Simulation, t: Tensor) -> Tensor:
+        """This view of the storage of a tensor, as a tensor of its own."""
         return simulation.viewed(t, self.shape, self.stride, self.offset, self.dtype)
+
+
+def laid(simulation: Simulation, views: list[View], bases: dict[int, Tensor]) -> list[Tensor]:
+    """Views of storages, by slot; no two are one tensor, for each has a history of its own."""
+    found: list[Tensor] = []
+    for view in views:
+        t = view.on(simulation, bases[view.slot])
+        is_taken = any(t is other for other in found)
+        found.append(view.anew(simulation, t) if is_taken else t)
+    return found
 
 
 @dataclass
@@ -176,7 +190,7 @@ def record(
     simulation.ledger = side = Ledger(outer.round_up, outer)
     simulation.sent = Counter()
     try:
-        with _hidden(places):
+        with hidden(places):
             return _Recorder(simulation, side, module, name).run(call, args, kwargs)
     finally:
         simulation.ledger, simulation.sent = outer, sent
@@ -185,7 +199,7 @@ def record(
 
 
 @contextlib.contextmanager
-def _hidden(places: list[tuple[nn.Module, str]]) -> Iterator[None]:
+def hidden(places: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """Let nobody look at the numbers of layers in a block."""
     plain = [vars(module)[name] for module, name in places]
     for module, name in places:
@@ -286,19 +300,21 @@ class _Recorder:
     def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
         """Tensors like these, with the same values, of storages of their own."""
         bases: dict[int, Tensor] = {}
-        copies = []
+        views: dict[int, View] = {}  # by tensor: one that is given twice is one in the call too
         for number, t in enumerate(tensors):
-            storage, view = t.untyped_storage(), View.of(t, 0)
-            key = storage._cdata
-            if key not in bases:
-                bases[key] = base = view.storage(self._simulation, storage.nbytes(), t.device)
+            storage = t.untyped_storage()
+            view = views.setdefault(id(t), View.of(t, storage._cdata))
+            if view.slot not in bases:
+                base = view.storage(self._simulation, storage.nbytes(), t.device)
+                bases[view.slot] = base
                 self._side.see(base, "input")
                 block = self._side.block_of(base)
                 if block is not None:
                     self._roles[block] = (INPUT, number)
-            copies.append(view.on(self._simulation, bases[key]))
-            self._simulation.imitate(copies[-1], t)
-        return copies
+        copies = dict(zip(views, laid(self._simulation, [*views.values()], bases), strict=True))
+        for t in tensors:
+            self._simulation.imitate(copies[id(t)], t)
+        return [copies[id(t)] for t in tensors]
 
     def _output(self, leaf: Any, given: list[Tensor]) -> Any:
         """What a leaf of the result is."""

@@ -26,6 +26,7 @@ from storage_ops.memory.recording import (
     Recording,
     View,
     edges_behind,
+    laid,
 )
 
 
@@ -38,7 +39,7 @@ class Replay:
     ) -> None:  # fmt: skip
         self._simulation, self.recording = simulation, recording
         self._parameters, self._name = list(module.parameters()), name
-        self._device = next((p.device for p in self._parameters), inputs[0].device)
+        self._device = next((t.device for t in (*self._parameters, *inputs)), torch.device("cpu"))
         self._live: dict[int, Block] = {}  # by slot, the inner blocks
         self._held: dict[int, torch.UntypedStorage] = {}
         for number, slot in enumerate(recording.slots):
@@ -107,13 +108,10 @@ class Replay:
             return gradients[slot.number]
         return view.on(self._simulation, made[view.slot])
 
-    def outputs(self, made: dict[int, Tensor]) -> list[Any]:
+    def outputs(self, made: dict[int, Tensor]) -> list[Tensor]:
         """The tensors among what the call returns that it made."""
-        return [
-            view.on(self._simulation, made[view.slot])
-            for view in self.recording.outputs
-            if isinstance(view, View)
-        ]
+        views = [view for view in self.recording.outputs if isinstance(view, View)]
+        return laid(self._simulation, views, made)
 
 
 class _Replayed(torch.autograd.Function):

@@ -103,7 +103,8 @@ def simulate_step(
         optimizer: one of the model's parameters, or a class, called with those that are trained.
             None: the step ends with the backward.
         device: "cpu" or a GPU, such as "cuda" or "h100": sizes are rounded and kernels are chosen
-            as there. None: where the parameters are; the meta device stands for a GPU. Of a GPU by
+            as there. None: where the parameters are, or the CPU if there are none; the meta device
+            stands for a GPU. Of a GPU by
             its name, and of one that is here, workspaces of cuBLAS are counted as well.
         assume: as of `estimate`, for sizes that depend on values.
         accumulate: whether the gradients of batches before are there, as where one step of the
@@ -173,7 +174,8 @@ def is_gpu(model: nn.Module, device: str | torch.device | None) -> bool:
         ValueError: a device that is not known.
     """
     if device is None:
-        return all(p.device.type != "cpu" for p in model.parameters())
+        devices = {p.device.type for p in model.parameters()}
+        return bool(devices) and "cpu" not in devices
     name = str(device).lower()
     if name in DEVICES:
         return name != "cpu"
@@ -214,6 +216,7 @@ def optimizer_of(
         TypeError: the argument is neither an optimizer nor a class that makes one.
     """
     if optimizer is None or isinstance(optimizer, Optimizer):
+        _check_step(optimizer)
         return optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     make: Any = optimizer
@@ -222,7 +225,16 @@ def optimizer_of(
         raise TypeError(
             f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, its class, or None"
         )
+    _check_step(made)
     return made
+
+
+def _check_step(optimizer: Optimizer | None) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "optimizer is an LBFGS, whose step() runs the model several times by a closure; "
+            "expected one that updates from the gradients of one backward"
+        )
 
 
 def loss_of(output: Any) -> Tensor:
@@ -313,12 +325,21 @@ def _backward(
     with ledger.call(LOSS):
         value = loss(output)
         del output
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise ValueError(f"loss returned {shown}; expected a scalar tensor")
+    check_value(value)
     if quick is not None:
         quick.check(value)
     value.backward()
+
+
+def check_value(value: Any) -> None:
+    """Refuse what a loss returned if no backward starts from it.
+
+    Raises:
+        ValueError: it is no scalar.
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise ValueError(f"loss returned {shown}; expected a scalar tensor")
 
 
 def _was_there(ledger: Ledger, blocks: set[Block]) -> None:

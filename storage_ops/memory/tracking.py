@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -57,8 +58,8 @@ class Tracking(TorchDispatchMode):
         self._copies = share_copies()
         gc.collect()  # garbage of earlier code is not in memory
         objects = gc.get_objects()
-        self.roots = outermost([o for o in objects if issubclass(type(o), nn.Module)])
-        self.optimizers = [o for o in objects if issubclass(type(o), Optimizer)]
+        self.roots = outermost([o for o in objects if _is_made(o, nn.Module, "_modules")])
+        self.optimizers = [o for o in objects if _is_made(o, Optimizer, "param_groups")]
         self._groups: dict[int, list[nn.Module | Optimizer]] = {}
         for holder in (*self.roots, *self.optimizers):
             for t in tensors_of(holder):
@@ -69,6 +70,7 @@ class Tracking(TorchDispatchMode):
         """Whether a value is a tensor whose bytes are on the device."""
         return (
             isinstance(t, Tensor)
+            and not is_lazy(t)
             and t.layout == torch.strided
             and t.device.type == self._device.type
             and self._device.index in (None, t.device.index)
@@ -106,6 +108,11 @@ class Tracking(TorchDispatchMode):
             for other in tensors_of(holder):
                 if self.counts(other):
                     self._meet(other)
+
+
+def _is_made(o: Any, kind: type, attribute: str) -> bool:
+    """Whether an object is of a class, and its `__init__` came as far as to set an attribute."""
+    return issubclass(type(o), kind) and attribute in vars(o)
 
 
 def tensors_of(holder: nn.Module | Optimizer) -> Iterator[Tensor]:

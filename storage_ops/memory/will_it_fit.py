@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ def will_it_fit(
     optimizer: type[Optimizer] | Optimizer | None = torch.optim.AdamW,
     device: str | torch.device | None = "h100",
     accumulate: bool = False,
+    assume: float | Mapping[str, float] | None = None,
 ) -> FitReport:
     """Tell whether a training step of a model fits into a device, and whose the bytes are.
 
@@ -90,6 +91,7 @@ def will_it_fit(
         optimizer: one of the model's parameters, a class, or None.
         device: "cpu" or a GPU, such as "cuda" or "h100". None: where the parameters are.
         accumulate: whether the gradients of batches before are there, as of `simulate_step`.
+        assume: as of `estimate`, for sizes that depend on values.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the error names it.
@@ -108,8 +110,9 @@ def will_it_fit(
     """
     budget_bytes = parse_bytes(budget, "budget")
     step = simulate_step(
-        model, batch, loss=loss, optimizer=optimizer, device=device, accumulate=accumulate
-    )
+        model, batch, loss=loss, optimizer=optimizer, device=device, assume=assume,
+        accumulate=accumulate,
+    )  # fmt: skip
     where = str(device) if device is not None else "the device of its parameters"
     peak = step.peak_bytes
     return FitReport(peak <= budget_bytes, peak, budget_bytes, step.by_owner, where, step)

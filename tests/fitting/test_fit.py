@@ -335,6 +335,13 @@ def test_layers_that_are_alike():
     assert len({unit.print for unit in units_of(model)}) == 2
 
 
+@pytest.mark.parametrize("value", [None, 1.5, (torch.ones(()),), torch.ones(2)], ids=str)
+def test_a_loss_that_is_no_scalar(value):
+    model, batch = llama()
+    with pytest.raises(ValueError, match="expected a scalar tensor"):
+        storage_ops.fit(model, batch, "9MB", lambda _: value)
+
+
 def test_wrong_arguments():
     model, batch = llama()
     for wrong, message in [

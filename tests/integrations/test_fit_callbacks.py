@@ -120,3 +120,25 @@ def test_what_is_no_plan_is_refused():
     for make in (trainer_callback, lightning_callback):
         with pytest.raises(TypeError, match="plan is 3"):
             make(3)
+
+
+def test_a_plan_of_another_object_is_refused():
+    plan, other = tiny_plan(tiny()), tiny()
+    handler = transformers.trainer_callback.CallbackHandler(
+        [trainer_callback(plan)], other, None, None, None
+    )
+    with pytest.raises(ValueError, match="plan was made for another object than the Llama"):
+        handler.on_train_begin(None, transformers.TrainerState(), transformers.TrainerControl())
+    assert not any(changed(other))
+
+
+def test_what_is_frozen_stays_so_in_lightning():
+    pytest.importorskip("lightning")
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 64), nn.GELU()))
+    model[0].eval()
+    plan = storage_ops.fit(model, torch.randn(4, 8), "1GiB")
+    holder = nn.ModuleDict({"model": model})
+    callback = lightning_callback(plan, "model")
+    callback.on_fit_start(None, holder)
+    assert plan._is_applied and not model[0].training
+    callback.on_fit_end(None, holder)

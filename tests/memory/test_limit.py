@@ -241,3 +241,25 @@ def test_following_calls_keeps_nothing():
         del x
         assert gone() is None
     assert "__call__" not in vars(type(model))
+
+
+class Half(nn.Module):
+    def __init__(self, kept):
+        kept.append(self)
+        raise KeyError
+
+
+class HalfOptimizer(torch.optim.Optimizer):
+    def __init__(self, kept):
+        kept.append(self)
+        raise KeyError
+
+
+def test_what_is_not_made_yet_is_in_nobodys_way():
+    kept = [nn.LazyLinear(4)]
+    for half in (Half, HalfOptimizer):
+        with pytest.raises(KeyError):
+            half(kept)
+    with limit("1 MiB"), explain_oom():
+        torch.ones(4) + 1
+    assert len(kept) == 3

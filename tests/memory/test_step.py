@@ -144,6 +144,67 @@ class Inside(nn.Module):
         return x
 
 
+class Aliases(nn.Module):
+    """A layer that returns its output, or gives a part its input, once more without a history."""
+
+    def __init__(self, inside, first):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.part = Aliases(False, first) if inside else None
+        self.first = first
+
+    def forward(self, x, seen=None):
+        y = x + self.down(self.up(x).tanh())
+        if self.part is not None:
+            return self.part(y, y.detach())[self.first]
+        y = y if seen is None else y + seen.exp()
+        return (y.detach(), y) if self.first else (y, y.detach())
+
+
+class Chain(nn.Module):
+    def __init__(self, inside, first):
+        super().__init__()
+        self.layers = nn.ModuleList(Aliases(inside, first) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            x = y[layer.first] if isinstance(y, tuple) else y
+        return x
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_detached_alias_cuts_nothing(inside, first):
+    model, x = Chain(inside, first), torch.randn(64, 64)
+    assert levels(model, x, optimizer=torch.optim.AdamW) >= 3
+
+
+class Constant(nn.Module):
+    """A layer with neither parameters nor arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Identity()
+
+    def forward(self, size):
+        return torch.ones(size, size)
+
+
+class Constants(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Constant() for _ in range(3))
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(sum((layer(64) for layer in self.layers), x))
+
+
+def test_a_layer_that_is_given_no_tensor():
+    assert levels(Constants(), torch.randn(64, 64)) == 3
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "calls"),
     [
@@ -223,6 +284,7 @@ def test_losses_of_every_kind(how):
         ({"batch": []}, ValueError, "batch is an empty list"),
         ({"device": "h1000"}, ValueError, "device is 'h1000'; expected one of cpu"),
         ({"optimizer": "adamw"}, TypeError, "optimizer is 'adamw'"),
+        ({"optimizer": torch.optim.LBFGS}, TypeError, "optimizer is an LBFGS"),
         ({"loss": lambda y: y}, ValueError, r"loss returned a tensor of shape \(4, 8\)"),
         ({"budget": "many"}, ValueError, "budget is 'many'"),
     ],
@@ -231,6 +293,24 @@ def test_wrong_arguments(change, error, message):
     given = {"model": nn.Linear(8, 8), "batch": torch.randn(4, 8), **change}
     with pytest.raises(error, match=message):
         will_it_fit(**given)
+
+
+def test_without_parameters_it_is_the_cpu():
+    x = torch.randn(3, 5, requires_grad=True)
+    peaks = [simulate_step(nn.Softmax(-1), x, device=d).peak_bytes for d in (None, "cpu", "h100")]
+    assert peaks[0] == peaks[1] < peaks[2]
+
+
+class Chosen(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y[y > 0]
+
+
+def test_what_is_assumed_decides_in_will_it_fit():
+    x = torch.randn(1024, 64)
+    none, all_ = (will_it_fit(Chosen(64, 64), x, assume=share).peak_bytes for share in (0.0, 1.0))
+    assert none < all_
 
 
 def test_will_it_fit_answers_and_prints():

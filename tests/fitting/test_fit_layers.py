@@ -1,0 +1,165 @@
+"""Which modules are layers for `fit`, which of them are alike, and what of them is tiled."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import storage_ops
+from storage_ops.fitting import choices
+from storage_ops.fitting.fit import Search
+from storage_ops.memory import simulate_step
+
+ADAM = torch.optim.AdamW
+
+
+class Part(nn.Module):
+    """A layer that takes more or less by an attribute."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        vars(self).update(attributes)
+
+    def forward(self, x):
+        times = 4 if self.is_large() else 1
+        return x + self.down(self.up(x).repeat(times, 1, 1, 1).exp().sum(0))
+
+    def is_large(self):
+        seen = vars(self)
+        if "act" in seen:
+            return seen["act"](torch.tensor(1.0)).item() > 1
+        key = next(key for key in ("shape", "parts", "_large", "layer_idx") if key in seen)
+        return {"shape": lambda v: v[0] == 4, "parts": len, "_large": bool,
+                "layer_idx": lambda v: v == 1}[key](seen[key])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        ({"shape": (1, 4)}, {"shape": (4, 1)}),
+        ({"parts": []}, {"parts": [1]}),
+        ({"_large": False}, {"_large": True}),
+        ({"layer_idx": 0}, {"layer_idx": 1}),
+        ({"act": torch.sin}, {"act": torch.exp}),
+        ({"act": lambda x: x * 1}, {"act": lambda x: x * 2}),
+    ],
+    ids=["tuple", "list", "private", "number", "function", "lambda"],
+)
+def test_layers_that_differ_in_what_they_do_by_an_attribute(small, large):
+    model, x = nn.Sequential(Part(**small), Part(**small), Part(**large)), torch.randn(8, 16, 32)
+    search = Search(model, x, actions=["full"])
+    none = simulate_step(model, x).peak_bytes
+    assert abs(search.problem.peak([0] * 3) - none) <= 16  # the tensor that a function is given
+    kept = [options[0].kept for options in search.problem.options]
+    assert kept[0] == kept[1] < kept[2]
+
+
+def test_a_plan_is_not_for_a_model_that_differs_by_a_tuple(tmp_path):
+    x = torch.randn(8, 16, 32)
+    plan = storage_ops.fit(nn.Sequential(Part(shape=(1, 4)), Part(shape=(4, 1))), x, "1GiB")
+    plan.save(tmp_path / "fit.json")
+    storage_ops.load_fit(
+        tmp_path / "fit.json", nn.Sequential(Part(shape=(1, 4)), Part(shape=(4, 1)))
+    )
+    with pytest.raises(ValueError, match="of another model"):
+        storage_ops.load_fit(
+            tmp_path / "fit.json", nn.Sequential(Part(shape=(4, 1)), Part(shape=(1, 4)))
+        )
+    text = (tmp_path / "fit.json").read_text().replace('"format": 2', '"format": 1')
+    (tmp_path / "fit.json").write_text(text)
+    with pytest.raises(ValueError, match="format is 1, of another version of storage_ops"):
+        storage_ops.load_fit(tmp_path / "fit.json", nn.Sequential(Part(shape=(1, 4))))
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.b(self.a(x).cumsum(1))
+
+
+@pytest.mark.parametrize(
+    ("middle", "is_tiled"),
+    [
+        (nn.GELU(), True), (nn.LayerNorm(64), True), (nn.Softmax(-1), True),
+        (nn.BatchNorm1d(16), False), (nn.LayerNorm((16, 64)), False), (nn.Softmax(1), False),
+        (nn.PReLU(16), False), (nn.Sequential(nn.Linear(64, 32), Mixing()), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_tiled(middle, is_tiled):
+    last = nn.Linear(32 if isinstance(middle, nn.Sequential) else 64, 32)
+    layer = nn.ModuleDict({"body": nn.Sequential(nn.Linear(32, 64), middle, last)})
+    assert choices._token_wise(layer) == (("body",) if is_tiled else ())
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
+        )
+        self.pooler = nn.Linear(256, 256)
+
+    def forward(self, x):
+        for row in self.rows:
+            x = x + row(x)
+        return x
+
+
+def test_rows_in_a_list_are_layers_and_what_is_not_used_is_not_trained():
+    model, x = Unused(), torch.randn(4, 16, 32)
+    search = Search(model, x, optimizer=ADAM)
+    assert len(search.problem.options) == 3
+    none = simulate_step(model, x, optimizer=ADAM).peak_bytes
+    assert search.problem.peak([0] * 3) == none
+
+
+@dataclasses.dataclass
+class Out:
+    hidden: torch.Tensor
+
+
+class Boxed(Part):
+    def forward(self, x):
+        return Out(super().forward(x.hidden if isinstance(x, Out) else x))
+
+
+def test_layers_that_return_objects_are_left_alone():
+    model = nn.Sequential(*(Boxed(shape=(4, 1)) for _ in range(3)))
+    x = torch.randn(4, 16, 32)
+
+    def loss(out):
+        return out.hidden.sum()
+
+    search = Search(model, x, loss, ADAM)
+    none = simulate_step(model, x, loss=loss, optimizer=ADAM).peak_bytes
+    assert search.problem.options == [] and search.problem.peak([]) == none
+
+
+def test_scripted_modules_beside_layers():
+    scripted = torch.jit.script(nn.Linear(32, 32))
+    model, x = (
+        nn.Sequential(scripted, Part(shape=(1, 4)), Part(shape=(1, 4))),
+        torch.randn(8, 16, 32),
+    )
+    assert storage_ops.fit(model, x, "1GiB").peak_bytes > 0
+
+
+class Force(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Part(shape=(1, 4)), Part(shape=(1, 4)))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0].square().sum()
+
+
+def test_second_derivatives_are_refused():
+    with pytest.raises(RuntimeError, match=r"layer layers\.1 is differentiated with create_graph"):
+        storage_ops.fit(Force(), torch.randn(8, 16, 32), "1GiB")
