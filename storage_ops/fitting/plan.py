@@ -239,19 +239,20 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
                 f"format is {values['format']!r}, of another version of storage_ops; expected "
                 f"{_FORMAT}, as fit and save() of this version write it"
             )
-        saved = [(v["layer"], v.get("print"), Action.from_dict(v)) for v in values["actions"]]
-        rows = [Row(**row) for row in values["rows"]]
+        saved = [(str(v["layer"]), v.get("print"), Action.from_dict(v)) for v in values["actions"]]
+        rows = [_row(**row) for row in values["rows"]]
         totals = {name: (int(peak), float(s)) for name, (peak, s) in values["totals"].items()}
         peak, budget = int(values["peak_bytes"]), int(values["budget"])
         seconds, step_seconds = float(values["seconds"]), float(values["step_seconds"])
         device, known = str(values["device"]), str(values["fingerprint"])
+        name_of_model = str(values["model"])
     except (
         AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
         raise ValueError(f"load_fit: {path} is no plan of fit: {error!r}") from error
     units = _places(model, loss)
     for name, known_print, _ in saved:
-        of_loss = str(name).startswith(LOSS_NAME)
+        of_loss = name.startswith(LOSS_NAME)
         if of_loss and (name not in units or units[name].print != known_print):
             raise ValueError(
                 f"load_fit: {path} has an action for the loss that fit was given, compiled or with "
@@ -260,11 +261,18 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
     own_name = class_of(uncompiled(model)).__name__
     if fingerprint(model) != known or any(name not in units for name, _, _ in saved):
         raise ValueError(
-            f"load_fit: {path} is a plan of another model, a {values['model']}; expected one with "
+            f"load_fit: {path} is a plan of another model, a {name_of_model}; expected one with "
             f"the same modules, sizes, dtypes and mode, and model is a {own_name}"
         )
     actions = [(units[name], action) for name, _, action in saved]
     return FitPlan(model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds)
+
+
+def _row(names: Any, action: Any, kept_bytes: Any, peak_bytes: Any, seconds: Any) -> Row:
+    """A row of a file; a TypeError or ValueError if it is none."""
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(f"names is {names!r}; expected a list of names")
+    return Row(names, str(action), int(kept_bytes), int(peak_bytes), float(seconds))
 
 
 def _together(names: list[str]) -> str:

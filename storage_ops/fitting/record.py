@@ -193,27 +193,20 @@ class Recorder:
 
     def _step(self, model: nn.Module, given: list[Any], loss: Any, optimizer: Any) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        args, kwargs = given
-
-        def backward() -> None:
-            value = loss(model(*args, **kwargs))
-            check_value(value)
-            value.backward()
-
         if optimizer is not None and not optimizer.state:
-            if self.accumulate:
-                earlier_gradients(parameters)
-            else:  # those that the model does not use get none, and no state
-                backward()
-                self.recording.calls.clear()
+            earlier_gradients(parameters)
             optimizer.step()
             for p in parameters:
                 p.grad = None
         if self.accumulate:
             earlier_gradients(parameters)
         self.recording.start = self.books.mark()
+        args, kwargs = given
         with self._times:
-            backward()
+            value = loss(model(*args, **kwargs))
+            check_value(value)
+            value.backward()
+            del value
         self.recording.seconds = self._times.seconds
         if optimizer is not None:
             optimizer.step()
