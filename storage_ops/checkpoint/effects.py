@@ -3,8 +3,8 @@
 Three kinds of places are looked after, wherever a region reaches them:
 
 - bytes: buffers, and other tensors without a gradient that are attributes or captured;
-- names: the parameters and buffers of modules, tensors that are attributes, tensors and modules in
-  variables that its code reads;
+- names: the parameters and buffers of modules, tensors and tuples of them that are attributes,
+  tensors and modules in variables that its code reads;
 - all that objects have that are given as arguments, such as a cache of keys and values, and the
   contents of lists, dictionaries, sets and deques in them. (Containers that are given themselves
   are made anew for the recompute.)
@@ -82,7 +82,12 @@ class Effects:
         """Let go of what the forward has left alone."""
         self._running = False
         changes = [(held, _changed(before, held)) for held, before in self._attributes]
-        self._attributes = [(held, changed) for held, changed in changes if changed]
+        # Without their graphs, which hold what the region before has kept, and that the one before.
+        self._attributes = [
+            (held, {name: _without_graph(value) for name, value in changed.items()})
+            for held, changed in changes
+            if changed
+        ]
         self._unkept = [t for _, _, t, v in self._slots if v >= 0 and t._version != v]
         kept = []
         for each in self._bytes:
@@ -315,14 +320,28 @@ def _is_same(container: Any, contents: Any) -> bool:
     return all(map(operator.is_, container, contents))
 
 
+def _is_state(value: Any) -> bool:
+    """Whether a value is a tensor, or a tuple with some in it, as a recurrent layer's state is."""
+    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_is_state, value)))
+
+
+def _without_graph(value: Any) -> Any:
+    if isinstance(value, tuple) and _is_state(value):
+        parts = map(_without_graph, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What was under the names that have, or had, another tensor; `_MISSING` where nothing was."""
+    """What was under the names that have, or had, another state; `_MISSING` where nothing was."""
     if _is_same(now, before):
         return {}
     changed = {}
     for name in {**before, **now}:
         then, value = before.get(name, _MISSING), now.get(name, _MISSING)
-        if then is not value and (isinstance(then, Tensor) or isinstance(value, Tensor)):
+        if then is not value and (_is_state(then) or _is_state(value)):
             changed[name] = then
     return changed
 

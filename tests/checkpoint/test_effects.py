@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import storage_ops as so
+from storage_ops.checkpoint.region import Region
 
 KINDS = ("full", "selective", "output_discard", "reentrant", "region", "composed", "chain")
 
@@ -120,6 +122,19 @@ class Attribute(State):
         self.h = torch.randn(6)
 
 
+class Tupled(nn.Module):
+    """A state in a tuple, and a value for a log that has a history."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.h, self.logged = nn.Linear(4, 6), (torch.ones(6), 0), None
+
+    def forward(self, x):
+        h = torch.tanh(self.linear(x) * self.h[0])
+        self.h, self.logged = (h.detach().mean(0), self.h[1] + 1), h.square().mean()
+        return h
+
+
 class Counts(nn.Module):
     """The load of experts, and what it makes of it."""
 
@@ -192,6 +207,7 @@ WRITES = {
     "attribute": Attribute,
     "attribute by .data": lambda: Attribute("data"),
     "replaced attribute": lambda: Attribute("rebind"),
+    "tuple": Tupled,
     "counts": Counts,
     "fake quantised": FakeQuantized,
     "fake quantised by channel": lambda: FakeQuantized(
@@ -217,6 +233,16 @@ def test_effects_happen_once_and_gradients_are_those_of_eager(name, kind):
     same_state(model, plain_model)
     if "attribute" in name:
         assert torch.equal(model.layer.h, plain_model.layer.h)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_logged_keeps_no_earlier_region(kind):
+    _, _, fn, model = pair(kind, Tupled)
+    known = {id(o) for o in gc.get_objects() if type(o) is Region}
+    steps(fn, model, [torch.randn(8, 4) for _ in range(6)])
+    gc.collect()
+    alive = [o for o in gc.get_objects() if type(o) is Region and id(o) not in known]
+    assert len(alive) <= 2  # of the last step, whose value is there
 
 
 @pytest.mark.parametrize("kind", ["full", "composed"])
