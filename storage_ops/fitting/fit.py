@@ -196,7 +196,7 @@ class Search:
         self._loss, self._optimizer, self._device = loss, optimizer, device
         self._accumulate = accumulate
         self._losses: dict[Action, Any] = {}
-        self._on_gpu, self._rates = is_gpu(model, device), rates_for(device, model)
+        self._on_gpu, self._rates = is_gpu(model, batches, device), rates_for(device, model)
         self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of ways and choices
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
         made, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)

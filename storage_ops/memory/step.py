@@ -127,10 +127,10 @@ def simulate_step(
     """
     check_model(model)
     check_accumulate(accumulate)
-    on_gpu, workspace = is_gpu(model, device), workspace_bytes(device, model)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("batch is an empty list; expected at least one batch")
+    on_gpu, workspace = is_gpu(model, batches, device), workspace_bytes(device, model)
     assumption = Assumption(assume)
     loss = as_it_runs(loss)
     steps = []
@@ -167,15 +167,15 @@ def check_accumulate(accumulate: Any) -> None:
         )
 
 
-def is_gpu(model: nn.Module, device: str | torch.device | None) -> bool:
-    """Whether sizes are those of a GPU.
+def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | None) -> bool:
+    """Whether sizes are those of a GPU; of a model without parameters, as its batches are.
 
     Raises:
         ValueError: a device that is not known.
     """
     if device is None:
-        devices = {p.device.type for p in model.parameters()}
-        return bool(devices) and "cpu" not in devices
+        given = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
+        return "cpu" not in {t.device.type for t in list(model.parameters()) or given}
     name = str(device).lower()
     if name in DEVICES:
         return name != "cpu"
