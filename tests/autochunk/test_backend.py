@@ -262,6 +262,7 @@ def test_the_entry_point_names_the_backend():
     assert name == "storage_ops" and point.load() is backend
 
 
+@pytest.mark.slow
 def test_chunks_that_would_take_more_memory_than_the_whole():
     """An fp32 sum larger than the logits: a budget is no reason to chunk then."""
     x, w = (torch.randn(n, 64).bfloat16() for n in (16, 4096))

@@ -287,6 +287,7 @@ def test_sums_of_16_bits(loss):
         assert (ours - want).norm() <= 1.2 * (theirs - want).norm() + 2e-3 * want.norm()
 
 
+@pytest.mark.slow
 def test_dynamic_sizes():
     def halves(x, w, b, y, v, t):
         a, c = x @ w.t(), x.flip(0) @ w.t()

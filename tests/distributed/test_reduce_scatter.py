@@ -87,6 +87,7 @@ def test_every_rank_gets_the_gradient_of_its_tokens():
     run_on_ranks(work, WORLD)
 
 
+@pytest.mark.slow
 @needs_distributed
 def test_compiled_it_is_the_same():
     run_on_ranks(compiled, WORLD)

@@ -114,6 +114,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @needs_pass
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", STEPS)

@@ -35,6 +35,7 @@ def assert_same(results):
     torch.testing.assert_close(traced, eager, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gpt_with_dropout_equals_eager_bit_for_bit(mode, dtype):

@@ -43,6 +43,7 @@ def leaves(made):
 each_loss = pytest.mark.parametrize("name", losses.__all__)
 
 
+@pytest.mark.slow
 @each_loss
 def test_gradcheck_and_transforms(name):
     made, target = given()

@@ -144,6 +144,7 @@ def test_import_brings_nothing_heavy(installed):
     assert len(new - ours) <= 40, sorted(new - ours)
 
 
+@pytest.mark.slow
 def test_import_takes_a_fraction_of_what_that_of_torch_takes(installed):
     """In processor seconds, of the best of three: the first one writes the byte code.
 
