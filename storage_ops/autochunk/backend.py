@@ -22,6 +22,7 @@ from storage_ops.autochunk.driver import ChunkError, Report, chunk_graph
 from storage_ops.autochunk.inductor import mended
 from storage_ops.autochunk.log import Words, log, warn
 from storage_ops.autochunk.recognise import NOTHING, Recognised, recognise
+from storage_ops.autochunk.values import returned
 from storage_ops.loss import devices
 from storage_ops.quantities import parse_bytes
 
@@ -276,8 +277,7 @@ def backend(
     chosen = taken(given)
     patches = {**(list_mode_options(mode) if mode else {}), **given}
     patches = {key.replace("-", "_"): value for key, value in patches.items()}
-    (returned,) = next(n for n in gm.graph.nodes if n.op == "output").args
-    visible = len(returned) if isinstance(returned, (tuple, list)) else 1
+    visible = len(returned(gm.graph))
     earlier = patches.get(_PASS, getattr(config, _PASS))
     recognised = recognise(gm, chosen[0], chosen[1])
     words = Words()

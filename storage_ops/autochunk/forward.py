@@ -20,7 +20,7 @@ from storage_ops.autochunk.edit import Calls
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.prepare import decompose
 from storage_ops.autochunk.spans import is_product
-from storage_ops.autochunk.values import hint, is_hinted, leading_to, numel, reached
+from storage_ops.autochunk.values import hint, is_hinted, leading_to, numel, reached, returned
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph
@@ -52,8 +52,7 @@ class ForwardSlice:
     @property
     def values(self) -> list[fx.Node]:
         """The nodes of the ATen graph that `ends` are."""
-        end = next(n for n in self.graph.nodes if n.op == "output")
-        return list(end.args[0])
+        return returned(self.graph)
 
     def learns(self, node: fx.Node) -> bool:
         """Whether a value of the ATen graph depends on an input that has a gradient."""
@@ -184,7 +183,8 @@ class NodeReplay:
 
     def __init__(self, graph: fx.Graph, nodes: list[fx.Node], given: Iterable[fx.Node] = ()):
         """`given`: nodes whose values are there."""
-        run, self.given, order = set(nodes), set(given), list(graph.nodes)
+        inside, self.given, order = set(nodes), set(given), list(graph.nodes)
+        run = set(inside)
         if all(is_hinted(s) for n in nodes if _is_tensor(n) for s in _value(n).shape):
             run |= _of_integers(nodes, self.given)  # a mask again keeps another number of tokens
         for node in run:
@@ -201,7 +201,7 @@ class NodeReplay:
         if any(_value(n) is None for n in [*self.inputs, *nodes]):
             raise Conflict("has no value", nodes[0] if nodes else None)
         # What changes it is not run again, and comes before the one reader or after the other.
-        _check_unchanged(n for n in [*self.inputs, *self.order] if n not in set(nodes))
+        _check_unchanged(n for n in [*self.inputs, *self.order] if n not in inside)
 
     def __call__(self, env: dict[fx.Node, Any]) -> None:
         """Run them; `env`: values of what is given and of the inputs, to which theirs are added."""

@@ -28,6 +28,7 @@ from storage_ops.autochunk.values import (
     numel,
     owner,
     reached,
+    returned,
     shape,
     tangents_of,
 )
@@ -352,8 +353,7 @@ def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
     for node in graph.nodes:
         if _written(node) & set(inputs):
             found.update(node.all_input_nodes)
-    (returned,) = next(n for n in graph.nodes if n.op == "output").args
-    outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    outputs = returned(graph)
     if visible is not None and inputs:
         new = max(len(outputs) - len(inputs) - visible, 0)
         found.update(n for n in outputs[:new] if isinstance(n, fx.Node))

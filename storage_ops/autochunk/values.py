@@ -95,6 +95,12 @@ def ends(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "output" or n.is_impure()]
 
 
+def returned(graph: fx.Graph) -> list[Any]:
+    """What a graph returns, one value or several."""
+    (given,) = next(n for n in graph.nodes if n.op == "output").args
+    return list(given) if isinstance(given, (tuple, list)) else [given]
+
+
 def leading_to(
     nodes: Iterable[fx.Node], replaced: Mapping[fx.Node, fx.Node] | None = None
 ) -> set[fx.Node]:

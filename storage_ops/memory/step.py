@@ -103,9 +103,9 @@ def simulate_step(
         optimizer: one of the model's parameters, or a class, called with those that are trained.
             None: the step ends with the backward.
         device: "cpu" or a GPU, such as "cuda" or "h100": sizes are rounded and kernels are chosen
-            as there. None: where the parameters are, or the CPU if there are none; the meta device
-            stands for a GPU. Of a GPU by
-            its name, and of one that is here, workspaces of cuBLAS are counted as well.
+            as there. None: where the parameters are, or the batch if there are none; the meta
+            device stands for a GPU. Of a GPU by its name, and of one that is here, workspaces of
+            cuBLAS are counted as well.
         assume: as of `estimate`, for sizes that depend on values.
         accumulate: whether the gradients of batches before are there, as where one step of the
             optimizer is for several batches; all but the first of them take as much.

@@ -5,27 +5,11 @@ import torch
 
 import storage_ops
 from storage_ops.fitting.fit import Search
-from storage_ops.memory import explain_oom, limit, measure, simulate_step, will_it_fit
+from storage_ops.memory import explain_oom, limit, simulate_step, will_it_fit
 from tests.memory.models import MODELS, made, run
-from tests.memory.test_step import checkpointed, levels
+from tests.memory.test_step import checkpointed, levels, measured
 
 ADAM = torch.optim.AdamW
-
-
-def measured(model, batch, loss):
-    """Peak of the last of two batches and the optimizer's step, with all that is there before."""
-    optimizer = ADAM(model.parameters())
-    run(model, batch, loss, optimizer)
-    optimizer.zero_grad()
-    run(model, batch, loss)
-    state = [t for s in optimizer.state.values() for t in s.values()]
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    before = (*model.parameters(), *model.buffers(), *gradients, *state, batch)
-    there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in before}
-    with measure() as m:
-        run(model, batch, loss, optimizer)
-    optimizer.zero_grad()
-    return sum(there.values()) + m.peak_bytes
 
 
 @pytest.mark.slow
@@ -37,7 +21,10 @@ def test_peaks_and_recordings(name, way):
     how = {"loss": loss, "optimizer": ADAM}
     assert levels(model, batch, accumulate=True, **how) >= 2
     e = simulate_step(model, batch, accumulate=True, **how)
-    assert abs(e.peak_bytes - measured(model, batch, loss)) <= 0.01 * e.peak_bytes
+    assert (
+        abs(e.peak_bytes - measured(model, batch, loss, ADAM(model.parameters()), accumulate=True))
+        <= 0.01 * e.peak_bytes
+    )
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert e.by_owner["gradients"] == trained
     assert e.peak_bytes > simulate_step(model, batch, **how).peak_bytes
@@ -61,7 +48,9 @@ def test_plans(gpt):
         budget = int(least + (most - least) * share)
         plan = search.plan(budget)
         plan.apply()
-        assert measured(model, batch, loss) <= budget * 1.01
+        assert (
+            measured(model, batch, loss, ADAM(model.parameters()), accumulate=True) <= budget * 1.01
+        )
         plan.undo()
 
 

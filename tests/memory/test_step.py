@@ -28,13 +28,16 @@ def checkpointed(model, way):
     return so.apply_activation_checkpoint(model, cfg)
 
 
-def measured(model, batch, loss, optimizer):
-    """Peak of a second step, everything that is there before included."""
+def measured(model, batch, loss, optimizer, accumulate=False):
+    """Peak of a second step, or of its second batch, with everything that is there before."""
     run(model, batch, loss, optimizer)
     optimizer.zero_grad()
+    if accumulate:
+        run(model, batch, loss)
     state = [t for s in optimizer.state.values() for t in s.values()]
-    there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-             for t in (*model.parameters(), *model.buffers(), *state, batch)}  # fmt: skip
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    before = (*model.parameters(), *model.buffers(), *gradients, *state, batch)
+    there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in before}
     with so.memory.measure() as m:
         run(model, batch, loss, optimizer)
     optimizer.zero_grad()
@@ -295,7 +298,7 @@ def test_wrong_arguments(change, error, message):
         will_it_fit(**given)
 
 
-def test_without_parameters_it_is_the_cpu():
+def test_without_parameters_it_is_where_the_batch_is():
     x = torch.randn(3, 5, requires_grad=True)
     peaks = [simulate_step(nn.Softmax(-1), x, device=d).peak_bytes for d in (None, "cpu", "h100")]
     assert peaks[0] == peaks[1] < peaks[2]
