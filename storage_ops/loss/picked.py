@@ -54,7 +54,7 @@ class Picked:
             raise ValueError(
                 f"linear_cross_entropy: top_k is {k}; expected at most {size}, the classes"
             )
-        if not may_count(self._tokens.target):
+        if not (may_count(self._tokens.target) and may_count(self.ids)):
             return
         wrong = self.ids[self._wrong()]
         if len(wrong):

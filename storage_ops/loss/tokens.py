@@ -230,9 +230,13 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
 def may_count(target: Tensor) -> bool:
     """Whether values can be counted for free: a GPU would have to be waited for.
 
-    Fake and traced tensors have none: they do as on a GPU.
+    Fake and traced tensors have none, so they do as on a GPU, but for those of a simulated CPU,
+    whose mode has `reads`, which says which values are known.
     """
-    return target.device.type == "cpu" and not (isinstance(target, FakeTensor) or traced())
+    if isinstance(target, FakeTensor):
+        reads = getattr(target.fake_mode, "reads", None)
+        return reads is not None and bool(reads(target))
+    return target.device.type == "cpu" and not traced()
 
 
 def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:

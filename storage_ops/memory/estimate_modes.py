@@ -56,7 +56,9 @@ class Simulation(TorchDispatchMode):
         self.values = Values(assumption)
         self._sizes = Sizes(self.values, assumption)
         self._sparse = Sparse(self.unseen, self._sizes.distinct, self._temporary)
-        self._fake = FakeTensorMode()
+        self._fake: Any = FakeTensorMode()
+        if not on_gpu:  # a loss counts the tokens that are not ignored then
+            self._fake.reads = lambda t: self.values.read(t) is not None
         self._paused = False
         # Whether values do not matter, as those of the step counts of an optimizer.
         self.any_value = False

@@ -122,7 +122,7 @@ def explain_oom(
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = numbered(torch.device(device))
+    where = numbered(device)
     mode = Explaining(where)
     follower = Follower(mode.roots)
     named, calls = mode.named(), follower.following()

@@ -50,11 +50,26 @@ class Life:
     end: int | None
 
 
-def numbered(device: torch.device) -> torch.device:
-    """A device; the current GPU for one that has no number."""
-    if device.type == "cuda" and device.index is None:
+def numbered(device: str | torch.device) -> torch.device:
+    """A device that was named, if torch finds it; the current GPU for "cuda".
+
+    Raises:
+        ValueError: that is no device, or there is none.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}; expected 'cpu' or a CUDA device") from None
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but torch finds none; expected 'cpu'")
+    if found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    if found.index >= torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise ValueError(f"device is {device!r}; expected a number below {there}, as many there are")
+    return found
 
 
 @dataclass
@@ -129,11 +144,9 @@ class measure:
     """
 
     def __init__(self, device: str | torch.device = "cpu", model: nn.Module | None = None) -> None:
-        self._device = torch.device(device)
+        self._device = numbered(device)
         if self._device.type not in ("cpu", "cuda"):
             raise ValueError(f"measure: device is {device!r}; expected 'cpu' or a CUDA device")
-        if self._device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"measure: device is {device!r}, but torch finds none; expected 'cpu'")
         self._marks = Marks(model)
         self._result = Measurement()
         self._entry_bytes = 0
@@ -182,10 +195,9 @@ class measure:
             self._result.peak_bytes = peak - self._entry_bytes
 
     def _read_events(self) -> None:
-        index = numbered(self._device).index
         profiler: Any = self._profile.profiler
         changes, taken = history(
-            profiler.kineto_results.experimental_event_tree(), self._device.type, index
+            profiler.kineto_results.experimental_event_tree(), self._device.type, self._device.index
         )
         del self._profile
         result, after = self._result, levels(nbytes for _, nbytes in changes)

@@ -54,6 +54,7 @@ def test_results_are_differentiable(batch):
     torch.testing.assert_close(ours, grads, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Bart, not shifted"])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_weight_for_every_label(name, named, batch):

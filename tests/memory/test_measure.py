@@ -1,3 +1,4 @@
+import re
 from unittest import mock
 
 import pytest
@@ -62,15 +63,24 @@ def test_one_profiler_at_a_time():
     assert outer.peak_bytes == t.nbytes
 
 
-def test_unknown_device():
-    with pytest.raises(ValueError, match="device is 'meta'; expected 'cpu' or a CUDA device"):
-        so.memory.measure(device="meta")
+@pytest.mark.parametrize("device", ["meta", "gpu", "h100", 3.5, print])
+def test_unknown_device(device):
+    message = re.escape(f"device is {device!r}; expected 'cpu' or a CUDA device")
+    with pytest.raises(ValueError, match=message):
+        so.memory.measure(device)
+    with pytest.raises(ValueError, match=message), so.memory.limit("1 GiB", device):
+        pass
+    if device != "meta":  # whose storages can be followed as any
+        with pytest.raises(ValueError, match=message), so.memory.explain_oom(device):
+            pass
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu():
     with pytest.raises(ValueError, match="device is 'cuda', but torch finds none; expected 'cpu'"):
         so.memory.measure(device="cuda")
+    with pytest.raises(ValueError, match="device is 'cuda:1', but torch finds none"):
+        so.memory.explain_oom("cuda:1").__enter__()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

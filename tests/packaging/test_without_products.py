@@ -15,9 +15,7 @@ SOURCE = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "build_tools", "
           "storage_ops", "storage_ops_plan.py", "tests"]  # fmt: skip
 # Objects of this tree's own build, where it was made here: what is as it was is not compiled again.
 BUILT = f"build/native-{sys.implementation.cache_tag}{sys.abiflags}"
-# Where the variable CI is set, a share of the tests that then apply.
 TESTS = ["tests/loss", "tests/matmul"]
-SHARE = ["tests/loss/test_linear_cross_entropy.py", "tests/matmul"]
 LOADED = """
 import storage_ops
 from storage_ops.matmul import scratch
@@ -29,6 +27,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (ROOT / "csrc/products").is_dir() or not (_library.FOLDER / _library.CPU).exists(),
     reason="no native library is built here",
@@ -44,10 +43,9 @@ def test_the_package_without_products_passes_the_tests_of_the_loss(tmp_path):
         of_a_gpu = shutil.ignore_patterns("*_cu1*")
         shutil.copytree(ROOT / BUILT, tmp_path / BUILT, ignore=of_a_gpu)
     env = {**os.environ, "FORCE_CUDA": "0", "PYTHONPATH": str(tmp_path)}
-    chosen = SHARE if os.environ.get("CI") else TESTS
     for command in (
         ["setup.py", "-q", "build_ext", "--inplace"],
-        ["-c", LOADED, "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen],
+        ["-c", LOADED, "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
     ):
         result = subprocess.run(
             [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True
