@@ -55,10 +55,15 @@ def metric(value: float, unit: str) -> str:
     return f"{value / 1000.0**power:.4g} {'µm kMGTP'[power + 2].strip()}{unit}"
 
 
-def as_text(renderable: Any) -> str:
-    """What a rich object prints, without colours."""
-    from rich.console import Console
+class Tabular:
+    """What prints as the table that its `__rich__` makes, in a notebook too."""
 
-    console = Console(file=io.StringIO(), width=120, no_color=True)
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=120, no_color=True)
+        console.print(self)
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self)}

@@ -18,7 +18,7 @@ from storage_ops.checkpoint.guard import by_storage
 from storage_ops.checkpoint.op_names import name_of, readable
 from storage_ops.checkpoint.policies import OFFLOAD, Policy, begin
 from storage_ops.checkpoint.selective import saves_result
-from storage_ops.quantities import as_text, metric
+from storage_ops.quantities import Tabular, metric
 from storage_ops.quantities import readable as readable_bytes
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class OpRow:
 
 
 @dataclass(frozen=True)
-class PolicyTable:
+class PolicyTable(Tabular):
     """What `explain_policy` found; prints as a table, and rich renders it in colour.
 
     Attributes:
@@ -102,9 +102,6 @@ class PolicyTable:
                 f"{row.recompute_share:.1%}" if row.recompute_share else "",
             )
         return table
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 def explain_policy(fn: Callable[..., Any], *args: Any, policy: Any, **kwargs: Any) -> PolicyTable:

@@ -18,7 +18,7 @@ from storage_ops.checkpoint.config_policy import class_of
 from storage_ops.checkpoint.execution import disable_checkpointing
 from storage_ops.checkpoint.guard import by_storage
 from storage_ops.checkpoint.unchanged import places_of, replaced, unchanged
-from storage_ops.quantities import as_text, readable
+from storage_ops.quantities import Tabular, readable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +42,7 @@ class LayerCount:
 
 
 @dataclass(frozen=True)
-class CheckpointReport:
+class CheckpointReport(Tabular):
     """What was checkpointed in a model; prints as a table.
 
     Attributes:
@@ -78,9 +78,6 @@ class CheckpointReport:
             count = f"{layer.checkpointed} of {layer.total}"
             table.add_row(layer.class_name, layer.mode, count)
         return table
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 def checkpoint_report(model: nn.Module, *args: Any, **kwargs: Any) -> CheckpointReport:

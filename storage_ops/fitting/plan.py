@@ -18,7 +18,7 @@ from storage_ops.fitting.actions import Action
 from storage_ops.fitting.compiled import compiled_loss
 from storage_ops.fitting.heads import LOSS_NAME
 from storage_ops.fitting.units import Unit, fingerprint, units_of
-from storage_ops.quantities import as_text, metric, readable
+from storage_ops.quantities import Tabular, metric, readable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +45,7 @@ class Row:
     seconds: float = 0.0
 
 
-class FitPlan:
+class FitPlan(Tabular):
     """Which layers recompute what; prints as a table, and rich renders it in colour.
 
     Attributes:
@@ -174,9 +174,6 @@ class FitPlan:
                 metric(row.seconds, "s"),
             )
         return table
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 def _places(model: nn.Module, loss: Any) -> dict[str, Unit]:

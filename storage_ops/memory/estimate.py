@@ -66,7 +66,7 @@ class Estimate(Measurement):
     """
 
     input_bytes: int = 0
-    at_peak: list[Block] = field(default_factory=list)
+    at_peak: list[Block] = field(default_factory=list, repr=False)
     by_owner: dict[str, int] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
 

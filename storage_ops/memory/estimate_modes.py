@@ -36,6 +36,12 @@ _OPS = torch.ops.storage_ops
 _aten = torch.ops.aten
 
 
+class _Fakes(FakeTensorMode):
+    """Fake tensors; `reads`: on a CPU, where a loss counts tokens, whether values are known."""
+
+    reads: Callable[[Tensor], bool] | None = None
+
+
 class Simulation(TorchDispatchMode):
     """Runs every op on fake tensors and books the storages that it makes.
 
@@ -56,8 +62,8 @@ class Simulation(TorchDispatchMode):
         self.values = Values(assumption)
         self._sizes = Sizes(self.values, assumption)
         self._sparse = Sparse(self.unseen, self._sizes.distinct, self._temporary)
-        self._fake: Any = FakeTensorMode()
-        if not on_gpu:  # a loss counts the tokens that are not ignored then
+        self._fake = _Fakes()
+        if not on_gpu:
             self._fake.reads = lambda t: self.values.read(t) is not None
         self._paused = False
         # Whether values do not matter, as those of the step counts of an optimizer.

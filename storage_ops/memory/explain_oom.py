@@ -28,7 +28,7 @@ from storage_ops.memory.owners import (
     by_kind,
 )  # fmt: skip
 from storage_ops.memory.tracking import Tracking
-from storage_ops.quantities import as_text, readable
+from storage_ops.quantities import Tabular, readable
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -40,7 +40,7 @@ UNKNOWN = "not known"
 
 
 @dataclass
-class OomReport:
+class OomReport(Tabular):
     """Who held the memory when it ran out; prints as a table. Empty until it did.
 
     Attributes:
@@ -81,9 +81,6 @@ class OomReport:
             table.add_row(owner, readable(nbytes), f"{share:.1%}")
         below = [Text(self.advice)] if self.advice else []
         return Group(table, *below, *([self.plan] if self.plan is not None else []))
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 @contextlib.contextmanager

@@ -68,7 +68,9 @@ def numbered(device: str | torch.device) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if found.index >= torch.cuda.device_count():
         there = torch.cuda.device_count()
-        raise ValueError(f"device is {device!r}; expected a number below {there}, as many there are")
+        raise ValueError(
+            f"device is {device!r}; expected a number below {there}, as many there are"
+        )
     return found
 
 
@@ -85,7 +87,7 @@ class Measurement:
 
     peak_bytes: int = 0
     kept_bytes: int = 0
-    timeline: list[Sample] = field(default_factory=list)
+    timeline: list[Sample] = field(default_factory=list, repr=False)
     lives: list[Life] = field(default_factory=list, repr=False)
 
     def plot(self, path: str | os.PathLike[str]) -> None:

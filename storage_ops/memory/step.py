@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,12 @@ from storage_ops.memory.owners import (
 )
 from storage_ops.memory.quick import Quick
 from storage_ops.progress import say, showing
+from storage_ops.quantities import Tabular, readable
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_ROWS = 16  # of the table; the rest is one row
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # what the loss makes, as a module would
 # Arguments and keywords of the model, loss, optimizer, whether on a GPU, the bytes that cuBLAS has
@@ -46,8 +51,8 @@ _How = tuple[Any, Any, Any, Optimizer | None, bool, int, Assumption, bool]
 
 
 @dataclass
-class StepEstimate(Measurement):
-    """What one training step takes, everything on the device included.
+class StepEstimate(Tabular, Measurement):
+    """What one training step takes, everything on the device included; prints as a table.
 
     Attributes:
         peak_bytes: highest level.
@@ -66,13 +71,32 @@ class StepEstimate(Measurement):
     """
 
     by_owner: dict[str, int] = field(default_factory=dict)
-    at_peak: list[Block] = field(default_factory=list)
+    at_peak: list[Block] = field(default_factory=list, repr=False)
     sent_bytes: dict[str, int] = field(default_factory=dict)
     batch: int = 0
 
     def by_kind(self) -> dict[str, int]:
         """`by_owner` with those of alike layers together, as "activations of layers.*.mlp"."""
         return by_kind(self.by_owner)
+
+    def table(self, title: str) -> Table:
+        """A table of what is in memory at the peak."""
+        from rich.table import Table
+
+        table = Table(
+            title=title, caption="in memory at the peak of a step; without the CUDA context"
+        )
+        table.add_column("owner")
+        table.add_column("bytes", justify="right")
+        table.add_column("of peak", justify="right")
+        rows = list(self.by_kind().items())
+        rest = sum(nbytes for _, nbytes in rows[_ROWS:])
+        for owner, nbytes in rows[:_ROWS] + ([("all others", rest)] if rest else []):
+            table.add_row(owner, readable(nbytes), f"{nbytes / max(self.peak_bytes, 1):.1%}")
+        return table
+
+    def __rich__(self) -> Table:
+        return self.table(f"peak {readable(self.peak_bytes, up=True)}")
 
 
 def simulate_step(

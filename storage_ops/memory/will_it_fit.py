@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from storage_ops.memory.step import StepEstimate, simulate_step
-from storage_ops.quantities import as_text, parse_bytes, readable
+from storage_ops.quantities import Tabular, parse_bytes, readable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ROWS = 16  # of the table; the rest is one row
-
 
 @dataclass(frozen=True)
-class FitReport:
+class FitReport(Tabular):
     """Whether a step fits, and what is in memory where it takes most; prints as a table.
 
     Attributes:
@@ -37,31 +35,16 @@ class FitReport:
     budget_bytes: int
     by_owner: dict[str, int]
     device: str
-    step: StepEstimate
+    step: StepEstimate = field(repr=False)
 
     def __rich__(self) -> Table:
-        from rich.table import Table
-
         margin = self.budget_bytes - self.peak_bytes
         verdict = f"fits, {readable(margin)} to spare" if self.fits else "does not fit"
         lacking = "" if self.fits else f", {readable(-margin, up=True)} too much"
-        table = Table(
-            title=f"{verdict}{lacking}: peak {readable(self.peak_bytes, up=True)} of "
-            f"{readable(self.budget_bytes)} on {self.device}",
-            caption="in memory at the peak of a step; without the CUDA context",
+        return self.step.table(
+            f"{verdict}{lacking}: peak {readable(self.peak_bytes, up=True)} of "
+            f"{readable(self.budget_bytes)} on {self.device}"
         )
-        table.add_column("owner")
-        table.add_column("bytes", justify="right")
-        table.add_column("of peak", justify="right")
-        rows = list(self.step.by_kind().items())
-        rest = sum(nbytes for _, nbytes in rows[_ROWS:])
-        for owner, nbytes in rows[:_ROWS] + ([("all others", rest)] if rest else []):
-            share = nbytes / max(self.peak_bytes, 1)
-            table.add_row(owner, readable(nbytes), f"{share:.1%}")
-        return table
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 def will_it_fit(

@@ -316,6 +316,34 @@ def test_what_is_assumed_decides_in_will_it_fit():
     assert none < all_
 
 
+class Head(nn.Module):
+    def __init__(self, frozen, **options):
+        super().__init__()
+        self.embed = nn.Embedding(3000, 128)
+        self.head = so.LinearCrossEntropyLoss(128, 3000, **options).requires_grad_(not frozen)
+
+    def forward(self, ids_and_labels):
+        return self.head(self.embed(ids_and_labels[0]), ids_and_labels[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"shift": 1}, {"memory_budget": "2MiB"}], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
+def test_labels_that_are_ignored(ignored, frozen, options):
+    """A loss on a CPU leaves their tokens out, and copies the others to do so."""
+    model, every = Head(frozen, **options), torch.randint(3000, (2, 4, 256))
+    batch = every.clone()
+    batch[1][torch.rand(4, 256) < ignored] = -100
+    adamw = torch.optim.AdamW
+    peak = simulate_step(model, batch, optimizer=adamw).peak_bytes
+    of_gpu = [simulate_step(model, b, optimizer=adamw, device="cuda") for b in (batch, every)]
+    assert of_gpu[0].peak_bytes == of_gpu[1].peak_bytes  # it would wait for their number
+    got = measured(model, batch, None, adamw(model.parameters()))
+    assert abs(got - peak) <= 0.002 * got
+    unknown = simulate_step(copy.deepcopy(model).to("meta"), batch.to("meta"), device="cpu")
+    assert unknown.peak_bytes > 0
+
+
 def test_will_it_fit_answers_and_prints():
     model, batch, _ = made("llama")
     peak = will_it_fit(model, batch, device="cpu").peak_bytes
@@ -324,6 +352,9 @@ def test_will_it_fit_answers_and_prints():
         assert report.fits is fits and report.peak_bytes == peak and report.budget_bytes == budget
     assert "does not fit" in str(report) and "activations of layers.*.mlp.gate" in str(report)
     assert report.by_owner["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert report._repr_mimebundle_() == {"text/plain": str(report)}  # what a notebook shows
+    assert "activations of layers.*.mlp.gate" in str(report.step)
+    assert "Sample" not in repr(report.step) and "Block" not in repr(report.step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
