@@ -24,8 +24,8 @@ from storage_ops.loss.devices import Rates
 from storage_ops.memory.alike import SIMPLE
 from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
-from storage_ops.memory.estimate_ranks import is_wrapper
 from storage_ops.memory.estimate_workspaces import keep_workspaces
+from storage_ops.memory.estimate_wrappers import is_wrapper
 from storage_ops.memory.recording import hidden
 from storage_ops.memory.step import (
     arguments,

@@ -21,11 +21,12 @@ from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_calls import around_calls
 from storage_ops.memory.estimate_ddp import ddp_simulated
 from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED, fsdp_simulated
+from storage_ops.memory.estimate_functions import Functions
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
 from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_steps
 from storage_ops.memory.estimate_ledger import Block, Ledger
-from storage_ops.memory.estimate_modes import OnMeta, Simulation
+from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import propagation_unseen
 from storage_ops.memory.measure import Life, Measurement, Sample
 from storage_ops.memory.owners import (
@@ -217,8 +218,7 @@ def simulating(
         stack.enter_context(fsdp_simulated(held.modules, simulation))
         stack.enter_context(propagation_unseen(simulation))
         stack.enter_context(simulation)
-        if on_meta:
-            stack.enter_context(OnMeta())
+        stack.enter_context(Functions(simulation, on_meta))
         args, kwargs = on_one_device(simulation, held, args, kwargs)
         for t in held.tensors:
             simulation.twin(t)

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
@@ -31,6 +30,7 @@ from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
 from storage_ops.memory.estimate_values import Values
 from storage_ops.memory.estimate_workspaces import PRODUCTS
+from storage_ops.memory.estimate_wrappers import inside, is_wrapper, is_wrapper_type, rewrapped
 
 _OPS = torch.ops.storage_ops
 _aten = torch.ops.aten
@@ -76,6 +76,7 @@ class Simulation(TorchDispatchMode):
         # theirs. By storage: fake bytes that all twins with this storage are views of.
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._bytes: dict[int, Tensor] = {}
+        self._exchanged: set[int] = set()  # whose twins have the memory of others
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
 
     @classmethod
@@ -107,8 +108,8 @@ class Simulation(TorchDispatchMode):
 
     def blocks_of(self, t: Tensor) -> list[Block]:
         """The blocks of a tensor, or of the twin of one from outside."""
-        if estimate_ranks.is_wrapper(t):
-            return [b for part in estimate_ranks.inside(t) for b in self.blocks_of(part)]
+        if is_wrapper(t):
+            return [b for part in inside(t) for b in self.blocks_of(part)]
         twin = self.twin(t)
         parts = self._sparse.parts(twin) if twin.layout == torch.sparse_coo else [twin]
         found = [self.ledger.block_of(part) for part in parts]
@@ -129,9 +130,9 @@ class Simulation(TorchDispatchMode):
 
         A wrapper is itself: its class asks for what is inside.
         """
-        if isinstance(t, FakeTensor) and t.fake_mode is self._fake:
+        if not self.is_from_outside(t):
             return t
-        if estimate_ranks.is_wrapper(t):
+        if is_wrapper(t):
             return self._wrapper(t)
         if id(t) not in self._twins:
             if t.layout == torch.sparse_coo:
@@ -145,8 +146,37 @@ class Simulation(TorchDispatchMode):
                 self._take_gradient(t)
         return self._twins[id(t)][1]
 
+    def exchange(self, t: Tensor, value: Tensor) -> None:
+        """Let a tensor from outside have the memory of another, as `t.data = value` does.
+
+        Its twin has; the tensor itself keeps what it has.
+
+        Raises:
+            RuntimeError: it would have another shape or dtype, which only the tensor itself can.
+        """
+        with no_dispatch():
+            old, new = self.twin(t), self.twin(value)
+            if is_wrapper(t) or (old.shape, old.dtype) != (new.shape, new.dtype):
+                raise RuntimeError(
+                    f"estimate: fn sets .data of a {tuple(t.shape)} tensor of {t.dtype} to a "
+                    f"{tuple(value.shape)} one of {value.dtype}; expected a plain tensor and one "
+                    "of its shape and dtype"
+                )
+            if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                self._bytes.pop(t.untyped_storage()._cdata, None)
+                self._twins[id(t)] = (t, new)
+                self._exchanged.add(id(t))
+
+    def is_exchanged(self, t: Tensor) -> bool:
+        """Whether the memory of a tensor from outside is another than it was."""
+        return id(t) in self._exchanged
+
+    def is_from_outside(self, t: Tensor) -> bool:
+        """Whether a tensor is none of the simulation's own."""
+        return not (isinstance(t, FakeTensor) and t.fake_mode is self._fake)
+
     def _wrapper(self, t: Tensor) -> Tensor:
-        for part in estimate_ranks.inside(t):
+        for part in inside(t):
             self.twin(part)
         if t.is_leaf and t.requires_grad and id(t) not in self._twins:
             self._twins[id(t)] = (t, t)
@@ -155,8 +185,8 @@ class Simulation(TorchDispatchMode):
 
     def moved(self, t: Tensor, device: torch.device) -> Tensor:
         """Return a fake tensor of the simulation that is like `t` but on another device."""
-        if estimate_ranks.is_wrapper(t):
-            other = estimate_ranks.rewrapped(t, lambda part: self.moved(part, device))
+        if is_wrapper(t):
+            other = rewrapped(t, lambda part: self.moved(part, device))
             return other.detach().requires_grad_(t.requires_grad)  # type: ignore[no-any-return]
         if t.layout == torch.sparse_coo:
             return self._new_sparse(t, lambda part: self.moved(part, device))
@@ -237,7 +267,7 @@ class Simulation(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if any(map(estimate_ranks.is_wrapper_type, types)):
+        if any(map(is_wrapper_type, types)):
             return NotImplemented  # it is called again for what is inside
         if func in _VIEWS and not kwargs:
             t = self.twin(args[0])
@@ -411,20 +441,3 @@ def _check_device(func: Any, device: Any) -> None:
             f"estimate: {func} asks for device {device}, which this machine does not have; "
             "expected the device of an argument, such as device=x.device"
         )
-
-
-class OnMeta(TorchFunctionMode):
-    """What functions of torch do otherwise because tensors are on the meta device.
-
-    Raises where autocast would be without effect, and makes the sparse tensors of SparseAdam.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError(
-                "estimate: fn uses torch.autocast('cpu'), which does nothing to tensors on the "
-                "meta device; expected parameters and arguments on the CPU"
-            )
-        if func is Tensor.new and args[0].layout == torch.sparse_coo and len(args) > 1:
-            return torch.sparse_coo_tensor(*args[1:])
-        return func(*args, **(kwargs or {}))

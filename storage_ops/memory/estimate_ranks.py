@@ -1,8 +1,7 @@
 """One rank of many: DTensors, and collectives that are not carried out.
 
-A wrapper of tensors (a DTensor, an AsyncCollectiveTensor) is taken apart by its own class; the ops
-that it calls on what is inside come back to the simulation. A collective is booked and never
-carried out, so the other ranks need not exist: a process group of torch's backend "fake" will do.
+A DTensor is a wrapper (`estimate_wrappers.py`). A collective is booked and never carried out, so
+the other ranks need not exist: a process group of torch's backend "fake" will do.
 `estimate_fsdp.py` and `estimate_ddp.py` have what FSDP2 and DDP need besides.
 """
 
@@ -11,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 from torch.optim import Optimizer
 
 from storage_ops._op_arguments import tensors_in
 from storage_ops.memory.estimate_ddp import ddp_in
 from storage_ops.memory.estimate_fsdp import sharded_parameters, states_in
+from storage_ops.memory.estimate_wrappers import is_wrapper
 
 if TYPE_CHECKING:
     from storage_ops.memory.estimate_modes import Simulation
@@ -31,11 +30,6 @@ _ELEMENTWISE = {
     torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 }  # fmt: skip
-_PLAIN = (FakeTensor, Tensor, nn.Parameter)
-_WRAPPERS = (
-    ("torch.distributed.tensor", "DTensor"),
-    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
-)
 # What a ring sends from each of R ranks, of n bytes in all: so many times n (R - 1) / R.
 _ROUNDS = {
     "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1,
@@ -49,54 +43,23 @@ _NAMES = (
 )  # fmt: skip
 
 
-def wrapper_types() -> tuple[type, ...]:
-    """Classes of tensors that are taken apart; those whose module nobody imported are left out."""
-    found = (getattr(sys.modules.get(module), name, None) for module, name in _WRAPPERS)
-    return tuple(kind for kind in found if kind is not None)
-
-
-def is_wrapper_type(kind: type) -> bool:
-    """Whether tensors of a class are taken apart by it."""
-    return kind not in _PLAIN and issubclass(kind, wrapper_types())
-
-
-def is_wrapper(t: Any) -> bool:
-    """Whether a tensor is taken apart by its own class."""
-    return is_wrapper_type(type(t))
-
-
-def inside(t: Any) -> list[Tensor]:
-    """The plain tensors in a wrapper; of a plain one, itself."""
-    if not is_wrapper(t):
-        return [t]
-    names, _ = t.__tensor_flatten__()  # in some versions of torch the mesh is one
-    parts = [getattr(t, name) for name in names]
-    return [one for part in parts if isinstance(part, Tensor) for one in inside(part)]
-
-
-def rewrapped(t: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A wrapper like this one around other tensors; of a plain one, the other."""
-    if not is_wrapper(t):
-        return change(t)
-    names, context = t.__tensor_flatten__()
-    parts = {name: getattr(t, name) for name in names}
-    for name, part in parts.items():
-        if isinstance(part, Tensor):
-            parts[name] = rewrapped(part, change)
-    return type(t).__tensor_unflatten__(parts, context, t.shape, t.stride())
+def _is_spread(t: Any) -> bool:
+    """Whether a tensor is this rank's part of one that lies on several."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
 
 
 def is_distributed(model: nn.Module) -> bool:
     """Whether a model is a part of one that lies on several ranks."""
     modules = list(model.modules())
-    wrapped = any(map(is_wrapper, model.parameters()))
-    return wrapped or bool(ddp_in(modules)) or bool(states_in(modules))
+    spread = any(map(_is_spread, model.parameters()))
+    return spread or bool(ddp_in(modules)) or bool(states_in(modules))
 
 
 def is_sharded_alone(model: nn.Module) -> bool:
     """Whether all that lies on several ranks is parameters of FSDP2: ops are those of one rank."""
     known = sharded_parameters(model)
-    others = any(is_wrapper(p) and id(p) not in known for p in model.parameters())
+    others = any(_is_spread(p) and id(p) not in known for p in model.parameters())
     return not others and not ddp_in(list(model.modules()))
 
 
@@ -110,7 +73,7 @@ def updated_locally(optimizer: Optimizer) -> Iterator[None]:
     groups = [group["params"] for group in optimizer.param_groups]
     every = [p for params in groups for p in params]
     alike = all(p.grad is None or _lie_alike(p, p.grad) for p in every)
-    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(is_wrapper, every)):
+    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(_is_spread, every)):
         alike = False
     if not alike:
         yield
@@ -125,14 +88,13 @@ def updated_locally(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _lie_alike(p: Any, gradient: Any) -> bool:
-    dtensor = sys.modules["torch.distributed.tensor"].DTensor if is_wrapper(p) else ()
-    if not isinstance(p, dtensor) or not isinstance(gradient, dtensor):
+    if not _is_spread(p) or not _is_spread(gradient):
         return not is_wrapper(p) and not is_wrapper(gradient)
     return bool(p.placements == gradient.placements)
 
 
 def _part(p: Any) -> Any:
-    if not is_wrapper(p):
+    if not _is_spread(p):
         return p
     part = nn.Parameter(p.detach().to_local(), requires_grad=p.requires_grad)
     part.grad = None if p.grad is None else p.grad.to_local()

@@ -1,0 +1,44 @@
+"""What functions of torch do in a simulation that is no op, or is another on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from storage_ops.memory.estimate_modes import Simulation
+
+_DATA: Any = Tensor.data
+
+
+class Functions(TorchFunctionMode):
+    """Exchanges the memory of twins and not of what they stand for, at `t.data = value`.
+
+    Where tensors are on the meta device it raises where autocast would be without effect, and makes
+    the sparse tensors of SparseAdam.
+    """
+
+    def __init__(self, simulation: Simulation, on_meta: bool) -> None:
+        super().__init__()
+        self._simulation, self._on_meta = simulation, on_meta
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA.__set__ and self._simulation.is_from_outside(args[0]):
+            return self._simulation.exchange(*args)
+        if func == _DATA.__get__ and self._simulation.is_exchanged(args[0]):
+            return args[0].detach()
+        if self._on_meta and torch.is_autocast_enabled("cpu"):
+            raise RuntimeError(
+                "estimate: fn uses torch.autocast('cpu'), which does nothing to tensors on the "
+                "meta device; expected parameters and arguments on the CPU"
+            )
+        if (
+            self._on_meta
+            and func is Tensor.new
+            and args[0].layout == torch.sparse_coo
+            and len(args) > 1
+        ):
+            return torch.sparse_coo_tensor(*args[1:])
+        return func(*args, **(kwargs or {}))

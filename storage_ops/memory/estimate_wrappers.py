@@ -1,0 +1,47 @@
+"""Wrappers of tensors: subclasses that are made of plain tensors, as torch.compile takes them apart.
+
+Such are DTensors, the states of 8-bit optimizers and quantized weights of torchao, and nested
+tensors. A wrapper is taken apart by its own class; the ops that it calls on what is inside come
+back to the simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+_PLAIN = (FakeTensor, Tensor, nn.Parameter)
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of a class are taken apart by it."""
+    return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
+
+
+def is_wrapper(t: Any) -> bool:
+    """Whether a tensor is taken apart by its own class."""
+    return is_wrapper_type(type(t))
+
+
+def inside(t: Any) -> list[Tensor]:
+    """The plain tensors in a wrapper; of a plain one, itself."""
+    if not is_wrapper(t):
+        return [t]
+    names, _ = t.__tensor_flatten__()  # in some versions of torch the mesh is one
+    parts = [getattr(t, name) for name in names]
+    return [one for part in parts if isinstance(part, Tensor) for one in inside(part)]
+
+
+def rewrapped(t: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A wrapper like this one around other tensors; of a plain one, the other."""
+    if not is_wrapper(t):
+        return change(t)
+    names, context = t.__tensor_flatten__()
+    parts = {name: getattr(t, name) for name in names}
+    for name, part in parts.items():
+        if isinstance(part, Tensor):
+            parts[name] = rewrapped(part, change)
+    return type(t).__tensor_unflatten__(parts, context, t.shape, t.stride())
