@@ -24,6 +24,7 @@ from storage_ops.loss.devices import Rates
 from storage_ops.memory.alike import SIMPLE
 from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.estimate_ranks import is_spread
 from storage_ops.memory.estimate_workspaces import keep_workspaces
 from storage_ops.memory.estimate_wrappers import is_wrapper
 from storage_ops.memory.recording import hidden
@@ -235,11 +236,12 @@ class Recorder:
             args, kwargs = without_cache(unit.module, args, kwargs)
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             parameters = [p for p in unit.module.parameters() if p.requires_grad]
-            if any(map(is_wrapper, (*given, *parameters))):
+            refused = [t for t in given if is_wrapper(t)] + [p for p in parameters if is_spread(p)]
+            if refused:
                 raise RuntimeError(
-                    f"fit: layer {unit.name} computes with DTensors, as parallelize_module makes "
-                    "them, of which no layer is simulated by itself; expected a model without "
-                    "them, or will_it_fit with checkpoints chosen by hand"
+                    f"fit: layer {unit.name} computes with a {type(refused[0]).__name__}, such as "
+                    "parallelize_module makes, with which no layer is simulated by itself; "
+                    "expected a model without, or will_it_fit with checkpoints chosen by hand"
                 )
             autocast = tuple(
                 (kind, torch.get_autocast_dtype(kind))

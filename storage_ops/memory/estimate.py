@@ -131,8 +131,7 @@ def estimate(
             values of a tensor of which nothing is known and nothing was
             assumed; the error names the op, its line and what to say. Or it asks for a device that
             this machine does not have.
-        TypeError: a tensor is a wrapper subclass other than DTensor or has a layout other than
-            strided and COO, or `assume` is not numbers.
+        TypeError: a tensor has a layout other than strided and COO, or `assume` is not numbers.
         ValueError: `assume` is out of range or names no op.
 
     Example:

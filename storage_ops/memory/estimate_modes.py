@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from storage_ops._op_arguments import tensors_in, with_tensors
@@ -206,7 +206,7 @@ class Simulation(TorchDispatchMode):
             self._paused = False
 
     def _new_twin(self, t: Tensor) -> Tensor:
-        if is_traceable_wrapper_subclass(t) or t.layout != torch.strided:
+        if t.layout != torch.strided:
             raise TypeError(
                 f"estimate: a tensor is a {type(t).__name__} with layout {t.layout}; expected "
                 "plain strided tensors"

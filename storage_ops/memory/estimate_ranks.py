@@ -43,7 +43,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def _is_spread(t: Any) -> bool:
+def is_spread(t: Any) -> bool:
     """Whether a tensor is this rank's part of one that lies on several."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
@@ -52,14 +52,14 @@ def _is_spread(t: Any) -> bool:
 def is_distributed(model: nn.Module) -> bool:
     """Whether a model is a part of one that lies on several ranks."""
     modules = list(model.modules())
-    spread = any(map(_is_spread, model.parameters()))
+    spread = any(map(is_spread, model.parameters()))
     return spread or bool(ddp_in(modules)) or bool(states_in(modules))
 
 
 def is_sharded_alone(model: nn.Module) -> bool:
     """Whether all that lies on several ranks is parameters of FSDP2: ops are those of one rank."""
     known = sharded_parameters(model)
-    others = any(_is_spread(p) and id(p) not in known for p in model.parameters())
+    others = any(is_spread(p) and id(p) not in known for p in model.parameters())
     return not others and not ddp_in(list(model.modules()))
 
 
@@ -73,7 +73,7 @@ def updated_locally(optimizer: Optimizer) -> Iterator[None]:
     groups = [group["params"] for group in optimizer.param_groups]
     every = [p for params in groups for p in params]
     alike = all(p.grad is None or _lie_alike(p, p.grad) for p in every)
-    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(_is_spread, every)):
+    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(is_spread, every)):
         alike = False
     if not alike:
         yield
@@ -88,13 +88,13 @@ def updated_locally(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _lie_alike(p: Any, gradient: Any) -> bool:
-    if not _is_spread(p) or not _is_spread(gradient):
+    if not is_spread(p) or not is_spread(gradient):
         return not is_wrapper(p) and not is_wrapper(gradient)
     return bool(p.placements == gradient.placements)
 
 
 def _part(p: Any) -> Any:
-    if not _is_spread(p):
+    if not is_spread(p):
         return p
     part = nn.Parameter(p.detach().to_local(), requires_grad=p.requires_grad)
     part.grad = None if p.grad is None else p.grad.to_local()

@@ -1,4 +1,4 @@
-"""Wrappers of tensors: subclasses that are made of plain tensors, as torch.compile takes them apart.
+"""Wrappers of tensors: subclasses made of plain ones, which torch.compile takes apart.
 
 Such are DTensors, the states of 8-bit optimizers and quantized weights of torchao, and nested
 tensors. A wrapper is taken apart by its own class; the ops that it calls on what is inside come

@@ -26,7 +26,7 @@ import storage_ops as so
 from storage_ops import memory
 from storage_ops.memory import quick
 from storage_ops.memory import step as steps
-from storage_ops.memory.estimate_ranks import inside
+from storage_ops.memory.estimate_wrappers import inside
 
 from ..ranks import run_in_processes, run_on_ranks
 
@@ -277,7 +277,7 @@ def plans():
         plan.apply()
         step = memory.simulate_step(model, ids, **how)
         assert step.peak_bytes == plan.peak_bytes <= 0.9 * whole, build
-    with pytest.raises(RuntimeError, match=r"fit: layer layers.0 computes with DTensors"):
+    with pytest.raises(RuntimeError, match=r"fit: layer layers.0 computes with a DTensor"):
         so.fit(tp(mesh["tp"]), ids, "1GiB", **how)
 
 
