@@ -319,14 +319,23 @@ class Region:
                 wait_for(leaf)
         except _AsFarAsNeeded:
             pass
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            if _FREED not in str(error):
-                raise
-            fail(
-                f"{self.name} is repeated where the memory of a tensor that it reads was freed. "
-                "FullyShardedDataParallel (FSDP1) does so to parameters: expected fully_shard "
-                "(FSDP2), or regions chosen after the modules were wrapped, or SHARD_GRAD_OP"
-            )
+            if _FREED in str(error):
+                fail(
+                    f"{self.name} is repeated where the memory of a tensor that it reads was "
+                    "freed. FullyShardedDataParallel (FSDP1) does so to parameters: expected "
+                    "fully_shard (FSDP2), or regions chosen after the modules were wrapped, or "
+                    "SHARD_GRAD_OP"
+                )
+            if self._lacks_parameters():
+                fail(
+                    f"{self.name} is repeated where DeepSpeed (ZeRO stage 3) has partitioned a "
+                    "parameter of it, which the hooks of another module gather; expected regions "
+                    "of whole layers, such as full or selective checkpoints, or stage 2"
+                )
+            raise
         finally:
             self._inputs.forget_new_hooks()
         if checks:
@@ -337,6 +346,11 @@ class Region:
         if not self._running:
             self._bind(outputs)
         return [t for _, t in saved]
+
+    def _lacks_parameters(self) -> bool:
+        """Whether DeepSpeed holds a part only of a captured parameter, and has set its `.data`."""
+        found = (ref() for ref, _ in self._versions)
+        return any(hasattr(t, "ds_status") and t.numel() == 0 for t in found if t is not None)
 
     def _gathered(self, args: Any, kwargs: Any, is_next: bool) -> Any:
         assert self._state is not None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from storage_ops.integrations.deferred_logits import DeferredLogits
+    from storage_ops.integrations.gathered_head import Gathering
 
 IGNORED = -100  # of transformers' losses
 
@@ -135,7 +136,8 @@ class Origin:
 
     Attributes:
         forward: the one of its model.
-        weight: of the layer, (V, D).
+        gathering: of the layer's weight, where that is not there by itself.
+        classes: V.
         hidden: (..., D), what it was called with.
         dtype: that of the hidden states.
         autocast: what autocast_dtype() was.
@@ -146,7 +148,12 @@ class Origin:
     def __init__(self, forward: Forward, weight: Tensor, hidden: Tensor, layer: nn.Module) -> None:
         forward.calls += 1
         self.forward = forward
-        self.weight = weight
+        self._weight = weight
+        self.gathering: Gathering | None = getattr(layer, "_gathering", None)
+        self.classes = int(weight.shape[0])
+        if self.gathering is not None:
+            self.gathering.check_labels(forward)
+            self.classes = self.gathering.classes
         self.dtype = hidden.dtype
         self.autocast = autocast_dtype(hidden)
         self.has_loss = False
@@ -155,19 +162,28 @@ class Origin:
             hidden = _Reaching.apply(hidden, *layer.parameters())  # type: ignore[no-untyped-call]
         self.hidden = hidden
 
+    @property
+    def weight(self) -> Tensor:
+        """Of the layer, (V, D); where it is gathered, inside of `use` only."""
+        return self._weight if self.gathering is None else self.gathering.weight
+
+    def use(self, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+        """What a function makes of hidden states, with the layer as it was in the call.
+
+        Raises:
+            RuntimeError: the forward has returned the logits, and the weight was freed since; or a
+                tensor that they are made of was modified.
+        """
+        with self._again(hidden):
+            return function(hidden) if self.gathering is None else self.gathering(function, hidden)
+
     def reaches_loss(self) -> None:
         """Count the loss, the first time."""
         if not self.has_loss:
             self.has_loss = True
             self.forward.losses += 1
 
-    def again(self, hidden: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """A context to use the layer in once more: autocast is as it was in the call.
-
-        Raises:
-            RuntimeError: the forward has returned the logits, and the weight was freed since; or a
-                tensor that they are made of was modified.
-        """
+    def _again(self, hidden: Tensor) -> contextlib.AbstractContextManager[Any]:
         returned = self.forward.labels is None and not torch.compiler.is_compiling()
         if returned and self.weight.numel() and not self.weight.untyped_storage().size():
             raise RuntimeError(

@@ -74,8 +74,8 @@ class DeferredLogits:
 
     def formed(self) -> Tensor:
         """The logits after all, a tensor, as the model would have made them."""
-        with self.origin.again(self.hidden):
-            return self._of(self.hidden)
+        formed: Tensor = self.origin.use(self._of, self.hidden)
+        return formed
 
     def _of(self, hidden: Tensor) -> Tensor:
         if self.head is None:
@@ -97,19 +97,21 @@ class DeferredLogits:
             "label_smoothing": 0.0, **options, "returns": names,
             "memory_budget": run.options.memory_budget,
         }  # fmt: skip
-        with self.origin.again(self.hidden):
+
+        def results(hidden: Tensor) -> tuple[Tensor, ...]:
             if self.head is not None:
                 form = self._like(normal=False, negative=False)._of
-                found = head_cross_entropy(form, self.shape[-1], self.hidden, target, **options)
-                return dict(zip(names, found, strict=True))
+                return head_cross_entropy(form, self.shape[-1], hidden, target, **options)
             scale, cap = self.scale, self.cap
             if cap is not None:
                 scale, cap = scale * cap, abs(cap)  # c * tanh(s * x) is the cap |c| of (s * c) * x
             found = linear_cross_entropy(
-                self.hidden, self.origin.weight, target, linear_bias=self.bias, softcap=cap,
+                hidden, self.origin.weight, target, linear_bias=self.bias, softcap=cap,
                 logit_scale=scale, max_valid=run.max_valid, **options,
             )  # fmt: skip
-        return dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+            return found if isinstance(found, tuple) else (found,)
+
+        return dict(zip(names, self.origin.use(results, self.hidden), strict=True))
 
     def _scores(self, target: Tensor | None = None) -> dict[str, Tensor]:
         """Of each token nll, lse and "loss", the mean of lse - z over the classes.
@@ -133,8 +135,9 @@ class DeferredLogits:
     def class_means(self) -> Tensor:
         """The mean of each token's logits over the classes, (N,) of (N, V), without a gradient."""
         dtype = torch.promote_types(self.dtype, torch.float32)
-        hidden, weight, bias = self.hidden.detach(), self.origin.weight.detach(), self.bias
-        with torch.no_grad():
+
+        def means(hidden: Tensor) -> Tensor:
+            weight, bias = self.origin.weight, self.bias
             if self.head is None and self.cap is None:
                 mean = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
                 mean = mean if bias is None else mean + bias.mean(dtype=dtype)
@@ -142,6 +145,10 @@ class DeferredLogits:
             budget = self.origin.forward.options.memory_budget
             rows = piece_rows(len(hidden), len(weight), weight.element_size(), budget)
             return torch.cat([self._of(h).to(dtype).mean(-1) for h in hidden.split(rows)])
+
+        with torch.no_grad():
+            found: Tensor = self.origin.use(means, self.hidden.detach())
+        return found
 
     def _error(self, what: str) -> Refused:
         run = self.origin.forward
@@ -197,7 +204,7 @@ class DeferredLogits:
     @property
     def shape(self) -> torch.Size:
         """That of the logits."""
-        return torch.Size((*self.hidden.shape[:-1], self.origin.weight.shape[0]))
+        return torch.Size((*self.hidden.shape[:-1], self.origin.classes))
 
     @property
     def ndim(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from storage_ops._subclass import Replaced, like
 from storage_ops.integrations.deferred_forward import Forward, Origin, Refused
 from storage_ops.integrations.deferred_logits import DeferredLogits
+from storage_ops.integrations.gathered_head import Gathering, is_gathered, is_hooked
 
 # With the dtype of their logits where it is not that of the product. Of PEFT's many those that
 # multiply hidden states or logits; others form a matrix of the weight's size in every call.
@@ -35,6 +36,8 @@ class PatchedHead(Replaced):
     """An output layer that returns `DeferredLogits` while the forward of its model wants them."""
 
     _deferred_in: Forward | None = None
+    _gathering: Gathering | None = None  # of its weight, in such a forward
+    _use: Callable[[Tensor], Any] | None = None  # what to compute, where its weight is gathered
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +48,8 @@ class PatchedHead(Replaced):
 def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @like(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._use is not None:
+            return self._use(*args)
         if self._deferred_in is None:
             return original(self, *args, **kwargs)
         if len(args) != 1 or kwargs:
@@ -55,6 +60,8 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         (hidden,) = args
         origin = Origin(self._deferred_in, _base_layer(self).weight, hidden, self)
         dtype = origin.autocast or hidden.dtype
+        if origin.gathering is not None and self.bias is not None:
+            return DeferredLogits(origin, origin.hidden, dtype, head=origin.gathering.logits)
         if original is nn.Linear.forward:
             return DeferredLogits(origin, origin.hidden, dtype, bias=self.bias)
         deferred = DeferredLogits(origin, origin.hidden, _KNOWN[_kind(self)] or dtype)
@@ -130,11 +137,12 @@ def _patched(head: Any, name: str) -> Any:
         raise replaced(f"the output layer of {name}")
     if not isinstance(head, PatchedHead):
         _check(head, name)
-    if head._forward_hooks or head._backward_hooks or head._backward_pre_hooks:
+    plain = isinstance(head, nn.Linear) and not torch.compiler.is_compiling()
+    if is_hooked(head) and not (plain and is_gathered(head)):
         raise RuntimeError(
             f"patch_causal_lm: the output layer of {name} has forward or backward hooks, which "
-            "would see no logits or free its weight too early; expected none. Sharding libraries "
-            "set them on every module they shard: let the layer belong to the model around it"
+            "would see no logits; expected none, or those of FSDP2 (fully_shard) or DeepSpeed on "
+            "a torch.nn.Linear that is not compiled"
         )
     _check_variants(head, name)
     if not isinstance(head, PatchedHead):

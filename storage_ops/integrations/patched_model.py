@@ -14,6 +14,7 @@ from torch import Tensor
 from storage_ops._subclass import Replaced, like
 from storage_ops.integrations.deferred_forward import Forward, LossOptions, Refused
 from storage_ops.integrations.deferred_logits import DeferredLogits
+from storage_ops.integrations.gathered_head import hooks_taken_off
 from storage_ops.integrations.output_layers import patched_heads
 
 
@@ -86,7 +87,8 @@ def deferred(
     for head in heads:
         head._deferred_in = run
     try:
-        outputs = forward(model, *args, **kwargs)
+        with hooks_taken_off(heads):
+            outputs = forward(model, *args, **kwargs)
     finally:
         for head in heads:
             head._deferred_in = None

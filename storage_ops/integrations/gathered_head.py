@@ -1,0 +1,107 @@
+"""Output layers whose weight is gathered for a call: by FSDP2 on the layer, by DeepSpeed's ZeRO-3.
+
+Hooks of these libraries gather the weight before a call of the layer and free it afterwards, and do
+the same in the backward. But the call of a patched layer returns deferred logits, for which there
+is nothing to gather, and what reads the weight is the loss. So that call has no hooks, and the loss
+runs as a call of the layer that has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from storage_ops.integrations.deferred_forward import Forward
+
+_LIBRARIES = ("deepspeed.", "torch.distributed.fsdp.")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def is_hooked(head: nn.Module) -> bool:
+    """Whether other code runs around the layer, or in its backward."""
+    return any(vars(head)[name] for name in _HOOKS)
+
+
+def is_gathered(head: nn.Module) -> bool:
+    """Whether that code is of a library that gathers its weight, and of no other."""
+    hooks = [hook for name in _HOOKS for hook in vars(head)[name].values()]
+    return all(str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks)
+
+
+class Gathering:
+    """The hooks of an output layer, taken off in a block, and what runs inside of them.
+
+    Attributes:
+        classes: of the layer, whose weight may be empty here.
+    """
+
+    def __init__(self, head: Any) -> None:
+        self._head = head
+        self._hooks = {name: vars(head)[name] for name in _HOOKS}
+        self.classes: int = head.out_features
+
+    @contextlib.contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """Calls of the layer in the block have no hooks."""
+        with self._having({name: OrderedDict() for name in _HOOKS}):
+            self._head._gathering = self
+            try:
+                yield
+            finally:
+                self._head._gathering = None
+
+    @contextlib.contextmanager
+    def _having(self, hooks: dict[str, Any]) -> Iterator[None]:
+        before = {name: vars(self._head)[name] for name in _HOOKS}
+        vars(self._head).update(hooks)
+        try:
+            yield
+        finally:
+            vars(self._head).update(before)
+
+    def __call__(self, use: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+        """What a function makes of hidden states and the layer's weight and bias, gathered."""
+        self._head._use = use
+        try:
+            with self._having(self._hooks):
+                return self._head(hidden)
+        finally:
+            self._head._use = None
+
+    def check_labels(self, forward: Forward) -> None:
+        """Refuse logits that are returned: their loss comes after what gathers the weight.
+
+        Raises:
+            RuntimeError: they are.
+        """
+        if forward.labels is None:
+            raise RuntimeError(
+                f'patch_causal_lm: {forward.model} with logits="deferred" is called without '
+                "labels, and the weight of its output layer is gathered for a call only "
+                "(fully_shard on the layer, ZeRO-3); expected labels in the call, or the layer "
+                "sharded with the model around it"
+            )
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's, as it is now."""
+        weight: Tensor = self._head.weight
+        return weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the layer itself makes."""
+        return nn.functional.linear(hidden, self._head.weight, self._head.bias)
+
+
+@contextlib.contextmanager
+def hooks_taken_off(heads: Iterable[Any]) -> Iterator[None]:
+    """Calls of output layers in a block have none of their hooks."""
+    with contextlib.ExitStack() as stack:
+        for head in filter(is_hooked, heads):
+            stack.enter_context(Gathering(head).taken_off())
+        yield
