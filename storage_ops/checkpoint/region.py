@@ -348,9 +348,10 @@ class Region:
         return [t for _, t in saved]
 
     def _lacks_parameters(self) -> bool:
-        """Whether DeepSpeed holds a part only of a captured parameter, and has set its `.data`."""
-        found = (ref() for ref, _ in self._versions)
-        return any(hasattr(t, "ds_status") and t.numel() == 0 for t in found if t is not None)
+        """Whether DeepSpeed holds a part only of a parameter of the module, with empty `.data`."""
+        module = getattr(self._fn, "__self__", None)
+        found = module.parameters() if isinstance(module, torch.nn.Module) else ()
+        return any(hasattr(p, "ds_status") and p.numel() == 0 for p in found)
 
     def _gathered(self, args: Any, kwargs: Any, is_next: bool) -> Any:
         assert self._state is not None

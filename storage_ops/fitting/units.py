@@ -21,6 +21,8 @@ from storage_ops.memory.alike import Unlike, comparable
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Where a layer is in a model, and where a model of transformers was loaded from.
 _PLACE = re.compile(r"(idx|index)$|^(layer|block)_?(id|num|number|no)$|^name_or_path$")
+# What DeepSpeed sets on every module of a model of which each rank has a part (ZeRO-3).
+_OF_DEEPSPEED = re.compile(r"^(ds_\w+|applied_pre_backward\w*|(pre|post)_bwd_fn|all_parameters)$")
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _CHANGING = (list, set, MutableMapping)  # such as what a module notes while it is trained
 
@@ -106,13 +108,13 @@ def fingerprint(module: nn.Module, whole: bool = False) -> str:
             key: setting
             for key, value in vars(inner).items()
             if (whole or not key.startswith("_"))
-            and not (key in _OF_TORCH or _PLACE.search(key))
+            and not (key in _OF_TORCH or _PLACE.search(key) or _OF_DEEPSPEED.match(key))
             and (setting := _setting(value, whole)) is not None
         }
         if isinstance(inner, LinearCrossEntropyLoss):
             settings["options"] = repr(own_options(inner))
         tensors = [
-            (key, tuple(t.shape), str(t.dtype), t.requires_grad)
+            (key, tuple(getattr(t, "ds_shape", t.shape)), str(t.dtype), t.requires_grad)
             for group in (inner._parameters, inner._buffers)
             for key, t in group.items()
             if t is not None

@@ -189,3 +189,17 @@ def test_one_output_that_cannot_be_freed(path):
     y.backward()
     right = 2 * x.sin() * x.cos() - 3 * x.cos() ** 2 * x.sin()
     assert torch.allclose(x.grad, right, rtol=1e-4, atol=1e-5) and seen.shape == (4, 4)
+
+
+def test_a_parameter_that_deepspeed_has_partitioned():
+    """ZeRO-3 gathers a norm's weight in the calls of the norm, and its output is needed before."""
+    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).double()
+    so.apply_activation_checkpoint(net, {"layer_names": ["0"], "mode": "output_discard"})
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    y, whole = net(x), net[0].weight.data
+    net[0].weight.ds_status, net[0].weight.data = "NOT_AVAILABLE", torch.empty(0).double()
+    with pytest.raises(RuntimeError, match=r"LayerNorm is repeated where DeepSpeed \(ZeRO stage 3"):
+        y.sum().backward()
+    net[0].weight.data = whole
+    net(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(net(x).sum(), x)[0])

@@ -56,6 +56,27 @@ def test_layers_that_differ_in_what_they_do_by_an_attribute(small, large):
     assert kept[0] == kept[1] < kept[2]
 
 
+def test_a_plan_is_for_the_model_when_deepspeed_has_partitioned_it():
+    """ZeRO-3 leaves parameters empty, and sets on them and on every module what it needs."""
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 64) for _ in range(3)))
+    x = torch.randn(8, 2, 16)
+    plan = storage_ops.fit(model, x, "1GiB", actions=["full", "selective"])
+    for number, module in enumerate(model.modules()):
+        vars(module).update(
+            ds_id=number, ds_grads_remaining=0, ds_recompute_parameters=set(),
+            ds_external_parameters=module.parameters, all_parameters=module.parameters,
+            applied_pre_backward_ref_cnt=0, pre_bwd_fn=torch.autograd.Function,
+            post_bwd_fn=torch.autograd.Function,
+        )  # fmt: skip
+    whole = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        p.ds_shape, p.data = p.shape, torch.empty(0)
+    plan.apply()
+    for p, data in zip(model.parameters(), whole, strict=True):
+        p.data = data
+    model(x).sum().backward()
+
+
 def test_a_plan_is_not_for_a_model_that_differs_by_a_tuple(tmp_path):
     x = torch.randn(8, 16, 32)
     plan = storage_ops.fit(nn.Sequential(Part(shape=(1, 4)), Part(shape=(4, 1))), x, "1GiB")
