@@ -349,8 +349,9 @@ class Region:
 
     def _lacks_parameters(self) -> bool:
         """Whether DeepSpeed holds a part only of a parameter of the module, with empty `.data`."""
-        module = getattr(self._fn, "__self__", None)
-        found = module.parameters() if isinstance(module, torch.nn.Module) else ()
+        of_method, of_partial = getattr(self._fn, "__self__", None), getattr(self._fn, "args", ())
+        modules = [m for m in (of_method, *of_partial) if isinstance(m, torch.nn.Module)]
+        found = (p for module in modules for p in module.parameters())
         return any(hasattr(p, "ds_status") and p.numel() == 0 for p in found)
 
     def _gathered(self, args: Any, kwargs: Any, is_next: bool) -> Any:
