@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.memory.advice import Follower, KnownStep, advise, bytes_of
 from storage_ops.memory.estimate_gpu import following_resizes
 from storage_ops.memory.estimate_ledger import Block, ModuleCall
+from storage_ops.memory.estimate_wrappers import inside
 from storage_ops.memory.measure import numbered
 from storage_ops.memory.owners import (
     BUFFERS,
@@ -206,9 +207,10 @@ class Explaining(Tracking):
         roles: dict[Block, str] = {}
 
         def give(role: str, t: Any) -> None:
-            block = self.ledger.block_of(t) if self.counts(t) else None
-            if block is not None:
-                roles.setdefault(block, role)
+            for part in filter(self.counts, inside(t)):
+                block = self.ledger.block_of(part)
+                if block is not None:
+                    roles.setdefault(block, role)
 
         for root in self.roots:
             for name, module in root.named_modules():

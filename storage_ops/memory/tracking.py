@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from storage_ops._op_arguments import tensors_in
 from storage_ops.memory.estimate import share_copies
 from storage_ops.memory.estimate_calls import outermost
 from storage_ops.memory.estimate_ledger import Block, Ledger
+from storage_ops.memory.estimate_wrappers import inside, is_wrapper, is_wrapper_type
 
 _OPS = torch.ops.storage_ops
 
@@ -75,10 +76,12 @@ class Tracking(TorchDispatchMode):
             and t.device.type == self._device.type
             and self._device.index in (None, t.device.index)
             and not isinstance(t, FakeTensor)
-            and not is_traceable_wrapper_subclass(t)
+            and not is_wrapper(t)
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper_type, types)):
+            return NotImplemented  # it is called again for what is inside
         given = list(filter(self.counts, tensors_in((args, kwargs))))
         for t in given:
             self._meet(t)
@@ -115,15 +118,20 @@ def _is_made(o: Any, kind: type, attribute: str) -> bool:
     return issubclass(type(o), kind) and attribute in vars(o)
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
 def tensors_of(holder: nn.Module | Optimizer) -> Iterator[Tensor]:
-    """Parameters, gradients, and buffers or state."""
+    """Parameters, gradients, and buffers or state; of wrappers what is inside."""
     if isinstance(holder, Optimizer):
         parameters: Iterable[Any] = tree_leaves([group["params"] for group in holder.param_groups])
         others: Iterable[Any] = tree_leaves(list(holder.state.values()))
     else:
         parameters, others = holder.parameters(), holder.buffers()
-    for p in parameters:
-        yield p
-        if isinstance(p, Tensor) and p.is_leaf and p.grad is not None:
-            yield p.grad
-    yield from (t for t in others if isinstance(t, Tensor))
+    for p in filter(_is_tensor, parameters):
+        yield from inside(p)
+        if p.is_leaf and p.grad is not None:
+            yield from inside(p.grad)
+    for t in filter(_is_tensor, others):
+        yield from inside(t)

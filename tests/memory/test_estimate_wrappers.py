@@ -1,5 +1,7 @@
 """Wrapper subclasses, as optimizers and quantized weights have them, and `.data` that is set."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,9 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import storage_ops as so
-from storage_ops.memory import estimate, simulate_step, will_it_fit
+from storage_ops.memory import estimate, explain_oom, limit, simulate_step, will_it_fit
 
+from .models import run
 from .test_step import measured
 
 
@@ -117,6 +120,26 @@ def test_a_plan_for_weights_of_8_bits(model):
     model(x).sum().backward()
     for p, g in zip((p for p in model.parameters() if p.requires_grad), gradients, strict=True):
         assert torch.equal(p.grad, g)
+
+
+def test_limit_and_explain_oom_see_what_is_inside(model, monkeypatch):
+    module = importlib.import_module("storage_ops.memory.explain_oom")
+    monkeypatch.setattr(module, "advise", lambda *_: (None, ""))  # takes its time
+    x, optimizer = torch.randn(256, 64), Halved([p for p in model.parameters() if p.requires_grad])
+    peak = peak_of(model, x, optimizer)
+    with limit(peak + 4096):
+        run(model, x, torch.sum, optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(torch.OutOfMemoryError), limit(peak - 4096), explain_oom() as told:
+        run(model, x, torch.sum, optimizer)
+    states = sum(
+        t.nbytes
+        for s in optimizer.state.values()
+        for t in (s["momentum"].codes, s["momentum"].scale)
+    )
+    assert told.by_owner["optimizer state of Halved"] == states
+    of_weights = model[0].weight.codes.nbytes + model[0].weight.scale.nbytes
+    assert told.by_owner["parameters of 0"] == of_weights
 
 
 def test_a_wrapper_that_computes():
