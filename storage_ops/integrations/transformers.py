@@ -83,9 +83,10 @@ def patch_causal_lm(
     token that their losses are made of: patch `trainer.model` then, before `trainer.train()`, and
     `trainer.ref_model` if there is one, and these results come from `linear_cross_entropy`.
 
-    What hooks into the output layer is refused (FSDP on it alone, tensor parallelism, ZeRO-3,
-    device_map), and so are its other adapters. Not for a model that two threads call at the same
-    time.
+    Where FSDP2 (fully_shard on the output layer) or ZeRO-3 of DeepSpeed gathers the weight of the
+    layer for its call, the loss runs inside of that call, if the layer is a plain one and labels
+    are given. Other hooks of the output layer are refused (tensor parallelism, device_map), and so
+    are its other adapters. Not for a model that two threads call at the same time.
 
     Args:
         model: a transformers model whose `forward` takes `labels` and whose
