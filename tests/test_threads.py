@@ -4,10 +4,12 @@ A thread begins with parts that no thread has called before, so that registratio
 of the process are made while others read them.
 """
 
+import gc
 import subprocess
 import sys
 import sysconfig
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -114,13 +116,13 @@ def train(part, seed):
 
 
 def at_once(jobs):
-    """The results of `train` for each (part, seed), all threads let go at the same moment."""
+    """What each call gives, or raises, all threads let go at the same moment."""
     results, start = [None] * len(jobs), threading.Barrier(len(jobs))
 
     def work(i):
         start.wait(60)
         try:
-            results[i] = train(*jobs[i])
+            results[i] = jobs[i]()
         except Exception as error:
             results[i] = error
 
@@ -134,7 +136,7 @@ def at_once(jobs):
 
 def check(jobs):
     """Fail where a thread among others got what it does not get alone."""
-    for job, got in zip(jobs, at_once(jobs), strict=True):
+    for job, got in zip(jobs, at_once([partial(train, *job) for job in jobs]), strict=True):
         if not isinstance(got, list):
             raise AssertionError(f"{job} failed, or did not end") from got
         for (loss, grad), (right_loss, right_grad) in zip(got, train(*job), strict=True):
@@ -145,6 +147,35 @@ def check(jobs):
 @pytest.mark.parametrize("part", PARTS)
 def test_two_threads_train_the_same_part(part):
     check([(part, seed) for seed in (0, 1)])
+
+
+def test_threads_that_simulate():
+    """One after the other; a model may be in two of them."""
+    models = [
+        nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)))
+        for _ in range(2)
+    ]
+    x = torch.randn(2, 8, 16)
+    for model in models:
+        model(x).sum().backward()
+
+    def state():
+        attention = nn.functional.scaled_dot_product_attention
+        held = [id(p.grad) for model in models for p in model.parameters()]
+        return nn.Module.__call__, attention, torch.UntypedStorage.resize_, gc.isenabled(), held
+
+    def peaks(model):
+        return [
+            so.memory.simulate_step(model, x).peak_bytes,
+            so.memory.simulate_step(model, x, device="h100").peak_bytes,
+            so.fit(model, x, "64MiB").peak_bytes,
+            so.memory.estimate(model, x).peak_bytes,
+        ]
+
+    before, right = state(), peaks(models[0])
+    jobs = [partial(peaks, model) for model in (models[0], *models, models[1])]
+    assert at_once(jobs) == [right] * 4
+    assert state() == before
 
 
 def test_threads_that_are_the_first_to_call_anything():

@@ -25,6 +25,7 @@ from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, StepRecording
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.fitting.ways import Way, patches
+from storage_ops.memory.estimate_calls import ONE_AT_A_TIME
 from storage_ops.memory.estimate_compiled import as_it_runs, largest_of
 from storage_ops.memory.estimate_workspaces import workspace_bytes
 from storage_ops.memory.step import (
@@ -113,7 +114,7 @@ def fit(
         >>> model = plan.apply()
     """
     limit = parse_bytes(budget, "budget")
-    with showing("fit"):
+    with ONE_AT_A_TIME, showing("fit"):
         search = Search(model, batch, loss, optimizer, device, actions, accumulate)
         return search.plan(limit)
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.unchanged import unchanged
 from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
-from storage_ops.memory.estimate_calls import around_calls
+from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
 from storage_ops.memory.estimate_ddp import ddp_simulated
 from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED, fsdp_simulated
 from storage_ops.memory.estimate_functions import Functions
@@ -201,6 +201,7 @@ def simulating(
     """Run ops on fake tensors inside a with block; yields the mode, and arguments to call with."""
     simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ONE_AT_A_TIME)
         stack.enter_context(_no_collection())
         stack.enter_context(unchanged(*held.holders))
         # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a

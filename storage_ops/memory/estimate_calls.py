@@ -13,6 +13,13 @@ from torch import nn
 Around = Callable[[nn.Module, str, Callable[..., Any], Any, Any], Any]
 
 
+# Simulations put functions of torch and classes of modules in the place of others, and these back.
+# Two threads that did so at once would leave something behind.
+ONE_AT_A_TIME = threading.RLock()
+_watched: dict[type, tuple[Any, list[_Watch]]] = {}  # by class: its own __call__, and who looks
+_changing = threading.Lock()
+
+
 @contextlib.contextmanager
 def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
     """Let `around(module, name, call, args, kwargs)` stand for each call of a module, in a block.
@@ -21,36 +28,68 @@ def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
     around it: that of the outermost `__call__` which a class of the model defines. Only in this
     thread.
     """
-    names = {id(module): name for name, module in model.named_modules()}
     definers = {next(c for c in type(m).__mro__ if "__call__" in vars(c)) for m in model.modules()}
-    thread = threading.get_ident()
-    inside: list[nn.Module] = []  # an inner __call__ of the same module is part of the call
+    watch = _Watch(model, around)
+    with contextlib.ExitStack() as stack:
+        for cls in definers:
+            stack.callback(_leave, cls, watch)
+            _enter(cls, watch)
+        yield
 
-    def over(plain: Any) -> Any:
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return plain(self, *args, **kwargs)
-            is_part = inside and inside[-1] is self
-            if is_part or threading.get_ident() != thread or id(self) not in names:
-                return plain(self, *args, **kwargs)
+
+class _Watch:
+    """Looks at the calls of a model's modules in the thread that made it."""
+
+    def __init__(self, model: nn.Module, around: Around) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._around, self._thread = around, threading.get_ident()
+        self._inside: list[nn.Module] = []  # an inner __call__ of a module is part of the call
+
+    def over(self, plain: Any) -> Any:
+        """The call of a module by that of its class, or by another that looks at it."""
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            is_part = self._inside and self._inside[-1] is module
+            if is_part or threading.get_ident() != self._thread or id(module) not in self._names:
+                return plain(module, *args, **kwargs)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                inside.append(self)
+                self._inside.append(module)
                 try:
-                    return plain(self, *args, **kwargs)
+                    return plain(module, *args, **kwargs)
                 finally:
-                    inside.pop()
+                    self._inside.pop()
 
-            return around(self, names[id(self)], call, args, kwargs)
+            return self._around(module, self._names[id(module)], call, args, kwargs)
 
         return __call__
 
-    with contextlib.ExitStack() as stack:
-        for cls in definers:
-            plain = vars(cls)["__call__"]
-            stack.callback(setattr, cls, "__call__", plain)
-            cls.__call__ = over(plain)  # type: ignore[method-assign]
-        yield
+
+def _enter(cls: Any, watch: _Watch) -> None:
+    with _changing:
+        if cls not in _watched:
+            plain: Any = vars(cls)["__call__"]
+            watches: list[_Watch] = []
+            _watched[cls] = plain, watches
+
+            def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+                call = plain
+                for each in () if torch.compiler.is_compiling() else tuple(watches):
+                    call = each.over(call)
+                return call(self, *args, **kwargs)
+
+            cls.__call__ = __call__
+        _watched[cls][1].append(watch)
+
+
+def _leave(cls: Any, watch: _Watch) -> None:
+    with _changing:
+        plain, watches = _watched.get(cls, (None, []))
+        if watch in watches:  # or it was interrupted before
+            watches.remove(watch)
+        if plain is not None and not watches:
+            cls.__call__ = plain
+            del _watched[cls]
 
 
 def outermost(modules: Collection[nn.Module]) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.loss.devices import DEVICES
 from storage_ops.memory.estimate import call_simulated, note_roles, settle, simulating
 from storage_ops.memory.estimate_assume import Assumption
-from storage_ops.memory.estimate_calls import around_calls
+from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
 from storage_ops.memory.estimate_compiled import as_it_runs
 from storage_ops.memory.estimate_inputs import Held
 from storage_ops.memory.estimate_ledger import Block, Ledger
@@ -321,7 +321,8 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
 
     simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
-    with showing("simulating a step"), gradients, calls, simulated as (simulation, *moved):
+    alone, told = ONE_AT_A_TIME, showing("simulating a step")
+    with alone, told, gradients, calls, simulated as (simulation, *moved):
         note_roles(roles, PARAMETERS, model.parameters(), simulation)
         note_roles(roles, BUFFERS, model.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)
