@@ -55,6 +55,7 @@ class Held:
             self._seen.add(id(value))
             if isinstance(value, Tensor):
                 self.tensors.append(value)
+                self._look(_hooks_of(value))  # an optimizer may step where a gradient is there
             elif isinstance(value, nn.Module):
                 self._modules.update(dict.fromkeys(value.modules()))
                 self._look([*value.parameters(), *value.buffers()])
@@ -71,6 +72,12 @@ class Held:
                 self._look(tree_leaves(value))
             elif callable(value):
                 self._look(list(reached_by(value)))
+
+
+def _hooks_of(t: Any) -> list[Any]:
+    """What backward calls with the gradient of a tensor, or once it is added up."""
+    given = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
+    return [hook for hooks in given if hooks for hook in hooks.values()]
 
 
 def reached_by(fn: Any) -> Iterator[Any]:

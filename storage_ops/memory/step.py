@@ -317,7 +317,8 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         if optimizer is not None:
             with updated_locally(optimizer):
                 optimizer.step()
-                note_roles(roles, STATE, tree_leaves(list(optimizer.state.values())), simulation)
+        for stepped in held.optimizers:  # in hooks, too
+            note_roles(roles, STATE, tree_leaves(list(stepped.state.values())), simulation)
 
     simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)

@@ -255,6 +255,40 @@ def test_nothing_is_left_behind():
     assert nn.Module.__call__ is call
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_optimizers_that_step_in_the_backward(warm):
+    """Nothing names them but hooks of the parameters; each gradient is dropped at once."""
+    model, x = nn.Sequential(*(GatedMLP(32) for _ in range(4))), torch.randn(256, 32)
+    optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+
+    def hook(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    def states():
+        return [t for o in optimizers.values() for s in o.state.values() for t in s.values()]
+
+    def peak():
+        model(x).sum().backward()
+        there = [*model.parameters(), x, *states()]
+        with so.memory.measure() as m:
+            model(x).sum().backward()
+        return sum(t.nbytes for t in there) + m.peak_bytes
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    if warm:
+        model(x).sum().backward()
+    before = list(map(torch.clone, states()))
+    simulated = [simulate_step(model, x).peak_bytes for _ in range(2)]
+    plan = so.fit(model, x, int(0.9 * simulated[0]))
+    assert all(type(t) is torch.Tensor for t in states())
+    assert len(before) == len(states()) and all(map(torch.equal, before, states()))
+    assert simulated == [peak()] * 2
+    plan.apply()
+    assert peak() == plan.peak_bytes < simulated[0]
+
+
 def test_the_worst_batch_decides():
     model, _, _ = made("llama")
     batches = [torch.zeros(2, n, dtype=torch.int64) for n in (8, 64, 16)]
