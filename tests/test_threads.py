@@ -152,7 +152,7 @@ def test_two_threads_train_the_same_part(part):
 def test_threads_that_simulate():
     """One after the other; a model may be in two of them."""
     models = [
-        nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)))
+        nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)))
         for _ in range(2)
     ]
     x = torch.randn(2, 8, 16)
@@ -168,7 +168,6 @@ def test_threads_that_simulate():
         return [
             so.memory.simulate_step(model, x).peak_bytes,
             so.memory.simulate_step(model, x, device="h100").peak_bytes,
-            so.fit(model, x, "64MiB").peak_bytes,
             so.memory.estimate(model, x).peak_bytes,
         ]
 

@@ -54,6 +54,7 @@ def test_plans_over_a_fast_link_are_faster_and_exact(name):
         assert used and link.log
 
 
+@pytest.mark.slow
 def test_only_as_much_as_the_link_hides():
     model, batch = llama()
     budget = sum(extremes(Search(model, batch, optimizer=ADAM))) // 2

@@ -229,5 +229,6 @@ def test_two_ranks(work):
     run_on_ranks(work, 2)
 
 
+@pytest.mark.slow
 def test_fully_shard_over_tensor_parallelism():
     run_on_ranks(over_four, 4)
