@@ -60,6 +60,9 @@ class Held:
                 self._modules.update(dict.fromkeys(value.modules()))
                 self._look([*value.parameters(), *value.buffers()])
             elif isinstance(value, Optimizer):
+                if unwrapped(value) is not value:
+                    self._look([unwrapped(value)])
+                    continue
                 self.optimizers.append(value)
                 self._look(tree_leaves([group["params"] for group in value.param_groups]))
                 self._look(tree_leaves(list(value.state.values())))
@@ -72,6 +75,16 @@ class Held:
                 self._look(tree_leaves(value))
             elif callable(value):
                 self._look(list(reached_by(value)))
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer in one that stands for it, as `Accelerator.prepare` returns it, or itself."""
+    while "param_groups" not in vars(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
 
 
 def _hooks_of(t: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from storage_ops.memory.estimate import call_simulated, note_roles, settle, simu
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
 from storage_ops.memory.estimate_compiled import as_it_runs
-from storage_ops.memory.estimate_inputs import Held
+from storage_ops.memory.estimate_inputs import Held, unwrapped
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_ranks import (
     is_distributed,
@@ -239,7 +239,10 @@ def optimizer_of(
     Raises:
         TypeError: the argument is neither an optimizer nor a class that makes one.
     """
-    if optimizer is None or isinstance(optimizer, Optimizer):
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, Optimizer):
+        optimizer = unwrapped(optimizer)
         _check_step(optimizer)
         return optimizer
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -255,6 +255,24 @@ def test_nothing_is_left_behind():
     assert nn.Module.__call__ is call
 
 
+def test_an_optimizer_that_accelerate_prepared():
+    accelerate = pytest.importorskip("accelerate")
+    model, x = nn.Sequential(*(GatedMLP(32) for _ in range(3))), torch.randn(64, 32)
+    plain = torch.optim.AdamW(model.parameters())
+    prepared = accelerate.Accelerator(cpu=True).prepare(plain)
+
+    def train():
+        model(x).sum().backward()
+        prepared.step()
+
+    right = simulate_step(model, x, optimizer=plain)
+    step = simulate_step(model, x, optimizer=prepared)
+    assert step.by_owner == right.by_owner and step.by_owner["optimizer state"] > 0
+    assert so.fit(model, x, "1GiB", optimizer=prepared).peak_bytes == right.peak_bytes
+    e = so.memory.estimate(train)
+    assert e.by_owner["optimizer state"] > 0 and not plain.state
+
+
 @pytest.mark.parametrize("warm", [False, True])
 def test_optimizers_that_step_in_the_backward(warm):
     """Nothing names them but hooks of the parameters; each gradient is dropped at once."""
