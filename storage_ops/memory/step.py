@@ -242,9 +242,9 @@ def optimizer_of(
     if optimizer is None:
         return None
     if isinstance(optimizer, Optimizer):
-        optimizer = unwrapped(optimizer)
-        _check_step(optimizer)
-        return optimizer
+        found: Optimizer = unwrapped(optimizer)
+        _check_step(found)
+        return found
     trained = [p for p in model.parameters() if p.requires_grad]
     make: Any = optimizer
     made = make(trained) if callable(make) and trained else None
