@@ -1,6 +1,7 @@
 """The loss as it runs on a GPU, for tensors of the CPU: kernels, products, plans and choices."""
 
 import contextlib
+import ctypes
 import functools
 import warnings
 
@@ -16,14 +17,24 @@ from storage_ops.loss import tokens as loss_rows
 from storage_ops.matmul import aten as products
 
 
+def in_place(t: torch.Tensor) -> np.ndarray:
+    """Its elements, those of bfloat16 as bits. After `numpy()` torch could not resize it."""
+    kind = np.dtype(str(t.dtype).removeprefix("torch.").replace("bfloat16", "uint16"))
+    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    memory = (ctypes.c_byte * ((last + 1) * kind.itemsize if t.numel() else 0)).from_address(
+        t.data_ptr()
+    )
+    return np.ndarray(t.shape, kind, memory, strides=[s * kind.itemsize for s in t.stride()])
+
+
 def numbers(t: torch.Tensor) -> np.ndarray:
     """The values of a matrix in the type that its products are summed in; no tensor is made."""
     if t.dtype == torch.bfloat16:
-        wide = t.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+        wide = in_place(t).astype(np.uint32)
         wide <<= 16
         return wide.view(np.float32)
     wide = np.float64 if t.dtype == torch.float64 else np.float32
-    return t.numpy().astype(wide, copy=False)
+    return in_place(t).astype(wide, copy=False)
 
 
 def write(values: np.ndarray, out: torch.Tensor) -> torch.Tensor:
@@ -36,9 +47,9 @@ def write(values: np.ndarray, out: torch.Tensor) -> torch.Tensor:
         rounded += 0x7FFF
         rounded >>= 16
         rounded[np.isnan(values)] = 0x7FC0
-        out.view(torch.int16).numpy().view(np.uint16)[...] = rounded
+        in_place(out)[...] = rounded
     else:
-        out.numpy()[...] = values
+        in_place(out)[...] = values
     return out
 
 
@@ -64,7 +75,7 @@ def addmm_of_an_older_torch(self, *args, **kwargs):
 
 def bias_gradient(dz, out):
     """A GPU widens what it reads, without a copy."""
-    out.numpy()[...] += numbers(dz).sum(0)
+    in_place(out)[...] += numbers(dz).sum(0)
 
 
 class Products:
