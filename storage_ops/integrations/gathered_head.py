@@ -22,14 +22,18 @@ _LIBRARIES = ("deepspeed.", "torch.distributed.fsdp.")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+def _hooks_of(head: nn.Module) -> dict[str, Any]:
+    return {name: vars(head)[name] for name in _HOOKS}
+
+
 def is_hooked(head: nn.Module) -> bool:
     """Whether other code runs around the layer, or in its backward."""
-    return any(vars(head)[name] for name in _HOOKS)
+    return any(_hooks_of(head).values())
 
 
 def is_gathered(head: nn.Module) -> bool:
     """Whether that code is of a library that gathers its weight, and of no other."""
-    hooks = [hook for name in _HOOKS for hook in vars(head)[name].values()]
+    hooks = [hook for found in _hooks_of(head).values() for hook in found.values()]
     return all(str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks)
 
 
@@ -42,7 +46,7 @@ class Gathering:
 
     def __init__(self, head: Any) -> None:
         self._head = head
-        self._hooks = {name: vars(head)[name] for name in _HOOKS}
+        self._hooks = _hooks_of(head)
         self.classes: int = head.out_features
 
     @contextlib.contextmanager
@@ -57,7 +61,7 @@ class Gathering:
 
     @contextlib.contextmanager
     def _having(self, hooks: dict[str, Any]) -> Iterator[None]:
-        before = {name: vars(self._head)[name] for name in _HOOKS}
+        before = _hooks_of(self._head)
         vars(self._head).update(hooks)
         try:
             yield

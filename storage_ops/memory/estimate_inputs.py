@@ -49,7 +49,8 @@ class Held:
         return outermost(self._modules)
 
     def _look(self, values: Iterable[Any]) -> None:
-        for value in values:
+        for given in values:
+            value = unwrapped(given) if isinstance(given, Optimizer) else given
             if id(value) in self._seen:
                 continue
             self._seen.add(id(value))
@@ -60,9 +61,6 @@ class Held:
                 self._modules.update(dict.fromkeys(value.modules()))
                 self._look([*value.parameters(), *value.buffers()])
             elif isinstance(value, Optimizer):
-                if unwrapped(value) is not value:
-                    self._look([unwrapped(value)])
-                    continue
                 self.optimizers.append(value)
                 self._look(tree_leaves([group["params"] for group in value.param_groups]))
                 self._look(tree_leaves(list(value.state.values())))
