@@ -61,26 +61,30 @@ class UNet(nn.Module):
 
 
 def models(
-    tokens: int, width: int, layers: int, vocab: int, image: int
+    tokens: int, width: int, layers: int, vocab: int, image: int, batch: int = 4
 ) -> dict[str, Callable[[], Made]]:
-    """What makes each model, a batch and a loss."""
+    """What makes each model, a batch (of twice as many images as sequences) and a loss."""
     import transformers as t
 
-    heads = {"num_attention_heads": 8, "num_hidden_layers": layers, "hidden_size": width}
-    llama = {**heads, "num_key_value_heads": 4, "intermediate_size": 3 * width, "vocab_size": vocab}
+    heads = max(8, width // 128)
+    sizes = {"num_attention_heads": heads, "num_hidden_layers": layers, "hidden_size": width}
+    llama = {**sizes, "num_key_value_heads": heads // 2, "intermediate_size": 3 * width}
+    llama["vocab_size"] = vocab
 
     def text(cls: Any, config: Any) -> Made:
         config.use_cache = False  # a recompute would fill it again
-        ids = torch.randint(0, vocab, (4, tokens))
+        ids = torch.randint(0, vocab, (batch, tokens))
         return cls(config), {"input_ids": ids, "labels": ids}, None
 
     def images() -> torch.Tensor:
-        return torch.randn(8, 3, image, image)
+        return torch.randn(2 * batch, 3, image, image)
 
-    vit = {**heads, "intermediate_size": 4 * width, "image_size": image}
-    t5 = {"d_model": width, "d_ff": 4 * width, "d_kv": width // 8, "num_layers": layers}
-    gpt = t.GPT2Config(n_embd=width, n_layer=layers, n_head=8, vocab_size=vocab)
-    t5_config = t.T5Config(**t5, vocab_size=vocab, decoder_start_token_id=0)
+    vit = {**sizes, "intermediate_size": 4 * width, "image_size": image}
+    t5 = {"d_model": width, "d_ff": 4 * width, "d_kv": width // heads, "num_layers": layers}
+    gpt = t.GPT2Config(
+        n_embd=width, n_layer=layers, n_head=heads, vocab_size=vocab, n_positions=max(tokens, 1024)
+    )
+    t5_config = t.T5Config(**t5, num_heads=heads, vocab_size=vocab, decoder_start_token_id=0)
     return {
         "GPT": lambda: text(t.GPT2LMHeadModel, gpt),
         "Llama": lambda: text(t.LlamaForCausalLM, t.LlamaConfig(**llama)),
@@ -89,7 +93,7 @@ def models(
         ),
         "ViT": lambda: (
             t.ViTForImageClassification(t.ViTConfig(**vit)),
-            {"pixel_values": images(), "labels": torch.zeros(8, dtype=torch.int64)}, None,
+            {"pixel_values": images(), "labels": torch.zeros(2 * batch, dtype=torch.int64)}, None,
         ),
         "T5": lambda: text(t.T5ForConditionalGeneration, t5_config),
         "UNet": lambda: (UNet(64), {"x": images()}, lambda y: y.square().mean()),

@@ -35,10 +35,10 @@ from storage_ops.fitting.units import units_of
 
 NONE, FULL, SELECTIVE = "none", "torch full checkpoint", "torch selective, torchtitan's rules"
 KINDS = ("GPT", "Llama", "ViT")
-SIZES = {
+SIZES = {  # on a GPU large enough that kernels, and not the host, take the time
     "quick": {"tokens": 64, "width": 64, "layers": 3, "vocab": 512, "image": 64},
     "cpu": {"tokens": 128, "width": 192, "layers": 6, "vocab": 2048, "image": 112},
-    "cuda": {"tokens": 1024, "width": 1024, "layers": 12, "vocab": 32768, "image": 384},
+    "cuda": {"tokens": 2048, "width": 2048, "layers": 8, "vocab": 32768, "image": 512, "batch": 8},
 }
 KIB = 1 << 10  # more than a measured peak, of which a simulated one differs by some bytes
 SHARES = (0.2, 0.4, 0.6, 0.8)  # of the way from full's peak to that of none
