@@ -14,6 +14,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 from storage_ops._op_arguments import tensors_in
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
 from storage_ops.checkpoint.config_policy import policy_of
+from storage_ops.checkpoint.flops import flops_of
 from storage_ops.checkpoint.guard import by_storage
 from storage_ops.checkpoint.op_names import name_of, readable
 from storage_ops.checkpoint.policies import OFFLOAD, Policy, begin
@@ -42,8 +43,8 @@ class OpRow:
             saved in host memory.
         count: how often it ran.
         nbytes: bytes of its results; those of views and of in-place ops are none.
-        flops: floating-point operations by `torch.utils.flop_counter`, which counts matrix
-            products, convolutions and attention; other ops count as none.
+        flops: floating-point operations of matrix products, convolutions and attention; other ops
+            count as none.
         recompute_share: its part of all FLOPs that are recomputed, from 0 to 1.
     """
 
@@ -143,17 +144,8 @@ def explain_policy(fn: Callable[..., Any], *args: Any, policy: Any, **kwargs: An
 class _Explaining(TorchDispatchMode):
     def __init__(self, policy: Policy | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        from torch.utils.flop_counter import flop_registry
-
         self.rows: dict[tuple[str, bool | str], OpRow] = {}
         self._policy = None if policy is None else begin(policy)
-        # torch has no formula for the fused attention of the CPU, which does the same work.
-        aten = torch.ops.aten
-        like_cuda = flop_registry[aten._scaled_dot_product_flash_attention]
-        self._formulas = {
-            **flop_registry,
-            aten._scaled_dot_product_flash_attention_for_cpu: like_cuda,
-        }
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -171,7 +163,5 @@ class _Explaining(TorchDispatchMode):
         row.count += 1
         made = by_storage(tensors_in(out)).items()
         row.nbytes += sum(t.nbytes for key, t in made if key not in inputs)
-        formula = self._formulas.get(getattr(op, "overloadpacket", op))
-        if formula is not None:
-            row.flops += int(formula(*args, **kwargs, out_val=out))
+        row.flops += flops_of(op, args, kwargs, out)
         return out

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from storage_ops.checkpoint.flops import flops_of
 from storage_ops.checkpoint.op_names import name_of, packet_of
-from storage_ops.checkpoint.policies import call_name
 from storage_ops.fitting.actions import Action
 from storage_ops.loss.devices import Rates
 
@@ -44,9 +44,7 @@ class Roofline:
     """Seconds on a device."""
 
     def __init__(self, rates: Rates) -> None:
-        from torch.utils.flop_counter import flop_registry
-
-        self._rates, self._formulas = rates, flop_registry
+        self._rates = rates
         # Times of what the cores share, over those of the rates.
         self.share = 1.0 if rates.overlaps else _CORES / torch.get_num_threads()
 
@@ -69,8 +67,7 @@ class Roofline:
             made: bytes of each new storage.
         """
         rates = self._rates
-        flops = self._flops(op, args, kwargs, out)
-        arithmetic = flops / rates.flops(max(min(first.itemsize, 8), 2))
+        arithmetic = flops_of(op, args, kwargs, out) / rates.flops(max(min(first.itemsize, 8), 2))
         if rates.fuses and _is_fused(op):
             return arithmetic if rates.overlaps else self._of_elements(op, first)
         if rates.overlaps:
@@ -96,13 +93,6 @@ class Roofline:
     def is_worth_saving(self, seconds: float) -> bool:
         """Whether an op takes longer than Python does to save its result."""
         return seconds > self._rates.asking
-
-    def _flops(self, op: Any, args: Any, kwargs: Any, out: Any) -> int:
-        if call_name(op) == "attention" and len(args) > 2:  # also with fewer heads of keys
-            q, k, v = args[:3]
-            return int(2 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
-        formula: Any = self._formulas.get(getattr(op, "overloadpacket", op))
-        return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
 def _is_fused(op: Any) -> bool:
