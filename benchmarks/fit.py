@@ -131,11 +131,13 @@ def _above(step: Callable[[], None], device: torch.device) -> int:
             step()
         return m.peak_bytes
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # those that the step takes are part of its peak
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    peak: int = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    return peak - before
 
 
 def compare(name: str, make: Callable[[], Made], dtype: torch.dtype, way: str) -> dict[str, Any]:

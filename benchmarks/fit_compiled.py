@@ -11,6 +11,7 @@ the second on, by allocation events.
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ def serve(
 
 
 class Process:
-    """A case in a process of its own; it compiles as soon as it is made."""
+    """A case in a process of its own; it compiles as soon as it is made, beside others."""
 
     def __init__(self, kind: str, size: str, budget: float, plan: str | None = None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -94,9 +95,22 @@ class Process:
         self._process = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        found = self._pipe.recv()
-        self.error: str = found if isinstance(found, str) else ""
-        self.peak: int = 0 if self.error else found
+
+    @functools.cached_property
+    def _compiled(self) -> int | str:
+        """The peak, or why there is none; once it has compiled."""
+        found: int | str = self._pipe.recv()
+        return found
+
+    @property
+    def error(self) -> str:
+        """Why it does not run; empty if it does."""
+        return self._compiled if isinstance(self._compiled, str) else ""
+
+    @property
+    def peak(self) -> int:
+        """Bytes; 0 if it does not run."""
+        return 0 if isinstance(self._compiled, str) else self._compiled
 
     def step(self) -> tuple[float, float]:
         """Run a step: seconds as of a `Clock`."""
@@ -121,15 +135,14 @@ def in_turn(cases: dict[str, Process], repeats: int) -> dict[str, Runs]:
 
 def started(kind: str, size: str, folder: Path) -> Iterator[tuple[str, Process, Facts]]:
     """All cases of a model, and what is known of their plans."""
-    peaks = {}
-    for budget in (1.0, *BUDGETS):
-        name = WHOLE if budget == 1 else f"{WHOLE}, activation memory budget {budget:g}"
-        process = Process(kind, size, budget)
-        peaks[name] = process.peak
+    names = {1.0: WHOLE} | {b: f"{WHOLE}, activation memory budget {b:g}" for b in BUDGETS}
+    processes = {name: Process(kind, size, budget) for budget, name in names.items()}
+    for name, process in processes.items():
         yield name, process, {}
     model, batch, loss = made(kind, size)
     compiled: Any = torch.compile(model)
     search = Search(compiled, batch, loss, torch.optim.AdamW)
+    peaks = {name: process.peak for name, process in processes.items()}
     for of, peak in list(peaks.items())[1:]:
         name = f"storage_ops, fit for the peak of {of}, compiled"
         try:
