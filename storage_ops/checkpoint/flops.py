@@ -11,6 +11,8 @@ import functools
 import math
 from typing import Any
 
+import torch
+
 from storage_ops.checkpoint.op_names import HIGHER_ORDER, name_of, packet_of
 
 _QKV = (("query", "key", "value"), ("q", "k", "v"))  # what ops of attention call these
@@ -31,7 +33,10 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     if places is not None:
         return _of_attention(name, {n: _given(n, k, args, kwargs) for n, k in places.items()})
     formula: Any = flop_registry.get(getattr(op, "overloadpacket", op))
-    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+    if formula is None:
+        return 0
+    shaped = [a for a in args if not isinstance(a, torch.dtype)]  # the formula of addmm takes none
+    return int(formula(*shaped, **kwargs, out_val=out))
 
 
 @functools.cache

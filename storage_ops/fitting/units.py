@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import re
 import types
@@ -21,6 +22,10 @@ from storage_ops.memory.alike import Unlike, comparable
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Where a layer is in a model, and where a model of transformers was loaded from.
 _PLACE = re.compile(r"(idx|index)$|^(layer|block)_?(id|num|number|no)$|^name_or_path$")
+# What a configuration says of data and files: a first forward and trainers set some of it.
+_OF_DATA = re.compile(
+    r"^problem_type$|_token_id$|^(id2label|label2id|architectures|transformers_version)$"
+)
 # What DeepSpeed sets on every module of a model of which each rank has a part (ZeRO-3).
 _OF_DEEPSPEED = re.compile(r"^(ds_\w+|applied_pre_backward\w*|(pre|post)_bwd_fn|all_parameters)$")
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
@@ -91,7 +96,7 @@ def fingerprint(module: nn.Module, whole: bool = False) -> str:
     """What two modules have in common that do the same work on the same inputs.
 
     Numbers by which layers know their place, such as `layer_idx`, do not count, and neither does
-    the name of what a model was loaded from, nor what torch.compile puts around a module. Of
+    what a configuration says of data and files, nor what torch.compile puts around a module. Of
     objects that are neither numbers nor collections nor functions, the class counts.
 
     Args:
@@ -141,6 +146,9 @@ def _setting(value: Any, whole: bool) -> str | None:
     """
     if isinstance(value, torch.device) or (isinstance(value, _CHANGING) and not whole):
         return None
+    if dataclasses.is_dataclass(value):  # such as a configuration of transformers
+        names = [f.name for f in dataclasses.fields(value) if not _OF_DATA.search(f.name)]
+        value = type(value), [(name, getattr(value, name)) for name in names]
     try:
         return repr(comparable(value, opaque=_name))
     except Unlike:

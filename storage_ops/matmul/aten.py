@@ -170,9 +170,10 @@ def adds_wide(out: Tensor, dtype: torch.dtype) -> bool:
     """Whether this torch adds 16-bit products to a matrix like `out`, and rounds neither.
 
     Not all that multiply do. It is tried when it is asked first, but not while a graph is captured:
-    there nobody may look at a result.
+    there nobody may look at a result. For a matrix that is fake, a GPU that is here is asked.
     """
-    key = (out.device, dtype, out.is_meta or isinstance(out, FakeTensor))
+    fake = isinstance(out, FakeTensor) and not (out.is_cuda and torch.cuda.is_available())
+    key = (out.device, dtype, out.is_meta or fake)
     if key not in _adds_wide:
         if out.is_cuda and not key[-1] and torch.cuda.is_current_stream_capturing():
             return False
@@ -191,6 +192,6 @@ def _try_to_add(device: torch.device, dtype: torch.dtype, fake: bool) -> bool:
         total = out + (1 + 15 * 2.0**-12)
         try:
             torch.ops.aten.addmm.dtype_out(out, left, left.t(), out.dtype, out=out)
-        except (RuntimeError, TypeError):  # the latter of fake ones, before torch 2.13
+        except (RuntimeError, TypeError):  # the latter of torch's fake ones, before torch 2.13
             return False
         return fake or torch.equal(out, total)

@@ -297,6 +297,8 @@ class Simulation(TorchDispatchMode):
                 out = args[0].new_empty(args[1] if len(args) > 1 else 100)  # GPUs count integers
             elif func in _IN_PLACE:
                 out = None
+            elif func is _aten.addmm.dtype_out:
+                out = kwargs["out"]  # before torch 2.13 its fake raises
             elif func is _GROUPED and args[0].dtype != torch.bfloat16:
                 out = self.unseen(_grouped_product, *args, **kwargs)  # torch's fake wants bf16
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +81,7 @@ class _Limit(Tracking):
 @contextlib.contextmanager
 def _limited_allocator(most: int, device: torch.device) -> Iterator[None]:
     """Let the caching allocator of a GPU have this many bytes at most."""
+    gc.collect()  # or cycles that are collected later would leave room that is reserved already
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     before = torch.cuda.get_per_process_memory_fraction(device)

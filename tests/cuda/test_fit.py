@@ -35,6 +35,14 @@ def gradients(model, batch, loss):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+def same(a, b):
+    return a is b is None or torch.equal(a, b)
+
+
+def alike(a, b):
+    return a is b is None or (a - b).norm() <= 0.01 * b.norm()
+
+
 @each_device
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("deterministic")
@@ -48,9 +56,9 @@ def test_plan(device, kind, tmp_path):
     batch = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
     step = simulate_step(model, batch, loss=loss, optimizer=ADAMW)
     # Experts take as many tokens as the router gives them, which is not simulated.
-    close = pytest.approx(measured(copy.deepcopy(model), batch, loss),
-                          rel=0.05 if kind == "Mixtral" else 0.01)  # fmt: skip
-    assert step.peak_bytes == close
+    tolerance = 0.05 if kind == "Mixtral" else 0.01
+    peak = measured(copy.deepcopy(model), batch, loss)
+    assert step.peak_bytes == pytest.approx(peak, rel=tolerance)
     search = Search(model, batch, loss, ADAMW)
     curve = search.curve()
     budget = (curve[0][0] + curve[-1][0]) // 2
@@ -59,9 +67,8 @@ def test_plan(device, kind, tmp_path):
     applied = load_fit(tmp_path / "fit.json", copy.deepcopy(model)).apply()
     assert plan.peak_bytes <= budget < step.peak_bytes
     assert measured(applied, batch, loss) <= 1.01 * budget
+    plain = gradients(model, batch, loss)
+    exact = all(map(same, gradients(model, batch, loss), plain))  # some kernels never are
+    assert exact or device == "cuda"
     fresh = load_fit(tmp_path / "fit.json", copy.deepcopy(model)).apply()
-    for ours, plain in zip(
-        gradients(fresh, batch, loss), gradients(model, batch, loss), strict=True
-    ):
-        assert (ours is None) == (plain is None)
-        assert ours is None or torch.equal(ours, plain)
+    assert all(map(same if exact else alike, gradients(fresh, batch, loss), plain))
