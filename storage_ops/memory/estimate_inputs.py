@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -124,14 +125,21 @@ def on_one_device(simulation: Simulation, held: Held, args: Any, kwargs: Any) ->
     return result
 
 
+def _handles_all_at_once(kind: type[Optimizer]) -> bool:
+    """Whether an optimizer asks torch what to do where `foreach` is None; Adafactor does not."""
+    classes = kind.__mro__[: kind.__mro__.index(Optimizer)]
+    modules = [sys.modules.get(each.__module__) for each in classes]
+    return any(hasattr(module, "_default_to_fused_or_foreach") for module in modules)
+
+
 @contextlib.contextmanager
 def simulated_steps(
     optimizer: Optimizer, simulation: Simulation, on_gpu: bool = True
 ) -> Iterator[None]:
     """Let an optimizer step as it does for parameters on that device, and forget what it did.
 
-    On a GPU torch's optimizers handle all parameters at once unless told otherwise. They read their
-    step counts, on which no shape depends. That they are capturable needs the GPU itself.
+    On a GPU most of torch's optimizers handle all parameters at once unless told otherwise. They
+    read their step counts, on which no shape depends. That they are capturable needs the GPU.
     """
 
     def reads_counts(value: bool) -> None:
@@ -143,8 +151,9 @@ def simulated_steps(
     )
     state = {key: dict(value) for key, value in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
+    at_once = on_gpu and _handles_all_at_once(type(optimizer))
     for group in optimizer.param_groups:
-        if on_gpu and group.get("foreach", False) is None:
+        if at_once and group.get("foreach", False) is None:
             group["foreach"] = not group.get("fused") and not group.get("differentiable")
         if group.get("capturable"):
             group["capturable"] = False

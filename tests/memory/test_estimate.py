@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import storage_ops as so
-from storage_ops.memory import estimate
+from storage_ops.memory import estimate, simulate_step
 from storage_ops.memory.estimate_ledger import rounded
 
 MIB = 1 << 20
@@ -202,6 +202,21 @@ def test_a_step_with_an_optimizer(options, warm):
     assert 4 * parameters < e.kept_bytes < 4.1 * parameters
     extra = (e.peak_bytes - e.kept_bytes) / parameters
     assert extra > 0.95 if not options else extra < 1.1
+
+
+def test_adafactor_handles_one_parameter_at_a_time():
+    """Its documentation says so, also of a GPU, where an H200 confirmed it."""
+
+    def peak(foreach, kind=torch.optim.Adafactor):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+        optimizer = kind(model.parameters(), foreach=foreach)
+        return simulate_step(model, torch.empty(2, 256), optimizer=optimizer, device="h200")
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    assert peak(None).peak_bytes == peak(False).peak_bytes < peak(True).peak_bytes
+    assert peak(None, Mine).peak_bytes == peak(True, Mine).peak_bytes > peak(False, Mine).peak_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
