@@ -14,6 +14,7 @@ from torch import Tensor
 
 from storage_ops import _schemas
 from storage_ops.loss.cost import STATE_ROWS
+from storage_ops.loss.devices import kind_of
 from storage_ops.loss.schedule import GRADIENT, UPDATE, slices
 
 _OPS = torch.ops.storage_ops
@@ -31,7 +32,8 @@ def piece_elements(cuda: bool) -> int:
 
 def pieces(tile: Tensor) -> list[slice]:
     """The rows of a tile, as many at a time as copies are made of."""
-    return slices(len(tile), max(piece_elements(tile.is_cuda) // max(tile.shape[1], 1), 1))
+    elements = piece_elements(kind_of(tile.device) == "cuda")
+    return slices(len(tile), max(elements // max(tile.shape[1], 1), 1))
 
 
 def scaled(

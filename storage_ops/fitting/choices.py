@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
-import torch
 from torch import nn
 
-from storage_ops.checkpoint.config_policy import class_of, is_compiled
-from storage_ops.checkpoint.copies import active
+from storage_ops.checkpoint.config_policy import class_of
 from storage_ops.fitting.actions import LOSS, Action, loss_actions
 from storage_ops.fitting.heads import heads_in
 from storage_ops.fitting.probe import Cost, Probe
 from storage_ops.fitting.record import LayerCall
 from storage_ops.fitting.step import Op
-from storage_ops.loss.devices import DEVICES, Rates, named, rates_of
+from storage_ops.loss.devices import Rates
 
 # Shares of the bytes of all results that the sets of saved ones take, at least.
 _SHARES = (1 / 32, *(i / 16 for i in range(1, 7)), 1 / 2, 3 / 4, 1)
@@ -178,26 +175,3 @@ def _may_be_tiled(module: nn.Module) -> bool:
 
 def _is_called(module: nn.Module, words: str) -> bool:
     return re.search(words, class_of(module).__name__.lower()) is not None
-
-
-def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
-    """The rates of a device by its name; None: of where the parameters are, an H200 for meta.
-
-    Of compiled modules they are those of compiled code.
-    """
-    if device is None:
-        kinds = {p.device for p in model.parameters() if p.device.type != "cpu"}
-        device = next(iter(kinds), torch.device("cpu"))
-    if str(device).lower() in DEVICES:
-        rates = named(str(device).lower())
-    else:
-        found = torch.device(device)
-        if found.type == "cuda" and torch.cuda.is_available():
-            return rates_of(found)
-        rates = named("cpu" if found.type == "cpu" else "h200")
-    copies = active()
-    if copies is not None and not rates.link:
-        rates = replace(rates, link=copies.bytes_per_second)
-    if any(map(is_compiled, model.modules())):
-        rates = replace(rates, asking=0.0, fuses=True)
-    return rates

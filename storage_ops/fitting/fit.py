@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.checkpoint.config_policy import uncompiled
 from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action, loss_actions
-from storage_ops.fitting.choices import costs_of, rates_for
+from storage_ops.fitting.choices import costs_of
 from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
 from storage_ops.fitting.heads import heads_in, is_budgeted
 from storage_ops.fitting.plan import FitPlan, Row, applied
@@ -28,6 +28,7 @@ from storage_ops.fitting.ways import Way, patches
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME
 from storage_ops.memory.estimate_compiled import as_it_runs, largest_of
 from storage_ops.memory.estimate_workspaces import workspace_bytes
+from storage_ops.memory.rates import rates_for
 from storage_ops.memory.step import (
     arguments,
     check_accumulate,

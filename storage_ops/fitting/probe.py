@@ -128,7 +128,7 @@ class Probe:
         return forward or times.ops, len(times.ops) if forward else 0
 
     def _run(self, times: OpTimes, action: Action) -> Cost:
-        books, module = Books(self._on_gpu), self._call.unit.module
+        books, module = Books(self._on_gpu, self._rates), self._call.unit.module
         with (
             without_gradients(module.parameters()),
             books.open(module, (), {}) as (simulation, *_),

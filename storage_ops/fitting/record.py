@@ -151,7 +151,7 @@ class Recorder:
         self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int, accumulate: bool
     ) -> None:
         """`workspace`: bytes that cuBLAS has in each thread; `accumulate`: as of `fit`."""
-        self.books, self._workspace, self.accumulate = Books(on_gpu), workspace, accumulate
+        self.books, self._workspace, self.accumulate = Books(on_gpu, rates), workspace, accumulate
         self.recording = StepRecording()
         self._units = units
         self._times = OpTimes(rates)

@@ -30,9 +30,9 @@ from storage_ops.memory.estimate_modes import Simulation
 class Books:
     """What a simulation has booked."""
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, on_gpu: bool, rates: Rates) -> None:
         self.ledger = Ledger(rounded if on_gpu else int)
-        self.on_gpu = on_gpu
+        self._on_gpu, self._rates = on_gpu, rates
 
     def mark(self) -> int:
         """The moment, as a number of events."""
@@ -47,7 +47,7 @@ class Books:
         """Simulate inside a with block; as `simulating`."""
         held = Held(None, (holders, args), kwargs)
         with simulating(
-            self.ledger, held, args, kwargs, Assumption(None), self.on_gpu
+            self.ledger, held, args, kwargs, Assumption(None), self._on_gpu, self._rates
         ) as simulated:
             yield simulated
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,14 +105,44 @@ def of_gpu(name: str) -> Rates | None:
     return next((rates for key, rates in GPUS.items() if key in letters), None)
 
 
-@functools.cache
+_stands_for: ContextVar[Rates | None] = ContextVar("_stands_for", default=None)
+
+
+@contextlib.contextmanager
+def standing_for(gpu: Rates | None) -> Iterator[None]:
+    """In a with block in which memory is simulated, plan for this GPU, wherever tensors are."""
+    before = _stands_for.set(gpu)
+    try:
+        yield
+    finally:
+        _stands_for.reset(before)
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of a device, such as "cpu", or that of the one that it stands for."""
+    return device.type if _stands_for.get() is None else "cuda"
+
+
 def rates_of(device: torch.device) -> Rates:
     """What plans for a device are made with. Of a GPU that is not known, an A100's ratios."""
+    return _stands_for.get() or _rates_at(device)
+
+
+@functools.cache
+def _rates_at(device: torch.device) -> Rates:
     import torch
 
     if device.type != "cuda":
         return named("cpu")
     return of_gpu(torch.cuda.get_device_name(device)) or GPUS["a100"]
+
+
+def has_row_kernel_on(device: torch.device) -> bool:
+    """Whether the row kernel is native where a tensor is, or on the GPU that the device stands for.
+
+    A GPU for which memory is planned elsewhere is taken to have the kernels.
+    """
+    return _stands_for.get() is not None or has_row_kernel(device.type)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.unchanged import unchanged
+from storage_ops.loss.devices import Rates, standing_for
 from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
 from storage_ops.memory.estimate_ddp import ddp_simulated
@@ -196,9 +197,12 @@ def note_roles(
 @contextlib.contextmanager
 def simulating(
     ledger: Ledger, held: Held, args: Any, kwargs: Any, assumption: Assumption,
-    on_gpu: bool = True,
+    on_gpu: bool = True, rates: Rates | None = None,
 ) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
-    """Run ops on fake tensors inside a with block; yields the mode, and arguments to call with."""
+    """Run ops on fake tensors inside a with block; yields the mode, and arguments to call with.
+
+    `rates`: of the GPU that losses plan for, if it is not that of the tensors.
+    """
     simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
@@ -217,6 +221,8 @@ def simulating(
             stack.enter_context(gpu_kernels())
         stack.enter_context(fsdp_simulated(held.modules, simulation))
         stack.enter_context(propagation_unseen(simulation))
+        elsewhere = on_gpu and not any(t.is_cuda for t in held.tensors)
+        stack.enter_context(standing_for(rates if elsewhere else None))
         stack.enter_context(simulation)
         stack.enter_context(Functions(simulation, on_meta))
         args, kwargs = on_one_device(simulation, held, args, kwargs)

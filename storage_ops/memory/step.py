@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.loss.devices import DEVICES
+from storage_ops.loss.devices import DEVICES, Rates
 from storage_ops.memory.estimate import call_simulated, note_roles, settle, simulating
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
@@ -36,6 +36,7 @@ from storage_ops.memory.owners import (
     by_kind,
 )
 from storage_ops.memory.quick import Quick
+from storage_ops.memory.rates import rates_for
 from storage_ops.progress import say, showing
 from storage_ops.quantities import Tabular, readable
 
@@ -45,9 +46,20 @@ if TYPE_CHECKING:
 _ROWS = 16  # of the table; the rest is one row
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # what the loss makes, as a module would
-# Arguments and keywords of the model, loss, optimizer, whether on a GPU, the bytes that cuBLAS has
-# there in each thread, what is assumed, and whether there are gradients from the beginning.
-_How = tuple[Any, Any, Any, Optimizer | None, bool, int, Assumption, bool]
+
+
+class _How(NamedTuple):
+    """What is simulated, and for what device."""
+
+    args: Any
+    kwargs: Any
+    loss: Any
+    optimizer: Optimizer | None
+    on_gpu: bool
+    rates: Rates
+    workspace: int  # bytes that cuBLAS has in each thread
+    assumption: Assumption
+    accumulate: bool  # there are gradients from the beginning
 
 
 @dataclass
@@ -155,13 +167,15 @@ def simulate_step(
     if not batches:
         raise ValueError("batch is an empty list; expected at least one batch")
     on_gpu, workspace = is_gpu(model, batches, device), workspace_bytes(device, model)
+    rates = rates_for(device, model)
     assumption = Assumption(assume)
     loss = as_it_runs(loss)
     steps = []
     for index, one in enumerate(batches):
         args, kwargs = arguments(one)
         made = optimizer_of(model, optimizer)
-        how = (args, kwargs, loss or loss_of, made, on_gpu, workspace, assumption, accumulate)
+        what = args, kwargs, loss or loss_of, made
+        how = _How(*what, on_gpu, rates, workspace, assumption, accumulate)
         step = _quickly(model, how) or _simulate(model, how)
         step.batch = index
         steps.append(step)
@@ -296,7 +310,7 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
 
 
 def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
-    args, kwargs, loss, optimizer, on_gpu, workspace, assumption, accumulate = how
+    args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = how
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
     held = Held((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
@@ -323,7 +337,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         for stepped in held.optimizers:  # in hooks, too
             note_roles(roles, STATE, tree_leaves(list(stepped.state.values())), simulation)
 
-    simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu)
+    simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu, rates)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
     alone, told = ONE_AT_A_TIME, showing("simulating a step")
     with alone, told, gradients, calls, simulated as (simulation, *moved):

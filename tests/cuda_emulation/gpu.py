@@ -1,8 +1,8 @@
 """The loss as it runs on a GPU, for tensors of the CPU: kernels, products, plans and choices."""
 
 import contextlib
-import ctypes
 import functools
+import ctypes
 import warnings
 
 import numpy as np
@@ -113,15 +113,15 @@ def pretended(ops, adds_wide: bool):
     }
     with (
         pytest.MonkeyPatch.context() as patch,
+        devices.standing_for(devices.GPUS["h100"]),
         torch.library._scoped_library("aten", "IMPL") as aten,
     ):
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             for name, kernel in kernels.items():
                 aten.impl(name, kernel, "CPU")
+        # Tests ask for the products of a CPU as well.
         on_gpu = functools.cache(lambda dtype, *rest: products.Aten(dtype.itemsize, cuda=True))
         patch.setattr(matmul, "of", on_gpu)
-        patch.setattr(loss_run, "has_row_kernel", lambda device: True)
-        patch.setattr(loss_run, "rates_of", lambda device: devices.GPUS["h100"])
         patch.setattr(products, "_adds_wide", {})
         patch.setattr(products, "torch", Products())
         patch.setattr(sums, "bias_gradient", bias_gradient)

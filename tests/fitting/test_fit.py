@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import storage_ops
-from storage_ops.fitting import choices
 from storage_ops.fitting.fit import Search
 from storage_ops.fitting.step import OpTimes
 from storage_ops.fitting.units import units_of
 from storage_ops.loss.devices import named
 from storage_ops.memory import measure, simulate_step
+from storage_ops.memory.rates import rates_for
 from storage_ops.memory.step import arguments, loss_of
 
 from .models import MODELS, GatedMLP, LlamaBlock, gpt, llama
@@ -98,7 +98,7 @@ def asking_is_free(monkeypatch):
     """Small layers are not worth a policy in Python; here they stand for large ones."""
 
     def rates(device, model):
-        return dataclasses.replace(choices.rates_for(device, model), asking=0.0)
+        return dataclasses.replace(rates_for(device, model), asking=0.0)
 
     monkeypatch.setattr("storage_ops.fitting.fit.rates_for", rates)
 

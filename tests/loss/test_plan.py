@@ -211,9 +211,9 @@ def test_no_tokens():
 def test_gpus_are_known_by_name(name, key, monkeypatch):
     assert devices.of_gpu(name) is devices.GPUS.get(key)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    rates_of.cache_clear()
+    devices._rates_at.cache_clear()
     assert rates_of(torch.device("cuda", 0)) is devices.GPUS[key or "a100"]
-    rates_of.cache_clear()
+    devices._rates_at.cache_clear()
     assert rates_of(torch.device("cpu")) is devices.named("cpu")
 
 

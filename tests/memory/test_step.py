@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
+from storage_ops.loss import planner
+from storage_ops.loss.devices import named, rates_of
 from storage_ops.memory import simulate_step, step, will_it_fit
 from tests.memory.models import MODELS, Decoder, GatedMLP, Residual, ids, made, run
 
@@ -394,6 +396,22 @@ def test_labels_that_are_ignored(ignored, frozen, options):
     assert abs(got - peak) <= 0.002 * got
     unknown = simulate_step(copy.deepcopy(model).to("meta"), batch.to("meta"), device="cpu")
     assert unknown.peak_bytes > 0
+
+
+@pytest.mark.parametrize("device, rates", [("h100", "h100"), ("a100", "a100"), (None, "h200")])
+def test_a_loss_plans_for_the_gpu_that_is_simulated(monkeypatch, device, rates):
+    """Its chunks are those of that GPU, and so is what products and row kernels take."""
+    asked, choose = [], planner.choose
+    monkeypatch.setattr(planner, "choose", lambda *args: asked.append(args) or choose(*args))
+    model, batch = Head(False), torch.randint(3000, (2, 4, 256))
+    simulate_step(model, batch, optimizer=torch.optim.AdamW, device="cpu")
+    if device is None:
+        model, batch = model.to("meta"), batch.to("meta")
+    simulate_step(model, batch, optimizer=torch.optim.AdamW, device=device)
+    (here, _, of_here), (there, _, of_there) = asked
+    assert not getattr(here.matmul, "cuda", False) and of_here is named("cpu")
+    assert there.matmul.cuda and not there.plain and of_there is named(rates)
+    assert rates_of(torch.device("cpu")) is named("cpu")
 
 
 def test_will_it_fit_answers_and_prints():
