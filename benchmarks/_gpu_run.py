@@ -89,10 +89,11 @@ STAGES = [
     loss("R1", (1,), 110),
     Stage("racecheck", (2,), 60, "sanitize", ("racecheck", "OUT/racecheck.xml")),
     Stage("initcheck", (2,), 55, "sanitize", ("initcheck", "OUT/initcheck.xml")),
-    loss("R2", (2,), 75),
+    loss("R2", (2,), 65),
     loss("R7", (2,), 70),
-    loss("R8", (2,), 60),
-    loss("R9", (2,), 80, "R9, 1024", "R9, 512", "R9, 128"),
+    loss("R8", (2,), 55),
+    loss("R9", (2,), 70, "R9, 1024", "R9, 512", "R9, 128"),
+    Stage("op_peaks", (2,), 25, "op_peaks"),
     Stage("tests-others", (3,), 150, "tests", ("others", "OUT/tests-others.xml")),
     Stage("output_discard", (3,), 110, "output_discard"),
     Stage("train_gpt", (3,), 140, "train_gpt"),
@@ -103,7 +104,8 @@ STAGES = [
     Stage("R1-variants", (), 120, "linear_cross_entropy",
           ("--shapes", "R1", "--variants", "none", "half ignored")),
     *(Stage(name, (), 120, name)
-      for name in ("selective_checkpoint", "autochunk", "storage", "demo", "fit_plans")),
+      for name in ("selective_checkpoint", "autochunk", "storage", "demo", "fit_plans",
+                   "fit_compiled")),
 ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """The loss as it runs on a GPU, for tensors of the CPU: kernels, products, plans and choices."""
 
 import contextlib
-import functools
 import ctypes
+import functools
 import warnings
 
 import numpy as np
