@@ -33,7 +33,7 @@ from benchmarks._harness import (
     tick,
 )
 from benchmarks.fit import MIB, Made, measured, models
-from benchmarks.fit_plans import KIB, SIZES, run_models, step_of
+from benchmarks.fit_plans import SIZES, SLACK, run_models, step_of
 from storage_ops.fitting.fit import NothingFits, Search
 
 WHOLE = "torch.compile"
@@ -158,7 +158,7 @@ def fitted(kind: str, size: str, search: Search, peak: int, path: Path) -> tuple
     peak as its budget, and each later one that and what the one before left of it, or took more.
     """
     tried: list[tuple[Process, Facts]] = []
-    budget = peak + KIB
+    budget = peak + SLACK["cuda" if size == "cuda" else "cpu"]
     for _ in range(LOOKS):
         plan = search.plan(budget)
         plan.save(path)
