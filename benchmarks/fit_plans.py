@@ -156,7 +156,8 @@ def rows_of(
     found = dict(peers(made))
     peaks = {name: measured(each, batch, loss) for name, each in found.items()}
     low, high = peaks[FULL], peaks[NONE]
-    budgets = {f"the peak of {name}": peak + SLACK[device] for name, peak in peaks.items() if name != NONE}
+    budgets = {f"the peak of {name}": peak + SLACK[device] for name, peak in peaks.items()}
+    del budgets[f"the peak of {NONE}"]
     for share in SHARES:
         budgets[f"{share:.0%} of the way to none"] = int(low + share * (high - low))
     facts: dict[str, dict[str, Any]] = {}
