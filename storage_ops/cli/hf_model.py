@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from storage_ops.loss.devices import DEVICES
 from storage_ops.loss.plan import dtype_name
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
@@ -53,6 +56,18 @@ def optimizer_named(name: str) -> type[Optimizer] | None:
     return found[name.lower()]
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """The model on the meta device, in training mode, and token ids that are also the labels.
 
@@ -77,7 +92,9 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         config.use_cache = False
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
         cls: Any = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
-        with torch.device("meta"):
+        # As from_pretrained: parameters are made in the dtype, and what is computed for buffers is
+        # in float32.
+        with torch.device("meta"), _default_dtype(dtype):
             made = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
     except (
         AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError,
@@ -86,6 +103,6 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
             f"--hf-config is {args.hf_config}, of which no model can be made: {error}; expected "
             "the config.json of a model of transformers"
         ) from error
-    model: nn.Module = made.to(dtype).train()
+    model: nn.Module = made.train()
     ids = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")
     return model, {"input_ids": ids, "labels": ids}

@@ -1,9 +1,9 @@
 """Fit a training step into a budget: choose what each layer recomputes.
 
-`units.py` finds the *layers* of a model, and which are *alike*. `record.py` simulates a step with
-stand-ins in their places: what is in memory besides them. `probe.py` simulates one layer with an
-*action* (`actions.py`), `choices.py` says which actions are worth it, `step.py` has the books of
-both, and `roofline.py` the time of ops. `ways.py` puts these numbers together, once for each way to
-compute the loss, and `solve.py` finds the fastest plan from them. `fit.py` simulates the whole step
-with it; `plan.py` is what it returns.
+`units.py` finds the *layers* of a model, and which are *alike* by their `fingerprint.py`.
+`record.py` simulates a step with stand-ins in their places: what is in memory besides them.
+`probe.py` simulates one layer with an *action* (`actions.py`), `choices.py` says which actions are
+worth it, `step.py` has the books of both, and `roofline.py` the time of ops. `ways.py` puts these
+numbers together, once for each way to compute the loss, and `solve.py` finds the fastest plan from
+them. `fit.py` simulates the whole step with it; `plan.py` is what it returns.
 """

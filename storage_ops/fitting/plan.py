@@ -16,14 +16,15 @@ from torch import nn
 from storage_ops.checkpoint.config_policy import class_of, uncompiled
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.compiled import compiled_loss
+from storage_ops.fitting.fingerprint import aspects
 from storage_ops.fitting.heads import LOSS_NAME
-from storage_ops.fitting.units import Unit, fingerprint, units_of
+from storage_ops.fitting.units import Unit, units_of
 from storage_ops.quantities import Tabular, metric, readable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass
@@ -71,7 +72,7 @@ class FitPlan(Tabular):
         totals: dict[str, tuple[int, float]], step_seconds: float,
     ) -> None:  # fmt: skip
         self._model, self._loss, self._actions = model, loss, actions
-        self._print = fingerprint(model)
+        self._aspects = aspects(model)
         self._is_applied = False
         self.peak_bytes, self.seconds, self.budget = peak_bytes, seconds, budget
         self.device, self.rows, self.totals = device, rows, totals
@@ -89,16 +90,16 @@ class FitPlan(Tabular):
         if self._is_applied:
             raise RuntimeError("fit: the plan is applied already; expected undo() in between")
         layers = _places(self._model, self._loss)
-        if fingerprint(self._model) != self._print or any(
+        differs = _differences(self._aspects, aspects(self._model))
+        if differs or any(
             unit.name not in layers
             or layers[unit.name].module is not unit.module
             or layers[unit.name].print != unit.print
             for unit, _ in self._actions
         ):
             raise RuntimeError(
-                "fit: the model is not what it was when the plan was made: modules, sizes, dtypes, "
-                "settings, the mode (train or eval), or what needs gradients; expected the same "
-                "model, or a new plan"
+                f"fit: the model is not what it was when the plan was made: {differs or 'layers'} "
+                "changed; expected the same model, or a new plan"
             )
         _apply(self._actions)
         self._is_applied = True
@@ -133,7 +134,7 @@ class FitPlan(Tabular):
         return {
             "format": _FORMAT,
             "model": class_of(uncompiled(self._model)).__name__,
-            "fingerprint": self._print,
+            "fingerprint": self._aspects,
             "peak_bytes": self.peak_bytes,
             "seconds": self.seconds,
             "budget": self.budget,
@@ -241,7 +242,7 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
         totals = {name: (int(peak), float(s)) for name, (peak, s) in values["totals"].items()}
         peak, budget = int(values["peak_bytes"]), int(values["budget"])
         seconds, step_seconds = float(values["seconds"]), float(values["step_seconds"])
-        device, known = str(values["device"]), str(values["fingerprint"])
+        device, known = str(values["device"]), dict(values["fingerprint"])
         name_of_model = str(values["model"])
     except (
         AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
@@ -256,13 +257,19 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
                 f"a LinearCrossEntropyLoss, and loss is {loss!r}; expected one like it"
             )
     own_name = class_of(uncompiled(model)).__name__
-    if fingerprint(model) != known or any(name not in units for name, _, _ in saved):
+    differs = _differences(known, aspects(model))
+    if differs or any(name not in units for name, _, _ in saved):
         raise ValueError(
-            f"load_fit: {path} is a plan of another model, a {name_of_model}; expected one with "
-            f"the same modules, sizes, dtypes and mode, and model is a {own_name}"
+            f"load_fit: {path} is a plan of another model, a {name_of_model}, and model is a "
+            f"{own_name} of other {differs or 'layers'}; expected a model like the one that was "
+            "fitted"
         )
     actions = [(units[name], action) for name, _, action in saved]
     return FitPlan(model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds)
+
+
+def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
+    return ", ".join(name for name, value in now.items() if before.get(name) != value)
 
 
 def _row(names: Any, action: Any, kept_bytes: Any, peak_bytes: Any, seconds: Any) -> Row:

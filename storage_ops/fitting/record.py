@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from storage_ops.checkpoint.caches import without_cache
+from storage_ops.fitting.fingerprint import fingerprint
 from storage_ops.fitting.step import Books, OpTimes
-from storage_ops.fitting.units import Unit, fingerprint, places_of
+from storage_ops.fitting.units import Unit, places_of
 from storage_ops.loss.devices import Rates
 from storage_ops.memory.alike import SIMPLE
 from storage_ops.memory.estimate_ledger import Block

@@ -1,6 +1,7 @@
 """`python -m storage_ops fit`."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -41,6 +42,38 @@ def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, caps
         model, {"input_ids": ids, "labels": ids}, optimizer=torch.optim.AdamW, device="h100"
     )
     assert step.peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("options", [{}, {"use_cache": False, "pad_token_id": 0}], ids=str)
+def test_a_plan_is_for_the_model_that_is_loaded(tmp_path, kind, options):
+    """In bfloat16 as from_pretrained loads it: buffers in float32, and with a cache by default."""
+    made = {
+        "llama": partial(transformers.LlamaConfig, **SIZES, num_attention_heads=4),
+        "gpt2": partial(transformers.GPT2Config, n_embd=64, n_layer=3, n_head=4, vocab_size=256),
+    }
+    config = made[kind](bos_token_id=1, eos_token_id=2)
+    auto = transformers.AutoModelForCausalLM
+    auto.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    saved, budget = tmp_path / "fit.json", 67 << 20
+    command = ["fit", "--hf-config", str(tmp_path / "config.json"), "--batch", "2", "--seq", "128"]
+    assert cli.main([*command, "--budget", f"{budget}B", "--save", str(saved)]) == 0
+    assert torch.get_default_dtype() == torch.float32
+    model = auto.from_pretrained(tmp_path, dtype=torch.bfloat16, **options)
+    with pytest.raises(ValueError, match="of other mode; expected a model like"):
+        storage_ops.load_fit(saved, model)
+    model.train()
+    ids = torch.randint(0, 256, (2, 128))
+    batch = {"input_ids": ids, "labels": ids}
+    model(**batch).loss.backward()  # what a first forward notes does not matter
+    model.zero_grad()
+    plan = storage_ops.load_fit(saved, model)
+    assert plan._actions
+    plan.apply()
+    adamw = torch.optim.AdamW
+    step = storage_ops.memory.simulate_step(model, batch, optimizer=adamw, device="h100")
+    assert step.peak_bytes <= budget
+    model(**batch).loss.backward()
 
 
 def test_json(command, capsys):

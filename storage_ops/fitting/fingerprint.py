@@ -1,0 +1,135 @@
+"""What two models, or two layers, have in common that do the same work on the same inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import re
+import types
+from collections.abc import Hashable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from storage_ops.checkpoint.config_policy import class_of, qualified_name, uncompiled
+from storage_ops.fitting.heads import own_options
+from storage_ops.loss.api import LinearCrossEntropyLoss
+from storage_ops.memory.alike import Unlike, comparable
+
+# Where a layer is in a model, and where a model of transformers was loaded from.
+PLACE = re.compile(r"(idx|index)$|^(layer|block)_?(id|num|number|no)$|^name_or_path$")
+# What a configuration says that decides over nothing here: of data and files, which a first forward
+# and trainers set; the dtype, which the parameters have; a cache, which no region keeps.
+_OF_NO_USE = re.compile(
+    r"^(problem_type|id2label|label2id|architectures|transformers_version|use_cache)$|_token_id$"
+    r"|^(torch_)?dtype$"
+)
+# What DeepSpeed sets on every module of a model of which each rank has a part (ZeRO-3).
+_OF_DEEPSPEED = re.compile(r"^(ds_\w+|applied_pre_backward\w*|(pre|post)_bwd_fn|all_parameters)$")
+_OF_TORCH = vars(nn.Module()).keys()
+_CHANGING = (list, set, MutableMapping)  # such as what a module notes while it is trained
+
+
+def aspects(module: nn.Module, whole: bool = False) -> dict[str, str]:
+    """A fingerprint of each thing that a difference can be in, by what an error calls it.
+
+    Numbers by which layers know their place, such as `layer_idx`, do not count, and neither does
+    what a configuration says of data and files, nor what torch.compile puts around a module. Of
+    buffers that are in no state dict the dtype does not count: it depends on how a model is loaded.
+    Of objects that are neither numbers nor collections nor functions, the class counts.
+
+    Args:
+        module: the module.
+        whole: attributes that begin with an underscore count as well, and collections that can
+            change. Without them it is what a model keeps while it is trained, and in a file.
+    """
+    found: dict[str, list[Any]] = {
+        key: [] for key in ("modules", "sizes", "dtypes", "mode", "what is trained", "settings")
+    }
+    for name, inner in module.named_modules():
+        if uncompiled(inner) is not inner:
+            continue
+        kind: Any = class_of(inner)
+        name = qualified_name(name)
+        found["modules"].append((name, kind.__module__, kind.__qualname__))
+        found["mode"].append(inner.training)
+        found["settings"].append((name, _settings(inner, whole)))
+        tensors = {**inner._parameters, **inner._buffers}
+        for key, t in tensors.items():
+            if t is not None:
+                found["sizes"].append((key, tuple(getattr(t, "ds_shape", t.shape))))
+                found["what is trained"].append(t.requires_grad)
+                if key not in inner._non_persistent_buffers_set:
+                    found["dtypes"].append(str(t.dtype))
+    return {key: _hashed(repr(value)) for key, value in found.items()}
+
+
+def fingerprint(module: nn.Module, whole: bool = False) -> str:
+    """All aspects in one."""
+    return _hashed(repr(aspects(module, whole)))
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _settings(module: nn.Module, whole: bool) -> dict[str, str]:
+    found = {
+        key: setting
+        for key, value in vars(module).items()
+        if (whole or not key.startswith("_"))
+        and not (key in _OF_TORCH or PLACE.search(key) or _OF_DEEPSPEED.match(key))
+        and (setting := _setting(value, whole)) is not None
+    }
+    if isinstance(module, LinearCrossEntropyLoss):
+        found["options"] = repr(own_options(module))
+    return found
+
+
+def _setting(value: Any, whole: bool) -> str | None:
+    """The same text for attributes that do the same, in every process; None if it does not count.
+
+    A device does not count, so that a plan made on the meta device is one for a GPU.
+    """
+    if isinstance(value, torch.device) or (isinstance(value, _CHANGING) and not whole):
+        return None
+    try:
+        return repr(comparable(_useful(value), opaque=_name))
+    except Unlike:
+        return type(value).__qualname__
+
+
+def _useful(value: Any) -> Any:
+    """Of a configuration of transformers, and of those in it, what decides over something."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    names = [f.name for f in dataclasses.fields(value) if not _OF_NO_USE.search(f.name)]
+    return type(value), [(name, _useful(getattr(value, name))) for name in names]
+
+
+def _name(value: Any, depth: int) -> Hashable:
+    """What a function or an object is called, and what a function was made with."""
+    kind = type(value).__qualname__
+    if isinstance(value, Tensor):
+        return kind, tuple(value.shape), str(value.dtype)
+    value = getattr(value, "__func__", value)  # of a bound method
+    names: tuple[Hashable, ...] = tuple(
+        str(getattr(value, key, "")) for key in ("__module__", "__qualname__", "__name__")
+    )
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        names += (comparable((_enclosed(value), value.__defaults__), depth + 1, _name),)
+        if value.__name__ == "<lambda>":  # several of a line have one name
+            constants = [c for c in code.co_consts if not isinstance(c, types.CodeType)]
+            names += (code.co_code.hex(), code.co_names, repr(constants))
+    return kind, *names
+
+
+def _enclosed(function: types.FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it has no value yet
+            found.append(cell.cell_contents)
+    return found
