@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import re
 import types
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Hashable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -32,47 +32,57 @@ _OF_TORCH = vars(nn.Module()).keys()
 _CHANGING = (list, set, MutableMapping)  # such as what a module notes while it is trained
 
 
-def aspects(module: nn.Module, whole: bool = False) -> dict[str, str]:
+def aspects(module: nn.Module) -> dict[str, str]:
     """A fingerprint of each thing that a difference can be in, by what an error calls it.
 
+    What torch.compile puts around a module does not count. Of buffers that are in no state dict the
+    dtype does not count: it depends on how a model is loaded.
+    """
+    found: dict[str, list[Any]] = {
+        key: [] for key in ("modules", "sizes", "dtypes", "mode", "what is trained")
+    }
+    for name, inner in _modules(module):
+        kind: Any = class_of(inner)
+        found["modules"].append((name, kind.__module__, kind.__qualname__))
+        found["mode"].append(inner.training)
+        for key, t in {**inner._parameters, **inner._buffers}.items():
+            if t is not None:
+                found["sizes"].append((key, tuple(getattr(t, "ds_shape", t.shape))))
+                found["what is trained"].append(t.requires_grad)
+                if key not in inner._non_persistent_buffers_set:
+                    found["dtypes"].append(str(t.dtype))
+    return {key: hashed(value) for key, value in found.items()}
+
+
+def fingerprint(module: nn.Module, whole: bool = False) -> str:
+    """All aspects and settings in one; `whole` as of `settings`."""
+    return hashed((aspects(module), settings(module, whole)))
+
+
+def settings(module: nn.Module, whole: bool = False) -> str:
+    """The attributes of a module, and of those in it, as far as they decide over something.
+
     Numbers by which layers know their place, such as `layer_idx`, do not count, and neither does
-    what a configuration says of data and files, nor what torch.compile puts around a module. Of
-    buffers that are in no state dict the dtype does not count: it depends on how a model is loaded.
-    Of objects that are neither numbers nor collections nor functions, the class counts.
+    what a configuration says of data and files. Of objects that are neither numbers nor collections
+    nor functions, the class counts.
 
     Args:
         module: the module.
         whole: attributes that begin with an underscore count as well, and collections that can
             change. Without them it is what a model keeps while it is trained, and in a file.
     """
-    found: dict[str, list[Any]] = {
-        key: [] for key in ("modules", "sizes", "dtypes", "mode", "what is trained", "settings")
-    }
+    return hashed([(name, _settings(inner, whole)) for name, inner in _modules(module)])
+
+
+def hashed(value: Any) -> str:
+    """A short text that stands for a value with a `repr`."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, inner in module.named_modules():
-        if uncompiled(inner) is not inner:
-            continue
-        kind: Any = class_of(inner)
-        name = qualified_name(name)
-        found["modules"].append((name, kind.__module__, kind.__qualname__))
-        found["mode"].append(inner.training)
-        found["settings"].append((name, _settings(inner, whole)))
-        tensors = {**inner._parameters, **inner._buffers}
-        for key, t in tensors.items():
-            if t is not None:
-                found["sizes"].append((key, tuple(getattr(t, "ds_shape", t.shape))))
-                found["what is trained"].append(t.requires_grad)
-                if key not in inner._non_persistent_buffers_set:
-                    found["dtypes"].append(str(t.dtype))
-    return {key: _hashed(repr(value)) for key, value in found.items()}
-
-
-def fingerprint(module: nn.Module, whole: bool = False) -> str:
-    """All aspects in one."""
-    return _hashed(repr(aspects(module, whole)))
-
-
-def _hashed(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        if uncompiled(inner) is inner:
+            yield qualified_name(name), inner
 
 
 def _settings(module: nn.Module, whole: bool) -> dict[str, str]:

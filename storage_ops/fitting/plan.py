@@ -16,7 +16,7 @@ from torch import nn
 from storage_ops.checkpoint.config_policy import class_of, uncompiled
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.compiled import compiled_loss
-from storage_ops.fitting.fingerprint import aspects
+from storage_ops.fitting.fingerprint import aspects, hashed, settings
 from storage_ops.fitting.heads import LOSS_NAME
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.quantities import Tabular, metric, readable
@@ -72,7 +72,7 @@ class FitPlan(Tabular):
         totals: dict[str, tuple[int, float]], step_seconds: float,
     ) -> None:  # fmt: skip
         self._model, self._loss, self._actions = model, loss, actions
-        self._aspects = aspects(model)
+        self._aspects = _aspects(model)
         self._is_applied = False
         self.peak_bytes, self.seconds, self.budget = peak_bytes, seconds, budget
         self.device, self.rows, self.totals = device, rows, totals
@@ -90,7 +90,7 @@ class FitPlan(Tabular):
         if self._is_applied:
             raise RuntimeError("fit: the plan is applied already; expected undo() in between")
         layers = _places(self._model, self._loss)
-        differs = _differences(self._aspects, aspects(self._model))
+        differs = _differences(self._aspects, _aspects(self._model))
         if differs or any(
             unit.name not in layers
             or layers[unit.name].module is not unit.module
@@ -257,7 +257,7 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
                 f"a LinearCrossEntropyLoss, and loss is {loss!r}; expected one like it"
             )
     own_name = class_of(uncompiled(model)).__name__
-    differs = _differences(known, aspects(model))
+    differs = _differences(known, _aspects(model))
     if differs or any(name not in units for name, _, _ in saved):
         raise ValueError(
             f"load_fit: {path} is a plan of another model, a {name_of_model}, and model is a "
@@ -266,6 +266,12 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
         )
     actions = [(units[name], action) for name, _, action in saved]
     return FitPlan(model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds)
+
+
+def _aspects(model: nn.Module) -> dict[str, str]:
+    """What a plan knows its model by; of modules that are no layers, trainers set attributes."""
+    layers = [(unit.name, settings(unit.module)) for unit in units_of(model)]
+    return {**aspects(model), "settings of layers": hashed(layers)}
 
 
 def _differences(before: dict[str, Any], now: dict[str, str]) -> str:

@@ -74,6 +74,28 @@ def test_a_trainer(tmp_path):
     assert seen and all(seen) and not any(changed(model))
 
 
+@pytest.mark.parametrize("options", [{"bf16": True}, {"neftune_noise_alpha": 5.0}], ids=str)
+def test_what_a_trainer_sets_on_the_model_is_no_difference(tmp_path, options):
+    """Accelerate replaces the forward of the model for mixed precision, for one."""
+    pytest.importorskip("accelerate")
+    tiny_plan(tiny()).save(tmp_path / "fit.json")
+    data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(4)]
+    weights = []
+    for callbacks in ([], [trainer_callback(tmp_path / "fit.json")]):
+        torch.manual_seed(0)
+        model, seen = tiny(), []
+        model.model.layers[0].register_forward_hook(
+            lambda *_, seen=seen, model=model: seen.append(any(changed(model)))
+        )
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no", **options
+        )
+        transformers.Trainer(model, args, train_dataset=data, callbacks=callbacks).train()
+        assert seen and all(each is bool(callbacks) for each in seen)
+        weights.append(list(model.parameters()))
+    assert all(map(torch.equal, *weights))
+
+
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_lightning_trainer(package):
     lightning = pytest.importorskip(package)
