@@ -39,16 +39,16 @@ def aspects(module: nn.Module) -> dict[str, str]:
     dtype does not count: it depends on how a model is loaded.
     """
     found: dict[str, list[Any]] = {
-        key: [] for key in ("modules", "sizes", "dtypes", "mode", "what is trained")
+        key: [] for key in ("modules", "sizes", "dtypes", "train or eval", "requires_grad")
     }
     for name, inner in _modules(module):
         kind: Any = class_of(inner)
         found["modules"].append((name, kind.__module__, kind.__qualname__))
-        found["mode"].append(inner.training)
+        found["train or eval"].append(inner.training)
         for key, t in {**inner._parameters, **inner._buffers}.items():
             if t is not None:
                 found["sizes"].append((key, tuple(getattr(t, "ds_shape", t.shape))))
-                found["what is trained"].append(t.requires_grad)
+                found["requires_grad"].append(t.requires_grad)
                 if key not in inner._non_persistent_buffers_set:
                     found["dtypes"].append(str(t.dtype))
     return {key: hashed(value) for key, value in found.items()}

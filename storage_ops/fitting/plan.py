@@ -98,8 +98,8 @@ class FitPlan(Tabular):
             for unit, _ in self._actions
         ):
             raise RuntimeError(
-                f"fit: the model is not what it was when the plan was made: {differs or 'layers'} "
-                "changed; expected the same model, or a new plan"
+                "fit: the model is not what it was when the plan was made, which differs in: "
+                f"{differs or 'layers'}; expected the same model, or a new plan"
             )
         _apply(self._actions)
         self._is_applied = True
@@ -260,9 +260,9 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
     differs = _differences(known, _aspects(model))
     if differs or any(name not in units for name, _, _ in saved):
         raise ValueError(
-            f"load_fit: {path} is a plan of another model, a {name_of_model}, and model is a "
-            f"{own_name} of other {differs or 'layers'}; expected a model like the one that was "
-            "fitted"
+            f"load_fit: {path} is a plan of another model, a {name_of_model}; model is a "
+            f"{own_name}, which differs in: {differs or 'layers'}; expected one like the one that "
+            "was fitted"
         )
     actions = [(units[name], action) for name, _, action in saved]
     return FitPlan(model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds)
