@@ -70,9 +70,10 @@ def pytest_collection():
 def pytest_collection_modifyitems(items):
     """What is not run here: tests without their GPU or kernels, and in CI most cases of slow tests.
 
-    STORAGE_OPS_REQUIRE_CUDA=1 makes the first a failure. Of a slow test CI runs one case in eight,
-    the first, the fourth of the next eight and so on, so that each value of each parameter has its
-    turn, and nothing of one without parameters; `make test-all` and the weekly workflow run all.
+    STORAGE_OPS_REQUIRE_CUDA=1 makes the first a failure. Of a slow test CI runs one case of 16,
+    the first, the fourth of the next 16 and so on, so that many values of each parameter have
+    their turn, and nothing of one without parameters; `make test-all` and the weekly workflow run
+    all.
     """
     if os.environ.get("CI"):
         _some_cases_of_slow_tests(items)
@@ -88,11 +89,11 @@ def pytest_collection_modifyitems(items):
 
 
 def _some_cases_of_slow_tests(items):
-    skip = pytest.mark.skip(reason="one case in eight in CI; `make test-all` runs all")
+    skip = pytest.mark.skip(reason="one case in sixteen in CI; `make test-all` runs all")
     seen = Counter()
     for item in items:
         name, has_cases, _ = item.nodeid.partition("[")
-        left_out = not has_cases or (seen[name] - 3 * (seen[name] // 8)) % 8
+        left_out = not has_cases or (seen[name] - 3 * (seen[name] // 16)) % 16
         if item.get_closest_marker("slow") and left_out:
             item.add_marker(skip)
         seen[name] += 1

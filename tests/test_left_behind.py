@@ -199,6 +199,7 @@ def forget_gradients(tensors):
         t.grad = None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("error", [Planned, KeyboardInterrupt])
 @pytest.mark.parametrize("part", PARTS)

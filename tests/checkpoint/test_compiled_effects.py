@@ -92,6 +92,7 @@ def compare(layer, region, backend):
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer, region", pairs(COMPILED, REGIONS))
 def test_effects_happen_once(layer, region):
     compare(COMPILED[layer], region, "aot_eager")
@@ -112,6 +113,7 @@ class Appends(effects.Around):
         return self.down(y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "region, backend",
     [

@@ -53,6 +53,7 @@ def assert_close(got, right):
         torch.testing.assert_close(grads[name], grad, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "repeated"), OPTIONS)
 def test_the_whole_model_in_one_graph(options, repeated):
     model, x = Model(layers=2, dropout=0.0).double(), make_input()

@@ -35,6 +35,7 @@ class Part(nn.Module):
                 "layer_idx": lambda v: v == 1}[key](seen[key])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("small", "large"),
     [

@@ -157,6 +157,7 @@ def test_arguments_of_a_step_keep_their_type_and_attributes():
         traced(x, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("region", REGIONS)
 def test_parameters_exchanged_for_a_call(region, inner):

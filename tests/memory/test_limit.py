@@ -17,6 +17,7 @@ from tests.memory.models import MODELS, made, run
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_limit_is_the_peak(name):
     """A second step fits into what is simulated, and not into one per cent less."""
@@ -201,6 +202,7 @@ def test_what_fit_is_told():
     assert report.plan.peak_bytes <= 3 * MIB < simulate_step(model, x, loss=loss).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "message"),
     [

@@ -380,6 +380,7 @@ class Head(nn.Module):
         return self.head(self.embed(ids_and_labels[0]), ids_and_labels[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"shift": 1}, {"memory_budget": "2MiB"}], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
