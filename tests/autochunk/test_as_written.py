@@ -101,6 +101,7 @@ LOSSES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:storage_ops.autochunk. not chunked")
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_loss_and_gradients(loss):

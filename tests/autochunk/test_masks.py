@@ -60,6 +60,7 @@ def captured():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_gradients(loss, captured):
     torch._dynamo.reset()

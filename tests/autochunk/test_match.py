@@ -316,6 +316,7 @@ def test_stays_general(loss):
     check(loss, torch.float32, GENERAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ROWS, ids=lambda f: f.__name__)
 def test_its_rows_become_the_op(loss):
     ops = check(loss, torch.float32, OP)

@@ -44,8 +44,9 @@ def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, caps
     assert step.peak_bytes == plan.peak_bytes
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("options", [{}, {"use_cache": False, "pad_token_id": 0}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"), [("llama", {}), ("gpt2", {"use_cache": False, "pad_token_id": 0})], ids=str
+)
 def test_a_plan_is_for_the_model_that_is_loaded(tmp_path, kind, options):
     """In bfloat16 as from_pretrained loads it: buffers in float32, and with a cache by default."""
     made = {

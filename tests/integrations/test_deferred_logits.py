@@ -114,6 +114,7 @@ def test_loss_and_gradients(head, loss, bias):
 
 
 # Dynamo breaks the graph at F.tanh and at an nn.CrossEntropyLoss made in the forward.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "fullgraph"),
     [("scaled", True), ("capped", True), ("capped with another cap", True),
