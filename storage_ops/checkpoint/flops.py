@@ -59,7 +59,8 @@ def _of_attention(name: str, given: dict[str, Any]) -> int:
     if "scaled_dot_product" in name or name.startswith(HIGHER_ORDER):
         keys = k.shape[-2]
     else:  # heads are behind the sequence
-        keys = min([k.shape[-3], *(given[m] for m in _MOST_KEYS if given.get(m) is not None)])
+        most = [given[name] for name in _MOST_KEYS if given.get(name) is not None]
+        keys = min([k.shape[max(-3, -k.dim())], *most])
     # Backward computes the scores again, and gradients of both factors of both products.
     of_q, of_v = (3, 2) if name.endswith("backward") else (1, 1)
     return int(2 * math.prod(q.shape[:-1]) * keys * (of_q * q.shape[-1] + of_v * v.shape[-1]))

@@ -48,7 +48,9 @@ def watched(compiled, tmp_path_factory):
     return compile_planted(tmp_path_factory.mktemp("watched"), "thread")
 
 
-@pytest.mark.skipif("CI" in os.environ, reason="`make sanitize` watches the kernels themselves")
+@pytest.mark.skipif(
+    bool(os.environ.get("CI")), reason="`make sanitize` watches the kernels themselves"
+)
 @pytest.mark.parametrize("fault", ["", *RACES])
 def test_thread_sanitizer_sees_races(watched, fault):
     settings = {
