@@ -95,6 +95,7 @@ def test_everything_works_without_native_libraries():
     assert all(reason == "STORAGE_OPS_DISABLE_NATIVE=1" for reason in info["skipped"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["binding", "alias", "cpu"])
 def test_a_library_that_does_not_load_is_reported_and_survived(broken, tmp_path):
     code = """

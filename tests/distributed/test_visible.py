@@ -150,6 +150,7 @@ def steps(rank):
         assert (FUNCOL.all_reduce.default in names(traced.gm)) == (not around)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [traces, order, counts, compiled, steps])
 def test_ranks(work):
     run_on_ranks(work, WORLD)

@@ -56,6 +56,7 @@ class Residual(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["the model", "its layers"])
 def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
     recomputes = []  # whether a graph that was compiled does

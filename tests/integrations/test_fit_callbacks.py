@@ -96,6 +96,7 @@ def test_what_a_trainer_sets_on_the_model_is_no_difference(tmp_path, options):
     assert all(map(torch.equal, *weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_lightning_trainer(package):
     lightning = pytest.importorskip(package)

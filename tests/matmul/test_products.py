@@ -229,6 +229,7 @@ def test_wrong_sizes_are_named():
         scratch.piece(1, 2, 3, 0, False, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_on_a_lesser_processor(capability):
     """The loops of other instruction sets, chosen once for a process."""
