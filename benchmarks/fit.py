@@ -100,16 +100,27 @@ def models(
     }  # fmt: skip
 
 
+def placed(made: Made, device: str, dtype: torch.dtype | None = None) -> Made:
+    """The same on a device, in training; by default in float32 on a CPU, in bfloat16 on a GPU."""
+    model, batch, loss = made
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    batch = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
+    return model.to(device, dtype).train(), batch, loss
+
+
+def loss_of(model: nn.Module, batch: Any, loss: Any) -> torch.Tensor:
+    """What a step of a model minimizes."""
+    output = model(**batch)
+    value: torch.Tensor = output.loss if loss is None else loss(output)
+    return value
+
+
 def measured(model: nn.Module, batch: Any, loss: Any) -> int:
     """The peak of a second step by allocation events, with all that is there before."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
-        def value() -> torch.Tensor:
-            output = model(**batch)
-            return output.loss if loss is None else loss(output)
-
-        value().backward()
+        loss_of(model, batch, loss).backward()
         optimizer.step()
 
     step()
@@ -146,9 +157,7 @@ def _above(step: Callable[[], None], device: torch.device) -> int:
 def compare(name: str, make: Callable[[], Made], dtype: torch.dtype, way: str) -> dict[str, Any]:
     """A row: simulated and measured peak of a model."""
     torch.manual_seed(0)
-    model, batch, loss = make()
-    model = model.to(dtype)
-    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    model, batch, loss = placed(make(), "cpu", dtype)
     if way == "full":
         cfg = storage_ops.ActivationCheckpointConfig(LAYERS, allow_no_match=True)
         storage_ops.apply_activation_checkpoint(model, cfg)

@@ -32,7 +32,7 @@ from benchmarks._harness import (
     skip,
     tick,
 )
-from benchmarks.fit import MIB, Made, measured, models
+from benchmarks.fit import MIB, Made, measured, models, placed
 from benchmarks.fit_plans import SIZES, SLACK, run_models, step_of
 from storage_ops.fitting.fit import NothingFits, Search
 
@@ -45,11 +45,12 @@ Facts = dict[str, Any]
 def made(kind: str, size: str) -> tuple[nn.Module, Any, Any]:
     """A model, a batch and a loss, the same in every process."""
     torch.manual_seed(0)
-    device = "cuda" if size == "cuda" else "cpu"
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model, batch, loss = models(**SIZES[size])[kind]()
-    batch = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
-    return model.to(device, dtype).train(), batch, loss
+    return placed(models(**SIZES[size])[kind](), device_of(size))
+
+
+def device_of(size: str) -> str:
+    """Where models of a size are."""
+    return "cuda" if size == "cuda" else "cpu"
 
 
 def serve(
@@ -158,7 +159,7 @@ def fitted(kind: str, size: str, search: Search, peak: int, path: Path) -> tuple
     peak as its budget, and each later one that and what the one before left of it, or took more.
     """
     tried: list[tuple[Process, Facts]] = []
-    budget = peak + SLACK["cuda" if size == "cuda" else "cpu"]
+    budget = peak + SLACK[device_of(size)]
     for _ in range(LOOKS):
         plan = search.plan(budget)
         plan.save(path)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 
 import storage_ops
 from benchmarks._harness import expect, finish, interleave, milliseconds, parser, ratios, skip
-from benchmarks.fit import MIB, Made, measured, models
+from benchmarks.fit import MIB, Made, loss_of, measured, models, placed
 from storage_ops.fitting.fit import NothingFits, Search
 from storage_ops.fitting.units import units_of
 
@@ -93,8 +93,7 @@ def step_of(model: nn.Module, batch: Any, loss: Any) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters())
 
     def run() -> None:
-        output = model(**batch)
-        (output.loss if loss is None else loss(output)).backward()
+        loss_of(model, batch, loss).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -147,12 +146,8 @@ def rows_of(
 ) -> Iterator[dict[str, Any]]:
     """All ways for one model."""
     device = arguments.device
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
-    model, batch, loss = make()
-    model = model.to(device, dtype).train()
-    batch = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
-    made = model, batch, loss
+    made = _, batch, loss = placed(make(), device)
     found = dict(peers(made))
     peaks = {name: measured(each, batch, loss) for name, each in found.items()}
     low, high = peaks[FULL], peaks[NONE]

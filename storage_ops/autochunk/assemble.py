@@ -10,7 +10,7 @@ from torch import Tensor
 
 from storage_ops import matmul
 from storage_ops.autochunk.program import Output, Slice
-from storage_ops.loss.devices import kind_of
+from storage_ops.loss.devices import device_kind, on_gpu
 from storage_ops.loss.problem import parts
 from storage_ops.loss.schedule import unpadded
 from storage_ops.matmul import aten, packed, scratch
@@ -210,7 +210,7 @@ def form(left: Tensor, right: Tensor, out: Tensor, bias: list[Tensor]) -> None:
 
 
 def _products_of(t: Tensor) -> matmul.Matmul:
-    return matmul.of(t.dtype, kind_of(t.device), torch.get_num_threads())
+    return matmul.of(t.dtype, device_kind(t), torch.get_num_threads())
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
@@ -234,7 +234,7 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
         return
     for begin in range(0, len(total), _PIECE):
         rows = slice(begin, begin + _PIECE)
-        if kind_of(left.device) == "cuda":
+        if on_gpu(left):
             part = torch.ops.aten.mm.dtype(left[rows], right, total.dtype)
         else:
             part = torch.mm(left[rows], right)

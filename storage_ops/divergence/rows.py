@@ -14,7 +14,7 @@ from torch import Tensor
 
 from storage_ops import _schemas
 from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.devices import kind_of
+from storage_ops.loss.devices import on_gpu
 from storage_ops.loss.schedule import GRADIENT, UPDATE, slices
 
 _OPS = torch.ops.storage_ops
@@ -32,8 +32,7 @@ def piece_elements(cuda: bool) -> int:
 
 def pieces(tile: Tensor) -> list[slice]:
     """The rows of a tile, as many at a time as copies are made of."""
-    elements = piece_elements(kind_of(tile.device) == "cuda")
-    return slices(len(tile), max(elements // max(tile.shape[1], 1), 1))
+    return slices(len(tile), max(piece_elements(on_gpu(tile)) // max(tile.shape[1], 1), 1))
 
 
 def scaled(

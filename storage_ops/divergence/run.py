@@ -16,7 +16,7 @@ from storage_ops.divergence.coarse import Coarse
 from storage_ops.divergence.targets import Targets
 from storage_ops.loss import formulas
 from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.devices import kind_of, rates_of
+from storage_ops.loss.devices import device_kind, rates_of
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.loss.ranks import ranks_of
 from storage_ops.loss.run import problem_of, simulated
@@ -121,7 +121,7 @@ class DivergenceRun:
         if self.teacher is None:
             return plan.Teacher(copies=copies)
         x = self.teacher[0]
-        products = matmul.of(x.dtype, kind_of(x.device), p.matmul.threads)
+        products = matmul.of(x.dtype, device_kind(x), p.matmul.threads)
         return plan.Teacher(x.shape[1], products, copies)
 
     @functools.cached_property

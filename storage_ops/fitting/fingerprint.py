@@ -55,12 +55,7 @@ def aspects(module: nn.Module) -> dict[str, str]:
 
 
 def fingerprint(module: nn.Module, whole: bool = False) -> str:
-    """All aspects and settings in one; `whole` as of `settings`."""
-    return hashed((aspects(module), settings(module, whole)))
-
-
-def settings(module: nn.Module, whole: bool = False) -> str:
-    """The attributes of a module, and of those in it, as far as they decide over something.
+    """All aspects, and the attributes of modules as far as they decide over something, in one.
 
     Numbers by which layers know their place, such as `layer_idx`, do not count, and neither does
     what a configuration says of data and files. Of objects that are neither numbers nor collections
@@ -71,7 +66,8 @@ def settings(module: nn.Module, whole: bool = False) -> str:
         whole: attributes that begin with an underscore count as well, and collections that can
             change. Without them it is what a model keeps while it is trained, and in a file.
     """
-    return hashed([(name, _settings(inner, whole)) for name, inner in _modules(module)])
+    settings = [(name, _settings(inner, whole)) for name, inner in _modules(module)]
+    return hashed((aspects(module), settings))
 
 
 def hashed(value: Any) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from storage_ops.checkpoint.config_policy import class_of, uncompiled
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.compiled import compiled_loss
-from storage_ops.fitting.fingerprint import aspects, hashed, settings
+from storage_ops.fitting.fingerprint import aspects, hashed
 from storage_ops.fitting.heads import LOSS_NAME
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.quantities import Tabular, metric, readable
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _FORMAT = 3
+_LAYERS = "settings of layers"
 
 
 @dataclass
@@ -270,12 +271,14 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
 
 def _aspects(model: nn.Module) -> dict[str, str]:
     """What a plan knows its model by; of modules that are no layers, trainers set attributes."""
-    layers = [(unit.name, settings(unit.module)) for unit in units_of(model)]
-    return {**aspects(model), "settings of layers": hashed(layers)}
+    layers = [(unit.name, unit.print) for unit in units_of(model)]
+    return {**aspects(model), _LAYERS: hashed(layers)}
 
 
 def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
-    return ", ".join(name for name, value in now.items() if before.get(name) != value)
+    """What differs; layers, whose prints hold all else as well, only where nothing else does."""
+    found = [name for name, value in now.items() if before.get(name) != value]
+    return ", ".join([name for name in found if name != _LAYERS] or found)
 
 
 def _row(names: Any, action: Any, kept_bytes: Any, peak_bytes: Any, seconds: Any) -> Row:

@@ -14,6 +14,7 @@ from storage_ops.matmul import scratch
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,14 @@ def standing_for(gpu: Rates | None) -> Iterator[None]:
         _stands_for.reset(before)
 
 
-def kind_of(device: torch.device) -> str:
-    """The kind of a device, such as "cpu", or that of the one that it stands for."""
-    return device.type if _stands_for.get() is None else "cuda"
+def device_kind(t: Tensor) -> str:
+    """The kind of device that a tensor is on, such as "cpu", or of the one that it stands for."""
+    return t.device.type if _stands_for.get() is None else "cuda"
+
+
+def on_gpu(t: Tensor) -> bool:
+    """Whether a tensor is on a CUDA device, or stands for one that is."""
+    return device_kind(t) == "cuda"
 
 
 def rates_of(device: torch.device) -> Rates:
@@ -137,12 +143,12 @@ def _rates_at(device: torch.device) -> Rates:
     return of_gpu(torch.cuda.get_device_name(device)) or GPUS["a100"]
 
 
-def has_row_kernel_on(device: torch.device) -> bool:
-    """Whether the row kernel is native where a tensor is, or on the GPU that the device stands for.
+def has_row_kernel_for(t: Tensor) -> bool:
+    """Whether the row kernel is native where a tensor is, or on the GPU that it stands for.
 
     A GPU for which memory is planned elsewhere is taken to have the kernels.
     """
-    return _stands_for.get() is not None or has_row_kernel(device.type)
+    return _stands_for.get() is not None or has_row_kernel(t.device.type)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.cost import GROUP, in_groups, plain_rows, top_elements, top_rows
-from storage_ops.loss.devices import kind_of
+from storage_ops.loss.devices import on_gpu
 from storage_ops.loss.reference import logits_of, row_gradient, slope_of
 from storage_ops.loss.schedule import Step, slices, within
 from storage_ops.loss.tokens import may_count
@@ -88,7 +88,7 @@ class Picked:
                 found = self._logits(step, tile[rows].gather(1, column), column)
                 self.logits[part] = torch.where(here, found, self.logits[part])
         if k := min(self.top.shape[1], tile.shape[1]):
-            for part in _pieces(step, top_rows(len(tile), tile.shape[1], k, _on_gpu(tile))):
+            for part in _pieces(step, top_rows(len(tile), tile.shape[1], k, on_gpu(tile))):
                 value, column = self._largest(step, tile[within(part, step.rows)], k)
                 column += self._first + step.classes.start
                 self._take(part, [self.top[part], value], [self.top_ids[part], column])
@@ -115,10 +115,10 @@ class Picked:
         """The largest logit of each group of columns."""
         call, (rows, columns) = self._call, products.shape
         rises = self._bias is None and not call.softcap and call.logit_scale > 0
-        on_gpu = _on_gpu(products)
-        if rises and (on_gpu or products.element_size() > 2):  # a CPU compares those fast
+        gpu = on_gpu(products)
+        if rises and (gpu or products.element_size() > 2):  # a CPU compares those fast
             return self._logits(step, _of_groups(products))
-        size = max(1, top_elements(on_gpu) // columns)
+        size = max(1, top_elements(gpu) // columns)
         return torch.cat([_of_groups(self._logits(step, products[part]))
                           for part in slices(rows, size)])  # fmt: skip
 
@@ -256,10 +256,6 @@ def _first_largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rank = torch.where(z > least, rank + columns, torch.where(z == least, rank, 0))
     column = rank.topk(k).indices
     return z.gather(1, column), column
-
-
-def _on_gpu(t: Tensor) -> bool:
-    return kind_of(t.device) == "cuda"
 
 
 def _pieces(step: Step, size: int) -> list[slice]:

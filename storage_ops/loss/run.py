@@ -14,7 +14,7 @@ from storage_ops import matmul
 from storage_ops.loss import formulas, planner
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.devices import has_row_kernel_on, kind_of, rates_of
+from storage_ops.loss.devices import device_kind, has_row_kernel_for, rates_of
 from storage_ops.loss.kept import free
 from storage_ops.loss.picked import Picked
 from storage_ops.loss.pieces import traced
@@ -54,7 +54,7 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
         tokens.count,
         x.shape[1],
         classes,
-        matmul.of(x.dtype, kind_of(x.device), threads),
+        matmul.of(x.dtype, device_kind(x), threads),
         len(x) - tokens.count,
         (call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
         sums_fp32=call.accumulate_dtype != x.dtype,
@@ -63,7 +63,7 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
         into=call.accumulate_into is not None,
         gathers=tokens.kept is not None,
         masks=tokens.masked,
-        plain=not has_row_kernel_on(x.device),
+        plain=not has_row_kernel_for(x),
         wide_logits=wide_logits,
         picks=call.top_k + (0 if call.selected_ids is None else call.selected_ids.shape[-1]),
         top=call.top_k,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
 from storage_ops.loss.cost import PIECE, narrowed_rows, plain_rows
-from storage_ops.loss.devices import kind_of
+from storage_ops.loss.devices import on_gpu
 from storage_ops.loss.schedule import INPUT, WEIGHT, Step, slices
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _narrowed(tile: Tensor, dtype: torch.dtype) -> Tensor:
 def bias_gradient(dz: Tensor, out: Tensor) -> None:
     """out (classes) += the sum of dz (rows, classes) over its rows, in the dtype of `out`."""
     # A GPU widens what it reads, a CPU makes a copy first.
-    if dz.dtype == out.dtype or kind_of(dz.device) == "cuda":
+    if dz.dtype == out.dtype or on_gpu(dz):
         out += dz.sum(0, dtype=out.dtype)
         return
     step = plain_rows(*dz.shape)

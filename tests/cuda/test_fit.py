@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from benchmarks.fit import measured, models
+from benchmarks.fit import loss_of, measured, models, placed
 from storage_ops import load_fit
 from storage_ops.fitting.fit import Search
 from storage_ops.memory import simulate_step
@@ -34,8 +34,7 @@ def deterministic():
 def gradients(model, batch, loss):
     torch.manual_seed(1)
     model.zero_grad()
-    output = model(**batch)
-    (output.loss if loss is None else loss(output)).backward()
+    loss_of(model, batch, loss).backward()
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
@@ -55,10 +54,7 @@ def alike(a, b):
 def test_plan(device, kind, tmp_path):
     pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model, batch, loss = models(**SIZES[device])[kind]()
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = model.to(device, dtype).train()
-    batch = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
+    model, batch, loss = placed(models(**SIZES[device])[kind](), device)
     step = simulate_step(model, batch, loss=loss, optimizer=ADAMW)
     tolerance = TOLERANCE[device].get(kind, 0.01)
     peak = measured(copy.deepcopy(model), batch, loss)
