@@ -14,20 +14,26 @@ from torch import Tensor
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a value, in order."""
+    if isinstance(value, Tensor):
+        return [value]
     found: list[Tensor] = []
     _add_tensors(value, found)
     return found
 
 
 def _add_tensors(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for part in value:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, _NESTING):
             _add_tensors(part, found)
-    elif isinstance(value, dict):
-        for part in value.values():
-            _add_tensors(part, found)
+
+
+_NESTING = (list, tuple, dict)
 
 
 def with_tensors(change: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:

@@ -73,7 +73,9 @@ class Facts(NamedTuple):
         name: the dispatcher's.
         saveable: whether its result can be kept in the place of running it again: not of an op that
             modifies an argument, nor a view, nor bytes that nothing has written.
-        is_view: whether an output is a view of an argument.
+        may_share: whether an output may lie on the bytes of an argument with a version of its own.
+            A view has the version of what it views.
+        may_draw: whether it may draw random numbers.
         is_ignored: whether torch's checkpoints take no notice of it.
         is_cast: whether it converts a tensor.
     """
@@ -81,7 +83,8 @@ class Facts(NamedTuple):
     op: Any
     name: str
     saveable: bool
-    is_view: bool
+    may_share: bool
+    may_draw: bool
     is_ignored: bool
     is_cast: bool
 
@@ -93,13 +96,28 @@ def facts_of(op: Any) -> Facts:
     """The facts of an op, by its identity: an op's hash is computed in Python, which takes long."""
     found = _facts.get(id(op))
     if found is None:
+        name = name_of(op)
         saveable = not (is_mutating(op) or is_view(op) or is_allocation(op))
+        new = saveable and name.startswith("aten::") and op is not _UNSAFE_VIEW
         found = _facts[id(op)] = Facts(
-            op, name_of(op), saveable, is_view(op), op in SAC_IGNORED_OPS, op is _CAST
+            op,
+            name,
+            saveable,
+            not (new or is_view(op)),
+            _may_draw(op),
+            op in SAC_IGNORED_OPS,
+            op is _CAST,
         )
     return found
 
 
+def _may_draw(op: Any) -> bool:
+    arguments = getattr(getattr(op, "_schema", None), "arguments", ())
+    seeded = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    return seeded or any("Generator" in str(argument.type) for argument in arguments)
+
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _CAST = torch.ops.aten._to_copy.default
 
 

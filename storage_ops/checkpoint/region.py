@@ -293,23 +293,25 @@ class Region:
             self._state.effects.check(self.name)
             modified = self._state.effects.modified() + self._modified()
         start = torch._C._autograd._get_sequence_nr()
-        saved: list[tuple[Saved, Tensor]] = []
+        saved: list[Saved] = []
+        tensors: list[Tensor] = []  # saved ones, with their graph until the function has run
         first = list(self._saved)
         whole = self._discarded or self._communicates or modified
         stops = self._running or (self._stops and not whole)
         self._stopped = 0
         args, kwargs = self._inputs.again(self.name)
 
-        def pack(t: Tensor) -> Tensor:
-            saved.append((Saved(t, self._checksums), without_graph(t)))
+        def pack(t: Tensor) -> int:
+            saved.append(Saved(t, self._checksums))
+            tensors.append(t)
             if stops and len(saved) >= len(first):
                 self._stopped = len(first)
                 raise _AsFarAsNeeded
-            return saved[-1][1]
+            return len(saved) - 1
 
         around = self._contexts[1] if self._contexts else _NOTHING
         log = OpLog() if self._log else None
-        hooks = saved_tensors_hooks(pack, _as_it_is)
+        hooks = saved_tensors_hooks(pack, tensors.__getitem__)
         parameters = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
         outputs: list[Any] = []
         try:
@@ -337,15 +339,18 @@ class Region:
                 )
             raise
         finally:
+            # Here and not as they are saved, where the modes of `around` would see each detach.
+            tensors[:] = map(without_graph, tensors)
             self._inputs.forget_new_hooks()
         if checks:
-            compare(self.name, first, saved, lambda: self._difference(log, stops))
+            again = list(zip(saved, tensors, strict=True))
+            compare(self.name, first, again, lambda: self._difference(log, stops))
         if modified:
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             check_unread(self.name, modified, outputs, start, given)
         if not self._running:
             self._bind(outputs)
-        return [t for _, t in saved]
+        return tensors
 
     def _lacks_parameters(self) -> bool:
         """Whether DeepSpeed holds a part only of a parameter of the module, with empty `.data`."""
@@ -473,7 +478,3 @@ def _is_parameter(value: Any) -> bool:
     """Whether a value is a parameter or a view of one."""
     base = value._base if isinstance(value, Tensor) else None
     return isinstance(value if base is None else base, torch.nn.Parameter)
-
-
-def _as_it_is(packed: Tensor) -> Tensor:
-    return packed

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -30,6 +29,7 @@ from storage_ops.checkpoint.copies import copies_for
 from storage_ops.checkpoint.execution import rng_of
 from storage_ops.checkpoint.guard import by_storage, storage_key
 from storage_ops.checkpoint.holders import is_held_by
+from storage_ops.checkpoint.light_mode import LightMode
 from storage_ops.checkpoint.offload import Away, Trip
 from storage_ops.checkpoint.op_names import Facts, facts_of, name_of, readable
 from storage_ops.checkpoint.policies import COLLECTIVES, OFFLOAD, Policy, begin, saves
@@ -220,26 +220,17 @@ class _Saved:
     is_shared: bool = False
 
 
-class _Mode(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Code that is compiled already runs as it is."""
-        return True
-
-
-class _Recording(_Mode):
+class _Recording(LightMode):
     """Active in the forward of a region."""
 
     def __init__(self, policy: Policy, saved: _Saved) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._policy = policy
         self._saved = saved
         self._on_storage: dict[int, _Result] = {}
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run the op, and save its result if the policy wants it."""
         out = op(*args, **kwargs)
         facts = facts_of(op)
         if _ignores(facts, args):
@@ -250,8 +241,8 @@ class _Recording(_Mode):
         ctx = SelectiveCheckpointContext(is_recompute=False)
         ctx.op_output = out  # torch 2.10 does not set it
         wanted = saves_result(self._policy, ctx, op, args, kwargs)
-        if not wanted and (not self._on_storage or facts.is_view):
-            return out  # a view has the version of what it views
+        if not (wanted or (self._on_storage and facts.may_share)):
+            return out
         tensors = tensors_in(out)
         made = by_storage(tensors)
         for key, t in made.items():
@@ -264,8 +255,8 @@ class _Recording(_Mode):
         if made.keys().isdisjoint(by_storage(given)):
             value = with_tensors(_detached, out)
             random: RandomState = []
-            if saved.preserve_rng_state:
-                random = _random_state(op, tensors, (*args, *kwargs.values()))
+            if facts.may_draw and saved.preserve_rng_state:
+                random = _random_state(tensors, (*args, *kwargs.values()))
             result = _Result(value, _describe(given), random, offloads=wanted == OFFLOAD)
             saved.results[name, index] = result
             for t in tensors_in(value):
@@ -309,11 +300,11 @@ class _Recording(_Mode):
             self._saved.away = Away(trips)
 
 
-class _Replaying(_Mode):
+class _Replaying(LightMode):
     """Active while a region is recomputed."""
 
     def __init__(self, saved: _Saved) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._saved = saved
         self._calls: dict[str, int] = {}
 
@@ -323,10 +314,11 @@ class _Replaying(_Mode):
             self._saved.away.fetch()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Give back the saved result of the op, or run it."""
         facts, saved = facts_of(op), self._saved
         if facts.name not in saved.saved_ops or _ignores(facts, args):
-            return op(*args, **(kwargs or {}))
+            return op(*args, **kwargs)
         key = (facts.name, self._calls.get(facts.name, 0))
         self._calls[facts.name] = key[1] + 1
         if key in saved.used:
@@ -338,7 +330,7 @@ class _Replaying(_Mode):
         if result is None:
             if key[1] >= saved.calls[facts.name]:
                 raise _differs(saved.region, op)
-            return op(*args, **(kwargs or {}))
+            return op(*args, **kwargs)
         if result.arguments != _describe(tensors_in((args, kwargs))):
             raise _differs(saved.region, op)
         if result.is_modified():
@@ -393,12 +385,10 @@ def _keeps_graph() -> bool:
     return torch._C._current_graph_task_id() != -1 and is_retained()
 
 
-def _random_state(op: Any, made: list[Tensor], given: tuple[Any, ...]) -> RandomState:
-    """The state of the generators that an op may have used, after it; nothing if it draws none."""
+def _random_state(made: list[Tensor], given: tuple[Any, ...]) -> RandomState:
+    """The state of the generators that an op which draws may have used, after it."""
     for value in given:
         if isinstance(value, torch.Generator):
             return [(value.set_state, value.get_state())]
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return []
     devices = {t.device for t in made if t.device.type != "meta"}
     return [(put, get()) for get, put in map(rng_of, devices)]

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from storage_ops.checkpoint.execution import ExecutionState
 from storage_ops.checkpoint.holders import Holders
 from storage_ops.checkpoint.inputs import Inputs
+from storage_ops.checkpoint.light_mode import LightMode
 from storage_ops.checkpoint.op_names import is_view
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.region import is_retained
@@ -197,7 +197,7 @@ class _TiledCall:
         return [gradient_of_x, *(each.total() for each in sums)]
 
 
-class _LastProductLeftOut(TorchDispatchMode):
+class _LastProductLeftOut(LightMode):
     """Leaves out the matrix product that ends a block, of which backward needs the inputs only.
 
     A product is left until the next op that computes something, and then done; views do not read
@@ -206,26 +206,20 @@ class _LastProductLeftOut(TorchDispatchMode):
     saved it, or a hook, may read it in backward.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._left: tuple[Any, Any, Tensor] | None = None
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Code that is compiled already runs as it is."""
-        return True
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, after the product before it, or leave it out if it is a product."""
         if is_view(op) or op is _aten._unsafe_view.default or op.namespace == "prim":
-            return op(*args, **(kwargs or {}))  # one of prim asks for a fake tensor's device
+            return op(*args, **kwargs)  # one of prim asks for a fake tensor's device
         left, self._left = self._left, None
         if left is not None:
             product, factors, out = left
             product(*factors, out=out)
         if op not in _PRODUCTS or kwargs or any(type(t) not in _PLAIN for t in args):
-            return op(*args, **(kwargs or {}))
+            return op(*args, **kwargs)
         first, second = args[-2:]
         made: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
         self._left = _PRODUCTS[op], args, made

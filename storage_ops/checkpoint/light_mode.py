@@ -1,0 +1,57 @@
+"""A dispatch mode of Python that costs little for each op that it sees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What Dynamo does with the frames of this thread: None where it does nothing.
+_dynamo: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
+
+
+class LightMode(TorchDispatchMode):
+    """Base of the modes that are active while a user's model runs; they define `dispatch`.
+
+    Dynamo must not compile what a mode does. torch switches it off and on again around each op,
+    which takes a microsecond, a tenth of what selective checkpoints cost the host. Here that is
+    done only where Dynamo is on, as it is behind a graph break of compiled code.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dispatch_apart = _without_dynamo()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Code that is compiled already runs as it is."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by torch, around each op."""
+        return False
+
+    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, or what takes its place."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _dynamo() is None:
+            return self.dispatch(op, args, kwargs or {})
+        return self._dispatch_apart(self, op, args, kwargs or {})
+
+
+@functools.cache
+def _without_dynamo() -> Callable[..., Any]:
+    """What calls `dispatch` of a mode without Dynamo."""
+    # Only the frame of this function is hidden, and has no wrapper for it.
+    torch.compiler.disable(LightMode.__torch_dispatch__, recursive=False)
+    apart: Callable[..., Any]
+    apart = torch.compiler.disable(lambda mode, *given: mode.dispatch(*given))
+    return apart

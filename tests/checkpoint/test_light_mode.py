@@ -1,0 +1,66 @@
+"""The base of dispatch modes: what Dynamo makes of it."""
+
+import pytest
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.testing import CompileCounter
+
+from storage_ops.checkpoint.light_mode import LightMode
+
+
+class Doubles(LightMode):
+    """Doubles what a sine returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.frames = []
+
+    def dispatch(self, op, args, kwargs):
+        self.frames.append(get_eval_frame_callback())
+        out = op(*args, **kwargs)
+        return self.twice(out) if op is torch.ops.aten.sin.default else out
+
+    def twice(self, out):
+        return out * 2
+
+
+def test_it_sees_ops_and_returns_what_it_wants():
+    x = torch.randn(3, dtype=torch.float64)
+    with Doubles() as mode:
+        got = x.sin() + x.cos()
+    torch.testing.assert_close(got, 2 * x.sin() + x.cos())
+    assert mode.frames and not any(mode.frames)
+
+
+def test_outside_of_a_mode_ops_are_as_they_were():
+    x = torch.randn(3)
+    before = x.sin()
+    with Doubles(), pytest.raises(ZeroDivisionError):
+        x.sin()
+        raise ZeroDivisionError
+    torch.testing.assert_close(x.sin(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_behind_a_graph_break_dynamo_leaves_it_alone(is_reset):
+    counter, mode = CompileCounter(), Doubles()
+    callbacks = []
+
+    def inner(x):
+        return x.cos() + 1
+
+    def outer(x):
+        with mode:
+            torch._dynamo.graph_break()
+            callbacks.append(get_eval_frame_callback())
+            return inner(x.sin())
+
+    x = torch.randn(3)
+    if is_reset:
+        torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(outer, backend=counter)(x)
+    torch.testing.assert_close(got, (2 * x.sin()).cos() + 1)
+    assert callbacks[0] is not None, "Dynamo was on around the mode"
+    assert mode.frames and not any(mode.frames)
+    assert counter.frame_count == 1, "only the user's function was compiled"
