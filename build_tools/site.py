@@ -25,8 +25,10 @@ REFERENCE = {
     "storage_ops.losses": "Losses",
     "storage_ops.autochunk": "Auto-chunker",
     "storage_ops.graph": "Traced steps",
+    "storage_ops.graph.regions": "Regions of traced steps",
     "storage_ops.integrations": "Integrations",
 }
+NAMED = re.compile(r"\]\((?:\.\./)*(storage_ops/[\w/]+)\.py#(\w+)\)")  # a public name, in its file
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 
 
@@ -34,7 +36,8 @@ def on_files(files, config):
     """Add the pages of the root, and the files that pages link to."""
     docs = Path(config.docs_dir).relative_to(ROOT)
     written = {name: (ROOT / name).read_text() for name in PAGES}
-    pages = {f"{docs}/{f.src_uri}": f.content_string for f in files.documentation_pages()}
+    documents = files.documentation_pages()
+    pages = {f"{docs}/{f.src_uri}": NAMED.sub("", f.content_string) for f in documents}
     texts = {**written, **pages}
     linked = {_target(page, link) for page, text in texts.items() for link in LINK.findall(text)}
     for report in [path for path in linked if path.startswith("benchmarks/")]:  # and its pictures
@@ -55,6 +58,7 @@ def on_page_markdown(markdown, page, config, files: Files):
     docs = Path(config.docs_dir).relative_to(ROOT)
     if page.file.generated_by:
         return markdown
+    markdown = NAMED.sub(_in_reference, markdown)
     up = "../" * page.file.src_uri.count("/")
     name = f"{docs}/{page.file.src_uri}"
 
@@ -90,6 +94,11 @@ def _public(package):
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names = ast.literal_eval(node.value)
     return [(n, sources[n]) for n in names if n in sources]  # the others are modules
+
+
+def _in_reference(match):
+    """A link to a name in a file, as one to its part of the reference."""
+    return f"](reference.md#{match[1].replace('/', '.')}.{match[2]})"
 
 
 def _target(page, link):

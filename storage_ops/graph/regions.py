@@ -22,6 +22,8 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
 )
 
+__all__ = ["inside", "mark", "region", "tracing"]
+
 KEY = "storage_ops_mark"
 _NO_NUMBER = (1 << 64) - 1  # that autograd gives to the accumulation of a gradient
 Policy = Callable[..., Any]
