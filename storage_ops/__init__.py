@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from storage_ops import _library
+
+__version__ = _library.version()
 import_error: Exception | None = None
 
 try:
@@ -18,7 +21,7 @@ except (ImportError, OSError) as error:
             raise AttributeError(f"module 'storage_ops' has no attribute {name!r}")
 
 else:
-    from storage_ops import _info, _library
+    from storage_ops import _info
     from storage_ops.storage import kernels as _storage_kernels
 
     _status = _library.load()

@@ -29,7 +29,7 @@ def info(status: _library.Status) -> dict[str, Any]:
     gpu = torch.cuda.is_available()
     build = _library.build_info()
     facts: dict[str, Any] = {
-        "storage_ops": build.get("version", "pure Python"),
+        "storage_ops": _library.version() + ("" if build else ", pure Python"),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "python": platform.python_version(),

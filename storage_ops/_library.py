@@ -130,6 +130,14 @@ def build_info() -> dict[str, str]:
     return {**facts, "cpu_capability": compiled.cpu_capability()}
 
 
+def version() -> str:
+    """That of this package; "unknown" of sources that are neither built nor installed."""
+    try:
+        return build_info().get("version") or importlib.metadata.version("storage_ops")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def hidden() -> Path | None:
     """Where storage_ops is installed with its libraries, if what was imported is without any.
 

@@ -1,6 +1,7 @@
 """What `python -m storage_ops info` calls a problem, without a GPU and for any torch."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,17 @@ def test_what_was_chosen_is_no_problem():
     disabled = {CPU: "STORAGE_OPS_DISABLE_NATIVE=1"}
     assert _info.problems(facts(**copying, skipped=disabled)) == []
     assert _info.problems(facts(**copying, missing={CPU: "no such file"}, build={})) == []
+
+
+def test_the_version_is_that_of_the_project(capsys, monkeypatch):
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'version = "{storage_ops.__version__}"' in project
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{storage_ops.__version__}\n"
+    monkeypatch.setattr(_library, "build_info", dict)  # sources that nobody built
+    assert _library.version() in (storage_ops.__version__, "unknown")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m storage_ops", description=storage_ops.__doc__)
+    parser.add_argument("--version", action="version", version=storage_ops.__version__)
     parsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         command.add_arguments(parsers.add_parser(name, help=command.HELP))

@@ -34,6 +34,8 @@ _ELEMENT = {
 _FUSED = frozenset((
     "_to_copy", "mean", "sum", "amax", "var_mean", "native_layer_norm", "native_group_norm",
     "_fused_rms_norm", "_softmax", "_safe_softmax", "native_dropout", "cat", "clone", "copy_",
+    "bernoulli_", "uniform_", "normal_", "rand", "randn", "arange", "full", "full_like", "zeros",
+    "zeros_like", "ones", "ones_like", "scalar_tensor", "embedding",
 ))  # fmt: skip
 # What Python does for a checkpointed layer, and for one whose output is discarded, as often as it
 # would ask a policy about an op in that time.
@@ -69,7 +71,7 @@ class Roofline:
         rates = self._rates
         arithmetic = flops_of(op, args, kwargs, out) / rates.flops(max(min(first.itemsize, 8), 2))
         if rates.fuses and _is_fused(op):
-            return arithmetic if rates.overlaps else self._of_elements(op, first)
+            return arithmetic
         if rates.overlaps:
             return max(arithmetic, traffic / rates.bandwidth) + rates.launch_seconds
         fresh = sum(nbytes for nbytes in made if nbytes > _FRESH)

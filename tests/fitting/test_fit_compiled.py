@@ -99,3 +99,29 @@ def test_what_is_fused_costs_little_to_compute_again():
     assert any(row.action != "keep" for row in compiled.rows)
     assert 0 < compiled.seconds < eager.seconds / 2  # both compute a product again
     assert 0 < compiled.step_seconds < eager.step_seconds
+
+
+class Attention(nn.Module):
+    """Products, and between them what compiled code fuses, random numbers too."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 96), nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, x):
+        q, k, v = self.up(self.norm(x)).chunk(3, -1)
+        weights = nn.functional.dropout((q @ k.transpose(-1, -2)).softmax(-1), 0.1)
+        return x + nn.functional.dropout(self.down(weights @ v), 0.1)
+
+
+def test_products_are_kept_and_what_is_fused_is_free():
+    model, x = nn.Sequential(*(Attention() for _ in range(4))), torch.randn(2, 256, 32)
+    highest = storage_ops.memory.simulate_step(model, x).peak_bytes
+    plan = storage_ops.fit(torch.compile(model, backend="eager"), x, int(0.75 * highest))
+    assert plan.seconds == 0.0
+    recomputed = {row.action for row in plan.rows} - {"keep"}
+    assert recomputed and all("addmm" in action for action in recomputed)
+    assert storage_ops.fit(model, x, int(0.75 * highest)).seconds > 0.0
+    # Where all fits, nothing is recomputed.
+    whole = storage_ops.fit(torch.compile(model, backend="eager"), x, highest)
+    assert [row.action for row in whole.rows] == ["keep"]
