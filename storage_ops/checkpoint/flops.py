@@ -1,8 +1,8 @@
-"""Floating-point operations of one call of an op: those of torch's counter, and of attention.
+"""Floating-point operations of one call of an op: those of torch's counter, and what it lacks.
 
 torch has no formula for attention on a CPU or of other packages, and its formulas refuse keys with
 fewer heads than queries, and read lengths of sequences, which simulated tensors do not have. So
-attention is counted here.
+attention is counted here. Nor has it one for products of groups, as of the experts of a layer.
 """
 
 from __future__ import annotations
@@ -12,10 +12,21 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from storage_ops.checkpoint.op_names import HIGHER_ORDER, name_of, packet_of
 
 _QKV = (("query", "key", "value"), ("q", "k", "v"))  # what ops of attention call these
+# Products that torch's counter does not know: the places of both factors, and how many there are.
+_PRODUCTS = {
+    "aten::_grouped_mm": (0, 1, 1), "aten::_scaled_grouped_mm": (0, 1, 1),
+    "aten::_scaled_grouped_mm_v2": (0, 1, 1), "aten::_scaled_mm_v2": (0, 1, 1),
+    "aten::_int_mm": (0, 1, 1), "aten::_addmm_activation": (1, 2, 1), "aten::addbmm": (1, 2, 1),
+    "aten::mv": (0, 1, 1), "aten::addmv": (1, 2, 1), "aten::dot": (0, 1, 1),
+    "transformers::grouped_mm_fallback": (0, 1, 1),
+    "transformers::grouped_mm_fallback_backward": (0, 1, 2),
+}  # fmt: skip
+_LINEAR = ("aten::linear", "aten::mkldnn_linear")  # the weight is transposed
 _MOST_KEYS = ("max_k", "max_seqlen_k")  # of a sequence, where all lie in one dimension
 
 
@@ -32,11 +43,23 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     places = _arguments_of_attention(op, name)
     if places is not None:
         return _of_attention(name, {n: _given(n, k, args, kwargs) for n, k in places.items()})
+    if name in _LINEAR:
+        return int(2 * args[0].numel() * args[1].shape[0])
+    if name in _PRODUCTS:
+        left, right, number = _PRODUCTS[name]
+        return number * _of_product(args[left], args[right])
     formula: Any = flop_registry.get(getattr(op, "overloadpacket", op))
     if formula is None:
         return 0
     shaped = [a for a in args if not isinstance(a, torch.dtype)]  # the formula of addmm takes none
     return int(formula(*shaped, **kwargs, out_val=out))
+
+
+def _of_product(left: Tensor, right: Tensor) -> int:
+    """Of matrices, or of groups of them in rows, columns or matrices of one tensor."""
+    if left.dim() == 3 and right.dim() == 2:  # each matrix with some of the columns
+        return 2 * right.numel() * int(left.shape[1])
+    return 2 * left.numel() * (1 if right.dim() == 1 else int(right.shape[-1]))
 
 
 @functools.cache

@@ -35,9 +35,9 @@ MATMULS = frozenset(
     for name in (
         "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "mkldnn_linear",
         "_addmm_activation", "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm",
-        "_scaled_grouped_mm",
+        "_scaled_grouped_mm", "_scaled_grouped_mm_v2",
     )
-)  # fmt: skip
+) | {"transformers::grouped_mm_fallback"}  # fmt: skip
 ATTENTION = frozenset(
     f"aten::{name}"
     for name in (
@@ -47,6 +47,10 @@ ATTENTION = frozenset(
         "_efficient_attention_forward",
     )
 ) | {"higher_order::flex_attention"}  # fmt: skip
+# Ops that do the same, of which the device, the dtype or the compiler decides which runs.
+_SAME = dict.fromkeys(ATTENTION, "attention") | dict.fromkeys(
+    ("aten::_grouped_mm", "transformers::grouped_mm_fallback"), "grouped_mm"
+)
 COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
 
 _SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -150,8 +154,7 @@ def call_name(op: Any) -> str:
 
 @functools.cache
 def _call_name(name: str) -> str:
-    # Which kernel of attention runs depends on the device.
-    return "attention" if packet_of(name) in ATTENTION else name
+    return _SAME.get(packet_of(name), name)
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,13 @@ class _CallCounter:
         self._seen[key] = number + 1
         return _decision((name, number) in self._calls)
 
+    def never_made(self) -> list[str]:
+        """Names of ops of which a call is to be saved that a forward has not made."""
+        missing = {
+            name for name, number in self._calls if number >= self._seen.get((name, False), 0)
+        }
+        return sorted(missing)
+
 
 def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
     """Save the results of single calls of ops, counted anew in every region.
@@ -189,7 +199,8 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
     Args:
         calls: pairs of the dispatcher's name of an op, "aten::mm" for its default overload, and the
             number of the call among those of this op, from 0. "attention" counts the calls of all
-            fused kernels of attention, of which each device has its own.
+            fused kernels of attention, of which each device has its own, and "grouped_mm" those of
+            products of groups, which transformers does by an op of its own where torch cannot.
 
     Raises:
         TypeError: not such pairs.

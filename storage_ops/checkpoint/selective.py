@@ -109,13 +109,25 @@ class _ForCompile:
 
 @functools.cache
 def _ending(mode: type) -> type:
-    """A subclass of torch's caching mode that warns at the end if nothing was saved."""
+    """A subclass of torch's caching mode that warns at the end if less is saved than is wanted."""
 
     def __exit__(self: Any, kind: Any, error: Any, trace: Any) -> None:
         mode.__exit__(self, kind, error, trace)  # type: ignore[attr-defined]
         decide = self.policy_fn
-        if kind is None and not decide.saves_any:
+        if kind is not None:
+            return
+        if not decide.saves_any:
             _warn_of_nothing(decide.region, decide.calls)
+            return
+        missing: list[str] = getattr(decide.policy, "never_made", list)()
+        if missing:
+            names = ", ".join(map(readable, missing))
+            warnings.warn(
+                f"{decide.region} makes fewer calls of {names} where it is compiled than the "
+                "policy of its selective checkpoint saves: what it counts on is recomputed; "
+                "expected a policy for compiled code",
+                stacklevel=2,
+            )
 
     # That torch 2.10 and 2.11 do not let through.
     members = {"__exit__": __exit__, "supports_higher_order_operators": True}

@@ -38,7 +38,8 @@ def costs_of(
     keep = Action("keep")
     costs = {keep: probe.cost(keep)}
     hides = int(rates.link * costs[keep].forward_seconds)
-    for action in _candidates(call.unit.module, probe, allowed, costs[keep].kept, hides):
+    kept = costs[keep].kept
+    for action in _candidates(call.unit.module, probe, allowed, kept, hides, rates.fuses):
         try:
             costs[action] = probe.cost(action)
         except _REFUSALS:
@@ -47,9 +48,16 @@ def costs_of(
 
 
 def _candidates(
-    layer: nn.Module, probe: Probe, allowed: Sequence[str], most: int, hides: int
+    layer: nn.Module, probe: Probe, allowed: Sequence[str], most: int, hides: int, fuses: bool
 ) -> list[Action]:
-    """Actions to look at; `hides`: bytes that can be copied each way while the layer runs."""
+    """Actions to look at.
+
+    Args:
+        layer, probe, allowed: the layer, what runs it, and names of actions.
+        most: bytes that it keeps without any.
+        hides: bytes that can be copied each way while the layer runs.
+        fuses: whether it is compiled.
+    """
     found: list[Action] = []
     if "full" in allowed:
         found.append(Action("full"))
@@ -67,7 +75,8 @@ def _candidates(
                 away = _that_fit(chosen, hides)
                 if away and ("selective" in allowed or len(away) == len(chosen)):
                     found.append(_selective(chosen, away))
-    if "output_discard" in allowed:
+    # Compiled code forms norms and activations where they are read, if it keeps the products.
+    if "output_discard" in allowed and not (fuses and "selective" in allowed):
         found += _discards(layer)
     if LOSS in allowed and probe.logits and heads_in(layer):
         found += loss_actions(probe.logits)

@@ -1,10 +1,14 @@
 """Floating-point operations of ops, from shapes."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
+from storage_ops import policies
 from storage_ops.checkpoint.flops import flops_of
 from storage_ops.checkpoint.op_names import name_of
 
@@ -86,3 +90,60 @@ def test_ops_without_a_formula():
     x = torch.randn(3)
     assert flops_of(aten.sin.default, (x,), {}, x) == 0
     assert flops_of(aten._fused_sdp_choice.default, (x, x, x), {}, 0) == 0
+
+
+GROUPS, ROWS, INNER, COLUMNS = 3, 8, 4, 6  # rows of all groups
+
+
+def products_of_groups():
+    """Both factors, offsets, and the operations, in each of the ways that groups lie."""
+    offsets, whole = torch.tensor([2, 2, ROWS], dtype=torch.int32), 2 * ROWS * INNER * COLUMNS
+    new = functools.partial(torch.randn, dtype=torch.bfloat16)
+    yield new(ROWS, INNER), new(GROUPS, INNER, COLUMNS), offsets, whole
+    yield new(GROUPS, INNER, COLUMNS), new(COLUMNS, ROWS), offsets, whole
+    yield new(COLUMNS, ROWS), new(ROWS, INNER), offsets, whole
+    yield new(GROUPS, ROWS, INNER), new(GROUPS, INNER, COLUMNS), None, GROUPS * whole
+
+
+@pytest.mark.parametrize("way", range(4), ids=["rows", "columns", "both", "matrices"])
+def test_products_of_groups(way):
+    left, right, offsets, expected = list(products_of_groups())[way]
+    op = aten._grouped_mm.default
+    assert flops_of(op, (left, right), {"offs": offsets}, None) == expected
+    ends = [0] * GROUPS if offsets is None else offsets.tolist()
+    parts = [slice(*part) for part in zip([0, *ends], ends, strict=False)]
+    factors = [
+        lambda g: (left[parts[g]], right[g]),
+        lambda g: (left[g], right[:, parts[g]]),
+        lambda g: (left[:, parts[g]], right[parts[g]]),
+        lambda g: (left[g], right[g]),
+    ][way]
+    with Recorded() as one_by_one:
+        for g in range(GROUPS):
+            torch.mm(*factors(g))
+    assert sum(one_by_one.flops.values()) == expected
+
+
+def test_products_that_the_counter_of_torch_lacks():
+    x, w, v = torch.randn(5, 3), torch.randn(3, 4), torch.randn(3)
+    assert flops_of(aten.mv.default, (x, v), {}, None) == 2 * 5 * 3
+    assert flops_of(aten.addmv.default, (torch.randn(5), x, v), {}, None) == 2 * 5 * 3
+    assert flops_of(aten.dot.default, (v, v), {}, None) == 2 * 3
+    assert flops_of(aten.linear.default, (x, w.t()), {}, None) == 2 * 5 * 3 * 4
+    assert flops_of(aten._addmm_activation.default, (torch.randn(4), x, w), {}, None) == 120
+    batch = (torch.randn(5, 4), x.expand(2, 5, 3), w.expand(2, 3, 4))
+    assert flops_of(aten.addbmm.default, batch, {}, None) == 2 * 120
+
+
+def test_products_of_groups_by_transformers():
+    pytest.importorskip("transformers.integrations.moe")
+    x, w = torch.randn(ROWS, INNER), torch.randn(GROUPS, INNER, COLUMNS)
+    offsets, ops = torch.tensor([2, 2, ROWS]), torch.ops.transformers
+    one = 2 * ROWS * INNER * COLUMNS
+    with Recorded() as recorded:
+        out = ops.grouped_mm_fallback(x.requires_grad_(), w.requires_grad_(), offsets)
+        assert sum(recorded.flops.values()) >= one
+        recorded.flops.clear()
+        out.sum().backward()
+    assert recorded.flops["transformers::grouped_mm_fallback_backward"] == 2 * one
+    assert policies.matmuls(None, ops.grouped_mm_fallback.default) == CheckpointPolicy.MUST_SAVE

@@ -1,12 +1,14 @@
 """Checkpointed layers under torch.compile: the whole model and single blocks, in one graph each."""
 
 import copy
+import functools
 import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 
@@ -98,6 +100,18 @@ def test_a_policy_that_saves_nothing_warns_when_it_is_compiled():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the policy of the selective")
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(2, 4))
+
+
+def test_a_policy_that_counts_on_other_calls_warns_when_it_is_compiled():
+    policy = so.policies.save_calls([("aten::addmm", 0), ("aten::mm", 0), ("aten::addmm", 1)])
+    context_fn = functools.partial(so.policies.contexts, policy, "a layer")
+    f = lambda x, w: checkpoint(  # noqa: E731
+        lambda x: (torch.addmm(x, x, w) @ w).sin(), x, use_reentrant=False, context_fn=context_fn
+    )
+    x, w = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)
+    with pytest.warns(UserWarning, match=r"a layer makes fewer calls of aten.addmm where"):
+        torch.compile(f, fullgraph=True, backend="aot_eager")(x, w)
+    f(x, w)  # without a warning in eager code, where no name is another
 
 
 def test_names_of_a_compiled_model_match_without_what_compile_adds():

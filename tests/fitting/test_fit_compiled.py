@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import storage_ops
 
@@ -89,6 +91,32 @@ def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
     torch.testing.assert_close(model(x), right)
     assert len(recomputes) == seen  # what was compiled before serves again
     storage_ops.load_fit(tmp_path / "plan.json", copy.deepcopy(plain)).apply()
+
+
+def test_products_of_experts_are_kept_in_compiled_code_too():
+    """transformers does them by an op of its own there."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, use_cache=False,
+    )  # fmt: skip
+    model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 32, (1, 64))
+    config = storage_ops.ActivationCheckpointConfig(
+        layer_classes=["MixtralDecoderLayer"],
+        policy=storage_ops.policies.save_calls([("grouped_mm", 0), ("grouped_mm", 1)]),
+    )
+    storage_ops.apply_activation_checkpoint(model, config)
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=compiler))
+    compiled(input_ids=ids, labels=ids).loss.backward()
+    counts = [sum("grouped_mm_fallback.default" in name for name in names) for names in graphs]
+    assert counts == [2, 0]
 
 
 def test_what_is_fused_costs_little_to_compute_again():
