@@ -50,8 +50,9 @@ class LightMode(TorchDispatchMode):
 @functools.cache
 def _without_dynamo() -> Callable[..., Any]:
     """What calls `dispatch` of a mode without Dynamo."""
-    # Only the frame of this function is hidden, and has no wrapper for it.
-    torch.compiler.disable(LightMode.__torch_dispatch__, recursive=False)
+    from torch._dynamo.decorators import skip  # imports Dynamo, which takes a second
+
+    skip(LightMode.__torch_dispatch__)  # this frame alone, and without a wrapper
     apart: Callable[..., Any]
     apart = torch.compiler.disable(lambda mode, *given: mode.dispatch(*given))
     return apart
