@@ -160,8 +160,13 @@ def fitted(kind: str, size: str, search: Search, peak: int, path: Path) -> tuple
     """
     tried: list[tuple[Process, Facts]] = []
     budget = peak + SLACK[device_of(size)]
-    for _ in range(LOOKS):
-        plan = search.plan(budget)
+    for look in range(LOOKS):
+        try:
+            plan = search.plan(budget)
+        except NothingFits:
+            if look == 0:
+                raise
+            break  # the smallest plan takes a little more when it is compiled
         plan.save(path)
         process = Process(kind, size, 1.0, str(path))
         facts = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def without_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], always: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a layer that is checkpointed in training, without an empty cache.
 
@@ -20,7 +20,7 @@ def without_cache(
     something belongs to the computation and stays. Arguments without one are the same objects.
     """
     given = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-    if not given or not module.training:
+    if not (given and (module.training or always)):
         return args, kwargs
     layer = next((m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")), 0)
     empty = [cache for cache in given if not cache.get_seq_length(layer)]

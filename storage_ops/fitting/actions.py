@@ -55,10 +55,9 @@ class Action:
             layer.budgeted(self.memory_budget)
             return
         if self.mode == LOSS:
-            heads = heads_in(layer)
-            for head in heads:
+            for head in heads_in(layer):
                 budgeted(head, self.memory_budget)
-            if not heads:
+            if self.patches(layer):
                 patching().patch_causal_lm(layer, memory_budget=self.memory_budget)
             return
         for name in self.tiled:
@@ -72,13 +71,16 @@ class Action:
             layer.restored()
             return
         if self.mode == LOSS:
-            heads = heads_in(layer)
-            for head in heads:
+            for head in heads_in(layer):
                 restored(head)
-            if not heads:
+            if self.patches(layer):
                 patching().unpatch_causal_lm(layer)
             return
         remove_activation_checkpoint(layer)
+
+    def patches(self, layer: nn.Module) -> bool:
+        """Whether it patches a model of transformers."""
+        return self.mode == LOSS and not isinstance(layer, CompiledLoss) and not heads_in(layer)
 
     def _config(self) -> ActivationCheckpointConfig:
         if self.mode == "output_discard":

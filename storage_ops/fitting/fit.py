@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.checkpoint.config_policy import uncompiled
 from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action, loss_actions
 from storage_ops.fitting.choices import costs_of
 from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
-from storage_ops.fitting.heads import heads_in, is_budgeted
-from storage_ops.fitting.plan import FitPlan, Row, applied
+from storage_ops.fitting.heads import heads_in
+from storage_ops.fitting.plan import FitPlan, Row, applied, check_plain
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, StepRecording
 from storage_ops.fitting.units import Unit, units_of
@@ -135,25 +134,6 @@ def _allowed(actions: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(actions)
 
 
-def _check_plain(model: nn.Module, loss: Any) -> None:
-    compiled = compiled_loss(loss)
-    if compiled is not None and compiled.module.is_budgeted:
-        raise RuntimeError("fit: the loss has the budget of a plan; expected undo() of that plan")
-    for name, module in model.named_modules():
-        how: Any = wrapper.checkpointing_of(module) or tile.tiling_of(module)
-        how = how or discard_scope.options_of(module)
-        if how is None and is_budgeted(module):
-            how = "its budget is that of a plan"
-        if how is None and getattr(module, "gradient_checkpointing", False) is True:
-            how = "gradient_checkpointing is on"
-        if how is not None:
-            raise RuntimeError(
-                f"fit: {name or type(module).__name__} is checkpointed or tiled already ({how}); "
-                "expected a model without, such as after remove_activation_checkpoint(model), "
-                "undo() of an earlier plan or gradient_checkpointing_disable()"
-            )
-
-
 @contextlib.contextmanager
 def _few_objects() -> Iterator[None]:
     """Spare simulations from collecting garbage among all objects of the process, each time."""
@@ -188,7 +168,7 @@ class Search:
         check_model(model)
         check_accumulate(accumulate)
         allowed = _allowed(actions)
-        _check_plain(model, loss)
+        check_plain(model, loss)
         batches = batch if isinstance(batch, list) else [batch]
         if not batches:
             raise ValueError("batch is an empty list; expected at least one batch")

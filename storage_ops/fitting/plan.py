@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.checkpoint.config_policy import class_of, uncompiled
-from storage_ops.fitting.actions import Action
+from storage_ops.fitting.actions import Action, patching
 from storage_ops.fitting.compiled import compiled_loss
 from storage_ops.fitting.fingerprint import aspects, hashed
-from storage_ops.fitting.heads import LOSS_NAME
+from storage_ops.fitting.heads import LOSS_NAME, is_budgeted
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.quantities import Tabular, metric, readable
 
@@ -86,10 +87,19 @@ class FitPlan(Tabular):
             The model.
 
         Raises:
-            RuntimeError: it is applied already, or the model is not what it was when it was fitted.
+            RuntimeError: it is applied already, or another one is, or the model is not what it was
+                when it was fitted.
         """
         if self._is_applied:
             raise RuntimeError("fit: the plan is applied already; expected undo() in between")
+        check_plain(self._model, self._loss)
+        if any(action.patches(unit.module) for unit, action in self._actions) and (
+            patching().is_patched(uncompiled(self._model))
+        ):
+            raise RuntimeError(
+                "fit: the plan patches the model, which is patched already; expected "
+                "unpatch_causal_lm(model) before apply()"
+            )
         layers = _places(self._model, self._loss)
         differs = _differences(self._aspects, _aspects(self._model))
         if differs or any(
@@ -178,6 +188,31 @@ class FitPlan(Tabular):
         return table
 
 
+def check_plain(model: nn.Module, loss: Any = None) -> None:
+    """Refuse a model with checkpoints, or with another plan."""
+    compiled = compiled_loss(loss)
+    if compiled is not None and compiled.module.is_budgeted:
+        raise RuntimeError("fit: the loss has the budget of a plan; expected undo() of that plan")
+    for name, module in model.named_modules():
+        how = None
+        if (checkpointing := wrapper.checkpointing_of(module)) is not None:
+            how = f"mode {checkpointing.mode!r}"
+        elif tile.tiling_of(module) is not None:
+            how = "in tiles"
+        elif discard_scope.options_of(module) is not None:
+            how = "mode 'output_discard'"
+        elif is_budgeted(module):
+            how = "its budget is that of a plan"
+        elif getattr(module, "gradient_checkpointing", False) is True:
+            how = "gradient_checkpointing is on"
+        if how is not None:
+            raise RuntimeError(
+                f"fit: {name or type(module).__name__} is checkpointed or tiled already ({how}); "
+                "expected a model without, such as after remove_activation_checkpoint(model), "
+                "undo() of an earlier plan or gradient_checkpointing_disable()"
+            )
+
+
 def _places(model: nn.Module, loss: Any) -> dict[str, Unit]:
     """What actions apply to: layers by name, a compiled loss, and the model, whose name is ""."""
     compiled = compiled_loss(loss)
@@ -259,11 +294,14 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
             )
     own_name = class_of(uncompiled(model)).__name__
     differs = _differences(known, _aspects(model))
+    if differs:
+        check_plain(model, loss)
     if differs or any(name not in units for name, _, _ in saved):
+        hint = "" if model.training else " (model.train() first, where it is in eval mode)"
         raise ValueError(
             f"load_fit: {path} is a plan of another model, a {name_of_model}; model is a "
             f"{own_name}, which differs in: {differs or 'layers'}; expected one like the one that "
-            "was fitted"
+            f"was fitted{hint}"
         )
     actions = [(units[name], action) for name, _, action in saved]
     return FitPlan(model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds)
@@ -276,8 +314,13 @@ def _aspects(model: nn.Module) -> dict[str, str]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
-    """What differs; layers, whose prints hold all else as well, only where nothing else does."""
+    """What differs; layers, whose prints hold all else as well, only where nothing else does.
+
+    Where modules do, all else does with them.
+    """
     found = [name for name, value in now.items() if before.get(name) != value]
+    if "modules" in found:
+        return "modules"
     return ", ".join([name for name in found if name != _LAYERS] or found)
 
 

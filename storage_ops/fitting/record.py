@@ -234,7 +234,7 @@ class Recorder:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
             # What one run leaves in a cache the next would see; a checkpointed layer gets none.
-            args, kwargs = without_cache(unit.module, args, kwargs)
+            args, kwargs = without_cache(unit.module, args, kwargs, always=True)
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             parameters = [p for p in unit.module.parameters() if p.requires_grad]
             refused = [t for t in given if is_wrapper(t)] + [p for p in parameters if is_spread(p)]

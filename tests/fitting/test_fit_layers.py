@@ -1,5 +1,6 @@
 """Which modules are layers for `fit`, which of them are alike, and what of them is tiled."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -184,3 +185,44 @@ class Force(nn.Module):
 def test_second_derivatives_are_refused():
     with pytest.raises(RuntimeError, match=r"layer layers\.1 is differentiated with create_graph"):
         storage_ops.fit(Force(), torch.randn(8, 16, 32), "1GiB")
+
+
+def test_a_model_as_from_pretrained_returns_it():
+    """In eval mode, where layers write into the cache that the model makes by default."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(0, 64, (2, 64))
+    batch = {"input_ids": ids, "labels": ids}
+    highest = simulate_step(model, batch).peak_bytes
+    assert [row.action for row in storage_ops.fit(model, batch, highest).rows] == ["keep"]
+    right = copy.deepcopy(model)
+    plan = storage_ops.fit(model, batch, int(0.7 * highest))
+    plan.apply()
+    assert simulate_step(model, batch).peak_bytes == plan.peak_bytes <= 0.7 * highest
+    for each in (model, right):
+        each(**batch).loss.backward()
+    for ours, theirs in zip(model.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+
+
+def test_another_plan_leaves_the_first_one_applied(tmp_path):
+    model, x = (
+        nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(4))),
+        torch.randn(8, 64, 32),
+    )
+    highest = simulate_step(model, x).peak_bytes
+    first = storage_ops.fit(model, x, int(0.8 * highest))
+    second = storage_ops.fit(model, x, int(0.7 * highest))
+    second.save(tmp_path / "plan.json")
+    first.apply()
+    before = simulate_step(model, x).peak_bytes
+    for again in (storage_ops.load_fit(tmp_path / "plan.json", model), second):
+        with pytest.raises(RuntimeError, match=r"checkpointed or tiled already .* earlier plan"):
+            again.apply()
+        assert simulate_step(model, x).peak_bytes == before == first.peak_bytes
+    first.undo()
+    second.apply()
+    assert simulate_step(model, x).peak_bytes == second.peak_bytes
