@@ -62,7 +62,7 @@ def smallest(search: Search) -> int:
     try:
         search.plan(1)
     except NothingFits as error:
-        return int(str(error).split("(")[2].split()[0])
+        return error.smallest_bytes
     raise AssertionError("a step fits into one byte")
 
 

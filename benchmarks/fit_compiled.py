@@ -163,10 +163,10 @@ def fitted(kind: str, size: str, search: Search, peak: int, path: Path) -> tuple
     for look in range(LOOKS):
         try:
             plan = search.plan(budget)
-        except NothingFits:
+        except NothingFits as error:
             if look == 0:
                 raise
-            break  # the smallest plan takes a little more when it is compiled
+            plan = search.plan(error.smallest_bytes)
         plan.save(path)
         process = Process(kind, size, 1.0, str(path))
         facts = {

@@ -28,7 +28,8 @@ def parse_bytes(value: int | float | str, argument: str) -> int:
     match = _FORM.fullmatch(str(value))
     parts = match.groups(default="") if match is not None else ("nan", "", "", "")
     number, exponent, prefix, ending = parts
-    if not math.isfinite(float(number + exponent)):
+    size = float(number + exponent)
+    if not math.isfinite(size) or (0 < size < 1 and not prefix):  # no share of anything
         raise ValueError(
             f"{argument} is {value!r}; expected a number of bytes, 0 or more, with or without a "
             "unit, such as 400MiB, 0.5GiB or 2e8"

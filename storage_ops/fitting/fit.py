@@ -23,7 +23,7 @@ from storage_ops.fitting.plan import FitPlan, Row, applied, check_plain
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, StepRecording
 from storage_ops.fitting.units import Unit, units_of
-from storage_ops.fitting.ways import Way, patches
+from storage_ops.fitting.ways import Way, logits_to_spare
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME
 from storage_ops.memory.estimate_compiled import as_it_runs, largest_of
 from storage_ops.memory.estimate_workspaces import workspace_bytes
@@ -120,7 +120,21 @@ def fit(
 
 
 class NothingFits(ValueError):
-    """No plan is within the budget."""
+    """No plan is within the budget.
+
+    Attributes:
+        smallest_bytes: the smallest budget that one is within.
+    """
+
+    def __init__(self, budget: int, smallest: int, hint: str) -> None:
+        """Name both, and what else could be done."""
+        self.smallest_bytes = smallest
+        if budget < 4096:
+            hint += "; a number without a unit is one of bytes, expected such as '24GiB'"
+        super().__init__(
+            f"budget is {readable(budget)} ({budget} bytes); the smallest that a step of this "
+            f"model and batch fits into is {readable(smallest, up=True)} ({smallest} bytes){hint}"
+        )
 
 
 def _allowed(actions: Sequence[str] | None) -> tuple[str, ...]:
@@ -194,7 +208,9 @@ class Search:
         self._of_loss = compiled_loss(loss) or Unit("", uncompiled(model), "")
         replaced = LOSS in allowed and not has_heads
         is_compiled = isinstance(self._of_loss.module, CompiledLoss)
-        losses = patches(model, largest, loss) if replaced and not is_compiled else []
+        self._replaces, losses = LOSS in allowed, list[Action]()
+        if replaced and not is_compiled:
+            losses = loss_actions(logits_to_spare(model, largest, loss))
 
         def ways(action: Action) -> list[Way]:
             recorder = Recorder(units, self._on_gpu, self._rates, workspace, accumulate)
@@ -271,10 +287,18 @@ class Search:
             # The next plan that is smaller by what was computed; later ones skip the excess.
             excess = peak - budget if look > 2 else 1
             inside[way] = self._ways[way].problem.peak(choice) - excess
-        raise NothingFits(
-            f"budget is {readable(budget)} ({budget} bytes); the smallest that a step of this "
-            f"model and batch fits into is {readable(int(smallest), up=True)} ({smallest} bytes)"
-        )
+        raise NothingFits(budget, int(smallest), self._hint())
+
+    def _hint(self) -> str:
+        """What an error says of a loss that could do without its logits, and does not."""
+        if self._replaces:
+            return ""
+        try:
+            logits = logits_to_spare(self._model, max(self._batches, key=_numbers_in), self._loss)
+        except ValueError:
+            return ""
+        names = ", ".join(map(repr, (*EXACT[1:], LOSS)))
+        return f"; actions=[{names}] does without the logits, {readable(logits)}"
 
     def _least(self) -> _Choice:
         """The choice with the lowest peak of all, as computed."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from storage_ops.fitting.actions import LOSS, Action, loss_actions, patching
+from storage_ops.checkpoint.config_policy import uncompiled
+from storage_ops.fitting.actions import LOSS, Action, patching
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import StepRecording
 from storage_ops.fitting.solve import ActionProblem, Option
@@ -70,8 +71,8 @@ def _without_worse(costs: list[tuple[Action, Cost]]) -> list[tuple[Action, Cost]
     ]
 
 
-def patches(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
-    """Ways to compute the loss of a causal language model of transformers without its logits.
+def logits_to_spare(model: nn.Module, batch: Any, loss: Any) -> int:
+    """Bytes of the logits that a causal language model of transformers could do without.
 
     Raises:
         ValueError: the loss of this model cannot be replaced.
@@ -83,6 +84,7 @@ def patches(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
     )
     if loss is not None:
         raise ValueError(f"{why}; expected loss=None")
+    model = uncompiled(model)
     if patching().is_patched(model):
         raise ValueError(f"{why}; expected one that is not patched yet")
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -94,8 +96,7 @@ def patches(model: nn.Module, batch: Any, loss: Any) -> list[Action]:
             weight = head.weight
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{why}: {error}") from error
-    logits = labels.numel() * weight.shape[0] * weight.itemsize
-    return loss_actions(logits)
+    return int(labels.numel() * weight.shape[0] * weight.itemsize)
 
 
 def _problem(recording: StepRecording, costs_of_calls: Costs, away: int) -> ActionProblem:

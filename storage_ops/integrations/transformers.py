@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from storage_ops.checkpoint.config_policy import uncompiled
 from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_forward import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_heads
@@ -189,7 +190,9 @@ def patch_causal_lm(
 
 
 def _inner(model: Any) -> Any:
-    """The model in a `PeftModel`, which adds its adapters to that one; others as they are."""
+    """The model in a `PeftModel`, which adds its adapters to that one, or in what torch.compile
+    returned; others as they are."""
+    model = uncompiled(model) if isinstance(model, nn.Module) else model
     inner = getattr(model, "get_base_model", None)
     return inner() if isinstance(model, nn.Module) and callable(inner) else model
 
@@ -222,7 +225,7 @@ def _options(
 
 def is_patched(model: nn.Module) -> bool:
     """Whether `patch_causal_lm` has changed a model."""
-    return isinstance(model, PatchedModel)
+    return isinstance(_inner(model), PatchedModel)
 
 
 def unpatch_causal_lm(model: nn.Module) -> None:

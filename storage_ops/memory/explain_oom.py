@@ -104,7 +104,7 @@ def explain_oom(
         device: whose memory; None is the current CUDA device, or the CPU where there is none.
         model, batch, loss, optimizer: as of `storage_ops.fit`. None: the module with most
             parameters that the block called with gradients, what it was called with, and the
-            optimizer that has its parameters.
+            optimizer that has its parameters, if it was made before memory ran out.
 
     Yields:
         A report, empty until memory runs out.
@@ -185,6 +185,7 @@ class Explaining(Tracking):
         if error is self._noted:
             return
         self._noted = error
+        self.look_for_holders()  # what was made in the block, too
         roles = self._roles()
         owners: Counter[str] = Counter()
         for block in self.ledger.live:

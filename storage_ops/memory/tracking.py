@@ -58,14 +58,18 @@ class Tracking(TorchDispatchMode):
         self._device = device
         self._copies = share_copies()
         gc.collect()  # garbage of earlier code is not in memory
-        objects = gc.get_objects()
-        self.roots = outermost([o for o in objects if _is_made(o, nn.Module, "_modules")])
-        self.optimizers = [o for o in objects if _is_made(o, Optimizer, "param_groups")]
+        self.look_for_holders()
         self._groups: dict[int, list[nn.Module | Optimizer]] = {}
         for holder in (*self.roots, *self.optimizers):
             for t in tensors_of(holder):
                 if self.counts(t):
                     self._groups.setdefault(t.untyped_storage()._cdata, []).append(holder)
+
+    def look_for_holders(self) -> None:
+        """Find the models and the optimizers that there are."""
+        objects = gc.get_objects()
+        self.roots = outermost([o for o in objects if _is_made(o, nn.Module, "_modules")])
+        self.optimizers = [o for o in objects if _is_made(o, Optimizer, "param_groups")]
 
     def counts(self, t: Any) -> bool:
         """Whether a value is a tensor whose bytes are on the device."""

@@ -106,3 +106,15 @@ def test_where_the_loss_cannot_be_replaced():
         refuses("one that is not patched yet", model, batch)
         assert model(**batch).logits is None
     assert model(**batch).logits is not None
+
+
+def test_the_error_names_the_loss_that_needs_no_logits():
+    model, batch = llama()
+    with pytest.raises(
+        ValueError, match=r"smallest .*'linear_cross_entropy'\] does without the log"
+    ):
+        storage_ops.fit(model, batch, "24KiB")
+    with pytest.raises(ValueError, match=r"smallest that [^;]*; a number without a unit"):
+        storage_ops.fit(model, batch, "24", actions=["full", "linear_cross_entropy"])
+    with pytest.raises(ValueError, match=r"smallest that [^;]*$"):
+        storage_ops.fit(model, batch["input_ids"], "24KiB")  # there are no labels

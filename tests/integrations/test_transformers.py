@@ -37,6 +37,24 @@ def test_compiled(name, fullgraph, batch):
     assert compiled(batch["input_ids"]).logits.shape == (3, 9, V)
 
 
+def test_a_model_that_is_compiled_already(batch):
+    torch._dynamo.reset()
+    model = make("Llama").train()
+    compiled = torch.compile(model, backend="aot_eager")
+    right = compiled(**batch)
+    gradients = torch.autograd.grad(right.loss, list(model.parameters()))
+    with storage_ops.patch_causal_lm(compiled):
+        ours = compiled(**batch)
+        assert ours.logits is None
+        torch.testing.assert_close(ours.loss, right.loss)
+        again = torch.autograd.grad(ours.loss, list(model.parameters()))
+    torch.testing.assert_close(again, gradients)
+    assert compiled(**batch).logits is not None
+    plan = storage_ops.fit(compiled, dict(batch), "1GiB", actions=["linear_cross_entropy"])
+    assert plan.apply() is compiled
+    plan.undo()
+
+
 @pytest.mark.parametrize("items", [17, torch.tensor(17)], ids=["int", "tensor"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2, soft-cap"])
 def test_num_items_in_batch(name, items, batch):
