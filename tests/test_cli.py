@@ -114,10 +114,15 @@ def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
     assert cli.main([*PLAN, "--plot", str(tmp_path)]) == 2  # a folder
     assert f"--plot is {tmp_path};" in capsys.readouterr().err
     assert not tmp_path.with_name(f"{tmp_path.name}.png").exists()
-    monkeypatch.delitem(sys.modules, "storage_ops.cli.plan_plot", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert cli.main([*PLAN, "--plot", str(tmp_path / "plan.png")]) == 2
-    assert "pip install 'storage_ops[plot]'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    fit = ["fit", "--hf-config", str(tmp_path / "config.json"), "--seq", "8"]
+    for command in (PLAN, fit, ["will-it-fit", *fit[1:]]):
+        assert cli.main([*command, "--plot", str(tmp_path / "plan.png")]) == 2
+        captured = capsys.readouterr()
+        assert (
+            "matplotlib, which is not installed. Run: pip install 'storage_ops[plo" in captured.err
+        )
+        assert captured.out == ""  # nothing was worked out for it
 
 
 def test_plan_without_a_gpu_is_for_an_h200(capsys, monkeypatch):

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     try:
         output.check_folder("--save", args.save)
-        output.check_folder("--plot", args.plot)
+        output.check_plot(args.plot)
         budget = parse_bytes(args.budget, "--budget")
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
@@ -58,10 +58,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
             plan.save(args.save)
         if args.plot is not None:
             _draw(args.plot, search, plan)
-    except ImportError as error:
-        message = f"--plot needs matplotlib: {error}. Run: pip install 'storage_ops[plot]'"
-        output.complain(ImportError(message))
-        return 2
     except (OSError, ValueError) as error:
         output.complain(error)
         return 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say which step of which model."""
     parser.add_argument(
-        "--hf-config", type=Path, required=True, help="config.json of a model of transformers"
+        "--hf-config",
+        type=Path,
+        required=True,
+        help="config.json of a model of transformers, or the folder that it is in",
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
     parser.add_argument("--seq", type=int, required=True, help="tokens in a sequence")
@@ -68,6 +72,11 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _first_sentence(error: Exception) -> str:
+    """What transformers says; not the names of all the types that it knows."""
+    return re.split(r"(?<=\w)[.:] (?=Should|Expected|Must|one of)", str(error))[0][:300]
+
+
 def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """The model on the meta device, in training mode, and token ids that are also the labels.
 
@@ -86,7 +95,8 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
             f"--hf-config needs transformers: {error}. Run: pip install transformers"
         ) from error
     try:
-        read = json.loads(args.hf_config.read_text())
+        path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
+        read = json.loads(path.read_text())
         config: Any = transformers.AutoConfig.for_model(**read)
         # A step of training fills no cache of keys and values.
         config.use_cache = False
@@ -100,8 +110,8 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
         raise ValueError(
-            f"--hf-config is {args.hf_config}, of which no model can be made: {error}; expected "
-            "the config.json of a model of transformers"
+            f"--hf-config is {args.hf_config}, of which no model can be made: "
+            f"{_first_sentence(error)}; expected the config.json of a model of transformers"
         ) from error
     model: nn.Module = made.train()
     ids = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")

@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from storage_ops.pictures import check_drawable
+
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Declare --json."""
@@ -24,6 +26,13 @@ def check_folder(option: str, path: Path | None) -> None:
     """Raise if there is no folder for a file that an option names: before the work, not after."""
     if path is not None and not path.parent.is_dir():
         raise FileNotFoundError(f"{option} is {path}; expected a file in a folder that exists")
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise if the file of --plot cannot be drawn: before the work, too."""
+    check_folder("--plot", path)
+    if path is not None:
+        check_drawable(path)
 
 
 def complain(error: Exception | str) -> None:

@@ -95,6 +95,7 @@ def _device(name: str | None) -> str:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code."""
     try:
+        output.check_plot(args.plot)
         device = _device(args.device)
         if device == "cpu" and storage_ops.import_error is not None:
             raise ImportError(
@@ -120,13 +121,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.print(plans.describe(chosen, p, rates, given), highlight=False, soft_wrap=True)
         console.print(_table(found, rates, budget))
     if args.plot is not None:
-        try:
-            from storage_ops.cli.plan_plot import draw
-        except ImportError as error:
-            output.complain(
-                f"--plot needs matplotlib: {error}. Run: pip install 'storage_ops[plot]'"
-            )
-            return 2
+        from storage_ops.cli.plan_plot import draw
+
         title = (
             f"Linear cross-entropy of {p.tokens} tokens, hidden size {p.hidden}, {p.vocab} classes,"
             f" {plans.dtype_name(args.dtype)}, on {rates.name}"

@@ -40,6 +40,7 @@ from storage_ops.memory.step import (
 from storage_ops.progress import say, showing
 from storage_ops.quantities import parse_bytes, readable
 
+_EXACT = 1e-3  # how far what was computed of layers is from a whole step, where it is exact
 _DOUBT = 0.02  # how far a whole step may be below what was computed of its layers
 _Choice = tuple[int, list[int]]  # the number of a way, and of an action for each call
 _LOOKS = 12  # whole simulations at most, while plans turn out to take more than was computed
@@ -378,9 +379,15 @@ class Search:
             next((i for i, (a, _) in enumerate(costs) if a == Action("full")), 0)
             for costs in own.costs
         ]
+        is_exact = abs(problem.peak(choice) - peak) <= _EXACT * peak
+
+        def highest(other: list[int]) -> int:
+            known = is_exact and (0, *other) not in self._peaks
+            return own.problem.peak(other) if known else self._simulated(0, other)
+
         totals = {
-            "none": (own.problem.peak(nothing), 0.0),
-            "full checkpoint": (own.problem.peak(full), own.problem.seconds(full)),
+            "none": (highest(nothing), 0.0),
+            "full checkpoint": (highest(full), own.problem.seconds(full)),
         }
         return FitPlan(
             self._model, self._loss, self._actions(number, choice), peak,

@@ -57,8 +57,8 @@ class FitPlan(Tabular):
         budget: bytes that were given.
         device: its name.
         rows: layers by action.
-        totals: peak in bytes and seconds added of other plans, "none" and "full checkpoint", as
-            computed from single layers.
+        totals: peak in bytes and seconds added of other plans, "none" and "full checkpoint"; peaks
+            as computed from single layers, or simulated where that is not exact.
         step_seconds: of a step without recomputing, predicted; the optimizer not counted.
 
     Example:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage_ops.memory.measure import Life, Measurement
 from storage_ops.memory.owners import BUFFERS, GRADIENTS, PARAMETERS, STATE, kind_of
+from storage_ops.pictures import check_drawable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,6 +58,7 @@ def save(measurement: Measurement, path: str | os.PathLike[str]) -> None:
     """Write a measurement in the format that the ending of a path names; see `Measurement.plot`."""
     if not measurement.lives:
         raise ValueError("plot: nothing was allocated; expected a measurement of some code")
+    check_drawable(path)
     ending = Path(path).suffix.lower()
     if ending == ".pickle":
         Path(path).write_bytes(pickle.dumps(_snapshot(measurement)))

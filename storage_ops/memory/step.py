@@ -378,11 +378,16 @@ def check_value(value: Any) -> None:
     """Refuse what a loss returned if no backward starts from it.
 
     Raises:
-        ValueError: it is no scalar.
+        ValueError: it is no scalar, or depends on nothing that is trained.
     """
     if not isinstance(value, Tensor) or value.numel() != 1:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(f"loss returned {shown}; expected a scalar tensor")
+    if not value.requires_grad:
+        raise ValueError(
+            "loss returned a tensor that needs no gradient; expected one that depends on a "
+            "parameter with requires_grad"
+        )
 
 
 def _was_there(ledger: Ledger, blocks: set[Block]) -> None:

@@ -226,3 +226,18 @@ def test_another_plan_leaves_the_first_one_applied(tmp_path):
     first.undo()
     second.apply()
     assert simulate_step(model, x).peak_bytes == second.peak_bytes
+
+
+def test_the_peak_without_a_plan_is_simulated_where_layers_do_not_add_up(monkeypatch):
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(3)))
+    x = torch.randn(8, 64, 32)
+    highest = simulate_step(model, x).peak_bytes
+    whole = storage_ops.fit(model, x, 2 * highest)
+    assert whole.peak_bytes == whole.totals["none"][0] == highest
+    monkeypatch.setattr("storage_ops.fitting.fit._EXACT", -1)
+    plan = storage_ops.fit(model, x, int(0.8 * highest))
+    assert plan.peak_bytes < plan.totals["none"][0] == highest
+    storage_ops.apply_activation_checkpoint(
+        model, storage_ops.ActivationCheckpointConfig(["TransformerEncoderLayer"])
+    )
+    assert plan.totals["full checkpoint"][0] == simulate_step(model, x).peak_bytes

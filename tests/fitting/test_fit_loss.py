@@ -118,3 +118,12 @@ def test_the_error_names_the_loss_that_needs_no_logits():
         storage_ops.fit(model, batch, "24", actions=["full", "linear_cross_entropy"])
     with pytest.raises(ValueError, match=r"smallest that [^;]*$"):
         storage_ops.fit(model, batch["input_ids"], "24KiB")  # there are no labels
+
+
+def test_a_loss_that_trains_nothing():
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.randn(2, 4)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    for each, loss in ((model, lambda y: y.sum().detach()), (frozen, torch.sum)):
+        for call in (storage_ops.fit, storage_ops.memory.will_it_fit):
+            with pytest.raises(ValueError, match="needs no gradient; expected one that depends on"):
+                call(each, x, "1GiB", loss)

@@ -1,4 +1,5 @@
 import re
+import sys
 from unittest import mock
 
 import pytest
@@ -115,3 +116,12 @@ def test_timelines_are_drawn():
     assert labels == ["one (peak 4 MiB)", "none (peak 0 MiB)"] and t.nbytes == 4 * MIB
     assert max(axes.lines[0].get_ydata()) == 4
     pyplot.close(figure)
+
+
+@pytest.mark.parametrize("ending, package", [(".png", "matplotlib"), (".html", "plotly")])
+def test_what_draws_a_picture_is_named_where_it_is_missing(monkeypatch, ending, package):
+    with so.memory.measure() as m:
+        torch.empty(64)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"by {package}, .* 'storage_ops\[plot\]'"):
+        m.plot(f"memory{ending}")
