@@ -17,7 +17,7 @@ from storage_ops.integrations import trainer_callback
 from storage_ops.memory import Measurement, measure
 
 VOCAB = 16000
-TOKENS = torch.randint(VOCAB, (8, 128))
+TOKENS = torch.randint(VOCAB, (8, 512))
 
 
 def model() -> transformers.LlamaForCausalLM:
@@ -25,7 +25,7 @@ def model() -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
-        use_cache=False, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128,
+        use_cache=False, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -55,7 +55,7 @@ def main() -> None:
     net = model()
     storage_ops.patch_causal_lm(net)
     batch = {"input_ids": TOKENS[:4], "labels": TOKENS[:4]}
-    plan = storage_ops.fit(net, batch, budget="215MiB", optimizer=torch.optim.AdamW)
+    plan = storage_ops.fit(net, batch, budget="270MiB", optimizer=torch.optim.AdamW)
     print(plan)
     planned, again = train(net, trainer_callback(plan))
 

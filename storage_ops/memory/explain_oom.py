@@ -185,7 +185,7 @@ class Explaining(Tracking):
         if error is self._noted:
             return
         self._noted = error
-        self.look_for_holders()  # what was made in the block, too
+        self._add_late_holders()
         roles = self._roles()
         owners: Counter[str] = Counter()
         for block in self.ledger.live:
@@ -202,6 +202,14 @@ class Explaining(Tracking):
         self.report.by_owner = dict((+owners).most_common())
         self.report.in_use_bytes = total
         self.report.attributed_share = known / total if total else 1.0
+
+    def _add_late_holders(self) -> None:
+        """Find the optimizers and models that were made in the block, too."""
+        roots = self.roots
+        known = {id(module) for root in roots for module in root.modules()}
+        self.look_for_holders()
+        late = (r for r in self.roots if known.isdisjoint(map(id, r.modules())))  # not around one
+        self.roots = [*roots, *late]
 
     def _roles(self) -> dict[Block, str]:
         """The blocks of parameters, gradients, buffers and optimizer state."""

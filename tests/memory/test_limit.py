@@ -258,3 +258,30 @@ def test_what_is_not_made_yet_is_in_nobodys_way():
     with limit("1 MiB"), explain_oom():
         torch.ones(4) + 1
     assert len(kept) == 3
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_an_optimizer_that_is_made_in_the_block(with_optimizer):
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 2, 256) for _ in range(3)))
+    x = torch.randn(16, 32, 64)
+    peak = simulate_step(model, x, optimizer=torch.optim.AdamW).peak_bytes
+
+    def train():
+        optimizer = torch.optim.AdamW(model.parameters()) if with_optimizer else None
+        for _ in range(2):
+            model(x).sum().backward()
+            if optimizer is not None:
+                optimizer.step()
+                model.zero_grad()
+
+    most = int(0.97 * peak) if with_optimizer else int(0.6 * peak)
+    with pytest.raises(torch.OutOfMemoryError), limit(most), explain_oom() as report:
+        train()
+    state = sum(n for owner, n in report.by_owner.items() if owner.startswith("optimizer state"))
+    assert "0.linear1" in " ".join(report.by_owner)  # names are those of the model
+    if with_optimizer:
+        weights = sum(p.nbytes for p in model.parameters())
+        assert abs(state - 2 * weights) <= 8 * sum(1 for _ in model.parameters())
+        assert "and AdamW" in report.advice and report.plan.peak_bytes <= most
+    else:
+        assert state == 0 and "no optimizer (none was found" in str(report)
