@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+_NESTING = (list, tuple, dict)
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a value, in order."""
@@ -31,9 +33,6 @@ def _add_tensors(value: Any, found: list[Tensor]) -> None:
             found.append(part)
         elif isinstance(part, _NESTING):
             _add_tensors(part, found)
-
-
-_NESTING = (list, tuple, dict)
 
 
 def with_tensors(change: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:

@@ -18,6 +18,10 @@ def without_cache(
     the keys and values of every layer in it until their output is dropped.
     `gradient_checkpointing_enable()` of transformers leaves it out as well. A cache that holds
     something belongs to the computation and stays. Arguments without one are the same objects.
+
+    Args:
+        module, args, kwargs: the layer and its call.
+        always: in eval mode, too.
     """
     given = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not (given and (module.training or always)):

@@ -215,7 +215,7 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
             raise TypeError(
                 f"save_calls: calls has {call!r}; expected pairs such as ('aten::mm', 0)"
             )
-        kept.add((call[0], call[1]))
+        kept.add((_call_name(call[0]), call[1]))
     return _SaveCalls(frozenset(kept))
 
 
