@@ -63,7 +63,7 @@ def overlay(python: Path, wheel: Path, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--target", str(folder / "site"), str(wheel)], check=True)
     ignored = shutil.ignore_patterns("__pycache__", *map(os.path.basename, OF_THE_TREE))
-    for name in ("tests", "benchmarks", "examples"):  # whose blocks tests measure, and which they run
+    for name in ("tests", "benchmarks", "examples"):  # tests measure blocks, and run examples
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder / "site"
