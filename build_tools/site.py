@@ -28,7 +28,7 @@ REFERENCE = {
     "storage_ops.graph.regions": "Regions of traced steps",
     "storage_ops.integrations": "Integrations",
 }
-NAMED = re.compile(r"\]\((?:\.\./)*(storage_ops/[\w/]+)\.py#(\w+)\)")  # a public name, in its file
+CODE = re.compile(r"\]\((?:\.\./)*(storage_ops/[\w/]+)\.py\)")  # a file with public names
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 
 
@@ -37,7 +37,7 @@ def on_files(files, config):
     docs = Path(config.docs_dir).relative_to(ROOT)
     written = {name: (ROOT / name).read_text() for name in PAGES}
     documents = files.documentation_pages()
-    pages = {f"{docs}/{f.src_uri}": NAMED.sub("", f.content_string) for f in documents}
+    pages = {f"{docs}/{f.src_uri}": CODE.sub("", f.content_string) for f in documents}
     texts = {**written, **pages}
     linked = {_target(page, link) for page, text in texts.items() for link in LINK.findall(text)}
     for report in [path for path in linked if path.startswith("benchmarks/")]:  # and its pictures
@@ -58,7 +58,7 @@ def on_page_markdown(markdown, page, config, files: Files):
     docs = Path(config.docs_dir).relative_to(ROOT)
     if page.file.generated_by:
         return markdown
-    markdown = NAMED.sub(_in_reference, markdown)
+    markdown = CODE.sub(_in_reference, markdown)
     up = "../" * page.file.src_uri.count("/")
     name = f"{docs}/{page.file.src_uri}"
 
@@ -97,8 +97,10 @@ def _public(package):
 
 
 def _in_reference(match):
-    """A link to a name in a file, as one to its part of the reference."""
-    return f"](reference.md#{match[1].replace('/', '.')}.{match[2]})"
+    """A link to a file, as one to the reference of its last public name: functions come last."""
+    module = match[1].replace("/", ".")
+    names = [n for package in REFERENCE for n, source in _public(package) if source == module]
+    return f"](reference.md#{module}.{names[-1]})"
 
 
 def _target(page, link):

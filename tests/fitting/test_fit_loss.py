@@ -113,11 +113,11 @@ def test_the_error_names_the_loss_that_needs_no_logits():
     with pytest.raises(
         ValueError, match=r"smallest .*'linear_cross_entropy'\] does without the log"
     ):
-        storage_ops.fit(model, batch, "24KiB")
+        storage_ops.fit(model, batch, "24KiB", actions=["full"])
     with pytest.raises(ValueError, match=r"smallest that [^;]*; a number without a unit"):
         storage_ops.fit(model, batch, "24", actions=["full", "linear_cross_entropy"])
     with pytest.raises(ValueError, match=r"smallest that [^;]*$"):
-        storage_ops.fit(model, batch["input_ids"], "24KiB")  # there are no labels
+        storage_ops.fit(model, batch["input_ids"], "24KiB", actions=["full"])  # there are no labels
 
 
 def test_a_loss_that_trains_nothing():
