@@ -16,23 +16,17 @@ _NESTING = (list, tuple, dict)
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a value, in order."""
-    if isinstance(value, Tensor):
-        return [value]
     found: list[Tensor] = []
-    _add_tensors(value, found)
+    _add_tensors((value,), found)
     return found
 
 
-def _add_tensors(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return
-    for part in value:
-        if isinstance(part, Tensor):
-            found.append(part)
-        elif isinstance(part, _NESTING):
-            _add_tensors(part, found)
+def _add_tensors(values: Any, found: list[Tensor]) -> None:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, _NESTING):
+            _add_tensors(value, found)
 
 
 def with_tensors(change: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:

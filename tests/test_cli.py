@@ -123,6 +123,10 @@ def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
             "matplotlib, which is not installed. Run: pip install 'storage_ops[plo" in captured.err
         )
         assert captured.out == ""  # nothing was worked out for it
+    for command in (PLAN, fit):  # which draw images alone, whatever the ending
+        for ending in (".html", ".pickle"):
+            assert cli.main([*command, "--plot", str(tmp_path / f"plan{ending}")]) == 2
+            assert "drawn by matplotlib, which is not" in capsys.readouterr().err
 
 
 def test_plan_without_a_gpu_is_for_an_h200(capsys, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,11 +71,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _first_sentence(error: Exception) -> str:
-    """What transformers says; not the names of all the types that it knows."""
-    return re.split(r"(?<=\w)[.:] (?=Should|Expected|Must|one of)", str(error))[0][:300]
-
-
 def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """The model on the meta device, in training mode, and token ids that are also the labels.
 
@@ -109,9 +103,10 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     except (
         AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
+        why = str(error).partition(". Should contain one of ")[0]  # and the names of all types
         raise ValueError(
-            f"--hf-config is {args.hf_config}, of which no model can be made: "
-            f"{_first_sentence(error)}; expected the config.json of a model of transformers"
+            f"--hf-config is {args.hf_config}, of which no model can be made: {why}; expected the "
+            "config.json of a model of transformers"
         ) from error
     model: nn.Module = made.train()
     ids = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")

@@ -28,11 +28,11 @@ def check_folder(option: str, path: Path | None) -> None:
         raise FileNotFoundError(f"{option} is {path}; expected a file in a folder that exists")
 
 
-def check_plot(path: Path | None) -> None:
+def check_plot(path: Path | None, images_only: bool = True) -> None:
     """Raise if the file of --plot cannot be drawn: before the work, too."""
     check_folder("--plot", path)
     if path is not None:
-        check_drawable(path)
+        check_drawable(path, images_only)
 
 
 def complain(error: Exception | str) -> None:

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from storage_ops.memory import will_it_fit
 
     try:
-        output.check_plot(args.plot)
+        output.check_plot(args.plot, images_only=False)
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
         report = will_it_fit(

@@ -38,8 +38,10 @@ def costs_of(
     keep = Action("keep")
     costs = {keep: probe.cost(keep)}
     hides = int(rates.link * costs[keep].forward_seconds)
-    kept = costs[keep].kept
-    for action in _candidates(call.unit.module, probe, allowed, kept, hides, rates.fuses):
+    if rates.fuses and "selective" in allowed:
+        # Compiled code forms norms and activations where they are read, if it keeps the products.
+        allowed = [name for name in allowed if name != "output_discard"]
+    for action in _candidates(call.unit.module, probe, allowed, costs[keep].kept, hides):
         try:
             costs[action] = probe.cost(action)
         except _REFUSALS:
@@ -48,16 +50,9 @@ def costs_of(
 
 
 def _candidates(
-    layer: nn.Module, probe: Probe, allowed: Sequence[str], most: int, hides: int, fuses: bool
+    layer: nn.Module, probe: Probe, allowed: Sequence[str], most: int, hides: int
 ) -> list[Action]:
-    """Actions to look at.
-
-    Args:
-        layer, probe, allowed: the layer, what runs it, and names of actions.
-        most: bytes that it keeps without any.
-        hides: bytes that can be copied each way while the layer runs.
-        fuses: whether it is compiled.
-    """
+    """Actions to look at; `hides`: bytes that can be copied each way while the layer runs."""
     found: list[Action] = []
     if "full" in allowed:
         found.append(Action("full"))
@@ -75,8 +70,7 @@ def _candidates(
                 away = _that_fit(chosen, hides)
                 if away and ("selective" in allowed or len(away) == len(chosen)):
                     found.append(_selective(chosen, away))
-    # Compiled code forms norms and activations where they are read, if it keeps the products.
-    if "output_discard" in allowed and not (fuses and "selective" in allowed):
+    if "output_discard" in allowed:
         found += _discards(layer)
     if LOSS in allowed and probe.logits and heads_in(layer):
         found += loss_actions(probe.logits)

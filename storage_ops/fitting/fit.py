@@ -197,19 +197,20 @@ class Search:
         self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of ways and choices
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
         made, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)
-        largest = max(batches, key=_numbers_in)
+        self._largest = largest = max(batches, key=_numbers_in)
+        self._replaces = LOSS in allowed
         units = units_of(model, loss)
         has_heads = any(heads_in(unit.module) for unit in units)
-        if LOSS in allowed and heads_in(model) and not has_heads:
+        if self._replaces and heads_in(model) and not has_heads:
             raise ValueError(
                 f"actions has {LOSS!r}, and the LinearCrossEntropyLoss in the model stands in "
                 "several places or had its forward replaced; expected one with a place of its own"
             )
         # The layer whose action is that of the loss.
         self._of_loss = compiled_loss(loss) or Unit("", uncompiled(model), "")
-        replaced = LOSS in allowed and not has_heads
+        replaced = self._replaces and not has_heads
         is_compiled = isinstance(self._of_loss.module, CompiledLoss)
-        self._replaces, losses = LOSS in allowed, list[Action]()
+        losses: list[Action] = []
         if replaced and not is_compiled:
             losses = loss_actions(logits_to_spare(model, largest, loss))
 
@@ -295,7 +296,7 @@ class Search:
         if self._replaces:
             return ""
         try:
-            logits = logits_to_spare(self._model, max(self._batches, key=_numbers_in), self._loss)
+            logits = logits_to_spare(self._model, self._largest, self._loss)
         except ValueError:
             return ""
         names = ", ".join(map(repr, (*EXACT[1:], LOSS)))

@@ -93,9 +93,8 @@ class FitPlan(Tabular):
         if self._is_applied:
             raise RuntimeError("fit: the plan is applied already; expected undo() in between")
         check_plain(self._model, self._loss)
-        if any(action.patches(unit.module) for unit, action in self._actions) and (
-            patching().is_patched(uncompiled(self._model))
-        ):
+        patches = any(action.patches(unit.module) for unit, action in self._actions)
+        if patches and patching().is_patched(self._model):
             raise RuntimeError(
                 "fit: the plan patches the model, which is patched already; expected "
                 "unpatch_causal_lm(model) before apply()"
@@ -188,7 +187,7 @@ class FitPlan(Tabular):
         return table
 
 
-def check_plain(model: nn.Module, loss: Any = None) -> None:
+def check_plain(model: nn.Module, loss: Any) -> None:
     """Refuse a model with checkpoints, or with another plan."""
     compiled = compiled_loss(loss)
     if compiled is not None and compiled.module.is_budgeted:
@@ -297,7 +296,8 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
     if differs:
         check_plain(model, loss)
     if differs or any(name not in units for name, _, _ in saved):
-        hint = "" if model.training else " (model.train() first, where it is in eval mode)"
+        is_mode = "train or eval" in differs and not model.training
+        hint = " (model.train() first, where it is in eval mode)" if is_mode else ""
         raise ValueError(
             f"load_fit: {path} is a plan of another model, a {name_of_model}; model is a "
             f"{own_name}, which differs in: {differs or 'layers'}; expected one like the one that "

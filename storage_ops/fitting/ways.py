@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from storage_ops.checkpoint.config_policy import uncompiled
 from storage_ops.fitting.actions import LOSS, Action, patching
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import StepRecording
@@ -84,7 +83,6 @@ def logits_to_spare(model: nn.Module, batch: Any, loss: Any) -> int:
     )
     if loss is not None:
         raise ValueError(f"{why}; expected loss=None")
-    model = uncompiled(model)
     if patching().is_patched(model):
         raise ValueError(f"{why}; expected one that is not patched yet")
     labels = batch.get("labels") if isinstance(batch, Mapping) else None

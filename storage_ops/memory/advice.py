@@ -127,11 +127,10 @@ def advise(step: KnownStep, budget: int | None) -> tuple[FitPlan | None, str]:
     except Exception as error:
         return None, f"what fit would do: {error}"
     loss = "" if step.loss else ", with the loss that the model returns or the sum of its output"
-    optimizer = type(step.optimizer).__name__
-    if step.optimizer is None:
-        optimizer = "no optimizer (none was found; explain_oom(optimizer=...) counts its state)"
-    if isinstance(step.optimizer, type):
-        optimizer = step.optimizer.__name__
+    optimizer = "no optimizer (none was found; explain_oom(optimizer=...) counts its state)"
+    if step.optimizer is not None:
+        given = step.optimizer
+        optimizer = (given if isinstance(given, type) else type(given)).__name__
     there = ", where gradients of earlier batches are there" if step.accumulate else ""
     return plan, f"what fit would do for {readable(budget)} and {optimizer}{loss}{there}:"
 

@@ -114,3 +114,12 @@ def test_it_cannot_fit(command, tmp_path, capsys):
 def test_complaints(command, options, complaint, capsys):
     assert cli.main([*command, *options]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_folder_with_a_config(command, tmp_path, capsys):
+    command[command.index("--hf-config") + 1] = str(tmp_path)
+    assert cli.main([*command, "--budget", "1GiB"]) == 0
+    (tmp_path / "config.json").write_text('{"model_type": "llamma"}')
+    assert cli.main(command) == 2
+    complaint = " ".join(capsys.readouterr().err.split())
+    assert "Unrecognized model identifier: llamma; expected the config.json of a" in complaint

@@ -127,3 +127,18 @@ def test_a_loss_that_trains_nothing():
         for call in (storage_ops.fit, storage_ops.memory.will_it_fit):
             with pytest.raises(ValueError, match="needs no gradient; expected one that depends on"):
                 call(each, x, "1GiB", loss)
+
+
+def test_a_plan_leaves_a_patch_alone_that_is_there(searched):
+    _, batch, search = searched
+    least = min(way.problem.peak(way.problem.smallest()) for way in search._ways[1:])
+    plan = search.plan(int(least * 1.05))
+    model = plan.apply()
+    plan.undo()
+    with storage_ops.patch_causal_lm(model):
+        with pytest.raises(RuntimeError, match="patched already; expected unpatch_causal_lm"):
+            plan.apply()
+        assert model(**batch).logits is None
+    plan.apply()
+    assert model(**batch).logits is None
+    plan.undo()

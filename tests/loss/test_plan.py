@@ -230,7 +230,7 @@ def test_sizes_of_memory_as_text(text, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "MiB", "-3", "nan", "inf", "1e999", "4..5", "1QiB", "5iB", -1]
+    "text", ["", "MiB", "-3", "nan", "inf", "1e999", "4..5", "1QiB", "5iB", -1, 0.8, "0.5", "0.5B"]
 )
 def test_what_is_no_size_of_memory(text):
     with pytest.raises(ValueError, match=r"x is .*; expected a number of bytes"):
