@@ -25,6 +25,7 @@ from storage_ops.autochunk.values import (
     tangents_of,
     values_of,
 )
+from storage_ops.memory.lifetimes import Moment, levels_during
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
 _REDUCTIONS = ("sum", "reduce")
@@ -55,53 +56,55 @@ def peak(graph: fx.Graph) -> int:
     backward = reached(tangents_of(graph))
     alive = leading_to(ends(graph))
     nodes = sorted((n for n in graph.nodes if n in alive), key=lambda n: n in backward)
-    stored, heavy = set[fx.Node](), set[fx.Node]()
+    reads, stored = _reads(nodes, backward)
+    reduced = {
+        (each, node in backward)
+        for node in nodes
+        if fusion_kind(node) in _REDUCTIONS
+        for each in reads[node]
+    }
+    moments = []
     for node in nodes:
-        if fusion_kind(node) in (*_FUSED, *_VIEWS) and (
+        if node in stored:
+            fused = fusion_kind(node) in _FUSED
+            moments.append(Moment(
+                node.name, {n: nbytes(n) for n in _results(node)}, reads[node], held_inside(node),
+                [n for n in reads[node] if fused and (n, node in backward) not in reduced],
+            ))  # fmt: skip
+        elif node.op == "output":
+            moments.append(Moment(node.name, reads=reads[node]))
+    return max(levels_during(moments), default=0)
+
+
+def _reads(
+    nodes: list[fx.Node], backward: Container[fx.Node]
+) -> tuple[dict[fx.Node, set[fx.Node]], set[fx.Node]]:
+    """What each node reads that is in memory, through what is fused into it, and what is stored."""
+    reads, stored = dict[fx.Node, set[fx.Node]](), set[fx.Node]()
+    heavy, there = set[fx.Node](), set[fx.Node]()  # there: results of what is stored
+    for node in nodes:
+        kind = fusion_kind(node)
+        if kind in (*_FUSED, *_VIEWS) and (
             short_name(node) in _HEAVY or not heavy.isdisjoint(node.all_input_nodes)
         ):
             heavy.add(node)
-        base = owner(node)
-        there = base is not node and (base.op == "placeholder" or base in stored)
-        part = there and fusion_kind(node) in ("along", "select")  # a view of what is there
-        if not part and _is_stored(node, backward, heavy):
-            stored.add(node)
-            heavy.discard(node)
-    results = {n: _items(n) or [n] for n in stored}  # several have a life each
-    owned = {r for each in results.values() for r in each}
-    sources: dict[fx.Node, set[fx.Node]] = {}
-    last: dict[fx.Node, int] = {}
-    reduced: set[tuple[fx.Node, bool]] = set()
-    for place, node in enumerate(nodes):
-        last |= dict.fromkeys(results.get(node, ()), place)
         read: set[fx.Node] = set()
         for arg in node.all_input_nodes:
-            read |= {arg} if arg in owned else sources.get(arg, set())
-        sources[node] = read
-        if node in stored or node.op == "output":
-            for each in read:
-                last[each] = place
-        if fusion_kind(node) in _REDUCTIONS:
-            reduced.update((each, node in backward) for each in read)
-    level = highest = 0
-    dying: dict[int, list[fx.Node]] = {}
-    for node, place in last.items():
-        dying.setdefault(place, []).append(node)
-    for place, node in enumerate(nodes):
-        if node in stored:
-            level += sum(map(nbytes, results[node]))
-            gone_sizes = [nbytes(n) for n in dying.get(place, ())
-                          if n is not node and (n, node in backward) not in reduced]  # fmt: skip
-            over = fusion_kind(node) in _FUSED and nbytes(node) in gone_sizes
-            highest = max(highest, level - over * nbytes(node) + held_inside(node))
-        for gone in dying.get(place, ()):
-            level -= nbytes(gone) if node.op != "output" else 0
-    return highest
+            read |= {arg} if arg in there else reads[arg]
+        reads[node] = read
+        base = owner(node)
+        exists = base is not node and (base.op == "placeholder" or base in stored)
+        part = exists and kind in ("along", "select")  # a view of what is there
+        if not part and _is_stored(node, backward, heavy):
+            stored.add(node)
+            there.update(_results(node))
+            heavy.discard(node)
+    return reads, stored
 
 
-def _items(node: fx.Node) -> list[fx.Node]:
-    """The results of a node that has several, where they are taken."""
-    return [u for u in node.users if name_of(u) == "getitem"]
+def _results(node: fx.Node) -> list[fx.Node]:
+    """A node itself, or its results where there are several: each has a life of its own."""
+    return [u for u in node.users if name_of(u) == "getitem"] or [node]
 
 
 def _is_stored(node: fx.Node, backward: Container[fx.Node], heavy: Container[fx.Node]) -> bool:

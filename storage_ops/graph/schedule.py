@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from storage_ops.graph.nodes import storages
-from storage_ops.memory.estimate_ledger import Block, Ledger
+from storage_ops.memory.lifetimes import Moment, levels_during
 
 
 @dataclass(frozen=True)
@@ -53,31 +52,14 @@ def schedule(gm: fx.GraphModule) -> Schedule:
             "schedule: no node of the graph has a 'val' in its meta; expected a graph of "
             "trace_step or make_fx"
         )
-    made = {node: _blocks(node) for node in nodes}
+    made = {node: dict(storages(node.meta.get("val"))) for node in nodes}
     given = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in made[node]}
-    last: dict[int, int] = {}
-    for at, node in enumerate(nodes):
-        for read in (node, *node.all_input_nodes):
-            last.update(dict.fromkeys(made[read], at))
-    ending: list[list[int]] = [[] for _ in nodes]
-    for key, at in last.items():
-        ending[at].append(key)
-    ledger, blocks, moments = Ledger(round_up=int), dict[int, Block](), dict[str, int]()
-    for node, keys in zip(nodes, ending, strict=True):
-        for key, block in made[node].items():
-            if key not in given and key not in blocks:
-                blocks[key] = ledger.take(block)
-        moments[node.name] = ledger.mark()
-        for key in keys:
-            if key in blocks:
-                ledger.give_back(blocks[key])
-    levels = ledger.levels()
-    timeline = {name: levels[moment] for name, moment in moments.items()}
+    levels = levels_during([_moment(node, made, given) for node in nodes])
+    timeline = dict(zip((node.name for node in nodes), levels, strict=True))
     peak = max(timeline, key=lambda name: timeline[name], default="")
     return Schedule(timeline.get(peak, 0), peak, timeline)
 
 
-def _blocks(node: fx.Node) -> dict[int, Block]:
-    """A block for each storage of a node's value."""
-    found = storages(node.meta.get("val"))
-    return {key: Block(nbytes, (nbytes,), torch.uint8, node.name) for key, nbytes in found}
+def _moment(node: fx.Node, made: dict[fx.Node, dict[int, int]], given: set[int]) -> Moment:
+    makes = {key: nbytes for key, nbytes in made[node].items() if key not in given}
+    return Moment(node.name, makes, [key for read in node.all_input_nodes for key in made[read]])

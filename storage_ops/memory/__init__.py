@@ -12,7 +12,9 @@ One rank of several is simulated alone (`estimate_ranks.py`, `estimate_fsdp.py`,
 Sizes that depend on values are exact where the values are *known* (`estimate_values.py`); of the
 others the caller *assumes* something (`estimate_assume.py`), and `estimate_sizes.py` turns that
 into sizes. What kernels of a CPU take besides is in `estimate_cpu.py`; a loss that the
-package compiles is simulated as what runs (`estimate_compiled.py`).
+package compiles is simulated as what runs (`estimate_compiled.py`). A graph whose nodes are known
+before it runs is booked node by node (`lifetimes.py`), traced steps and chunked losses among them,
+so that every predicted peak is a level of a ledger.
 
 `step.py` simulates a whole training step of a model; `estimate_calls.py` tells it whose call an op
 belongs to. Alike calls of modules (`alike.py`) are run once: `recording.py` writes down what the

@@ -1,0 +1,66 @@
+"""Memory of a graph, whose nodes and values are known before it runs, in the same books as a run's.
+
+A graph of ops has a block for each storage (`graph/schedule.py`). Of a graph that Inductor fuses
+only some values have memory (`autochunk/predict.py` knows which).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from storage_ops.memory.estimate_ledger import Block, Ledger
+
+
+@dataclass
+class Moment:
+    """What one node does to memory.
+
+    Attributes:
+        name: of the node.
+        makes: bytes of each block that is there from now on.
+        reads: blocks that must still be there; one that nothing reads later ends after this.
+        scratch: bytes that the node holds while it runs.
+        overwrites: blocks among which one may become what it makes, if that one ends here and has
+            the size of all that is made.
+    """
+
+    name: str
+    makes: Mapping[Any, int] = field(default_factory=dict)
+    reads: Collection[Any] = ()
+    scratch: int = 0
+    overwrites: Collection[Any] = ()
+
+
+def levels_during(moments: Sequence[Moment]) -> list[int]:
+    """Bytes in memory while each node runs, besides what none of them makes."""
+    last: dict[Any, int] = {}
+    for at, moment in enumerate(moments):
+        last.update(dict.fromkeys((*moment.makes, *moment.reads), at))
+    ending: list[list[Any]] = [[] for _ in moments]
+    for key, at in last.items():
+        ending[at].append(key)
+    ledger, blocks, marks = Ledger(round_up=int), dict[Any, Block](), []
+    for moment, keys in zip(moments, ending, strict=True):
+        made = {k: _block(n, moment) for k, n in moment.makes.items() if k not in blocks}
+        size = sum(block.nbytes for block in made.values())
+        ends = (k for k in keys if k in moment.overwrites and k in blocks)
+        over = next((k for k in ends if blocks[k].nbytes == size), None) if made else None
+        if over is not None:
+            ledger.give_back(blocks.pop(over))
+        blocks |= {key: ledger.take(block) for key, block in made.items()}
+        inside = ledger.take(_block(moment.scratch, moment))
+        marks.append(ledger.mark())
+        ledger.give_back(inside)
+        for key in keys:
+            if key in blocks:
+                ledger.give_back(blocks[key])
+    levels = ledger.levels()
+    return [levels[mark] for mark in marks]
+
+
+def _block(nbytes: int, moment: Moment) -> Block:
+    return Block(nbytes, (nbytes,), torch.uint8, moment.name)
