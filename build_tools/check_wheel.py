@@ -20,6 +20,7 @@ from build_tools.old_glibc import POLICY, allowed
 from build_tools.toolchain import MACHINE
 
 MOST_BYTES = 20_000_000
+MODULE = re.compile(rf"storage_ops/_build_info\.cpython-3(\d+t?)-{MACHINE}-linux-gnu\.so")
 TORCH_SYMBOL = re.compile(r"(aoti_torch|torch)_\w+")
 # Functions of torch's C ABI that its libraries have at the oldest torch they are for.
 ABI = Path(__file__).parent / "torch_abi"
@@ -75,13 +76,17 @@ def wrong_contents(
         yield f"has {size} bytes; expected at most {MOST_BYTES}"
     if POLICY not in wheel.name:
         yield f"has no {POLICY} tag"
+    if "-py3-none-" not in wheel.name:
+        yield "is not for every CPython"
     libraries = ["cpu", "alias"] + [f"cu{v.partition('.')[0]}" for v in info["cuda"].split()]
     libraries += [f"binding_{minor.replace('.', '_')}" for minor in info["bindings"].split()]
     expected = {f"storage_ops/lib/libstorage_ops_{name}.so" for name in libraries}
     expected |= {"storage_ops/py.typed", "storage_ops/lib/build_info.json"}
-    tag = re.search(r"-cp(\d+t?)-[^-]+$", wheel.name)[1]  # 314t: free-threaded
-    expected.add(f"storage_ops/_build_info.cpython-{tag}-{MACHINE}-linux-gnu.so")
     present = {n for n in names if n.endswith(".so")} | (expected & set(names))
+    modules = {n for n in present if MODULE.fullmatch(n)}
+    if not modules:
+        yield "has no module of any CPython"
+    expected |= modules
     yield from (f"lacks {name}" for name in sorted(expected - present))
     yield from (f"has {name}, which belongs to no build" for name in sorted(present - expected))
     if not any(name.endswith(sbom.NAME) for name in names):
@@ -107,7 +112,10 @@ def report(wheel: Path) -> bool:
     """Print what is wrong with a wheel; whether it is good."""
     problems = check(wheel)
     size = f"{wheel.stat().st_size / 1e6:.1f} MB"
-    print(f"{wheel.name}: {size}", *(problems or ["good"]), sep="\n  ")
+    with zipfile.ZipFile(wheel) as archive:
+        found = [f"3.{m[1]}" for name in archive.namelist() if (m := MODULE.fullmatch(name))]
+    modules = f"modules of CPython {', '.join(sorted(found, key=len))}"
+    print(f"{wheel.name}: {size}, {modules}", *(problems or ["good"]), sep="\n  ")
     return not problems
 
 

@@ -7,31 +7,21 @@ headers of pybind11 and torch, the CUDA runtime, which is linked statically, and
 import hashlib
 import importlib.metadata
 import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 NAME = "sboms/storage_ops.cdx.json"
 Facts = dict[str, str]
 
 
-def add(wheel: Path) -> None:
-    """Write the file into a wheel, in place."""
-    with tempfile.TemporaryDirectory() as folder:
-        tool = [sys.executable, "-m", "wheel"]
-        subprocess.run([*tool, "unpack", "--dest", folder, wheel], check=True, capture_output=True)
-        (tree,) = Path(folder).iterdir()
-        (info,) = tree.glob("*.dist-info")
-        (info / "sboms").mkdir()
-        text = json.dumps(contents(tree), indent=1)
-        (info / NAME).write_text(f"{text}\n")
-        pack = [*tool, "pack", "--dest-dir", wheel.parent, tree]
-        subprocess.run(pack, check=True, capture_output=True)
+def add(tree: Path) -> None:
+    """Write the file into a wheel that lies unpacked in a folder."""
+    (info,) = tree.glob("*.dist-info")
+    (info / "sboms").mkdir()
+    (info / NAME).write_text(f"{json.dumps(contents(tree), indent=1)}\n")
 
 
 def contents(tree: Path) -> dict[str, object]:
-    """The bill of materials of a package that lies unpacked in a folder."""
+    """The bill of materials of such a wheel."""
     facts: Facts = json.loads((tree / "storage_ops/lib/build_info.json").read_text())
     libraries = sorted((tree / "storage_ops").rglob("*.so"))
     return {

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from build_tools.toolchain import ROOT
+from build_tools.toolchain import MACHINE, ROOT
 
 TESTS = ["tests", "-m", "not cuda", "-p", "no:cacheprovider"]
 OPS = [
@@ -121,12 +121,10 @@ def test(python: Path, wheel: Path, options: argparse.Namespace) -> bool:
     return good
 
 
-def wheel_for(python: Path) -> Path:
-    """The wheel in dist/ for an interpreter."""
-    say = "import sys; print('cp%d%d-cp%d%d' % (sys.version_info[:2] * 2) + sys.abiflags)"
-    tag = subprocess.check_output([str(python), "-c", say], text=True).strip()
-    found = sorted((ROOT / "dist").glob(f"*-{tag}-*.whl"))
-    return found[-1] if found else sys.exit(f"dist/ holds no wheel for {tag}: run `make wheel`")
+def built() -> Path:
+    """The wheel in dist/."""
+    found = sorted((ROOT / "dist").glob(f"*_{MACHINE}.whl"))
+    return found[-1] if found else sys.exit("dist/ holds no wheel: run `make wheel`")
 
 
 def minors() -> list[str]:
@@ -147,9 +145,9 @@ def main(arguments: list[str]) -> bool:
     parser.add_argument("--only-fallbacks", action="store_true")
     options = parser.parse_args(own)
     options.pytest = rest
-    results = [test(p, wheel_for(p), options) for p in map(Path, options.python)]
+    wheel = built()
+    results = [test(python, wheel, options) for python in map(Path, options.python)]
     for torch in options.torch or ([] if options.python else minors()):
-        wheel = wheel_for(Path(sys.executable))
         (ROOT / "build").mkdir(exist_ok=True)  # gigabytes: not where temporary files go
         with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
             results.append(test(environment(torch, wheel, Path(folder)), wheel, options))

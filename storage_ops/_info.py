@@ -28,6 +28,7 @@ def info(status: _library.Status) -> dict[str, Any]:
     own += ["bf16"] if packed.rounds(torch.bfloat16) else []
     gpu = torch.cuda.is_available()
     build = _library.build_info()
+    unit = build.get("cpu_capability", "")  # "": a CPython for which the package has no module
     facts: dict[str, Any] = {
         "storage_ops": _library.version() + ("" if build else ", pure Python"),
         "torch": torch.__version__,
@@ -39,7 +40,7 @@ def info(status: _library.Status) -> dict[str, Any]:
         "storage_path": status.storage_path,
         "zero_copy": probe.data_ptr() == address,
         "guard": guard,
-        "row_kernel": f"C++, {build.get('cpu_capability', 'generic')}" if on_cpu else "plain torch",
+        "row_kernel": f"C++{unit and f', {unit}'}" if on_cpu else "plain torch",
         "cpu_products": f"C++ for {', '.join(own)}" if own else "those of torch",
         "row_kernel_cuda": toolkit(build, torch.version.cuda) if on_cuda else "plain torch",
         "loaded": list(status.loaded),

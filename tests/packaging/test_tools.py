@@ -9,7 +9,8 @@ import zipfile
 
 import pytest
 
-from build_tools import check_wheel, ninja_file, release_notes, sbom, test_wheel, toolchain
+from build_tools import check_wheel, ninja_file, release_notes, sbom, test_wheel, toolchain, wheel
+from build_tools.toolchain import MACHINE
 
 PROJECT = (toolchain.ROOT / "pyproject.toml").read_text()
 
@@ -94,41 +95,34 @@ def test_the_matrix_names_the_oldest_and_the_newest_binding():
 
 def test_a_bad_wheel_is_reported(tmp_path):
     pytest.importorskip("auditwheel")
-    wheel = tmp_path / "storage_ops-1.0+cu13-cp311-cp311-linux_x86_64.whl"
+    path = tmp_path / "storage_ops-1.0+cu13-cp311-cp311-linux_x86_64.whl"
     metadata = "Metadata-Version: 2.4\nName: storage_ops\nVersion: 1.0+cu13\n"
-    with zipfile.ZipFile(wheel, "w") as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(
             "storage_ops-1.0.dist-info/METADATA", metadata + "Requires-Dist: torch==2.13"
         )
         archive.writestr("storage_ops/lib/build_info.json", '{"cuda": "13.0", "bindings": "2.10"}')
         archive.writestr("tests/test_x.py", "")
-    found = "\n".join(check_wheel.check(wheel))
+    found = "\n".join(check_wheel.check(path))
     for complaint in ("local tag", "requires ['torch==2.13']", "no manylinux_2_28 tag",
                       "libstorage_ops_cu13.so", "binding_2_10", "has tests/test_x.py",
-                      "lacks sboms/"):  # fmt: skip
+                      "lacks sboms/", "has no module of any", "not for every CPython"):  # fmt: skip
         assert complaint in found
 
 
-@pytest.mark.parametrize("tag", ["cp314-cp314", "cp314-cp314t"])
-def test_a_wheel_has_the_module_of_its_cpython(tmp_path, tag):
-    wheel = tmp_path / f"storage_ops-1.0-{tag}-manylinux_2_28_x86_64.whl"
-    wheel.touch()
-    info = {"cuda": "", "bindings": ""}
-    found = "\n".join(check_wheel.wrong_contents(wheel, [], "Version: 1.0\n", info))
-    assert f"lacks storage_ops/_build_info.cpython-{tag.split('cp')[-1]}-" in found
-
-
-def test_a_wheel_lists_what_is_in_it(tmp_path):
-    pytest.importorskip("wheel")
-    path = tmp_path / "storage_ops-1.0-cp311-cp311-linux_x86_64.whl"
-    info, library = "storage_ops-1.0.dist-info", os.urandom(64)
+def one_of_a_cpython(folder, tag, library=b""):
+    """A wheel as setup.py builds it for one CPython, as far as tools look at it."""
+    path = folder / f"storage_ops-1.0-cp{tag.removesuffix('t')}-cp{tag}-linux_{MACHINE}.whl"
+    info = "storage_ops-1.0.dist-info"
+    tags = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp{tag}-linux_{MACHINE}\n"
     facts = {"version": "1.0", "compiler": "g++ 12", "sources": "ab", "cuda": "13.0",
              "bindings": "2.10 2.11"}  # fmt: skip
-    tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n"
     files = {
-        f"{info}/WHEEL": tag.encode(),
+        f"{info}/METADATA": b"Metadata-Version: 2.4\nName: storage_ops\nVersion: 1.0\n",
+        f"{info}/WHEEL": tags.encode(),
         "storage_ops/lib/build_info.json": json.dumps(facts).encode(),
         "storage_ops/lib/libstorage_ops_cpu.so": library,
+        f"storage_ops/_build_info.cpython-{tag}-{MACHINE}-linux-gnu.so": tag.encode(),
     }
     with zipfile.ZipFile(path, "w") as archive:
         record = [f"{info}/RECORD,,"]
@@ -137,16 +131,37 @@ def test_a_wheel_lists_what_is_in_it(tmp_path):
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
             record.append(f"{name},sha256={digest},{len(content)}")
         archive.writestr(f"{info}/RECORD", "\n".join(record))
-    sbom.add(path)
+    return path
+
+
+def test_one_wheel_is_for_every_cpython_and_lists_what_is_in_it(tmp_path):
+    pytest.importorskip("wheel")
+    library, tags = os.urandom(64), ["310", "314", "314t"]
+    parts = [one_of_a_cpython(tmp_path, tag, library) for tag in tags]
+    path = wheel.merge(parts, tmp_path / "dist")
+    assert path == tmp_path / f"dist/storage_ops-1.0-py3-none-linux_{MACHINE}.whl"
+    info = "storage_ops-1.0.dist-info"
     with zipfile.ZipFile(path) as archive:
         listed = json.loads(archive.read(f"{info}/{sbom.NAME}"))
         record = archive.read(f"{info}/RECORD").decode()
+        assert f"Tag: py3-none-linux_{MACHINE}\n" in archive.read(f"{info}/WHEEL").decode()
+        for tag in tags:
+            name = f"storage_ops/_build_info.cpython-{tag}-{MACHINE}-linux-gnu.so"
+            assert archive.read(name) == tag.encode() and f"{name},sha256=" in record
     assert f"{info}/{sbom.NAME},sha256=" in record
     assert listed["metadata"]["component"]["version"] == "1.0"
-    parts = {part["name"]: part for part in listed["components"]}
-    assert {"pybind11", "torch headers 2.10", "torch headers 2.11"} < set(parts)
-    found = parts["storage_ops/lib/libstorage_ops_cpu.so"]["hashes"][0]["content"]
+    components = {part["name"]: part for part in listed["components"]}
+    assert {"pybind11", "torch headers 2.10", "torch headers 2.11"} < set(components)
+    found = components["storage_ops/lib/libstorage_ops_cpu.so"]["hashes"][0]["content"]
     assert found == hashlib.sha256(library).hexdigest()
+
+
+def test_wheels_of_other_libraries_are_not_merged(tmp_path):
+    pytest.importorskip("wheel")
+    parts = [one_of_a_cpython(tmp_path, tag, os.urandom(64)) for tag in ("310", "311")]
+    with pytest.raises(SystemExit, match=r"differ in .*libstorage_ops_cpu\.so"):
+        wheel.merge(parts, tmp_path / "dist")
+    assert not (tmp_path / "dist").exists()
 
 
 def test_actions_are_named_by_digest():
