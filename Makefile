@@ -85,11 +85,11 @@ results: $(READY)  ## take FROM=files into benchmarks/results; reports, README a
 docs: $(VENV)/installed  ## build the documentation site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-wheel: $(VENV)/installed  ## an sdist, and from it a wheel for every CPython here, into dist/
+wheel: $(VENV)/installed  ## an sdist, and from it one wheel for every CPython here, into dist/
 	$(BIN)/python -m build_tools.wheel all
 
 TORCHES ?=
-test-wheel: $(VENV)/installed  ## test the wheels of `make wheel` under every torch; TORCHES="2.10 2.15" for some
+test-wheel: $(VENV)/installed  ## test the wheel of `make wheel` under every torch; TORCHES="2.10 2.15" for some
 	$(BIN)/python -m build_tools.check_wheel dist/*.whl
 	$(BIN)/python -m build_tools.measure_build
 	$(BIN)/python -m build_tools.test_wheel --fallbacks $(TORCHES)

@@ -17,6 +17,7 @@ MINOR = "_".join(torch.__version__.split(".")[:2])
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
 BINDING = f"libstorage_ops_binding_{MINOR}.so"
 CUDA = [path.name for path in (PACKAGE / "lib").glob("libstorage_ops_cu*.so")]
+MODULE = [f"../{path.name}" for path in PACKAGE.glob("_build_info.*.so")]  # of this CPython
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 WORK = """
@@ -94,6 +95,7 @@ CASES = [
     (CUDA, "", "binding", "C++"),
     ([CPU, BINDING, ALIAS], "", "copy", "plain torch"),
     (["build_info.json"], "", "binding", "C++"),
+    (MODULE, "", "binding", "C++"),
 ]
 
 
