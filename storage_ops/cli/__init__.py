@@ -10,6 +10,7 @@ and are imported only when they are run. `info` and `plan` work without torch;
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -35,4 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         command.add_arguments(parsers.add_parser(name, help=command.HELP))
     args = parser.parse_args(argv)
-    return int(COMMANDS[args.command].run(args, Console()))
+    return int(COMMANDS[args.command].run(args, _console()))
+
+
+def _console() -> Console:
+    """Standard output: as wide as the terminal, and where it is none, as wide as tables need."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=120)
+    return console

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,7 +104,9 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     except (
         AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
-        why = str(error).partition(". Should contain one of ")[0]  # and the names of all types
+        why, _, types = str(error).partition(". Should contain one of ")  # the names of all types
+        if like := difflib.get_close_matches(why.split()[-1], types.split(", "), 1):
+            why += f", like {like[0]}"
         raise ValueError(
             f"--hf-config is {args.hf_config}, of which no model can be made: {why}; expected the "
             "config.json of a model of transformers"

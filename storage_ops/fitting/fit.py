@@ -31,6 +31,7 @@ from storage_ops.memory.rates import rates_for
 from storage_ops.memory.step import (
     arguments,
     check_accumulate,
+    check_loss,
     check_model,
     is_gpu,
     loss_of,
@@ -130,6 +131,7 @@ class NothingFits(ValueError):
     def __init__(self, budget: int, smallest: int, hint: str) -> None:
         """Name both, and what else could be done."""
         self.smallest_bytes = smallest
+        hint = hint and f"; {hint}"
         if budget < 4096:
             hint += "; a number without a unit is one of bytes, expected such as '24GiB'"
         super().__init__(
@@ -182,6 +184,7 @@ class Search:
     ) -> None:
         check_model(model)
         check_accumulate(accumulate)
+        check_loss(loss)
         allowed = _allowed(actions)
         check_plain(model, loss)
         batches = batch if isinstance(batch, list) else [batch]
@@ -292,7 +295,7 @@ class Search:
         raise NothingFits(budget, int(smallest), self._hint())
 
     def _hint(self) -> str:
-        """What an error says of a loss that could do without its logits, and does not."""
+        """What is said of a loss that could do without its logits, and does not."""
         if self._replaces:
             return ""
         try:
@@ -300,7 +303,7 @@ class Search:
         except ValueError:
             return ""
         names = ", ".join(map(repr, (*EXACT[1:], LOSS)))
-        return f"; actions=[{names}] does without the logits, {readable(logits)}"
+        return f"actions=[{names}] does without the logits, {readable(logits)}"
 
     def _least(self) -> _Choice:
         """The choice with the lowest peak of all, as computed."""
@@ -390,10 +393,11 @@ class Search:
             "none": (highest(nothing), 0.0),
             "full checkpoint": (highest(full), own.problem.seconds(full)),
         }
+        seconds = self._seconds(number, choice)
         return FitPlan(
-            self._model, self._loss, self._actions(number, choice), peak,
-            self._seconds(number, choice), budget, self._rates.name, list(rows.values()),
-            totals, own.seconds,
+            self._model, self._loss, self._actions(number, choice), peak, seconds, budget,
+            self._rates.name, list(rows.values()), totals, own.seconds,
+            self._hint() if seconds > 0 else "",
         )  # fmt: skip
 
 

@@ -71,14 +71,14 @@ class FitPlan(Tabular):
     def __init__(
         self, model: nn.Module, loss: Any, actions: list[tuple[Unit, Action]], peak_bytes: int,
         seconds: float, budget: int, device: str, rows: list[Row],
-        totals: dict[str, tuple[int, float]], step_seconds: float,
+        totals: dict[str, tuple[int, float]], step_seconds: float, hint: str = "",
     ) -> None:  # fmt: skip
         self._model, self._loss, self._actions = model, loss, actions
         self._aspects = _aspects(model)
         self._is_applied = False
         self.peak_bytes, self.seconds, self.budget = peak_bytes, seconds, budget
         self.device, self.rows, self.totals = device, rows, totals
-        self.step_seconds = step_seconds
+        self.step_seconds, self._hint = step_seconds, hint
 
     def apply(self) -> nn.Module:
         """Change the layers of the model; an error leaves all as it was.
@@ -172,6 +172,7 @@ class FitPlan(Tabular):
             f"{name}: peak {readable(highest, up=True)}, {metric(seconds, 's')} added"
             for name, (highest, seconds) in self.totals.items()
         ]
+        lines += [self._hint] if self._hint else []
         table = Table(title="Fit", caption="\n".join(lines), box=box.SIMPLE_HEAD)
         for name in ("layers", "action", "bytes kept", "at the peak", "seconds added"):
             words = name in ("layers", "action")

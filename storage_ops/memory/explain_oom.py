@@ -28,6 +28,7 @@ from storage_ops.memory.owners import (
     activations_of,
     by_kind,
 )  # fmt: skip
+from storage_ops.memory.step import check_loss
 from storage_ops.memory.tracking import Tracking
 from storage_ops.quantities import Tabular, readable
 
@@ -121,6 +122,7 @@ def explain_oom(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where = numbered(device)
+    check_loss(loss)
     mode = Explaining(where)
     follower = Follower(mode.roots)
     named, calls = mode.named(), follower.following()

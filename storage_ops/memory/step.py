@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -163,6 +164,7 @@ def simulate_step(
     """
     check_model(model)
     check_accumulate(accumulate)
+    check_loss(loss)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("batch is an empty list; expected at least one batch")
@@ -276,6 +278,29 @@ def _check_step(optimizer: Optimizer | None) -> None:
             "optimizer is an LBFGS, whose step() runs the model several times by a closure; "
             "expected one that updates from the gradients of one backward"
         )
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that cannot be called with a model's output.
+
+    Raises:
+        TypeError: it is no function, or one of other arguments.
+    """
+    if loss is None:
+        return
+    form = "a function of the model's output, such as lambda output: cross_entropy(output, labels)"
+    if not callable(loss):
+        raise TypeError(f"loss is {loss!r}; expected {form}, or None")
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        signature = inspect.signature(called)
+    except ValueError:  # of a function in C, of which nothing is known
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        name = getattr(loss, "__qualname__", type(loss).__name__)
+        raise TypeError(f"loss is {name}{signature}: {error}; expected {form}") from None
 
 
 def loss_of(output: Any) -> Tensor:

@@ -350,6 +350,7 @@ def test_wrong_arguments():
         ({"budget": "9MB", "actions": "tile"}, "actions is 'tile'"),
         ({"budget": "9MB", "device": "h99"}, "device is 'h99'"),
         ({"budget": "9MB", "optimizer": 3}, "optimizer is 3"),
+        ({"budget": "9MB", "loss": lambda output, labels: output}, "loss is .*'labels'"),
     ]:
         with pytest.raises((TypeError, ValueError), match=message):
             storage_ops.fit(model, batch, **wrong)

@@ -122,4 +122,4 @@ def test_a_folder_with_a_config(command, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llamma"}')
     assert cli.main(command) == 2
     complaint = " ".join(capsys.readouterr().err.split())
-    assert "Unrecognized model identifier: llamma; expected the config.json of a" in complaint
+    assert "model identifier: llamma, like llama; expected the config.json of a" in complaint

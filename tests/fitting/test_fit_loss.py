@@ -120,6 +120,17 @@ def test_the_error_names_the_loss_that_needs_no_logits():
         storage_ops.fit(model, batch["input_ids"], "24KiB", actions=["full"])  # there are no labels
 
 
+def test_a_plan_that_costs_time_names_the_loss_that_needs_no_logits(searched):
+    model, batch = llama()
+    hint = "'linear_cross_entropy'] does without the logits"
+    search = Search(model, batch)
+    none = search.problem.peak([0] * len(search.problem.options))
+    assert hint in " ".join(str(search.plan(int(0.9 * none))).split())
+    assert hint not in str(search.plan(2 * none))
+    with_all, least = searched[-1], min(peak for peak, _ in searched[-1].curve())
+    assert hint not in str(with_all.plan(int(1.1 * least)))
+
+
 def test_a_loss_that_trains_nothing():
     model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.randn(2, 4)
     frozen = copy.deepcopy(model).requires_grad_(False)

@@ -132,6 +132,11 @@ def test_activations_have_the_names_of_their_modules():
     assert report.failed == "aten.addmm.default of down"
 
 
+def test_a_loss_that_cannot_be_called_with_an_output_is_refused():
+    with pytest.raises(TypeError, match="loss is mse_loss"), explain_oom(loss=F.mse_loss):
+        pytest.fail("the block ran")
+
+
 def test_no_error_no_report():
     with explain_oom() as report:
         torch.zeros(4)

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
@@ -342,6 +343,10 @@ def test_losses_of_every_kind(how):
         ({"device": "h1000"}, ValueError, "device is 'h1000'; expected one of cpu"),
         ({"optimizer": "adamw"}, TypeError, "optimizer is 'adamw'"),
         ({"optimizer": torch.optim.LBFGS}, TypeError, "optimizer is an LBFGS"),
+        ({"loss": 3}, TypeError, "loss is 3; expected a function of the model's output"),
+        ({"loss": F.cross_entropy}, TypeError,
+         r"loss is cross_entropy\(input: .*'target'; expected a function of the model's output"),
+        ({"loss": nn.MSELoss()}, TypeError, r"loss is MSELoss\(input: .*'target'"),
         ({"loss": lambda y: y}, ValueError, r"loss returned a tensor of shape \(4, 8\)"),
         ({"budget": "many"}, ValueError, "budget is 'many'"),
     ],
