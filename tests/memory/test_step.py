@@ -344,8 +344,11 @@ def test_losses_of_every_kind(how):
         ({"optimizer": "adamw"}, TypeError, "optimizer is 'adamw'"),
         ({"optimizer": torch.optim.LBFGS}, TypeError, "optimizer is an LBFGS"),
         ({"loss": 3}, TypeError, "loss is 3; expected a function of the model's output"),
-        ({"loss": F.cross_entropy}, TypeError,
-         r"loss is cross_entropy\(input: .*'target'; expected a function of the model's output"),
+        (
+            {"loss": F.cross_entropy},
+            TypeError,
+            r"loss is cross_entropy\(input: .*'target'; expected a function of the model's output",
+        ),
         ({"loss": nn.MSELoss()}, TypeError, r"loss is MSELoss\(input: .*'target'"),
         ({"loss": lambda y: y}, ValueError, r"loss returned a tensor of shape \(4, 8\)"),
         ({"budget": "many"}, ValueError, "budget is 'many'"),
