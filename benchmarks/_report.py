@@ -158,4 +158,5 @@ def write(out: Path, results: list[Result], console: Console) -> None:
     else:
         drawn = {result["stem"]: _pictures.draw(out, result) for result in results}
     sections = [section(result, drawn.get(result["stem"], [])) for result in results]
-    (out / "report.md").write_text("# Benchmarks\n\n" + "\n".join(sections))
+    where = f" on {results[0]['hardware']}" if results else ""
+    (out / "report.md").write_text(f"# Benchmarks{where}\n\n" + "\n".join(sections))

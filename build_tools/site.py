@@ -114,11 +114,33 @@ def _on_site(path, docs):
     return PAGES.get(path, path.removeprefix(f"{docs}/"))
 
 
-class Examples(griffe.Extension):
-    """Show what stands under "Example:" as code; griffe knows the heading in the plural."""
+class Docstrings(griffe.Extension):
+    """Docstrings in the words of griffe.
+
+    It shows what stands under "Examples:" as code, and knows one name, or one error, in a line.
+    """
 
     def on_object(self, *, obj, **kwargs):
         """Called for every documented thing."""
         if obj.docstring:
-            value = obj.docstring.value
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", value, flags=re.MULTILINE)
+            obj.docstring.value = spelled_out(obj.docstring.value)
+
+
+def spelled_out(text):
+    """A docstring with an entry for each name of several, and for each error."""
+    text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+    parts = re.split(r"^(\w+:)$", text, flags=re.MULTILINE)
+    for i in range(1, len(parts), 2):
+        if parts[i] == "Raises:":
+            parts[i + 1] = re.sub(rf"\.\s+(?={_ERRORS}: )", ".\n    ", parts[i + 1])
+        if parts[i] in ("Args:", "Attributes:", "Raises:"):
+            parts[i + 1] = re.sub(_SEVERAL, _each_alone, parts[i + 1], flags=re.MULTILINE)
+    return "".join(parts)
+
+
+_ERRORS = r"(?:\w+Error, )*\w+Error"
+_SEVERAL = r"^    ((?:[\w.]+, )+[\w.]+): (.*(?:\n+ {5,}.*)*)"
+
+
+def _each_alone(match):
+    return "\n".join(f"    {name}: {match[2]}" for name in match[1].split(", "))

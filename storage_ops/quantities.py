@@ -8,6 +8,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
+WIDTH = 110  # characters of a table where there is no terminal: as many as a page of the docs shows
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _NUMBER = r"(\d+\.?\d*|\.\d+)(E[+-]?\d+)?"
 _FORM = re.compile(rf"\s*{_NUMBER}\s*([KMGT]?)((?<=[KMGT])IB?|B?)\s*", re.IGNORECASE)
@@ -62,7 +63,7 @@ class Tabular:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=120, no_color=True)
+        console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
         console.print(self)
         return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 

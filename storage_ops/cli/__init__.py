@@ -17,6 +17,7 @@ from rich.console import Console
 
 import storage_ops
 from storage_ops.cli import bench, demo, fit, info, plan, will_it_fit
+from storage_ops.quantities import WIDTH
 
 COMMANDS = {
     "info": info,
@@ -43,5 +44,5 @@ def _console() -> Console:
     """Standard output: as wide as the terminal, and where it is none, as wide as tables need."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=120)
+        console = Console(width=WIDTH)
     return console

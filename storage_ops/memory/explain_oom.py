@@ -103,9 +103,12 @@ def explain_oom(
 
     Args:
         device: whose memory; None is the current CUDA device, or the CPU where there is none.
-        model, batch, loss, optimizer: as of `storage_ops.fit`. None: the module with most
-            parameters that the block called with gradients, what it was called with, and the
-            optimizer that has its parameters, if it was made before memory ran out.
+        model: what `storage_ops.fit` plans for. None: the module with most parameters that the
+            block called with gradients on.
+        batch: what the model is called with. None: what it was called with.
+        loss: as of `storage_ops.fit`.
+        optimizer: as of `storage_ops.fit`. None: the one that has the parameters of the model, if
+            it was made before memory ran out.
 
     Yields:
         A report, empty until memory runs out.

@@ -170,3 +170,49 @@ def test_actions_are_named_by_digest():
             _, uses, action = line.partition("uses: ")
             if uses and not action.startswith("./"):
                 assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), action
+
+
+def test_docstrings_have_an_entry_for_each_name_and_error():
+    site = pytest.importorskip("build_tools.site")
+    text = """What it does. ValueError: is no entry here.
+
+Args:
+    a: one.
+    b, c: two,
+        in two lines.
+
+        And a paragraph.
+    d: three.
+
+Raises:
+    TypeError, ValueError: wrong. OSError: it
+        cannot be read.
+        RuntimeError: is at the end of no sentence before it.
+
+Example:
+    >>> x, y: int
+"""
+    assert site.spelled_out(text) == """What it does. ValueError: is no entry here.
+
+Args:
+    a: one.
+    b: two,
+        in two lines.
+
+        And a paragraph.
+    c: two,
+        in two lines.
+
+        And a paragraph.
+    d: three.
+
+Raises:
+    TypeError: wrong.
+    ValueError: wrong.
+    OSError: it
+        cannot be read.
+    RuntimeError: is at the end of no sentence before it.
+
+Examples:
+    >>> x, y: int
+"""
