@@ -11,6 +11,8 @@ std::string cpu_capability() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return "AVX512";
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "AVX2";
   return "SSE2";
+#elif defined(__aarch64__)
+  return "NEON";
 #else
   return "generic";
 #endif

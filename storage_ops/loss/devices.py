@@ -80,12 +80,15 @@ _AMX = Rates(
 # on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
 # figures were measured (790 TFLOP/s, 4.3 TB/s). Links: PCIe x16 of the generation that the data
 # sheet names, half of its figure for both directions together (Gen5 128 GB/s, Gen4 64 GB/s), times
-# 0.8.
-_GEN5, _GEN4 = 0.8 * 64e9, 0.8 * 32e9
+# 0.8. A GH200 or GB200 has NVLink-C2C to its Grace CPU (900 GB/s for both directions), which the
+# two GPUs of a GB200 share; rates are of one GPU, of the GH200 with HBM3.
+_GEN5, _GEN4, _C2C = 0.8 * 64e9, 0.8 * 32e9, 0.8 * 450e9
 GPUS = {
     "h200": _gpu("H200", 790e12, 54e12, 4.3e12, 25 << 20, _GEN5),
     "h100": _gpu("H100 SXM", 790e12, 54e12, 3.0e12, 25 << 20, _GEN5),
+    "gh200": _gpu("GH200", 790e12, 54e12, 3.6e12, 25 << 20, _C2C),
     "b200": _gpu("B200", 1800e12, 64e12, 7.2e12, 60 << 20, _GEN5),
+    "gb200": _gpu("GB200", 2000e12, 72e12, 7.2e12, 60 << 20, _C2C / 2),
     "a100": _gpu("A100 80GB", 250e12, 15.6e12, 1.8e12, 20 << 20, _GEN4),
     "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20, _GEN4),
     "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20, _GEN4),
@@ -103,7 +106,8 @@ def named(name: str) -> Rates:
 def of_gpu(name: str) -> Rates | None:
     """The rates of a GPU by the name that its driver gives it, as in "NVIDIA H100 80GB HBM3"."""
     letters = re.sub("[^a-z0-9]", "", name.lower())
-    return next((rates for key, rates in GPUS.items() if key in letters), None)
+    longest = max((key for key in GPUS if key in letters), key=len, default=None)  # not H200
+    return None if longest is None else GPUS[longest]
 
 
 _stands_for: ContextVar[Rates | None] = ContextVar("_stands_for", default=None)

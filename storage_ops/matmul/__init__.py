@@ -35,4 +35,5 @@ def of(dtype: torch.dtype, device: str, threads: int = 1) -> Matmul:
         return packed.Packed(dtype.itemsize, threads, packed.rounds(dtype))
     if device != "cpu":
         return aten.Aten(dtype.itemsize, cuda=device == "cuda")
-    return aten.Aten(dtype.itemsize, threads, upcasts=not aten.is_fast(dtype))
+    upcasts, packs = not aten.is_fast(dtype), aten.has_arm_library()
+    return aten.Aten(dtype.itemsize, threads, upcasts=upcasts, packs=packs)

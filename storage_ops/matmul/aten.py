@@ -27,10 +27,12 @@ class Aten(Matmul):
     Attributes:
         cuda: the operands are on a GPU.
         upcasts: no product of 16-bit operands is fast here, so all are formed in float32.
+        packs: the weight of x @ w.T is copied in float32, in blocks of 8 classes.
     """
 
     cuda: bool = False
     upcasts: bool = False
+    packs: bool = False
 
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:
         """See `Matmul`."""
@@ -79,15 +81,16 @@ class Aten(Matmul):
 
     def scratch_bytes(self, kind: Kind, rows: int, classes: int, hidden: int, wide: bool) -> int:
         """See `Matmul`."""
+        packs = self.packs and kind is Kind.LOGITS
         if self.itemsize >= 4:
-            return 0
+            return packed_bytes(classes, hidden) if packs and self.itemsize == 4 else 0
         if self.cuda:  # where the product does not add to sums in fp32 by itself
             return 4 * SLICE * hidden * (wide and kind is not Kind.LOGITS)
         piece = min(SLICE, classes)
         # In fp32: the rows of one operand, a slice of the other and of the tile.
         copies = 4 * (rows * hidden + piece * (hidden + rows))
         if self.upcasts:
-            return copies
+            return copies + (packed_bytes(piece, hidden) if packs else 0)
         if wide:  # the sums themselves are what the rows of the input's gradient are copied to
             return copies - 4 * rows * hidden * (kind is Kind.INPUT)
         # What a thread of oneDNN packs operands in, measured: more where the strides of input and
@@ -115,14 +118,31 @@ class Aten(Matmul):
         return compute + (moved + sums) / rates.bandwidth
 
 
+def packed_bytes(classes: int, hidden: int) -> int:
+    """What Arm's library copies a weight of float32 to, in blocks of 8 classes."""
+    return 4 * hidden * -(-classes // 8) * 8
+
+
+@functools.cache
+def has_arm_library() -> bool:
+    """Whether oneDNN multiplies by Arm's Compute Library, in this build of torch."""
+    try:
+        return bool(torch.backends.mkldnn.is_acl_available())
+    except (AttributeError, NameError):  # the latter without torch
+        return False
+
+
 @functools.cache
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether products of this dtype are fast on this processor; 16-bit ones may not be.
 
     With AMX, torch packs their operands in several MB, whatever the budget: no plan could keep it.
+    Nor on Arm, where it copies whole tiles, for the weight's gradient twice.
     """
     if dtype.itemsize >= 4:
         return True
+    if has_arm_library():
+        return False
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
     try:
         if torch.cpu._is_amx_tile_supported():  # of torch: its products heed no variable of ours

@@ -19,7 +19,8 @@ PRODUCTS = frozenset(
 )
 _HOPPER = 32 << 20
 _OTHER = 2 * (4 << 20) + 8 * (16 << 10)
-_OF_NAMES = {name: _HOPPER if name in ("h100", "h200", "b200") else _OTHER for name in GPUS}
+_HOPPERS = ("h100", "h200", "gh200", "b200", "gb200")
+_OF_NAMES = {name: _HOPPER if name in _HOPPERS else _OTHER for name in GPUS}
 THREADS = 2
 
 

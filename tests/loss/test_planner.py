@@ -12,7 +12,7 @@ import storage_ops as so
 from storage_ops.loss import cost, devices, planner, schedule
 from storage_ops.loss import op as loss_autograd
 from storage_ops.loss.problem import Problem, padded, parts
-from storage_ops.matmul import scratch
+from storage_ops.matmul import Kind, scratch
 from storage_ops.matmul.aten import Aten, is_fast
 from storage_ops.matmul.packed import Packed, rounds
 
@@ -293,6 +293,15 @@ def test_tiles_do_not_get_narrow_for_lending_memory(vocab):
     p = Problem(1024, 256, vocab, Packed(2, rounds=True))
     plan = planner.choose(p, max(1 << 20, planner.smallest_budget(p)))
     assert plan.columns >= 64 and plan.seconds < 4 * planner.choose(p).seconds
+
+
+def test_on_arm_a_budget_is_also_for_the_copy_of_a_weight():
+    sizes = Kind.LOGITS, 7, 1001, 64, False
+    assert Aten(4, packs=True).scratch_bytes(*sizes) == 4 * 64 * 1008
+    assert Aten(4).scratch_bytes(*sizes) == Aten(8, packs=True).scratch_bytes(*sizes) == 0
+    assert Aten(4, packs=True).scratch_bytes(Kind.INPUT, *sizes[1:]) == 0
+    upcast, packed = (Aten(2, upcasts=True, packs=p).scratch_bytes(*sizes) for p in (False, True))
+    assert packed - upcast == 4 * 64 * 1008  # of the slice in float32: all classes here
 
 
 @pytest.mark.parametrize("ask, cached", [(rounds, scratch.kind), (is_fast, is_fast)])

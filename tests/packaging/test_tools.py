@@ -192,7 +192,9 @@ Raises:
 Example:
     >>> x, y: int
 """
-    assert site.spelled_out(text) == """What it does. ValueError: is no entry here.
+    assert (
+        site.spelled_out(text)
+        == """What it does. ValueError: is no entry here.
 
 Args:
     a: one.
@@ -216,3 +218,4 @@ Raises:
 Examples:
     >>> x, y: int
 """
+    )
