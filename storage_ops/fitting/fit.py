@@ -272,7 +272,9 @@ class Search:
         is_best = all(way.seconds >= self._ways[0].seconds for way in self._ways) and all(
             option.seconds >= 0 for options in self.problem.options for option in options
         )
-        if is_best and self.problem.peak(nothing) <= budget * (1 + _DOUBT):
+        # Of compiled layers more is computed than a whole step takes in eager mode.
+        may_fit = self._rates.fuses or self.problem.peak(nothing) <= budget * (1 + _DOUBT)
+        if is_best and may_fit:
             peak = self._simulated(0, nothing)
             if peak <= budget:
                 return self._made(0, nothing, peak, budget)

@@ -10,6 +10,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import storage_ops
+from storage_ops.fitting.actions import Action
+from storage_ops.fitting.fit import Search
 
 from .models import gpt, llama
 from .test_fit import gradients
@@ -81,7 +83,8 @@ def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
     budget = int(re.findall(r"\((\d+) bytes\)", str(error.value))[-1])
     plan = storage_ops.fit(model, x, budget)
     same = storage_ops.fit(plain, x, budget)
-    assert [row.names for row in plan.rows] == [row.names for row in same.rows]
+    names = [sorted(name for row in p.rows for name in row.names) for p in (plan, same)]
+    assert names[0] == names[1] == ["0", "1", "2"]
     plan.save(tmp_path / "plan.json")
     assert plan.apply() is model
     torch.testing.assert_close(model(x), right)
@@ -91,6 +94,16 @@ def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
     torch.testing.assert_close(model(x), right)
     assert len(recomputes) == seen  # what was compiled before serves again
     storage_ops.load_fit(tmp_path / "plan.json", copy.deepcopy(plain)).apply()
+
+
+def test_what_a_compiled_layer_keeps_is_there_to_the_end_of_its_backward():
+    """Its weights' gradients are formed last."""
+    model, x = nn.Sequential(Residual(), Residual(), Residual()), torch.randn(1024, 16)
+    eager, compiled = (Search(m, x)._ways[0].costs for m in (model, torch.compile(model)))
+    for one, other in zip(map(dict, eager), map(dict, compiled), strict=True):
+        keep, fused = one[Action("keep")], other[Action("keep")]
+        assert fused.backward == keep.backward + keep.kept > keep.backward
+        assert (fused.forward, fused.kept) == (keep.forward, keep.kept)
 
 
 def test_products_of_experts_are_kept_in_compiled_code_too():
