@@ -80,7 +80,8 @@ def fit(
     rounding. These two are used only if they are asked for, too.
 
     Of a model that is compiled, or has compiled layers, the seconds are those of compiled code, in
-    which ops of single elements and of rows take none; the peak is that of eager mode.
+    which ops of single elements and of rows take none, and a layer is taken to hold what it kept to
+    the end of its backward; the peak is that of eager mode.
 
     Args:
         model: a model without checkpoints, in the mode and dtype in which it is trained; on the
