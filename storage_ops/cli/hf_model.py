@@ -105,7 +105,8 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
         why, _, types = str(error).partition(". Should contain one of ")  # the names of all types
-        if like := difflib.get_close_matches(why.split()[-1], types.split(", "), 1):
+        wrong = why.rpartition(" ")[2]
+        if like := difflib.get_close_matches(wrong, types.split(", "), 1):
             why += f", like {like[0]}"
         raise ValueError(
             f"--hf-config is {args.hf_config}, of which no model can be made: {why}; expected the "

@@ -36,7 +36,7 @@ class Moment:
 
 
 def levels_during(moments: Sequence[Moment]) -> list[int]:
-    """Bytes in memory while each node runs, besides what none of them makes."""
+    """Bytes in memory while each node runs, of what the nodes make."""
     last: dict[Any, int] = {}
     for at, moment in enumerate(moments):
         last.update(dict.fromkeys((*moment.makes, *moment.reads), at))
