@@ -62,6 +62,11 @@ def wrong_versions(library: Path) -> Iterator[str]:
             yield f"{library.name} imports {name}@{version}, too new for {POLICY}"
 
 
+def cpythons(names: list[str]) -> list[str]:
+    """The CPythons that a wheel has a module for, such as "3.14t"."""
+    return sorted((f"3.{m[1]}" for name in names if (m := MODULE.fullmatch(name))), key=len)
+
+
 def wrong_contents(
     wheel: Path, names: list[str], metadata: str, info: dict[str, str]
 ) -> Iterator[str]:
@@ -83,10 +88,9 @@ def wrong_contents(
     expected = {f"storage_ops/lib/libstorage_ops_{name}.so" for name in libraries}
     expected |= {"storage_ops/py.typed", "storage_ops/lib/build_info.json"}
     present = {n for n in names if n.endswith(".so")} | (expected & set(names))
-    modules = {n for n in present if MODULE.fullmatch(n)}
-    if not modules:
+    if not cpythons(names):
         yield "has no module of any CPython"
-    expected |= modules
+    expected |= {name for name in names if MODULE.fullmatch(name)}
     yield from (f"lacks {name}" for name in sorted(expected - present))
     yield from (f"has {name}, which belongs to no build" for name in sorted(present - expected))
     if not any(name.endswith(sbom.NAME) for name in names):
@@ -113,8 +117,7 @@ def report(wheel: Path) -> bool:
     problems = check(wheel)
     size = f"{wheel.stat().st_size / 1e6:.1f} MB"
     with zipfile.ZipFile(wheel) as archive:
-        found = [f"3.{m[1]}" for name in archive.namelist() if (m := MODULE.fullmatch(name))]
-    modules = f"modules of CPython {', '.join(sorted(found, key=len))}"
+        modules = f"modules of CPython {', '.join(cpythons(archive.namelist()))}"
     print(f"{wheel.name}: {size}, {modules}", *(problems or ["good"]), sep="\n  ")
     return not problems
 

@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 
 from build_tools import check_wheel, old_glibc, sbom, toolchain, torch_headers
+from build_tools.check_wheel import MODULE
 from build_tools.toolchain import ROOT
 
 CPYTHONS = [*(f"3.{minor}" for minor in range(10, 15)), "3.13t", "3.14t"]  # t: free-threaded
@@ -81,7 +82,11 @@ def merge(wheels: list[Path], folder: Path) -> Path:
                 unlike = sorted(n for n in found | sums if found.get(n) != sums.get(n))
                 sys.exit(f"{first.name} and {other.name} differ in {', '.join(unlike)}")
             with zipfile.ZipFile(other) as archive:
-                archive.extractall(tree, filter(_is_of_a_cpython, archive.namelist()))
+                archive.extractall(tree, filter(MODULE.fullmatch, archive.namelist()))
+        modules = [path.name for path in tree.glob("storage_ops/_build_info.*.so")]
+        if len(modules) != len(wheels):
+            had = ", ".join(modules)
+            sys.exit(f"{len(wheels)} wheels have the modules {had}; expected one each")
         sbom.add(tree)
         run(sys.executable, "-m", "wheel", "pack", "--dest-dir", name, tree)
         (packed,) = Path(name).glob("*.whl")
@@ -98,13 +103,9 @@ def _sums(wheel: Path) -> dict[str, int]:
         return {
             entry.filename: entry.CRC
             for entry in archive.infolist()
-            if not _is_of_a_cpython(entry.filename)
+            if not MODULE.fullmatch(entry.filename)
             and not entry.filename.endswith((".dist-info/WHEEL", ".dist-info/RECORD"))
         }
-
-
-def _is_of_a_cpython(name: str) -> bool:
-    return name.startswith("storage_ops/_build_info.")
 
 
 def pythons() -> list[str]:

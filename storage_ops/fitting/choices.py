@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import nn
 
@@ -47,10 +46,6 @@ def costs_of(
             costs[action] = probe.cost(action)
         except _REFUSALS:
             continue
-    if rates.fuses:
-        # Compiled code forms the gradients of weights at the end of a layer's backward, and holds
-        # what it forms them from until then.
-        return {a: replace(c, backward=c.backward + max(c.kept, 0)) for a, c in costs.items()}
     return costs
 
 

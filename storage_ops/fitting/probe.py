@@ -145,10 +145,14 @@ class Probe:
         copying = away / self._rates.link if away else 0.0
         parts = in_forward, times.seconds - in_forward
         python = times.roofline.of_python(action, calls)
+        kept = levels[before] - base
+        # Compiled code forms the gradients of weights at the end of a layer's backward, and holds
+        # what it forms them from until then.
+        held = max(kept, 0) if self._rates.fuses else 0
         return Cost(
-            levels[before] - base,
+            kept,
             max(levels[ready : after + 1]) - base,
-            max(levels[before:]) - base,
+            max(levels[before:]) - base + held,
             times.seconds + python + sum(max(copying - part, 0.0) for part in parts),
             in_forward,
             away,

@@ -83,8 +83,9 @@ def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
     budget = int(re.findall(r"\((\d+) bytes\)", str(error.value))[-1])
     plan = storage_ops.fit(model, x, budget)
     same = storage_ops.fit(plain, x, budget)
-    names = [sorted(name for row in p.rows for name in row.names) for p in (plan, same)]
-    assert names[0] == names[1] == ["0", "1", "2"]
+    # In eager mode the last layer may keep all: its backward comes first, and frees as it goes.
+    assert [(row.names, row.action) for row in plan.rows] == [(["0", "1", "2"], "full checkpoint")]
+    assert [row.names for row in same.rows] == [["0", "1"], ["2"]]
     plan.save(tmp_path / "plan.json")
     assert plan.apply() is model
     torch.testing.assert_close(model(x), right)

@@ -110,7 +110,7 @@ def test_a_bad_wheel_is_reported(tmp_path):
         assert complaint in found
 
 
-def one_of_a_cpython(folder, tag, library=b""):
+def one_of_a_cpython(folder, tag, library=b"", module=True):
     """A wheel as setup.py builds it for one CPython, as far as tools look at it."""
     path = folder / f"storage_ops-1.0-cp{tag.removesuffix('t')}-cp{tag}-linux_{MACHINE}.whl"
     info = "storage_ops-1.0.dist-info"
@@ -124,6 +124,8 @@ def one_of_a_cpython(folder, tag, library=b""):
         "storage_ops/lib/libstorage_ops_cpu.so": library,
         f"storage_ops/_build_info.cpython-{tag}-{MACHINE}-linux-gnu.so": tag.encode(),
     }
+    if not module:
+        files.popitem()
     with zipfile.ZipFile(path, "w") as archive:
         record = [f"{info}/RECORD,,"]
         for name, content in files.items():
@@ -154,6 +156,14 @@ def test_one_wheel_is_for_every_cpython_and_lists_what_is_in_it(tmp_path):
     assert {"pybind11", "torch headers 2.10", "torch headers 2.11"} < set(components)
     found = components["storage_ops/lib/libstorage_ops_cpu.so"]["hashes"][0]["content"]
     assert found == hashlib.sha256(library).hexdigest()
+
+
+def test_a_wheel_without_its_module_is_not_merged(tmp_path):
+    pytest.importorskip("wheel")
+    parts = [one_of_a_cpython(tmp_path, "310"), one_of_a_cpython(tmp_path, "311", module=False)]
+    with pytest.raises(SystemExit, match=r"2 wheels have the modules .*cpython-310-.*; expected"):
+        wheel.merge(parts, tmp_path / "dist")
+    assert not (tmp_path / "dist").exists()
 
 
 def test_wheels_of_other_libraries_are_not_merged(tmp_path):
