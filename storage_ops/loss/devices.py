@@ -37,6 +37,7 @@ class Rates:
         link: bytes per second to and from host memory, in each direction at the same time; 0 where
             the device has no other memory.
         fuses: code is compiled: ops of single elements and of rows move no bytes of their own.
+        threads: that a GPU runs at a time.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Rates:
     asking: float = 0.0
     link: float = 0.0
     fuses: bool = False
+    threads: int = 0
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Rate of products of elements of this size."""
@@ -62,10 +64,11 @@ class Rates:
 
 
 def _gpu(
-    name: str, flops16: float, flops32: float, bandwidth: float, cache: int, link: float
-) -> Rates:
+    name: str, flops16: float, flops32: float, bandwidth: float, cache: int, link: float,
+    threads: int,
+) -> Rates:  # fmt: skip
     return Rates(name, flops16, flops32, flops32 / 2, bandwidth, cache, 5e-6, True,
-                 merge_seconds=6e-5, link=link)  # fmt: skip
+                 merge_seconds=6e-5, link=link, threads=threads)  # fmt: skip
 
 
 # Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in
@@ -81,17 +84,18 @@ _AMX = Rates(
 # figures were measured (790 TFLOP/s, 4.3 TB/s). Links: PCIe x16 of the generation that the data
 # sheet names, half of its figure for both directions together (Gen5 128 GB/s, Gen4 64 GB/s), times
 # 0.8. A GH200 or GB200 has NVLink-C2C to its Grace CPU (900 GB/s for both directions), which the
-# two GPUs of a GB200 share; rates are of one GPU, of the GH200 with HBM3.
+# two GPUs of a GB200 share; rates are of one GPU, of the GH200 with HBM3. Threads: multiprocessors
+# of the data sheet, times what one holds.
 _GEN5, _GEN4, _C2C = 0.8 * 64e9, 0.8 * 32e9, 0.8 * 450e9
 GPUS = {
-    "h200": _gpu("H200", 790e12, 54e12, 4.3e12, 25 << 20, _GEN5),
-    "h100": _gpu("H100 SXM", 790e12, 54e12, 3.0e12, 25 << 20, _GEN5),
-    "gh200": _gpu("GH200", 790e12, 54e12, 3.6e12, 25 << 20, _C2C),
-    "b200": _gpu("B200", 1800e12, 64e12, 7.2e12, 60 << 20, _GEN5),
-    "gb200": _gpu("GB200", 2000e12, 72e12, 7.2e12, 60 << 20, _C2C / 2),
-    "a100": _gpu("A100 80GB", 250e12, 15.6e12, 1.8e12, 20 << 20, _GEN4),
-    "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20, _GEN4),
-    "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20, _GEN4),
+    "h200": _gpu("H200", 790e12, 54e12, 4.3e12, 25 << 20, _GEN5, 132 * 2048),
+    "h100": _gpu("H100 SXM", 790e12, 54e12, 3.0e12, 25 << 20, _GEN5, 132 * 2048),
+    "gh200": _gpu("GH200", 790e12, 54e12, 3.6e12, 25 << 20, _C2C, 132 * 2048),
+    "b200": _gpu("B200", 1800e12, 64e12, 7.2e12, 60 << 20, _GEN5, 148 * 2048),
+    "gb200": _gpu("GB200", 2000e12, 72e12, 7.2e12, 60 << 20, _C2C / 2, 148 * 2048),
+    "a100": _gpu("A100 80GB", 250e12, 15.6e12, 1.8e12, 20 << 20, _GEN4, 108 * 2048),
+    "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20, _GEN4, 142 * 1536),
+    "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20, _GEN4, 128 * 1536),
 }
 DEVICES = ("cpu", *GPUS)
 
@@ -136,6 +140,22 @@ def on_gpu(t: Tensor) -> bool:
 def rates_of(device: torch.device) -> Rates:
     """What plans for a device are made with. Of a GPU that is not known, an A100's ratios."""
     return _stands_for.get() or _rates_at(device)
+
+
+def threads_of(device: torch.device) -> int:
+    """How many threads a GPU runs at a time; one that is not known, as an H100 does."""
+    found = _stands_for.get()
+    if found is not None:
+        return found.threads
+    return _threads_at(device) if device.type == "cuda" else GPUS["h100"].threads
+
+
+@functools.cache
+def _threads_at(device: torch.device) -> int:
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count * found.max_threads_per_multi_processor
 
 
 @functools.cache

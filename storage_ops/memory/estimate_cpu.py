@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from storage_ops.matmul import aten
-from storage_ops.memory.estimate_ledger import Ledger
+from storage_ops.memory.estimate_ledger import Block, Ledger
+from storage_ops.memory.estimate_scratch import Scratch
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out)
@@ -24,29 +25,15 @@ _FEW_CHANNELS = 8  # an input of fewer is read as it is
 _WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
 
 
-class _Scratch:
-    """Copies of tensors that live inside a kernel."""
+class _Scratch(Scratch):
+    """As oneDNN has it, whose images lie in blocks of channels."""
 
-    def __init__(self, ledger: Ledger, func: Any) -> None:
-        self._ledger, self._name = ledger, str(func)
-
-    def take(self, *tensors: Tensor, times: int = 1) -> list[Any]:
-        made = [self._ledger.block(t, t.nbytes * times, self._name) for t in tensors]
-        return [self._ledger.take(block) for block in made]
-
-    def take_blocked(self, *images: Tensor, times: int = 1) -> list[Any]:
+    def take_blocked(self, *images: Tensor, times: int = 1) -> list[Block]:
         found = []
         for t in images:
             channels = -(-t.shape[1] // _CHANNELS) * _CHANNELS
             found += self.take_bytes(t, t[:, :1].numel() * channels * t.itemsize * times)
         return found
-
-    def take_bytes(self, like: Tensor, nbytes: int) -> list[Any]:
-        return [self._ledger.take(self._ledger.block(like, nbytes, self._name))]
-
-    def give_back(self, blocks: list[Any]) -> None:
-        for block in blocks:
-            self._ledger.give_back(block)
 
 
 def book(ledger: Ledger, func: Any, args: Any, out: Any, see: Callable[[Tensor], None]) -> None:

@@ -150,15 +150,11 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, out, lse = ctx.saved_tensors
-        delta = torch.empty_like(lse)
-        # Blocks of keys add to the gradient of the queries in float32.
-        total = None if q.dtype == torch.float32 else torch.empty_like(q, dtype=torch.float32)
         # By an op as well, so that its arithmetic counts; what it is told of sequences is not read.
         lengths = (lse, lse, q.shape[2], k.shape[2])
         gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, False, lse, lse
         )
-        del delta, total
         return (*gradients, None)
 
 
@@ -174,6 +170,8 @@ def _attention(
             "scaled_dot_product_attention", query, key, value, attn_mask, dropout_p, is_causal,
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to scores
     return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
 
 
