@@ -96,14 +96,16 @@ def estimate(
     The call runs once on fake tensors, which have shapes but no bytes. Counted are the live
     storages after every op, rounded as the CUDA caching allocator does, with the memory that torch
     takes on a GPU where it differs from the CPU's (fused RMSNorm and attention, byte masks of
-    dropout, the temporary of the softmax backward). `flex_attention` is counted as the kernel that
+    dropout), and with what kernels take while they run, where that is as large as tensors are:
+    partial sums of the gradients of attention, biases and embeddings, copies for convolutions of
+    cuDNN, the temporary of the softmax backward. `flex_attention` is counted as the kernel that
     torch.compile makes of it: it keeps its inputs, its output and a number per query and head, and
     never scores or a mask; everything else runs as it would uncompiled. `discard_storage`,
     `share_storage` and `OutputDiscardCheckpoint` free and bind as they do here. Of a model on
     several ranks (`fully_shard`, DDP, `parallelize_module`, DTensors) this rank is counted, with
     what collectives return and FSDP gathers; no collective is carried out. Not counted are
-    what an op takes only while it runs, such as a cuBLAS workspace, a sort or a conversion by a
-    convolution, the CUDA context, and fragmentation.
+    workspaces of cuBLAS and of other kernels, such as a sort's, the CUDA context, and
+    fragmentation.
 
     Some sizes depend on values. Known are the values of integers, booleans and single
     floating-point numbers (up to 256 MiB each) that come from real tensors, constants and other
@@ -237,6 +239,7 @@ _RAW_ERRORS = {
     "data is not allocated yet": "reads the bytes of a tensor",
     "data pointer of Tensor": "reads the bytes of a tensor",
     ".numpy() is not supported": "reads the bytes of a tensor",
+    "Attempted to set the storage of": "runs a recurrent layer of cuDNN, or sets a storage,",
     "FakeTensor.__format__": "prints the value of a tensor",
     "no rule registered for HigherOrderOperator": "calls a higher-order operator of torch",
 }

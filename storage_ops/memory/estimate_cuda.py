@@ -37,7 +37,7 @@ def _up(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-def _attention_backward(rows: int, rows_of_wide: int, width: int) -> Any:
+def _attention(rows: int, rows_of_wide: int, width: int) -> Any:
     """Of a kernel that fills up queries to `rows`, and heads to `width`.
 
     Blocks of keys add to the gradient of the queries in float32, and there is a number for each
@@ -71,20 +71,27 @@ def _embedding_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> Non
         scratch.use(out, 4 * out.shape[1] * (indices // 10 + min(indices, len(out))))
 
 
-def _sum(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
-    see(out)
-    if args[1]:
-        scratch.use(out, bytes_of_sum(args[0], args[1]))
+def _reduction(numbers: int) -> Any:
+    """Of a kernel that has so many numbers of 32 bits for each result."""
+
+    def kernel(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+        results = out if isinstance(out, tuple) else (out,)
+        for result in results:
+            see(result)
+        if len(args) > 1 and args[1]:
+            scratch.use(results[0], numbers * _bytes_of_sum(args[0], args[1]))
+
+    return kernel
 
 
-def bytes_of_sum(t: Tensor, dims: list[int]) -> int:
+def _bytes_of_sum(t: Tensor, dims: list[int]) -> int:
     """What a sum over rows takes, as that of a bias' gradient: partial ones, of blocks of threads.
 
     Work is divided as in torch's aten/src/ATen/native/cuda/Reduce.cuh.
     """
     reduced = {d % t.dim() for d in dims}
     order = [d for d in sorted(range(t.dim()), key=t.stride) if t.shape[d] > 1]
-    if not order or order[0] in reduced or t.itemsize > 4:
+    if not t.numel() or not order or order[0] in reduced or t.itemsize > 4:
         return 0
     width = 1  # of what lies together and is not reduced
     for d in order:
@@ -117,13 +124,13 @@ def _power_of_two(size: int) -> int:
 
 def _convolution(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
     see(out)
-    scratch.use(out, bytes_of_convolution(args[0], args[1], out, args[8]))
+    scratch.use(out, _bytes_of_convolution(args[0], args[1], out, args[8]))
 
 
 def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
     grad, x, weight = args[:3]
     of_x, of_weight, of_bias = out
-    copies = bytes_of_convolution(x, weight, grad, args[9])
+    copies = _bytes_of_convolution(x, weight, grad, args[9])
     if of_x is not None:
         see(of_x)
         scratch.use(grad, copies)
@@ -132,10 +139,10 @@ def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> N
         scratch.use(grad, copies + _bytes_of_partial_sums(weight))
     if of_bias is not None:
         see(of_bias)
-        scratch.use(of_bias, bytes_of_sum(grad, [0, *range(2, grad.dim())]))
+        scratch.use(of_bias, _bytes_of_sum(grad, [0, *range(2, grad.dim())]))
 
 
-def bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
+def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
     """Copies for cuDNN, whose fast kernels have channels last, in whole groups of 16 bytes."""
     if not torch.backends.cudnn.enabled or x.dtype == torch.float64 or _is_depthwise(weight):
         return 0
@@ -170,13 +177,16 @@ def _bytes_of_partial_sums(weight: Tensor) -> int:
 
 
 _KERNELS: dict[Any, Callable[[Scratch, Any, Any, _See], None]] = {
-    _aten._scaled_dot_product_flash_attention_backward.default: _attention_backward(128, 128, 32),
-    _aten._scaled_dot_product_efficient_attention_backward.default: _attention_backward(64, 128, 64),
-    _aten._scaled_dot_product_cudnn_attention_backward.default: _attention_backward(1, 1, 1),
+    _aten._scaled_dot_product_flash_attention_backward.default: _attention(128, 128, 32),
+    _aten._scaled_dot_product_efficient_attention_backward.default: _attention(64, 128, 64),
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _attention(1, 1, 1),
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
-    _aten.sum.dim_IntList: _sum,
-    _aten.mean.dim: _sum,
+    _aten.sum.dim_IntList: _reduction(1),
+    _aten.mean.dim: _reduction(1),
+    _aten.std.correction: _reduction(4),  # count, as a float too, mean and sum of squares
+    _aten.var.correction: _reduction(4),
+    _aten.var_mean.correction: _reduction(4),
     _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
 }

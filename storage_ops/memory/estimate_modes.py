@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint.copies import BookedCopies, active
-from storage_ops.memory import estimate_cpu, estimate_cuda, estimate_ranks
+from storage_ops.memory import estimate_cpu, estimate_cuda, estimate_ranks, estimate_real
 from storage_ops.memory.alike import Unlike
 from storage_ops.memory.estimate_assume import Assumption, Source, unanswered
-from storage_ops.memory.estimate_backward import IN_PLACE, as_plain
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
@@ -279,8 +278,8 @@ class Simulation(TorchDispatchMode):
         _check_device(func, kwargs.get("device"))
         args, kwargs = with_tensors(self.twin, (args, kwargs))
         given = tensors_in((args, kwargs))
-        if func in IN_PLACE:
-            func = as_plain(func, self.ledger.block_of(given[0]))
+        if func in estimate_real.IN_PLACE:
+            func = estimate_real.as_plain(func, self.ledger.block_of(given[0]))
         if self.on_gpu and func.overloadpacket in PRODUCTS:
             self.multiplies = True
         estimate_ranks.count_sent(self.sent, func, args)
@@ -312,8 +311,9 @@ class Simulation(TorchDispatchMode):
             for t in given:
                 if isinstance(t, FakeTensor) and t.layout == torch.strided:
                     self.ledger.follow_resize(t.untyped_storage())
-        device = estimate_cuda if self.on_gpu else estimate_cpu
-        device.book(self.ledger, func, args, out, partial(self._see, func))
+        estimate_real.book(self.ledger, func, args, out)
+        kernels = estimate_cuda if self.on_gpu else estimate_cpu
+        kernels.book(self.ledger, func, args, out, partial(self._see, func))
         for t in tensors_in(out):
             if isinstance(t, FakeTensor):
                 _check_layout(func, t)

@@ -17,9 +17,9 @@ SIZES = {
     "cpu": {"tokens": 64, "width": 64, "layers": 3, "vocab": 512, "image": 112},
     "cuda": {"tokens": 1024, "width": 1024, "layers": 3, "vocab": 8192, "image": 256},
 }
-# Experts take as many tokens as the router gives them, which is not simulated, and neither are
-# workspaces of cuDNN: on an H200 the UNet took 5 % more, and the ViT 9 %.
-TOLERANCE = {"cpu": {"Mixtral": 0.05}, "cuda": {"Mixtral": 0.05, "UNet": 0.02, "ViT": 0.02}}
+# Experts take as many tokens as the router gives them, which is not simulated, and neither is what
+# cuDNN takes where it has to be deterministic: on an H200 the UNet took 2.3 % more.
+TOLERANCE = {"cpu": {"Mixtral": 0.05}, "cuda": {"Mixtral": 0.05, "UNet": 0.03, "ViT": 0.02}}
 ADAMW = torch.optim.AdamW
 
 

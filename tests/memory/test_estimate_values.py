@@ -245,9 +245,17 @@ def test_the_number_that_is_read():
             estimate(read)
 
 
+def recurrent(x):
+    """Fails as nn.LSTM does for fake tensors of a GPU."""
+    raise RuntimeError(
+        'Attempted to set the storage of a tensor on device "meta" to a storage on "cuda:0".'
+    )
+
+
 @pytest.mark.parametrize(
     ("fn", "does"),
     [
+        (recurrent, "runs a recurrent layer of cuDNN, or sets a storage,"),
         (lambda x: torch.tensor_split(x, x[:2, 0].long()), "reads the bytes of a tensor"),
         (lambda x: (x + 1).numpy(), "reads the bytes of a tensor"),
         (lambda x: f"{(x + 1).sum():.2f}", "prints the value of a tensor"),

@@ -1,0 +1,157 @@
+"""What kernels take while they run, against allocation events of an H200 (torch 2.11, cuDNN 9)."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from storage_ops.loss.devices import GPUS, standing_for, threads_of
+from storage_ops.memory import estimate
+
+MIB = 1 << 20
+aten = torch.ops.aten
+ROUNDING = 1.0  # MiB, by the allocator
+
+
+def scratch(fn):
+    """MiB beyond inputs and results."""
+    e = estimate(fn)
+    return (e.peak_bytes - e.kept_bytes) / MIB
+
+
+def empty(*size, dtype=torch.bfloat16, last=False):
+    t = torch.empty(size, dtype=dtype, device="meta")
+    return t.to(memory_format=torch.channels_last) if last else t
+
+
+# Image, weight, stride, dtype, channels last; MiB of the forward and of the weight's gradient.
+CONVOLUTIONS = [
+    ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.bfloat16, False, 128.07, 129.90),
+    ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.bfloat16, True, 0.0, 1.83),
+    ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.float32, False, 256.14, 258.11),
+    ((8, 128, 128, 128), (128, 128, 3, 3), 1, torch.float16, False, 64.28, 71.59),
+    ((8, 320, 64, 64), (320, 320, 3, 3), 1, torch.bfloat16, False, 41.76, 45.51),
+    ((2, 640, 32, 32), (640, 640, 3, 3), 1, torch.bfloat16, False, 12.03, 12.03),
+    ((8, 64, 128, 128), (128, 64, 3, 3), 2, torch.bfloat16, False, 23.89, 27.55),
+    ((8, 100, 64, 64), (100, 100, 3, 3), 1, torch.bfloat16, True, 13.19, 18.76),
+    ((16, 3, 512, 512), (64, 3, 3, 3), 1, torch.bfloat16, True, 64.01, 68.54),
+    ((8, 3, 256, 256), (1024, 3, 16, 16), 16, torch.bfloat16, False, 16.0, 16.0),
+    ((8, 256, 56, 56), (64, 256, 1, 1), 1, torch.bfloat16, False, 0.0, 0.50),
+    ((8, 96, 56, 56), (96, 1, 7, 7), 1, torch.bfloat16, False, 0.0, 0.0),
+    ((8, 256, 56, 56), (256, 8, 3, 3), 1, torch.float32, False, 49.07, 50.20),
+]
+PARTIAL = 8.0  # MiB that partial sums of a weight's gradient may be off by
+
+
+@pytest.mark.parametrize(("image", "weight", "stride", "dtype", "last", "forward", "sums"),
+                         CONVOLUTIONS)  # fmt: skip
+def test_convolutions(image, weight, stride, dtype, last, forward, sums):
+    x, w = empty(*image, dtype=dtype, last=last), empty(*weight, dtype=dtype, last=last)
+    groups = image[1] // weight[1]
+    same = weight[2] // 2 if weight[2] % 2 and stride == 1 else 0
+    y = F.conv2d(x, w, None, stride, same, 1, groups)
+    how = [stride, stride], [same, same], [1, 1], False, [0, 0], groups
+    assert scratch(lambda: aten.convolution(x, w, None, *how)) == pytest.approx(
+        forward, abs=ROUNDING
+    )
+    found = scratch(
+        lambda: aten.convolution_backward(y, x, w, [weight[0]], *how, [False, True, False])
+    )
+    assert sums - PARTIAL <= found <= sums + PARTIAL
+    if forward:
+        assert found >= forward - ROUNDING
+
+
+def test_a_convolution_of_images_in_another_layout_copies_them():
+    x, w = empty(8, 64, 128, 128), empty(64, 64, 3, 3, last=True)
+    assert scratch(lambda: F.conv2d(x, w, padding=1)) == pytest.approx(16, abs=ROUNDING)
+
+
+def test_cudnn_that_is_turned_off_takes_nothing(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    x, w = empty(8, 64, 128, 128), empty(64, 64, 3, 3)
+    assert scratch(lambda: F.conv2d(x, w, padding=1)) == 0
+
+
+# Tensor, dims, dtype; MiB of partial sums.
+SUMS = [
+    ((131072, 128), [0], torch.bfloat16, 128.0), ((262144, 128), [0], torch.float32, 132.0),
+    ((524288, 64), [0], torch.bfloat16, 33.0), ((131072, 64), [0], torch.bfloat16, 16.0),
+    ((32768, 320), [0], torch.float32, 80.0), ((2048, 640), [0], torch.bfloat16, 10.0),
+    ((512, 1280), [0], torch.bfloat16, 0.0), ((16384, 2048), [0], torch.bfloat16, 132.0),
+    ((32768, 65), [0], torch.bfloat16, 1.02), ((8, 784, 512), [0, 1], torch.bfloat16, 24.5),
+    ((1568, 768), [0], torch.float32, 9.38), ((8192, 6144), [0], torch.bfloat16, 132.0),
+    ((221184, 32), [0], torch.bfloat16, 3.38), ((8192, 4096), [1], torch.bfloat16, 0.0),
+    ((4, 4096), [0], torch.bfloat16, 0.0), ((0, 64), [0], torch.bfloat16, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "dims", "dtype", "expected"), SUMS)
+def test_sums_over_rows(size, dims, dtype, expected):
+    t = empty(*size, dtype=dtype)
+    assert scratch(lambda: t.sum(dims)) == pytest.approx(expected, abs=ROUNDING if expected else 0)
+
+
+def test_sums_over_images_with_channels_last():
+    y = empty(8, 128, 128, 128, last=True)
+    assert scratch(lambda: y.sum([0, 2, 3])) == 128
+
+
+def test_deviations_take_four_numbers_each():
+    t = empty(8192, 6144, dtype=torch.float32)
+    assert scratch(lambda: t.std(0)) == 528
+
+
+def test_sums_follow_the_gpu_that_is_simulated():
+    assert threads_of(torch.device("cpu")) == 132 * 2048
+    with standing_for(GPUS["a100"]):
+        assert threads_of(torch.device("cpu")) == 108 * 2048
+
+
+def flash(q, k, lse, grad):
+    more = lse, lse, q.shape[2], k.shape[2], 0.0, False, lse, lse
+    return aten._scaled_dot_product_flash_attention_backward(grad, q, k, k, q, lse, *more)
+
+
+def cudnn(q, k, lse, grad):
+    more = lse, lse, None, None, None, q.shape[2], k.shape[2], 0.0, False
+    return aten._scaled_dot_product_cudnn_attention_backward(grad, q, k, k, q, lse, *more)
+
+
+def efficient(q, k, lse, grad):
+    more = lse, lse, 0.0, [True, True, True, False]
+    return aten._scaled_dot_product_efficient_attention_backward(grad, q, k, k, None, q, lse, *more)
+
+
+# Kernel, queries, heads and tokens of keys; MiB.
+ATTENTION = [
+    (flash, (8, 16, 257, 64), 16, 257, 12.19), (cudnn, (8, 16, 257, 64), 16, 257, 8.16),
+    (efficient, (8, 16, 257, 64), 16, 257, 10.13), (cudnn, (4, 16, 2048, 128), 16, 2048, 64.5),
+    (flash, (2, 8, 1000, 128), 2, 1000, 15.88), (cudnn, (2, 8, 1000, 128), 2, 1000, 15.69),
+    (cudnn, (2, 10, 4096, 64), 10, 77, 20.31), (flash, (2, 8, 4096, 40), 8, 4096, 16.25),
+    (efficient, (2, 8, 1024, 80), 8, 1024, 8.06), (efficient, (16, 16, 1025, 128), 16, 1025, 145.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "queries", "heads", "tokens", "expected"), ATTENTION)
+def test_gradients_of_attention(kernel, queries, heads, tokens, expected):
+    q, k = empty(*queries), empty(queries[0], heads, tokens, queries[3])
+    lse, grad = empty(*queries[:3], dtype=torch.float32), empty(*queries)
+    found = scratch(lambda: kernel(q, k, lse, grad))
+    assert found == pytest.approx(expected, abs=ROUNDING)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(8192, 70.8), (2048, 0.0)])
+def test_the_gradient_of_an_embedding(tokens, expected):
+    weight = empty(32768, 2048).requires_grad_()
+    ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+    grad = empty(tokens, 2048)
+    found = scratch(lambda: aten.embedding_dense_backward(grad, ids, len(weight), -1, False))
+    assert found == pytest.approx(expected, abs=ROUNDING)
+
+
+def test_boolean_masks_become_ones_that_are_added():
+    q = empty(2, 4, 1024, 64).requires_grad_()
+    mask = torch.empty(2, 1, 1024, 1024, dtype=torch.bool, device="meta")
+    plain = estimate(lambda: F.scaled_dot_product_attention(q, q, q))
+    masked = estimate(lambda: F.scaled_dot_product_attention(q, q, q, mask))
+    assert masked.kept_bytes - plain.kept_bytes == mask.numel() * (1 + 2)
