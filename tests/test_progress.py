@@ -20,7 +20,7 @@ CALLS = {
 SCRIPT = """
 import os, sys, torch, storage_ops as so
 from storage_ops import progress
-layer = lambda: torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+layer = lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
 model = torch.nn.Sequential(*(layer() for _ in range(3)))
 x = torch.randn(4, 32, 64)
 

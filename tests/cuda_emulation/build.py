@@ -30,7 +30,7 @@ KERNEL = [
 # Of the kernels alone: the fibers that they run on are not to be looked at. Without another, an
 # address that is not aligned for its type ends in a signal.
 SANITIZERS = {
-    "": ["-O2", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"],
+    "": ["-O1", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"],
     "thread": ["-O1", "-g", "-fsanitize=thread"],
     "address": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
 }

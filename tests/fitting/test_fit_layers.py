@@ -219,9 +219,9 @@ def test_another_plan_leaves_the_first_one_applied(tmp_path):
         nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(4))),
         torch.randn(8, 64, 32),
     )
-    highest = simulate_step(model, x).peak_bytes
-    first = storage_ops.fit(model, x, int(0.8 * highest))
-    second = storage_ops.fit(model, x, int(0.7 * highest))
+    search = Search(model, x)
+    highest = search.curve()[-1][0]
+    first, second = search.plan(int(0.8 * highest)), search.plan(int(0.7 * highest))
     second.save(tmp_path / "plan.json")
     first.apply()
     before = simulate_step(model, x).peak_bytes
