@@ -50,8 +50,8 @@ import torch
 torch.UntypedStorage._swap_data_ptr_ = Hidden()
 """
 # Each of some works in a process of its own, without some libraries. Those are forked from one that
-# has imported torch, which takes most of the time, and end without taking it down again, which takes
-# most of the rest; each one's code, and what it says and complains.
+# has imported torch, and end without taking it down again: these two are most of the time. Each
+# one's code, and what it says and complains.
 FORKS = """
 import json, os, sys, torch, traceback
 answers = []
