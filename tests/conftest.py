@@ -68,15 +68,16 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(items):
-    """What is not run here: tests without their GPU or kernels, and in CI most cases of slow tests.
+    """What is not run here: tests without their GPU or kernels, and in CI most slow ones.
 
     STORAGE_OPS_REQUIRE_CUDA=1 makes the first a failure. Of a slow test CI runs one case of 16,
     the first, the fourth of the next 16 and so on, so that many values of each parameter have
-    their turn, and nothing of one without parameters; `make test-all` and the weekly workflow run
-    all.
+    their turn, and nothing of one without parameters. Tests that take turns are drawn by the seed,
+    which is the commit's. `make test-all` and the weekly workflow run all.
     """
     if os.environ.get("CI"):
         _some_cases_of_slow_tests(items)
+        _some_tests_in_turn(items)
     lacking = {}
     if not (torch.cuda.is_available() or os.environ.get("STORAGE_OPS_REQUIRE_CUDA") == "1"):
         lacking["cuda"] = "needs an NVIDIA GPU"
@@ -97,6 +98,16 @@ def _some_cases_of_slow_tests(items):
         if item.get_closest_marker("slow") and left_out:
             item.add_marker(skip)
         seen[name] += 1
+
+
+def _some_tests_in_turn(items):
+    skip = pytest.mark.skip(reason="not its turn at this commit; `make test-all` runs all")
+    seed = os.environ["STORAGE_OPS_TEST_SEED"]
+    for item in items:
+        if item.get_closest_marker("in_turn"):
+            drawn = hashlib.sha256(f"{seed} {item.nodeid.partition('[')[0]}".encode()).digest()[0]
+            if drawn % 3:
+                item.add_marker(skip)
 
 
 @pytest.fixture(params=PATHS)

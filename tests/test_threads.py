@@ -177,6 +177,7 @@ def test_threads_that_simulate():
     assert state() == before
 
 
+@pytest.mark.in_turn
 def test_threads_that_are_the_first_to_call_anything():
     """In a process of its own, where nothing is registered, planned or cached."""
     script = (

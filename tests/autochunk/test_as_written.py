@@ -113,6 +113,7 @@ def test_loss_and_gradients(loss):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_turn
 def test_a_graph_with_one_result():
     x, w, _ = arguments()
     gm = make_fx(lambda x, w: torch.softmax(flat(x, w), -1).square().sum())(x.detach(), w.detach())

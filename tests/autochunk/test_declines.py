@@ -70,6 +70,7 @@ def test_declined(f):
     torch.testing.assert_close(got, gradients(f, given, upstream))
 
 
+@pytest.mark.in_turn
 def test_an_input_that_is_changed():
     torch._dynamo.reset()
     x, w, t = arguments()

@@ -203,6 +203,7 @@ def test_dynamic_sizes(loss):
     assert report.chunked
 
 
+@pytest.mark.in_turn
 def test_dynamic_sizes_that_no_input_has():
     torch._dynamo.reset()
     losses = [

@@ -332,6 +332,7 @@ def test_many_sequences():
     assert reports[0].chunked
 
 
+@pytest.mark.in_turn
 def test_consecutive_tokens_stay_whole():
     """Ranges of single tokens would be too many: chunks are whole sequences."""
 

@@ -58,6 +58,7 @@ def test_a_quick_run_and_a_part_that_fails(tmp_path, capsys):
     assert all(line["stem"] == "storage" and line["torch"] and line["commit"] for line in lines)
 
 
+@pytest.mark.in_turn
 def test_an_interrupt_ends_the_part_and_reports_what_there_is(tmp_path):
     command = [sys.executable, "-m", "storage_ops", "bench", "--quick", "--out", tmp_path]
     running = subprocess.Popen(

@@ -66,6 +66,7 @@ def peaks(rank):
             assert abs(found - estimated) <= 0.01 * estimated + 0.05, (end, found, estimated)
 
 
+@pytest.mark.in_turn
 def test_a_ranks_peak_is_as_estimated():
     run_on_ranks(peaks, 2)
 

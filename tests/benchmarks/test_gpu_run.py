@@ -75,6 +75,7 @@ def test_a_rehearsal_says_that_it_is_one(tmp_path):
     assert done.returncode == 0 and result["stem"] == "storage" and result["quick"]
 
 
+@pytest.mark.in_turn
 def test_an_interrupt_leaves_all_that_there_is(tmp_path):
     command = [SCRIPT, "--stages", "facts demo", "--dry-run", "--out", tmp_path]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=WITHOUT_GPU)
@@ -142,6 +143,7 @@ def test_what_hangs_is_stopped_and_its_failures_are_told(deaf, tmp_path, run_of)
     assert deaf or 'failures="1"' in junit.read_text()
 
 
+@pytest.mark.in_turn
 def test_a_stage_takes_what_others_left_but_not_what_is_kept_for_them(run_of):
     commands = {"short": ["true"], "long": ["sleep", "9"], "last": ["echo", "done"]}
     outcomes, code, _ = run_of(6.9, {"short": 2, "long": 2, "last": 2}, commands)

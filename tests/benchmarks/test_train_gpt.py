@@ -50,6 +50,7 @@ def test_features_give_the_losses_of_plain_with_dropout_and_accumulation(config,
         torch.testing.assert_close(everything.losses, plain.losses, rtol=2e-3, atol=0)
 
 
+@pytest.mark.in_turn
 def test_the_loss_over_200_steps_stays_within_a_thousandth_of_plain():
     settings, data = Settings(dataclasses.replace(LLAMA, dropout=0.0), 200), tokens()
     plain, everything = (train(case, settings, data, 200).losses for case in ("plain", "all"))

@@ -107,5 +107,6 @@ def everything(rank):
         work(rank)
 
 
+@pytest.mark.in_turn
 def test_divergence_over_ranks():
     run_on_ranks(everything, WORLD)

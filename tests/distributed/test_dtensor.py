@@ -107,11 +107,13 @@ def on_a_plane(rank):
 needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch has no distributed")
 
 
+@pytest.mark.in_turn
 @needs_distributed
 def test_every_placement_on_a_mesh_of_one_dimension():
     run_on_ranks(on_a_line, LINE)
 
 
+@pytest.mark.in_turn
 @needs_distributed
 def test_two_dimensions():
     run_on_ranks(on_a_plane, PLANE)
@@ -182,6 +184,7 @@ def refused(rank):
         so.linear_cross_entropy(x, distribute_tensor(few, line, [Shard(0)]), target)
 
 
+@pytest.mark.in_turn
 @needs_distributed
 def test_the_head_of_a_parallel_plan():
     run_on_ranks(in_a_plan, LINE)

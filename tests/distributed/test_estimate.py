@@ -221,6 +221,7 @@ def test_the_peak_of_a_rank_is_estimated_within_a_percent():
     run_on_ranks(every_way, 2)
 
 
+@pytest.mark.in_turn
 def test_the_peak_on_a_mesh_is_estimated_within_a_percent():
     run_on_ranks(every_mesh, 4)
 
@@ -405,6 +406,7 @@ def test_plans_of_one_rank():
     on_no_ranks(plans)
 
 
+@pytest.mark.in_turn
 def test_alike_layers_of_fsdp_are_simulated_once():
     on_no_ranks(once_for_all)
 

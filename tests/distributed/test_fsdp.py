@@ -275,6 +275,7 @@ def all_of(rank):
     errors(rank)
 
 
+@pytest.mark.in_turn
 def test_two_ranks():
     run_on_ranks(all_of, 2)
 

@@ -67,5 +67,6 @@ def work(rank):
         )
 
 
+@pytest.mark.in_turn
 def test_every_rank_has_all_of_them():
     run_on_ranks(work, 3)

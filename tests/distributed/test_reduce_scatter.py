@@ -82,6 +82,7 @@ def errors(rank):
 needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch has no distributed")
 
 
+@pytest.mark.in_turn
 @needs_distributed
 def test_every_rank_gets_the_gradient_of_its_tokens():
     run_on_ranks(work, WORLD)

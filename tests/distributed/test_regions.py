@@ -277,5 +277,6 @@ def every(rank):
         work(rank)
 
 
+@pytest.mark.in_turn
 def test_two_ranks():
     run_on_ranks(every, 2)

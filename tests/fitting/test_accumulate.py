@@ -36,6 +36,7 @@ def gpt():
     return made("gpt", torch.float32)
 
 
+@pytest.mark.in_turn
 def test_plans(gpt):
     model, batch, loss = gpt
     search = Search(model, batch, loss, ADAM, accumulate=True)

@@ -117,6 +117,7 @@ def test_what_is_changed_in_place_is_known_by_its_storage():
     assert [op.saveable for op in products] == [True] * 20 + [False]
 
 
+@pytest.mark.in_turn
 def test_no_assignment_of_actions_is_faster(asking_is_free):
     model, batch = MODELS["mixtral"]()
     search = Search(model, batch, optimizer=ADAM)
@@ -225,6 +226,7 @@ def test_fitting_changes_nothing(monkeypatch):
     assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
 
 
+@pytest.mark.in_turn
 def test_what_the_caller_froze_stays_frozen():
     model, batch = llama()
     try:
@@ -239,6 +241,7 @@ def test_what_the_caller_froze_stays_frozen():
         gc.freeze()  # as the module's fixture did
 
 
+@pytest.mark.in_turn
 def test_tiles_go_lower_and_are_said():
     model, batch = llama()
     for block in model.layers:

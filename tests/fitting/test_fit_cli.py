@@ -22,6 +22,7 @@ def command(tmp_path):
     return ["fit", "--hf-config", path, "--batch", "2", "--seq", "128", "--dtype", "fp32"]
 
 
+@pytest.mark.in_turn
 def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture, saved = tmp_path / "fit.png", tmp_path / "fit.json"
@@ -77,6 +78,7 @@ def test_a_plan_is_for_the_model_that_is_loaded(tmp_path, kind, options):
     model(**batch).loss.backward()
 
 
+@pytest.mark.in_turn
 def test_json(command, capsys):
     seconds = []
     for budget in ("70.5MiB", "71MiB", "1GiB"):
@@ -90,6 +92,7 @@ def test_json(command, capsys):
     assert {action["mode"] for action in facts["actions"]} == {"full"}
 
 
+@pytest.mark.in_turn
 def test_it_cannot_fit(command, tmp_path, capsys):
     saved = tmp_path / "fit.json"
     for more in ([], ["--json", "--save", str(saved)]):

@@ -54,6 +54,7 @@ def test_measured_peaks(made, name):
     assert measured_peak(*made, loss) == pytest.approx(none, rel=1e-3)
 
 
+@pytest.mark.in_turn
 def test_saved_and_loaded(made, tmp_path):
     model, x, head, labels = made
     loss = compiled(losses(head, labels)["recognised"])

@@ -34,6 +34,7 @@ def searched():
     return model, batch, Search(model, batch, optimizer=ADAM, actions=ACTIONS)
 
 
+@pytest.mark.in_turn
 @pytest.mark.kernels
 def test_plans_with_the_loss(searched):
     model, batch, search = searched
@@ -108,6 +109,7 @@ def test_where_the_loss_cannot_be_replaced():
     assert model(**batch).logits is not None
 
 
+@pytest.mark.in_turn
 def test_the_error_names_the_loss_that_needs_no_logits():
     model, batch = llama()
     with pytest.raises(

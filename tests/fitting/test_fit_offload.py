@@ -73,6 +73,7 @@ def test_only_as_much_as_the_link_hides():
     assert sent[0] == 0 and sent == sorted(sent) and sent[1] < sent[-1]
 
 
+@pytest.mark.in_turn
 def test_named_devices_have_links_and_plans_say_what_is_away(tmp_path):
     with torch.device("meta"):
         model, _ = llama()

@@ -81,5 +81,6 @@ def work(rank):
         graph.trace_step(lambda x: model(x).sum().backward(), torch.ones(1, 2))
 
 
+@pytest.mark.in_turn
 def test_distributed_data_parallel():
     run_on_ranks(work, WORLD)

@@ -97,5 +97,6 @@ def work(rank):
         graph.trace_step(lambda *data: model(*data).backward(), *batch())
 
 
+@pytest.mark.in_turn
 def test_fully_shard():
     run_on_ranks(work, WORLD)

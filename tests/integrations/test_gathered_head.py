@@ -163,6 +163,7 @@ def on_ranks(rank):
                 torch.testing.assert_close(found[patch], found[""], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
 def test_fully_shard_on_the_layer():
     run_on_ranks(on_ranks, 2)

@@ -168,6 +168,7 @@ def test_results_per_token_and_weights(pieces, batch):
     torch.testing.assert_close(found[0].entropy[:, :-1][valid], right[valid])
 
 
+@pytest.mark.in_turn
 def test_no_logits_and_no_copy_of_the_weight_exist():
     vocab, tokens, width = 8192, 4096, 64
     model = tf.LlamaForCausalLM(

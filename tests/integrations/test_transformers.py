@@ -37,6 +37,7 @@ def test_compiled(name, fullgraph, batch):
     assert compiled(batch["input_ids"]).logits.shape == (3, 9, V)
 
 
+@pytest.mark.in_turn
 def test_a_model_that_is_compiled_already(batch):
     torch._dynamo.reset()
     model = make("Llama").train()
@@ -143,6 +144,7 @@ def test_the_output_layer_computes_no_logits(name, batch):
     assert watch.products == 0
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(
     not any("cpu" in name for name in storage_ops.info()["loaded"]),
     reason="the row kernel in plain torch takes several times its tile",

@@ -45,6 +45,7 @@ def test_patching_twice(batch):
     assert type(model) is tf.LlamaForCausalLM
 
 
+@pytest.mark.in_turn
 def test_the_remedy_for_returned_logits_is_named():
     def step(x, w, t):
         z = x @ w.T

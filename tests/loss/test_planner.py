@@ -164,6 +164,7 @@ def test_measured_peak_is_what_was_planned(sizes, dtype, own, share, grads, late
     assert m.peak_bytes >= 0.95 * max(predicted) - reserved
 
 
+@pytest.mark.in_turn
 @settings(deadline=None, max_examples=50)
 @given(
     tokens=st.integers(1, 40),

@@ -63,6 +63,7 @@ def test_simulated_as_what_runs(made, name):
     assert measured_peak(*made, loss) == pytest.approx(found["4 MiB"], rel=apart)
 
 
+@pytest.mark.in_turn
 def test_plans_are_made_with_it(made):
     model, x, head, labels = made
     options = {"memory_budget": "1 MiB"}

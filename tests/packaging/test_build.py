@@ -101,6 +101,7 @@ def test_a_native_build_without_torch_says_so_in_one_sentence(tree):
     assert "torch>=2.10 is not installed here" in last and "--no-build-isolation" in last
 
 
+@pytest.mark.in_turn
 def test_prebuilt_libraries_are_taken_as_they_are(tree):
     """Only the module of this CPython is compiled; torch is not needed."""
     (tree / "site/pybind11").symlink_to(Path(pybind11.__file__).parent)
