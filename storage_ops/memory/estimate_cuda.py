@@ -136,7 +136,7 @@ def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> N
         scratch.use(grad, copies)
     if of_weight is not None:
         see(of_weight)
-        scratch.use(grad, copies + _bytes_of_partial_sums(weight))
+        scratch.use(grad, copies + _bytes_of_partial_sums(weight, args[9]))
     if of_bias is not None:
         see(of_bias)
         scratch.use(of_bias, _bytes_of_sum(grad, [0, *range(2, grad.dim())]))
@@ -144,8 +144,10 @@ def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> N
 
 def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
     """Copies for cuDNN, whose fast kernels have channels last, in whole groups of 16 bytes."""
-    if not torch.backends.cudnn.enabled or x.dtype == torch.float64 or _is_depthwise(weight):
+    if not torch.backends.cudnn.enabled or x.dtype == torch.float64:
         return 0
+    if _is_depthwise(weight, groups):
+        return 0  # its kernels take any layout as it is
     last = _has_channels_last(x) or _has_channels_last(weight)
     if x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
         return x.nbytes + weight.nbytes + y.nbytes if last else 0
@@ -161,18 +163,17 @@ def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> 
     return copies
 
 
-def _is_depthwise(weight: Tensor) -> bool:
-    """Whether the kernels take any layout as it is."""
-    return weight.shape[1] == 1
+def _is_depthwise(weight: Tensor, groups: int) -> bool:
+    return groups > 1 and weight.shape[1] == 1
 
 
 def _has_channels_last(t: Tensor) -> bool:
     return t.dim() in (4, 5) and suggest_memory_format(t) != torch.contiguous_format
 
 
-def _bytes_of_partial_sums(weight: Tensor) -> int:
+def _bytes_of_partial_sums(weight: Tensor, groups: int) -> int:
     sums = 4 * weight.numel()
-    few = sums > _PARTIAL or _is_depthwise(weight) or weight.dtype == torch.float64
+    few = sums > _PARTIAL or _is_depthwise(weight, groups) or weight.dtype == torch.float64
     return 0 if few else min(_PARTS * sums, _PARTIAL)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ def numbered(device: str | torch.device) -> torch.device:
 
 @dataclass
 class Measurement:
-    """What a `measure` block allocated; filled in when the block ends.
+    """What a `measure` block allocated; an AttributeError before the block has ended.
 
     Attributes:
         peak_bytes: highest level above the level at entry.
@@ -85,10 +85,17 @@ class Measurement:
         lives: every allocation: whose it is, its bytes, and from when to when it lives.
     """
 
-    peak_bytes: int = 0
-    kept_bytes: int = 0
+    peak_bytes: int
+    kept_bytes: int
     timeline: list[Sample] = field(default_factory=list, repr=False)
     lives: list[Life] = field(default_factory=list, repr=False)
+
+    if not TYPE_CHECKING:  # a type checker knows what there is
+
+        def __getattr__(self, name: str) -> Any:
+            if name in {f.name for f in fields(Measurement)}:
+                raise AttributeError(f"{name} is known only once the block of measure has ended")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw memory over time into a file, in a colour for each owner.
@@ -150,7 +157,7 @@ class measure:
         if self._device.type not in ("cpu", "cuda"):
             raise ValueError(f"measure: device is {device!r}; expected 'cpu' or a CUDA device")
         self._marks = Marks(model)
-        self._result = Measurement()
+        self._result = Measurement.__new__(Measurement)  # without its numbers until the end
         self._entry_bytes = 0
 
     def __enter__(self) -> Measurement:
@@ -202,8 +209,10 @@ class measure:
             profiler.kineto_results.experimental_event_tree(), self._device.type, self._device.index
         )
         del self._profile
-        result, after = self._result, levels(nbytes for _, nbytes in changes)
-        result.peak_bytes, result.kept_bytes = max(after), after[-1]
-        for (start, _), level in zip(changes, after[1:], strict=True):
-            result.timeline.append(Sample((start - changes[0][0]) / 1e9, level))
-        result.lives = [Life(t.owner, t.nbytes, t.start, t.end) for t in taken]
+        after = levels(nbytes for _, nbytes in changes)
+        timeline = [
+            Sample((start - changes[0][0]) / 1e9, level)
+            for (start, _), level in zip(changes, after[1:], strict=True)
+        ]
+        lives = [Life(t.owner, t.nbytes, t.start, t.end) for t in taken]
+        vars(self._result).update(vars(Measurement(max(after), after[-1], timeline, lives)))

@@ -74,7 +74,7 @@ def requested(device):
         with measure() as result:
             yield result
         return
-    result = Measurement()
+    result = Measurement(0, 0)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]

@@ -1,3 +1,4 @@
+import copy
 import re
 import sys
 from unittest import mock
@@ -30,6 +31,23 @@ def test_freeing_what_was_there_before_is_negative():
     with so.memory.measure() as m:
         del t
     assert m.kept_bytes == -4 * MIB and m.peak_bytes == 0
+
+
+def test_nothing_is_known_before_the_end():
+    with so.memory.measure() as m:
+        torch.empty(MIB)
+        with pytest.raises(AttributeError, match="peak_bytes is known only once the block of mea"):
+            print(m.peak_bytes)
+        with pytest.raises(AttributeError, match="'Measurement' object has no attribute 'peak'"):
+            print(m.peak)
+    assert m.peak_bytes == 4 * MIB and copy.deepcopy(m) == m
+
+
+def test_an_error_in_the_block_ends_the_measurement():
+    with pytest.raises(ZeroDivisionError), so.memory.measure() as m:
+        kept = torch.empty(MIB)
+        1 / 0  # noqa: B018
+    assert m.kept_bytes == kept.nbytes
 
 
 def test_nothing_allocated():
@@ -111,7 +129,7 @@ def test_timelines_are_drawn():
     with so.memory.measure() as m:
         t = torch.empty(MIB)
     figure, axes = pyplot.subplots()
-    so.memory.plot_timelines(axes, {"one": m, "none": so.memory.Measurement()})
+    so.memory.plot_timelines(axes, {"one": m, "none": so.memory.Measurement(0, 0)})
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["one (peak 4 MiB)", "none (peak 0 MiB)"] and t.nbytes == 4 * MIB
     assert max(axes.lines[0].get_ydata()) == 4
