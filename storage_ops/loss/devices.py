@@ -65,9 +65,10 @@ class Rates:
 
 def _gpu(
     name: str, flops16: float, flops32: float, bandwidth: float, cache: int, link: float,
-    threads: int,
+    threads: int, fewer64: int = 2,
 ) -> Rates:  # fmt: skip
-    return Rates(name, flops16, flops32, flops32 / 2, bandwidth, cache, 5e-6, True,
+    """`fewer64`: times as slow as in 32 bits are products of 64."""
+    return Rates(name, flops16, flops32, flops32 / fewer64, bandwidth, cache, 5e-6, True,
                  merge_seconds=6e-5, link=link, threads=threads)  # fmt: skip
 
 
@@ -82,20 +83,23 @@ _AMX = Rates(
 # Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
 # on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
 # figures were measured (790 TFLOP/s, 4.3 TB/s). Links: PCIe x16 of the generation that the data
-# sheet names, half of its figure for both directions together (Gen5 128 GB/s, Gen4 64 GB/s), times
-# 0.8. A GH200 or GB200 has NVLink-C2C to its Grace CPU (900 GB/s for both directions), which the
-# two GPUs of a GB200 share; rates are of one GPU, of the GH200 with HBM3. Threads: multiprocessors
-# of the data sheet, times what one holds.
-_GEN5, _GEN4, _C2C = 0.8 * 64e9, 0.8 * 32e9, 0.8 * 450e9
+# sheet names, half of its figure for both directions together (Gen6 256 GB/s, Gen5 128, Gen4 64),
+# times 0.8. A GH200, GB200 or GB300 has NVLink-C2C to its Grace CPU (900 GB/s for both directions),
+# which two GPUs of the latter share; rates are of one GPU, of the GH200 with HBM3. Threads:
+# multiprocessors of the data sheet, times what one holds.
+_GEN6, _GEN5, _GEN4, _C2C = 0.8 * 128e9, 0.8 * 64e9, 0.8 * 32e9, 0.8 * 450e9
 GPUS = {
     "h200": _gpu("H200", 790e12, 54e12, 4.3e12, 25 << 20, _GEN5, 132 * 2048),
     "h100": _gpu("H100 SXM", 790e12, 54e12, 3.0e12, 25 << 20, _GEN5, 132 * 2048),
     "gh200": _gpu("GH200", 790e12, 54e12, 3.6e12, 25 << 20, _C2C, 132 * 2048),
     "b200": _gpu("B200", 1800e12, 64e12, 7.2e12, 60 << 20, _GEN5, 148 * 2048),
     "gb200": _gpu("GB200", 2000e12, 72e12, 7.2e12, 60 << 20, _C2C / 2, 148 * 2048),
+    "b300": _gpu("B300", 1800e12, 60e12, 7.2e12, 60 << 20, _GEN6, 160 * 2048, 60),
+    "gb300": _gpu("GB300", 2000e12, 64e12, 7.2e12, 60 << 20, _C2C / 2, 160 * 2048, 60),
     "a100": _gpu("A100 80GB", 250e12, 15.6e12, 1.8e12, 20 << 20, _GEN4, 108 * 2048),
-    "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20, _GEN4, 142 * 1536),
-    "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20, _GEN4, 128 * 1536),
+    "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20, _GEN4, 142 * 1536, 64),
+    "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20, _GEN4, 128 * 1536, 64),
+    "rtx5090": _gpu("RTX 5090", 168e12, 84e12, 1.6e12, 48 << 20, _GEN5, 170 * 1536, 64),
 }
 DEVICES = ("cpu", *GPUS)
 

@@ -180,11 +180,11 @@ def plan(
         reduction: "mean", "sum" or "none".
         accumulate_dtype, logits_dtype: as in `linear_cross_entropy`, as a dtype or text.
         max_valid: the most tokens that are not ignored; no others are worked on.
-        device: whose rates predict the time: "h200", "h100", "gh200", "b200", "gb200", "a100",
-            "l40s", "rtx4090" or "cpu". None: the GPU that is present (by the rates of an A100 if it
-            is none of these), else the CPU with the current number of threads. Times for a GPU come
-            from its data sheet, except an H200's; times for a CPU are those of two cores with
-            AVX-512.
+        device: whose rates predict the time: "h200", "h100", "gh200", "b200", "gb200", "b300",
+            "gb300", "a100", "l40s", "rtx4090", "rtx5090" or "cpu". None: the GPU that is present
+            (by the rates of an A100 if it is none of these), else the CPU with the current number
+            of threads. Times for a GPU come from its data sheet, except an H200's; times for a CPU
+            are those of two cores with AVX-512.
         strategy: insist on "token-chunked", "vocab-sliced" or "running-rescale".
         num_chunks: insist on about this many equal chunks of tokens; without a strategy they are
             token-chunked where that is possible. The budget is then only checked, or decides how

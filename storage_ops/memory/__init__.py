@@ -8,13 +8,14 @@ of a module and so on. `plot.py` draws them.
 it makes (`estimate_modes.py`) in a *ledger*, of blocks that live from when to when
 (`estimate_ledger.py`). What was there before the call is found by `estimate_inputs.py`, kernels
 that take other memory on a GPU are in `estimate_gpu.py`, sparse tensors in `estimate_sparse.py`.
+What kernels take only while they run, their *scratch*, is in `estimate_cuda.py` and
+`estimate_cpu.py`, and where torch is otherwise for fake tensors in `estimate_real.py`.
 One rank of several is simulated alone (`estimate_ranks.py`, `estimate_fsdp.py`, `estimate_ddp.py`).
 Sizes that depend on values are exact where the values are *known* (`estimate_values.py`); of the
 others the caller *assumes* something (`estimate_assume.py`), and `estimate_sizes.py` turns that
-into sizes. What kernels of a CPU take besides is in `estimate_cpu.py`; a loss that the
-package compiles is simulated as what runs (`estimate_compiled.py`). A graph whose nodes are known
-before it runs is booked node by node (`lifetimes.py`), traced steps and chunked losses among them,
-so that every predicted peak is a level of a ledger.
+into sizes. A loss that the package compiles is simulated as what runs (`estimate_compiled.py`). A
+graph whose nodes are known before it runs is booked node by node (`lifetimes.py`), traced steps and
+chunked losses among them, so that every predicted peak is a level of a ledger.
 
 `step.py` simulates a whole training step of a model; `estimate_calls.py` tells it whose call an op
 belongs to. Alike calls of modules (`alike.py`) are run once: `recording.py` writes down what the

@@ -7,6 +7,7 @@ some shapes in float32, is another. What it takes where TF32 is turned off is no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -98,9 +99,7 @@ def _bytes_of_sum(t: Tensor, dims: list[int]) -> int:
         if d in reduced or t.stride(d) != width:
             break
         width *= t.shape[d]
-    rows = 1
-    for d in reduced:
-        rows *= t.shape[d]
+    rows = math.prod(t.shape[d] for d in reduced)
     outputs = t.numel() // rows
     of_thread = next(n for n in (4, 2, 1) if width % n == 0)  # outputs
     across, most = _power_of_two(width // of_thread), _BLOCK // of_thread
@@ -149,7 +148,7 @@ def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> 
     if _is_depthwise(weight, groups):
         return 0  # its kernels take any layout as it is
     last = _has_channels_last(x) or _has_channels_last(weight)
-    if x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
+    if x.dtype == torch.float32 and not _has_tf32():
         return x.nbytes + weight.nbytes + y.nbytes if last else 0
     if not last and weight[0, 0].numel() == 1 and x.shape[2:] == y.shape[2:]:
         return 0  # a product
@@ -161,6 +160,14 @@ def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> 
         if not last or filled > t.nbytes:
             copies += filled
     return copies
+
+
+def _has_tf32() -> bool:
+    """Whether convolutions of float32 may round; allow_tf32 fails where this was said for them."""
+    cudnn: Any = torch.backends.cudnn
+    settings = cudnn.conv, cudnn, torch.backends
+    said = (setting.fp32_precision for setting in settings)
+    return next((how for how in said if how != "none"), "none") == "tf32"
 
 
 def _is_depthwise(weight: Tensor, groups: int) -> bool:

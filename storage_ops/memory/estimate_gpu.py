@@ -163,13 +163,16 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    fused = query.dim() == 4 and query.dtype != torch.float64
-    fused = fused and (attn_mask is None or not attn_mask.requires_grad)
+    rest = attn_mask, dropout_p, is_causal
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    fused = query.dim() == 4 and (attn_mask is None or not attn_mask.requires_grad)
     if not _is_simulated() or not fused:
-        return _original(
-            "scaled_dot_product_attention", query, key, value, attn_mask, dropout_p, is_causal,
-            scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
+        return _original("scaled_dot_product_attention", query, key, value, *rest, **options)
+    shared = query.shape[1] != key.shape[1]
+    if query.dtype == torch.float64 or (query.dtype == torch.float32 and shared):
+        # No fused kernel of a GPU takes these.
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        return math(query, key, value, *rest, **options)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to scores
     return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ PRODUCTS = frozenset(
 )
 _HOPPER = 32 << 20
 _OTHER = 2 * (4 << 20) + 8 * (16 << 10)
-_HOPPERS = ("h100", "h200", "gh200", "b200", "gb200")
+_HOPPERS = ("h100", "h200", "gh200", "b200", "gb200", "b300", "gb300", "rtx5090")
 _OF_NAMES = {name: _HOPPER if name in _HOPPERS else _OTHER for name in GPUS}
 THREADS = 2
 

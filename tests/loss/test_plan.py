@@ -206,6 +206,8 @@ def test_no_tokens():
         ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", "l40s"),
         ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB300", "gb300"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
         ("NVIDIA T4", None),
     ],
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """What kernels take while they run, against allocation events of an H200 (torch 2.11, cuDNN 9)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -64,6 +66,18 @@ def test_convolutions(image, weight, stride, dtype, last, forward, sums):
 def test_a_convolution_of_images_in_another_layout_copies_them():
     x, w = empty(8, 64, 128, 128), empty(64, 64, 3, 3, last=True)
     assert scratch(lambda: F.conv2d(x, w, padding=1)) == pytest.approx(16, abs=ROUNDING)
+
+
+def test_convolutions_without_tf32_copy_images_with_channels_last(monkeypatch):
+    """Into the other layout, and the rest is not known; however it was turned off."""
+    sizes = (8, 64, 256, 256), (64, 64, 3, 3)
+    for said in ("ieee", "none"):
+        settings = SimpleNamespace(fp32_precision=said)
+        monkeypatch.setattr(torch.backends.cudnn, "conv", settings)
+        for last, expected in ((False, 0.0), (True, 256.14)):
+            x, w = (empty(*size, dtype=torch.float32, last=last) for size in sizes)
+            found = scratch(lambda x=x, w=w: F.conv2d(x, w, padding=1))
+            assert found == pytest.approx(expected, abs=ROUNDING)
 
 
 def test_cudnn_that_is_turned_off_takes_nothing():
@@ -138,6 +152,23 @@ def test_gradients_of_attention(kernel, queries, heads, tokens, expected):
     lse, grad = empty(*queries[:3], dtype=torch.float32), empty(*queries)
     found = scratch(lambda: kernel(q, k, lse, grad))
     assert found == pytest.approx(expected, abs=ROUNDING)
+
+
+def test_attention_that_no_fused_kernel_takes_has_scores():
+    """Of heads that share keys in float32, as was observed, and of float64."""
+    grad = empty(2, 8, 1000, 128, dtype=torch.float32)
+    q, k = (empty(2, n, 1000, 128, dtype=torch.float32).requires_grad_() for n in (8, 2))
+
+    def attend():
+        return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    e = estimate(lambda: torch.autograd.grad(attend(), (q, k), grad))
+    assert (e.peak_bytes - e.input_bytes) / MIB == pytest.approx(283.2, rel=0.02)
+    e = estimate(attend)
+    assert (e.kept_bytes - e.input_bytes) / MIB == pytest.approx(92.3, rel=0.02)
+    wide = empty(2, 8, 1000, 128, dtype=torch.float64).requires_grad_()
+    e = estimate(lambda: F.scaled_dot_product_attention(wide, wide, wide))
+    assert e.kept_bytes - e.input_bytes > 8 * 2 * 8 * 1000 * 1000
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(8192, 70.8), (2048, 0.0)])
