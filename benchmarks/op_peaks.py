@@ -1,8 +1,8 @@
 """What single ops take on a GPU beyond their results, against what is simulated.
 
-Attention by each of torch's kernels, and convolutions in both layouts of memory: the peak of a
-forward, and of it with its backward, above what was there before. The difference from the simulated
-one is what an op takes only while it runs: workspaces of cuDNN, copies in another layout.
+Attention by each of torch's kernels, convolutions in both layouts of memory, and ops of rows: the
+peak of a forward, and of it with its backward, above what was there before. The difference from the
+simulated one is what an op takes only while it runs and no simulation counts.
 """
 
 from __future__ import annotations
@@ -38,6 +38,21 @@ CONVOLUTIONS = {
             (8, 128, 64, 128, 1, 1)],
     True: [(2, 8, 8, 16, 3, 1)],
 }  # fmt: skip
+# Tokens, their width, and rows of a table.
+ROWS = {False: (8192, 2048, 32768), True: (64, 32, 128)}
+OF_ROWS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "linear, bias": lambda x, table, ids: F.linear(x, table, table[:, 0]),
+    "embedding": lambda x, table, ids: F.embedding(ids, table),
+    "index": lambda x, table, ids: table[ids],
+    "gathered log-probability": lambda x, table, ids: (
+        F.linear(x, table).log_softmax(-1).gather(1, ids[:, None])
+    ),
+    "logsumexp": lambda x, table, ids: F.linear(x, table).logsumexp(-1),
+    "cross-entropy": lambda x, table, ids: F.cross_entropy(F.linear(x, table), ids),
+    "mean squared error": lambda x, table, ids: F.mse_loss(x, x.detach()),
+    "deviation of columns": lambda x, table, ids: x.std(0),
+    "LayerNorm": lambda x, table, ids: F.layer_norm(x, x.shape[1:], table[0], table[1]),
+}
 LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
 
 
@@ -70,6 +85,19 @@ def convolution(
     return module, [x.contiguous(memory_format=layout).requires_grad_(), *module.parameters()]
 
 
+def of_rows(
+    size: tuple[int, int, int], op: Callable[[Tensor, Tensor, Tensor], Tensor], device: str
+) -> Made:
+    """An op of tokens and a table, of which each token has a row."""
+    tokens, width, rows = size
+    x, table = (
+        torch.randn(n, width, device=device, dtype=torch.bfloat16).requires_grad_()
+        for n in (tokens, rows)
+    )
+    ids = torch.randint(rows, (tokens,), device=device)
+    return lambda x, table: op(x, table, ids), [x, table]
+
+
 def cases(quick: bool, device: str) -> Iterator[tuple[str, str, Callable[[], Made]]]:
     """Shape, case, and what makes it."""
     for size in ATTENTION[quick]:
@@ -81,6 +109,8 @@ def cases(quick: bool, device: str) -> Iterator[tuple[str, str, Callable[[], Mad
                 label = f"{name}, {str(dtype).removeprefix('torch.')}"
                 make = partial(convolution, size, layout, dtype, device)
                 yield f"convolution {size}", label, make
+    for name, op in OF_ROWS.items():
+        yield f"rows {ROWS[quick]}", name, partial(of_rows, ROWS[quick], op, device)
 
 
 def row_of(make: Callable[[], Made], device: str) -> dict[str, Any]:
@@ -90,7 +120,7 @@ def row_of(make: Callable[[], Made], device: str) -> dict[str, Any]:
     gradient = torch.ones_like(run(*called))
 
     def both() -> None:
-        torch.autograd.grad(run(*called), leaves, gradient)
+        torch.autograd.grad(run(*called), leaves, gradient, allow_unused=True)
 
     row: dict[str, Any] = {}
     for name, case in (("forward", lambda: run(*called)), ("with backward", both)):
