@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from storage_ops.checkpoint.caches import without_cache
 from storage_ops.fitting.fingerprint import fingerprint
@@ -195,7 +195,8 @@ class Recorder:
 
     def _step(self, model: nn.Module, given: list[Any], loss: Any, optimizer: Any) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        if optimizer is not None and not optimizer.state:
+        is_first = optimizer is not None and not optimizer.state
+        if is_first:
             earlier_gradients(parameters)
             optimizer.step()
             for p in parameters:
@@ -210,8 +211,17 @@ class Recorder:
             value.backward()
             del value
         self.recording.seconds = self._times.seconds
+        if is_first:
+            self._forget_states(optimizer, [p for p in parameters if p.grad is None])
         if optimizer is not None:
             optimizer.step()
+
+    def _forget_states(self, optimizer: Optimizer, unused: list[nn.Parameter]) -> None:
+        """Let parameters without a gradient have no state, as no step makes one for them."""
+        for t in tree_leaves([optimizer.state.get(p) for p in unused]):
+            if isinstance(t, Tensor):
+                for block in self.simulation.blocks_of(t):
+                    block.nbytes = 0
 
     def _find_shared(self) -> None:
         """Note which inputs others hold too: not freed by the backward of their stand-in."""

@@ -226,6 +226,19 @@ def test_fitting_changes_nothing(monkeypatch):
     assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
 
 
+def test_parameters_that_a_step_does_not_use_have_no_state():
+    """As the pooler of a language model: each plan is what it would be without them, and larger."""
+    model, batch = llama()
+    used = Search(copy.deepcopy(model), batch, optimizer=ADAM)
+    model.pooler = nn.Linear(512, 512)
+    more = sum(p.nbytes for p in model.pooler.parameters())
+    search = Search(model, batch, optimizer=ADAM)
+    assert search.curve() == [(peak + more, seconds) for peak, seconds in used.curve()]
+    budget = search.curve()[3][0]
+    plan = search.plan(budget)
+    assert plan.peak_bytes <= budget and plan.seconds == used.plan(budget - more).seconds
+
+
 @pytest.mark.in_turn
 def test_what_the_caller_froze_stays_frozen():
     model, batch = llama()
