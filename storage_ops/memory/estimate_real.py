@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ IN_PLACE = {
     _aten.scatter_add.default: _aten.scatter_add_.default,
 }
 _ZEROS = set(map(str, (_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default)))
-_CHOICES = (
-    "Gather", "Index", "IndexSelect", "Take", "Max", "Min", "Cummax", "Cummin", "Kthvalue",
-    "Median", "Nanmedian", "Mode", "Sort", "Topk", "Trace",
-)  # fmt: skip
+# The names of nodes of torch's own end in a number, those of Functions in Python do not.
+_CHOICES = re.compile(
+    "(Gather|Index|IndexSelect|Take|Max|Min|Cummax|Cummin|Kthvalue|Median|Nanmedian|Mode|Sort|Topk"
+    r"|Trace)Backward\d+"
+)
 # Losses, by where their reduction is among the arguments, and whether another tensor has them too.
 _LOSSES = {
     _aten.mse_loss.default: (2, True),
@@ -45,7 +47,7 @@ def as_plain(func: Any, block: Block | None) -> Any:
     if block is None or block.made_by not in _ZEROS:
         return func
     node = torch._C._current_autograd_node()
-    if node is None or node.name().rstrip("0123456789").removesuffix("Backward") not in _CHOICES:
+    if node is None or not _CHOICES.fullmatch(node.name()):
         return func
     return IN_PLACE[func]
 
