@@ -90,8 +90,8 @@ def _bytes_of_sum(t: Tensor, dims: list[int]) -> int:
 
     Work is divided as in torch's aten/src/ATen/native/cuda/Reduce.cuh.
     """
-    reduced = {d % t.dim() for d in dims}
     order = [d for d in sorted(range(t.dim()), key=t.stride) if t.shape[d] > 1]
+    reduced = {d % t.dim() for d in dims} if order else set()
     if not t.numel() or not order or order[0] in reduced or t.itemsize > 4:
         return 0
     width = 1  # of what lies together and is not reduced
@@ -135,7 +135,8 @@ def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> N
         scratch.use(grad, copies)
     if of_weight is not None:
         see(of_weight)
-        scratch.use(grad, copies + _bytes_of_partial_sums(weight, args[9]))
+        sums = _bytes_of_partial_sums(weight, args[9]) if _computes(x, weight) else 0
+        scratch.use(grad, copies + sums)
     if of_bias is not None:
         see(of_bias)
         scratch.use(of_bias, _bytes_of_sum(grad, [0, *range(2, grad.dim())]))
@@ -143,7 +144,7 @@ def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> N
 
 def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
     """Copies for cuDNN, whose fast kernels have channels last, in whole groups of 16 bytes."""
-    if not torch.backends.cudnn.enabled or x.dtype == torch.float64:
+    if not torch.backends.cudnn.enabled or x.dtype == torch.float64 or not _computes(x, weight):
         return 0
     if _is_depthwise(weight, groups):
         return 0  # its kernels take any layout as it is
@@ -168,6 +169,10 @@ def _has_tf32() -> bool:
     settings = cudnn.conv, cudnn, torch.backends
     said = (setting.fp32_precision for setting in settings)
     return next((how for how in said if how != "none"), "none") == "tf32"
+
+
+def _computes(x: Tensor, weight: Tensor) -> bool:
+    return x.numel() > 0 and weight.numel() > 0
 
 
 def _is_depthwise(weight: Tensor, groups: int) -> bool:

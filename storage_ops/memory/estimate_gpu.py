@@ -166,15 +166,16 @@ def _attention(
     rest = attn_mask, dropout_p, is_causal
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     fused = query.dim() == 4 and (attn_mask is None or not attn_mask.requires_grad)
-    if not _is_simulated() or not fused:
+    if not _is_simulated() or not fused or not query.numel():
         return _original("scaled_dot_product_attention", query, key, value, *rest, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to scores
+        rest = attn_mask, dropout_p, is_causal
     shared = query.shape[1] != key.shape[1]
     if query.dtype == torch.float64 or (query.dtype == torch.float32 and shared):
         # No fused kernel of a GPU takes these.
         math = torch.ops.aten._scaled_dot_product_attention_math
         return math(query, key, value, *rest, **options)[0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to scores
     return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,8 @@
 """What torch does otherwise for fake tensors than for real ones, on any device.
 
 * The gradient of a choice (`gather`, `x[i]`, `max`, `topk`, ...) is written into zeros in place;
-  for a subclass of Tensor, as fake ones are, it is a copy of the zeros.
+  for a subclass of Tensor, as fake ones are, it is a copy of the zeros. So it is for real ones
+  under torch.func, and inside of DTensors.
 * The mean or sum of `mse_loss` and its kin is a number in memory as large as all losses, for as
   long as the number lives.
 * `logsumexp` has the exponentials in memory.
@@ -11,10 +12,14 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_scratch import Scratch
@@ -34,37 +39,68 @@ _CHOICES = re.compile(
     "(Gather|Index|IndexSelect|Take|Max|Min|Cummax|Cummin|Kthvalue|Median|Nanmedian|Mode|Sort|Topk"
     r"|Trace)Backward\d+"
 )
-# Losses, by where their reduction is among the arguments, and whether another tensor has them too.
+# Losses: where their reduction is among the arguments, whether the number has the memory of all,
+# and whether another tensor has them in the forward.
 _LOSSES = {
-    _aten.mse_loss.default: (2, True),
-    _aten.smooth_l1_loss.default: (2, True),
-    _aten.binary_cross_entropy.default: (3, False),
+    _aten.mse_loss.default: (2, True, True),
+    _aten.smooth_l1_loss.default: (2, True, True),
+    _aten.huber_loss.default: (2, False, True),
+    _aten.soft_margin_loss.default: (2, True, False),
+    _aten.binary_cross_entropy.default: (3, True, False),
 }
+# Whose frames are between an op and who calls it in a simulation, and whose are around it where
+# real tensors are wrapped too.
+_OURS = ("storage_ops.memory.estimate_", "storage_ops.fitting.step", "torch._ops")
+_WRAPPING = ("torch._functorch", "torch.distributed.tensor")
 
 
 def as_plain(func: Any, block: Block | None) -> Any:
     """What plain tensors have in place of one of IN_PLACE; `block`: of its first argument."""
-    if block is None or block.made_by not in _ZEROS:
-        return func
     node = torch._C._current_autograd_node()
-    if node is None or not _CHOICES.fullmatch(node.name()):
-        return func
-    return IN_PLACE[func]
+    is_choice = node is not None and _CHOICES.fullmatch(node.name())
+    is_fresh = block is not None and block.made_by in _ZEROS
+    if is_choice and is_fresh and _is_called_by_autograd() and not _is_of_wrapped():
+        return IN_PLACE[func]
+    return func
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether no Python comes between: a hook, a recompute or a Function."""
+    caller = next((f for f in _frames() if not _module_of(f).startswith(_OURS)), None)
+    return caller is None or caller.f_code is _engine_run_backward.__code__  # None: its own thread
+
+
+def _is_of_wrapped() -> bool:
+    return any(_module_of(frame).startswith(_WRAPPING) for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module_of(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
 
 
 def book(ledger: Ledger, func: Any, args: Any, out: Any) -> None:
     """Book what real tensors take for an op besides what fake ones show."""
-    if func in _LOSSES:
+    if func in _LOSSES and not _is_of_wrapped():
         _book_loss(ledger, func, args, out)
     elif func is _aten.logsumexp.default:
-        Scratch(ledger, func).use(args[0], args[0].numel() * out.itemsize)
+        copies = 1 if args[0].is_floating_point() else 2
+        Scratch(ledger, func).use(args[0], args[0].numel() * out.itemsize * copies)
 
 
 def _book_loss(ledger: Ledger, func: Any, args: Any, out: Tensor) -> None:
-    at, twice = _LOSSES[func]
+    at, is_kept, is_made = _LOSSES[func]
     if len(args) > at and args[at] == 0:
         return  # not reduced
     losses = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape)) * out.itemsize
-    ledger.see_as(out, ledger.block(out, losses, str(func)))
-    if twice:
+    if is_kept:
+        ledger.see_as(out, ledger.block(out, losses, str(func)))
+    if is_made:
         Scratch(ledger, func).use(out, losses)

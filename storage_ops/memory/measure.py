@@ -85,10 +85,15 @@ class Measurement:
         lives: every allocation: whose it is, its bytes, and from when to when it lives.
     """
 
-    peak_bytes: int
-    kept_bytes: int
+    peak_bytes: int = field(default_factory=int)  # a default would be read before the end
+    kept_bytes: int = field(default_factory=int)
     timeline: list[Sample] = field(default_factory=list, repr=False)
     lives: list[Life] = field(default_factory=list, repr=False)
+
+    def __repr__(self) -> str:
+        if not vars(self):
+            return "Measurement(of a block that has not ended)"
+        return f"Measurement(peak_bytes={self.peak_bytes}, kept_bytes={self.kept_bytes})"
 
     if not TYPE_CHECKING:  # a type checker knows what there is
 

@@ -110,6 +110,19 @@ def test_sums_over_images_with_channels_last():
     assert scratch(lambda: y.sum([0, 2, 3])) == 128
 
 
+@pytest.mark.parametrize("name", ["sum", "mean", "std", "var"])
+@pytest.mark.parametrize("size", [(), (0,), (1,), (3, 0)])
+def test_sums_of_nothing_take_nothing(name, size):
+    t = empty(*size, dtype=torch.float32)
+    assert scratch(lambda: getattr(t, name)(0)) == 0
+
+
+def test_convolutions_of_nothing_take_nothing():
+    for images, channels in ((0, 64), (2, 0)):
+        x, w = empty(images, channels, 64, 64), empty(128, channels, 3, 3)
+        assert scratch(lambda x=x, w=w: F.conv2d(x, w)) == 0
+
+
 def test_deviations_take_four_numbers_each():
     t = empty(8192, 6144, dtype=torch.float32)
     assert scratch(lambda: t.std(0)) == 528
@@ -169,6 +182,15 @@ def test_attention_that_no_fused_kernel_takes_has_scores():
     wide = empty(2, 8, 1000, 128, dtype=torch.float64).requires_grad_()
     e = estimate(lambda: F.scaled_dot_product_attention(wide, wide, wide))
     assert e.kept_bytes - e.input_bytes > 8 * 2 * 8 * 1000 * 1000
+    mask = torch.empty(2, 8, 1000, 1000, dtype=torch.bool, device="meta")
+    masked = estimate(lambda: F.scaled_dot_product_attention(wide, wide, wide, mask))
+    assert masked.peak_bytes - e.peak_bytes >= 8 * mask.numel()
+
+
+def test_attention_without_heads_is_nothing():
+    q = empty(2, 0, 64, 32, dtype=torch.float64)
+    e = estimate(lambda: F.scaled_dot_product_attention(q, q, q, enable_gqa=True))
+    assert e.peak_bytes < 16 << 10
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(8192, 70.8), (2048, 0.0)])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from storage_ops.memory import estimate, measure
 
@@ -27,43 +28,86 @@ CASES = {
     "mse_loss, broadcast": lambda x, i, y: F.mse_loss(x, y[:1]),
     "smooth_l1_loss": lambda x, i, y: F.smooth_l1_loss(x, y),
     "binary_cross_entropy": lambda x, i, y: F.binary_cross_entropy(x, y),
+    "huber_loss": lambda x, i, y: F.huber_loss(x, y),
     "logsumexp": lambda x, i, y: x.logsumexp(-1),
     "scatter_add by hand": lambda x, i, y: torch.zeros_like(x).scatter_add(1, i[:, None], x[:, :1]),
 }
 
 
+@pytest.fixture
+def tensors():
+    """Numbers with and without a gradient, and an index for each row."""
+    y, i = torch.rand(ROWS, WIDTH), torch.randint(WIDTH, (ROWS,))
+    return torch.rand(ROWS, WIDTH, requires_grad=True), i, y
+
+
+def check(run, rel=0.005):
+    e = estimate(run)
+    run()
+    with measure() as m:
+        run()
+    assert e.peak_bytes - e.input_bytes == pytest.approx(m.peak_bytes, rel=rel, abs=4096)
+
+
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", CASES)
-def test_peaks(name, backward):
-    x, y = torch.rand(ROWS, WIDTH, requires_grad=True), torch.rand(ROWS, WIDTH)
-    i = torch.randint(WIDTH, (ROWS,))
-
+def test_peaks(name, backward, tensors):
     def run():
-        value = CASES[name](x, i, y)
-        return torch.autograd.grad(value.sum(), x) if backward else value
+        value = CASES[name](*tensors)
+        return torch.autograd.grad(value.sum(), tensors[0]) if backward else value
 
-    e = estimate(run)
-    run()
-    with measure() as m:
-        run()
-    assert e.peak_bytes - e.input_bytes == pytest.approx(m.peak_bytes, rel=0.005, abs=4096)
+    check(run)
 
 
-def test_a_choice_that_is_made_again_in_the_backward_of_one_keeps_its_zeros():
-    x = torch.rand(ROWS, WIDTH, requires_grad=True)
-    i = torch.randint(WIDTH, (ROWS, 1))
+@pytest.mark.parametrize("fn", [F.soft_margin_loss, lambda x, y: (9 * x).long().logsumexp(-1)])
+def test_peaks_of_the_forward(fn, tensors):
+    x, _, y = tensors
+    check(lambda: fn(x.detach(), y))
 
-    def block(x):
-        zeros = torch.zeros_like(x)
-        return zeros.scatter_add(1, i, x[:, :1]) * zeros.cos()
 
-    def run():
-        y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        return torch.autograd.grad(y.gather(1, i).sum(), x)
+def added(z, i, x):
+    """Zeros that are read after something was added to a copy of them."""
+    return z.scatter_add(1, i[:, None], x[:, :1]) * z.cos()
 
-    e = estimate(run)
-    run()
-    with measure() as m:
-        run()
-    assert e.peak_bytes - e.input_bytes == pytest.approx(m.peak_bytes, rel=0.005)
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, i):
+        ctx.save_for_backward(i)
+        return x.gather(1, i[:, None])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return added(grad.new_zeros(ROWS, WIDTH), *ctx.saved_tensors, grad), None
+
+
+def hooked(x, i):
+    """A hook of a choice, which computes."""
+    chosen = x.sin().gather(1, i[:, None])
+    chosen.register_hook(lambda grad: added(torch.zeros_like(x), i, x.detach())[:, :1] * grad)
+    return chosen
+
+
+def recomputed(x, i):
+    """A choice in a checkpoint, whose recompute runs inside of its gradient."""
+    block = lambda x: added(torch.zeros_like(x), i, x).gather(1, i[:, None])  # noqa: E731
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def after(x, i):
+    """A choice after a checkpoint."""
+    y = checkpoint(lambda x: added(torch.zeros_like(x), i, x.exp()), x, use_reentrant=False)
+    return y.gather(1, i[:, None])
+
+
+@pytest.mark.parametrize("of", [Gather.apply, hooked, recomputed, after])
+def test_what_runs_inside_of_a_gradient_of_a_choice_keeps_its_zeros(of, tensors):
+    x, i, _ = tensors
+    check(lambda: torch.autograd.grad(of(x, i).sum(), x))
+
+
+def test_under_transforms_real_tensors_are_wrapped_too(tensors):
+    x, i, y = tensors
+    check(lambda: torch.func.grad(lambda x: x.gather(1, i[:, None]).sum())(x.detach()))
+    check(lambda: torch.func.jvp(lambda x: F.mse_loss(x, y), (x.detach(),), (y,)))

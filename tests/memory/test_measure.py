@@ -40,6 +40,7 @@ def test_nothing_is_known_before_the_end():
             print(m.peak_bytes)
         with pytest.raises(AttributeError, match="'Measurement' object has no attribute 'peak'"):
             print(m.peak)
+        assert str(copy.deepcopy(m)) == "Measurement(of a block that has not ended)"
     assert m.peak_bytes == 4 * MIB and copy.deepcopy(m) == m
 
 

@@ -25,7 +25,7 @@ class TrainingRun:
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    memory: Measurement = field(init=False)  # of the last step
+    memory: Measurement = field(init=False, repr=False)  # of the last step
 
     @property
     def step_seconds(self) -> float:
