@@ -66,6 +66,7 @@ class Simulation(TorchDispatchMode):
         if not on_gpu:
             self._fake.reads = lambda t: self.values.read(t) is not None
         self._paused = False
+        self._wrapped: Any = None  # the op that was called last with a wrapper
         # Whether values do not matter, as those of the step counts of an optimizer.
         self.any_value = False
         self.multiplies = False  # whether a matrix product was seen
@@ -268,6 +269,7 @@ class Simulation(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         if any(map(is_wrapper_type, types)):
+            self._wrapped = func
             return NotImplemented  # it is called again for what is inside
         if func in _VIEWS and not kwargs:
             t = self.twin(args[0])
@@ -278,7 +280,8 @@ class Simulation(TorchDispatchMode):
         _check_device(func, kwargs.get("device"))
         args, kwargs = with_tensors(self.twin, (args, kwargs))
         given = tensors_in((args, kwargs))
-        if func in estimate_real.IN_PLACE:
+        is_inside = func is self._wrapped
+        if func in estimate_real.IN_PLACE and not is_inside:
             func = estimate_real.as_plain(func, self.ledger.block_of(given[0]))
         if self.on_gpu and func.overloadpacket in PRODUCTS:
             self.multiplies = True
@@ -311,7 +314,10 @@ class Simulation(TorchDispatchMode):
             for t in given:
                 if isinstance(t, FakeTensor) and t.layout == torch.strided:
                     self.ledger.follow_resize(t.untyped_storage())
-        estimate_real.book(self.ledger, func, args, out)
+        if is_inside:
+            self._wrapped = None
+        else:
+            estimate_real.book(self.ledger, func, args, out)
         kernels = estimate_cuda if self.on_gpu else estimate_cpu
         kernels.book(self.ledger, func, args, out, partial(self._see, func))
         for t in tensors_in(out):

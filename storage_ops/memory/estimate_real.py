@@ -2,7 +2,7 @@
 
 * The gradient of a choice (`gather`, `x[i]`, `max`, `topk`, ...) is written into zeros in place;
   for a subclass of Tensor, as fake ones are, it is a copy of the zeros. So it is for real ones
-  under torch.func, and inside of DTensors.
+  under torch.func, and inside of DTensors, for which none of this is asked.
 * The mean or sum of `mse_loss` and its kin is a number in memory as large as all losses, for as
   long as the number lives.
 * `logsumexp` has the exponentials in memory.
@@ -48,18 +48,16 @@ _LOSSES = {
     _aten.soft_margin_loss.default: (2, True, False),
     _aten.binary_cross_entropy.default: (3, True, False),
 }
-# Whose frames are between an op and who calls it in a simulation, and whose are around it where
-# real tensors are wrapped too.
+# Whose frames are between an op and who calls it in a simulation.
 _OURS = ("storage_ops.memory.estimate_", "storage_ops.fitting.step", "torch._ops")
-_WRAPPING = ("torch._functorch", "torch.distributed.tensor")
 
 
 def as_plain(func: Any, block: Block | None) -> Any:
-    """What plain tensors have in place of one of IN_PLACE; `block`: of its first argument."""
+    """What real tensors have in place of one of IN_PLACE; `block`: of its first argument."""
     node = torch._C._current_autograd_node()
     is_choice = node is not None and _CHOICES.fullmatch(node.name())
     is_fresh = block is not None and block.made_by in _ZEROS
-    if is_choice and is_fresh and _is_called_by_autograd() and not _is_of_wrapped():
+    if is_choice and is_fresh and _is_called_by_autograd() and not _is_transformed():
         return IN_PLACE[func]
     return func
 
@@ -70,8 +68,8 @@ def _is_called_by_autograd() -> bool:
     return caller is None or caller.f_code is _engine_run_backward.__code__  # None: its own thread
 
 
-def _is_of_wrapped() -> bool:
-    return any(_module_of(frame).startswith(_WRAPPING) for frame in _frames())
+def _is_transformed() -> bool:
+    return any(_module_of(frame).startswith("torch._functorch") for frame in _frames())
 
 
 def _frames() -> Iterator[FrameType]:
@@ -88,7 +86,7 @@ def _module_of(frame: FrameType) -> str:
 
 def book(ledger: Ledger, func: Any, args: Any, out: Any) -> None:
     """Book what real tensors take for an op besides what fake ones show."""
-    if func in _LOSSES and not _is_of_wrapped():
+    if func in _LOSSES and not _is_transformed():
         _book_loss(ledger, func, args, out)
     elif func is _aten.logsumexp.default:
         copies = 1 if args[0].is_floating_point() else 2

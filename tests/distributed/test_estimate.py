@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -373,6 +373,16 @@ def optimizers():
         assert ours.sent_bytes == right.sent_bytes
 
 
+def choices():
+    """Gradients of choices are copies of zeros inside of a DTensor, and written in place elsewhere."""
+    mesh = init_device_mesh("cpu", (1024,))
+    local, ids = torch.rand(512, 1024, requires_grad=True), torch.zeros(512, 1, dtype=torch.int64)
+    x, i = (DTensor.from_local(t, mesh, [Replicate()]) for t in (local, ids))
+    for given, index, copies in ((local, ids, 1), (x, i, 2)):
+        e = memory.estimate(lambda t=given, i=index: t.gather(1, i).sum().backward())
+        assert e.peak_bytes - e.input_bytes == pytest.approx(copies * local.nbytes, rel=0.01)
+
+
 def refusals():
     ids = torch.zeros(TOKENS, dtype=torch.int64)
     mesh = init_device_mesh("cpu", (1024,))
@@ -409,6 +419,10 @@ def test_plans_of_one_rank():
 @pytest.mark.in_turn
 def test_alike_layers_of_fsdp_are_simulated_once():
     on_no_ranks(once_for_all)
+
+
+def test_gradients_of_choices_of_dtensors():
+    on_no_ranks(choices)
 
 
 def test_updates_of_parts_are_those_of_dtensors():
