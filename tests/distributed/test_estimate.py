@@ -374,7 +374,7 @@ def optimizers():
 
 
 def choices():
-    """Gradients of choices are copies of zeros inside of a DTensor, and written in place elsewhere."""
+    """Gradients of choices are copies of zeros inside of a DTensor, elsewhere written in place."""
     mesh = init_device_mesh("cpu", (1024,))
     local, ids = torch.rand(512, 1024, requires_grad=True), torch.zeros(512, 1, dtype=torch.int64)
     x, i = (DTensor.from_local(t, mesh, [Replicate()]) for t in (local, ids))
