@@ -102,8 +102,8 @@ def source(result: Result) -> str:
 
 
 def picture(name: str, shows: str) -> str:
-    """A picture of the first hardware that has it."""
-    found = (RESULTS / hardware / name for hardware in kept())
+    """A picture of the last hardware that has it: a GPU, if one has."""
+    found = (RESULTS / hardware / name for hardware in reversed(kept()))
     path = next((path for path in found if path.is_file()), None)
     return f"\n![{shows}]({link(path)})\n" if path else ""
 
