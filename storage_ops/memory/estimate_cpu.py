@@ -46,7 +46,7 @@ def book(ledger: Ledger, func: Any, args: Any, out: Any, see: Callable[[Tensor],
     elif func in _PRODUCTS and aten.has_arm_library() and _is_packed(*args[-2:]):
         see(out)
         classes, hidden = args[-1].shape[1], args[-1].shape[0]
-        scratch.give_back(scratch.take_bytes(args[-1], aten.packed_bytes(classes, hidden)))
+        scratch.use(args[-1], aten.packed_bytes(classes, hidden))
 
 
 def _is_packed(left: Tensor, right: Tensor) -> bool:
@@ -90,7 +90,7 @@ def _convolution_backward(scratch: _Scratch, args: Any, out: Any, see: Any) -> N
         result = scratch.take(weight)
         columns = weight[0].nbytes * grad[0, 0].numel()
         sums = torch.get_num_threads() * (4 * weight.nbytes + columns)
-        scratch.give_back(scratch.take_bytes(weight, sums))
+        scratch.use(weight, sums)
         see(of_weight)
         scratch.give_back(result)
     elif of_weight is not None:

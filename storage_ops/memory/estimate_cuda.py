@@ -135,8 +135,7 @@ def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> N
         scratch.use(grad, copies)
     if of_weight is not None:
         see(of_weight)
-        sums = _bytes_of_partial_sums(weight, args[9]) if _computes(x, weight) else 0
-        scratch.use(grad, copies + sums)
+        scratch.use(grad, copies + _bytes_of_partial_sums(x, weight, args[9]))
     if of_bias is not None:
         see(of_bias)
         scratch.use(of_bias, _bytes_of_sum(grad, [0, *range(2, grad.dim())]))
@@ -144,10 +143,8 @@ def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> N
 
 def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
     """Copies for cuDNN, whose fast kernels have channels last, in whole groups of 16 bytes."""
-    if not torch.backends.cudnn.enabled or x.dtype == torch.float64 or not _computes(x, weight):
+    if not _is_for_cudnn(x, weight, groups):
         return 0
-    if _is_depthwise(weight, groups):
-        return 0  # its kernels take any layout as it is
     last = _has_channels_last(x) or _has_channels_last(weight)
     if x.dtype == torch.float32 and not _has_tf32():
         return x.nbytes + weight.nbytes + y.nbytes if last else 0
@@ -171,22 +168,21 @@ def _has_tf32() -> bool:
     return next((how for how in said if how != "none"), "none") == "tf32"
 
 
-def _computes(x: Tensor, weight: Tensor) -> bool:
-    return x.numel() > 0 and weight.numel() > 0
-
-
-def _is_depthwise(weight: Tensor, groups: int) -> bool:
-    return groups > 1 and weight.shape[1] == 1
+def _is_for_cudnn(x: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether its fast kernels compute; those of depthwise convolutions take any layout."""
+    is_depthwise = groups > 1 and weight.shape[1] == 1
+    by_cudnn = torch.backends.cudnn.enabled and x.dtype != torch.float64
+    return by_cudnn and not is_depthwise and x.numel() > 0 and weight.numel() > 0
 
 
 def _has_channels_last(t: Tensor) -> bool:
     return t.dim() in (4, 5) and suggest_memory_format(t) != torch.contiguous_format
 
 
-def _bytes_of_partial_sums(weight: Tensor, groups: int) -> int:
+def _bytes_of_partial_sums(x: Tensor, weight: Tensor, groups: int) -> int:
     sums = 4 * weight.numel()
-    few = sums > _PARTIAL or _is_depthwise(weight, groups) or weight.dtype == torch.float64
-    return 0 if few else min(_PARTS * sums, _PARTIAL)
+    in_parts = _is_for_cudnn(x, weight, groups) and sums <= _PARTIAL
+    return min(_PARTS * sums, _PARTIAL) if in_parts else 0
 
 
 _KERNELS: dict[Any, Callable[[Scratch, Any, Any, _See], None]] = {

@@ -132,11 +132,9 @@ class Ledger:
         elif bound.nbytes:
             self._bind(bound, block)
 
-    def temporary(self, t: Tensor, made_by: str) -> None:
-        """Book a block as large as a tensor that lives only inside a kernel."""
-        block = self.block(t, t.nbytes, made_by)
-        self._event(block, True)
-        self._event(block, False)
+    def temporary(self, t: Tensor, made_by: str, nbytes: int | None = None) -> None:
+        """Book a block, as large as a tensor if not said, that lives only inside a kernel."""
+        self.give_back(self.take(self.block(t, t.nbytes if nbytes is None else nbytes, made_by)))
 
     def follow_resize(self, storage: Storage) -> None:
         """Notice that a storage was resized in place, if it was."""

@@ -52,7 +52,7 @@ _LOSSES = {
 _OURS = ("storage_ops.memory.estimate_", "storage_ops.fitting.step", "torch._ops")
 
 
-def as_plain(func: Any, block: Block | None) -> Any:
+def as_real(func: Any, block: Block | None) -> Any:
     """What real tensors have in place of one of IN_PLACE; `block`: of its first argument."""
     node = torch._C._current_autograd_node()
     is_choice = node is not None and _CHOICES.fullmatch(node.name())
@@ -69,6 +69,7 @@ def _is_called_by_autograd() -> bool:
 
 
 def _is_transformed() -> bool:
+    """Whether torch.func calls; its own flag is off while it carries an op out."""
     return any(_module_of(frame).startswith("torch._functorch") for frame in _frames())
 
 

@@ -82,8 +82,10 @@ def test_convolutions_without_tf32_copy_images_with_channels_last(monkeypatch):
 
 def test_cudnn_that_is_turned_off_takes_nothing():
     x, w = empty(8, 64, 128, 128), empty(64, 64, 3, 3)
+    how = [64], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
     with torch.backends.cudnn.flags(enabled=False):
         assert scratch(lambda: F.conv2d(x, w, padding=1)) == 0
+        assert scratch(lambda: aten.convolution_backward(x, x, w, *how)) == 0
 
 
 # Tensor, dims, dtype; MiB of partial sums.

@@ -41,12 +41,12 @@ def tensors():
     return torch.rand(ROWS, WIDTH, requires_grad=True), i, y
 
 
-def check(run, rel=0.005):
+def check(run):
     e = estimate(run)
     run()
     with measure() as m:
         run()
-    assert e.peak_bytes - e.input_bytes == pytest.approx(m.peak_bytes, rel=rel, abs=4096)
+    assert e.peak_bytes - e.input_bytes == pytest.approx(m.peak_bytes, rel=0.005, abs=4096)
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
