@@ -22,7 +22,7 @@ from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
 
 _PLAIN = (Tensor, str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType)
 _DEEP = 4  # objects that one has to pass to come to another
-_NOT_LOOKED_INTO = frozenset({"torch", "storage_ops", *sys.stdlib_module_names})
+NOT_LOOKED_INTO = frozenset({"torch", "storage_ops", *sys.stdlib_module_names})
 
 
 @contextlib.contextmanager
@@ -64,9 +64,14 @@ def _containers(roots: Iterable[Any]) -> Iterator[Any]:
             inside = (value.__self__,)
         elif isinstance(value, nn.Module):
             inside, depth = (vars(value),), 0
-        elif depth < _DEEP and type(value).__module__.partition(".")[0] not in _NOT_LOOKED_INTO:
+        elif depth < _DEEP and package_of(type(value)) not in NOT_LOOKED_INTO:
             inside, depth = _attributes(value), depth + 1
         stack += [(each, depth) for each in inside]
+
+
+def package_of(defined: Any) -> str:
+    """Return the name of the top-level package that defines a function or class."""
+    return str(getattr(defined, "__module__", "")).partition(".")[0]
 
 
 def _attributes(value: Any) -> tuple[dict[str, Any], ...]:

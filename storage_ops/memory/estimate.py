@@ -25,8 +25,9 @@ from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED, fsdp_simulated
 from storage_ops.memory.estimate_functions import Functions
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
-from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_steps
+from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_optimizers
 from storage_ops.memory.estimate_ledger import Block, Ledger
+from storage_ops.memory.estimate_left import warn_of_tensors_left
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import propagation_unseen
 from storage_ops.memory.measure import Life, Measurement, Sample
@@ -173,17 +174,24 @@ def estimate(
         for root in held.roots:
             note_roles(roles, PARAMETERS, root.parameters(), simulation)
             note_roles(roles, BUFFERS, root.buffers(), simulation)
-        before = [tree_leaves(list(optimizer.state.values())) for optimizer in held.optimizers]
-        note_roles(roles, STATE, tree_leaves(before), simulation)
+        note_optimizers(roles, held, simulation)
         result = call_simulated(fn, args, kwargs)
         for root in held.roots:
             note_roles(roles, GRADIENTS, (p.grad for p in root.parameters()), simulation)
-        for optimizer in held.optimizers:
-            made = tree_leaves(list(optimizer.state.values()))
-            note_roles(roles, STATE, made, simulation)
+        note_optimizers(roles, held, simulation)
         estimated = Estimate(sent_bytes=dict(simulation.sent), **settle(ledger, roles))
         del result
+    warn_of_tensors_left(ledger)
     return estimated
+
+
+def note_optimizers(roles: dict[Block, str], held: Held, simulation: Simulation) -> None:
+    """Write down which blocks are parameters of optimizers, their gradients and states."""
+    for optimizer in held.optimizers:
+        parameters = tree_leaves([group["params"] for group in optimizer.param_groups])
+        note_roles(roles, PARAMETERS, parameters, simulation)
+        note_roles(roles, GRADIENTS, (p.grad for p in parameters), simulation)
+        note_roles(roles, STATE, tree_leaves(list(optimizer.state.values())), simulation)
 
 
 def note_roles(
@@ -213,8 +221,7 @@ def simulating(
         # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
         # mode unless told so.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for optimizer in held.optimizers:
-            stack.enter_context(simulated_steps(optimizer, simulation, on_gpu))
+        stack.enter_context(simulated_optimizers(held, simulation, on_gpu))
         stack.callback(simulation.restore_gradients)
         stack.enter_context(following_resizes())
         stack.enter_context(masks_as_in_a_run(simulation.values))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Iterable, Iterator
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,12 +15,16 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
+from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO, package_of
 from storage_ops.memory.estimate_calls import outermost
 from storage_ops.memory.estimate_modes import Simulation
 
 _HOLDERS = (nn.Module, Optimizer, GradScaler, LRScheduler)
+_DEEP = 3  # containers and objects between a name and a module or an optimizer
 
 
 class Held:
@@ -94,17 +100,45 @@ def _hooks_of(t: Any) -> list[Any]:
 
 def reached_by(fn: Any) -> Iterator[Any]:
     """What a function, method or callable object refers to."""
+    owner = getattr(fn, "__self__", fn)
+    code = getattr(fn, "__code__", None)
+    package = package_of(fn if code is not None else type(owner))
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a name that is not bound yet
             yield cell.cell_contents
+            yield from _holders_in(cell.cell_contents, package, _DEEP)
     yield from getattr(fn, "__defaults__", None) or ()
-    owner = getattr(fn, "__self__", fn)
     yield owner if isinstance(owner, _HOLDERS) else None
     named = [*getattr(owner, "__dict__", {}).values()]
-    code = getattr(fn, "__code__", None)
     if code is not None:
         named += [fn.__globals__.get(name) for name in code.co_names]
-    yield from (value for value in named if isinstance(value, (Tensor, *_HOLDERS)))
+    for value in named:
+        is_helper = isinstance(value, FunctionType) and package_of(value) == package
+        if isinstance(value, Tensor) or (is_helper and package not in NOT_LOOKED_INTO):
+            yield value
+        else:
+            yield from _holders_in(value, package, _DEEP)
+
+
+def _holders_in(value: Any, package: str, depth: int) -> Iterator[Any]:
+    """Yield modules, optimizers, scalers and schedulers in short containers and in objects.
+
+    Objects are looked into if they are plain namespaces, or if `package`, which defines their
+    class, is the user's.
+    """
+    inside: Iterable[Any] = ()
+    if isinstance(value, _HOLDERS):
+        yield value
+    elif type(value) in CONTAINERS or isinstance(value, tuple):
+        if len(value) <= LONG:
+            inside = list(value.values() if type(value) in MAPPINGS else value)
+    elif type(value) is SimpleNamespace or (
+        package_of(type(value)) == package and package not in NOT_LOOKED_INTO
+    ):
+        inside = list(getattr(value, "__dict__", {}).values())
+    if depth:
+        for each in inside:
+            yield from _holders_in(each, package, depth - 1)
 
 
 def on_one_device(simulation: Simulation, held: Held, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -133,9 +167,32 @@ def _handles_all_at_once(kind: type[Optimizer]) -> bool:
 
 
 @contextlib.contextmanager
-def simulated_steps(
-    optimizer: Optimizer, simulation: Simulation, on_gpu: bool = True
-) -> Iterator[None]:
+def simulated_optimizers(held: Held, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
+    """Let every optimizer that steps in this thread step as for that device, and forget it.
+
+    An optimizer that `held` missed, such as one in a global of another package, is found when it
+    first steps, and joins `held.optimizers`.
+    """
+    thread = threading.get_ident()
+    with contextlib.ExitStack() as stack:
+
+        def simulate(optimizer: Optimizer) -> None:
+            stack.enter_context(_simulated_steps(optimizer, simulation, on_gpu))
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            is_known = any(optimizer is known for known in held.optimizers)
+            if not is_known and threading.get_ident() == thread:
+                held.optimizers.append(optimizer)
+                simulate(optimizer)
+
+        for optimizer in held.optimizers:
+            simulate(optimizer)
+        stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+        yield
+
+
+@contextlib.contextmanager
+def _simulated_steps(optimizer: Optimizer, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
     """Let an optimizer step as it does for parameters on that device, and forget what it did.
 
     On a GPU most of torch's optimizers handle all parameters at once unless told otherwise. They

@@ -167,6 +167,11 @@ class Ledger:
         bound = self._bound.get(t.untyped_storage()._cdata)
         return None if bound is None else bound.block
 
+    def alive(self) -> list[Storage]:
+        """Return the storages made in the run that still exist."""
+        made = [bound.storage() for bound in self._bound.values() if bound.first.made_by != "input"]
+        return [storage for storage in made if storage is not None]
+
     def discard(self, t: Tensor) -> None:
         """Give back the block of a storage."""
         self.discards = True

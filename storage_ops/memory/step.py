@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.loss.devices import DEVICES, Rates
-from storage_ops.memory.estimate import call_simulated, note_roles, settle, simulating
+from storage_ops.memory.estimate import (
+    call_simulated,
+    note_optimizers,
+    note_roles,
+    settle,
+    simulating,
+)
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
 from storage_ops.memory.estimate_compiled import as_it_runs
@@ -359,8 +365,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         if optimizer is not None:
             with updated_locally(optimizer):
                 optimizer.step()
-        for stepped in held.optimizers:  # in hooks, too
-            note_roles(roles, STATE, tree_leaves(list(stepped.state.values())), simulation)
+        note_optimizers(roles, held, simulation)  # optimizers that step in hooks included
 
     simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu, rates)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
