@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from storage_ops._callers import warn_caller
 
 
 def without_cache(
@@ -43,12 +45,20 @@ def _is_cache(value: Any) -> bool:
     return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
 
 
-@functools.cache
 def warn_once(kind: str) -> None:
-    """Say, the first time, that layers of a class run without the cache that their model made."""
-    warnings.warn(
+    """Say, the first time, that layers of a class run without the cache that their model made.
+
+    Nothing is said under a dispatch mode: `fit` tries checkpoints in one, and a user who reads the
+    warning then has checkpointed nothing.
+    """
+    if torch._C._len_torch_dispatch_stack() == 0:
+        _warn_once(kind)
+
+
+@functools.cache
+def _warn_once(kind: str) -> None:
+    warn_caller(
         f"{kind} is checkpointed, and its model was called with use_cache=True: in training the "
         "layer runs without the cache, as with gradient_checkpointing_enable(). use_cache=False "
-        "says so",
-        stacklevel=5,
+        "says so"
     )

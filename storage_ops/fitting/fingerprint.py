@@ -28,6 +28,7 @@ _OF_NO_USE = re.compile(
 )
 # What DeepSpeed sets on every module of a model of which each rank has a part (ZeRO-3).
 _OF_DEEPSPEED = re.compile(r"^(ds_\w+|applied_pre_backward\w*|(pre|post)_bwd_fn|all_parameters)$")
+MODE = "train or eval"  # the aspect that model.train() changes
 _OF_TORCH = vars(nn.Module()).keys()
 _CHANGING = (list, set, MutableMapping)  # such as what a module notes while it is trained
 
@@ -39,12 +40,12 @@ def aspects(module: nn.Module) -> dict[str, str]:
     dtype does not count: it depends on how a model is loaded.
     """
     found: dict[str, list[Any]] = {
-        key: [] for key in ("modules", "sizes", "dtypes", "train or eval", "requires_grad")
+        key: [] for key in ("modules", "sizes", "dtypes", MODE, "requires_grad")
     }
     for name, inner in _modules(module):
         kind: Any = class_of(inner)
         found["modules"].append((name, kind.__module__, kind.__qualname__))
-        found["train or eval"].append(inner.training)
+        found[MODE].append(inner.training)
         for key, t in {**inner._parameters, **inner._buffers}.items():
             if t is not None:
                 found["sizes"].append((key, tuple(getattr(t, "ds_shape", t.shape))))

@@ -18,6 +18,7 @@ from storage_ops.checkpoint.config_policy import uncompiled
 from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action, loss_actions
 from storage_ops.fitting.choices import costs_of
 from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
+from storage_ops.fitting.conditions import Conditions
 from storage_ops.fitting.heads import heads_in
 from storage_ops.fitting.plan import FitPlan, Row, applied, check_plain
 from storage_ops.fitting.probe import Cost
@@ -37,6 +38,7 @@ from storage_ops.memory.step import (
     loss_of,
     optimizer_of,
     simulate_step,
+    warn_of_eval_mode,
 )
 from storage_ops.progress import say, showing
 from storage_ops.quantities import parse_bytes, readable
@@ -188,6 +190,7 @@ class Search:
         check_loss(loss)
         allowed = _allowed(actions)
         check_plain(model, loss)
+        warn_of_eval_mode(model, "fit")
         batches = batch if isinstance(batch, list) else [batch]
         if not batches:
             raise ValueError("batch is an empty list; expected at least one batch")
@@ -202,6 +205,9 @@ class Search:
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
         made, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)
         self._largest = largest = max(batches, key=_numbers_in)
+        self._conditions = Conditions.of(
+            model, *arguments(largest), accumulate, optimizer is not None
+        )
         self._replaces = LOSS in allowed
         units = units_of(model, loss)
         has_heads = any(heads_in(unit.module) for unit in units)
@@ -399,7 +405,7 @@ class Search:
         seconds = self._seconds(number, choice)
         return FitPlan(
             self._model, self._loss, self._actions(number, choice), peak, seconds, budget,
-            self._rates.name, list(rows.values()), totals, own.seconds,
+            self._rates.name, list(rows.values()), totals, own.seconds, self._conditions,
             self._hint() if seconds > 0 else "",
         )  # fmt: skip
 

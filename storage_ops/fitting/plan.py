@@ -12,20 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.checkpoint.config_policy import class_of, uncompiled
 from storage_ops.fitting.actions import Action, patching
 from storage_ops.fitting.compiled import compiled_loss
-from storage_ops.fitting.fingerprint import aspects, hashed
+from storage_ops.fitting.conditions import Conditions
+from storage_ops.fitting.fingerprint import MODE, aspects, hashed
 from storage_ops.fitting.heads import LOSS_NAME, is_budgeted
 from storage_ops.fitting.units import Unit, units_of
+from storage_ops.memory.step import simulate_step
 from storage_ops.quantities import Tabular, metric, readable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_FORMAT = 3
+_FORMAT = 4
 _LAYERS = "settings of layers"
 
 
@@ -60,6 +63,7 @@ class FitPlan(Tabular):
         totals: peak in bytes and seconds added of other plans, "none" and "full checkpoint"; peaks
             as computed from single layers, or simulated where that is not exact.
         step_seconds: of a step without recomputing, predicted; the optimizer not counted.
+        conditions: the shapes of the batch, autocast and gradient accumulation of the step.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
@@ -71,14 +75,15 @@ class FitPlan(Tabular):
     def __init__(
         self, model: nn.Module, loss: Any, actions: list[tuple[Unit, Action]], peak_bytes: int,
         seconds: float, budget: int, device: str, rows: list[Row],
-        totals: dict[str, tuple[int, float]], step_seconds: float, hint: str = "",
+        totals: dict[str, tuple[int, float]], step_seconds: float, conditions: Conditions,
+        hint: str = "",
     ) -> None:  # fmt: skip
         self._model, self._loss, self._actions = model, loss, actions
         self._aspects = _aspects(model)
         self._is_applied = False
         self.peak_bytes, self.seconds, self.budget = peak_bytes, seconds, budget
         self.device, self.rows, self.totals = device, rows, totals
-        self.step_seconds, self._hint = step_seconds, hint
+        self.step_seconds, self.conditions, self._hint = step_seconds, conditions, hint
 
     def apply(self) -> nn.Module:
         """Change the layers of the model; an error leaves all as it was.
@@ -110,6 +115,7 @@ class FitPlan(Tabular):
             raise RuntimeError(
                 "fit: the model is not what it was when the plan was made, which differs in: "
                 f"{differs or 'layers'}; expected the same model, or a new plan"
+                f"{_hint_of_mode(differs, self._model)}"
             )
         _apply(self._actions)
         self._is_applied = True
@@ -135,6 +141,21 @@ class FitPlan(Tabular):
         own = uncompiled(self._model)
         return any(module is own for module in model.modules())
 
+    def peak_with(
+        self, model: nn.Module, batch: Any, optimizer: Optimizer | None, accumulate: bool
+    ) -> int:
+        """Return the peak in bytes of a step of another batch, with the model as it is now.
+
+        Args:
+            model: the model of the plan, or one that it is in.
+            batch, optimizer, accumulate: as of `storage_ops.memory.simulate_step`, which is also
+                the source of errors.
+        """
+        step = simulate_step(
+            model, batch, loss=self._loss, optimizer=optimizer, accumulate=accumulate
+        )
+        return step.peak_bytes
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, for `load_fit`."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
@@ -151,6 +172,7 @@ class FitPlan(Tabular):
             "device": self.device,
             "totals": self.totals,
             "step_seconds": self.step_seconds,
+            "conditions": self.conditions.as_dict(),
             "rows": [asdict(row) for row in self.rows],
             "actions": [
                 {"layer": unit.name, "print": unit.print, **action.as_dict()}
@@ -280,6 +302,7 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
         seconds, step_seconds = float(values["seconds"]), float(values["step_seconds"])
         device, known = str(values["device"]), dict(values["fingerprint"])
         name_of_model = str(values["model"])
+        conditions = Conditions.from_dict(values["conditions"])
     except (
         AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
@@ -297,15 +320,15 @@ def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -
     if differs:
         check_plain(model, loss)
     if differs or any(name not in units for name, _, _ in saved):
-        is_mode = "train or eval" in differs and not model.training
-        hint = " (model.train() first, where it is in eval mode)" if is_mode else ""
         raise ValueError(
             f"load_fit: {path} is a plan of another model, a {name_of_model}; model is a "
             f"{own_name}, which differs in: {differs or 'layers'}; expected one like the one that "
-            f"was fitted{hint}"
+            f"was fitted{_hint_of_mode(differs, model)}"
         )
     actions = [(units[name], action) for name, _, action in saved]
-    return FitPlan(model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds)
+    return FitPlan(
+        model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds, conditions
+    )
 
 
 def _aspects(model: nn.Module) -> dict[str, str]:
@@ -323,6 +346,15 @@ def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
     if "modules" in found:
         return "modules"
     return ", ".join([name for name in found if name != _LAYERS] or found)
+
+
+def _hint_of_mode(differs: str, model: nn.Module) -> str:
+    """Say when to call model.train(), where a mode is what differs."""
+    if MODE not in differs:
+        return ""
+    if model.training:
+        return ". The model was in eval mode then; call model.train() before fit"
+    return ". The model is in eval mode; call model.train() before this"
 
 
 def _row(names: Any, action: Any, kept_bytes: Any, peak_bytes: Any, seconds: Any) -> Row:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from storage_ops.fitting.plan import FitPlan, load_fit
+from storage_ops.integrations.first_batch import FirstBatch, Training
 
 
 class _Applied:
@@ -22,9 +23,10 @@ class _Applied:
             )
         self._given = plan
         self._plan: FitPlan | None = None
+        self._first_batch: FirstBatch | None = None
 
-    def start(self, model: nn.Module) -> None:
-        """Apply the plan to a model.
+    def start(self, model: nn.Module, training: Training) -> None:
+        """Apply the plan to a model, whose first batch is then compared with that of the plan.
 
         Raises:
             ValueError, RuntimeError: it is a plan of another model.
@@ -38,24 +40,63 @@ class _Applied:
                 "trained; expected a plan of that object, or the path of a file that it saved"
             )
         plan.apply()
-        self._plan = plan
+        self._plan, self._first_batch = plan, FirstBatch(plan, model, training, self.end)
 
     def end(self) -> None:
         """Give the layers of the model back what they were."""
         plan, self._plan = self._plan, None
+        if self._first_batch is not None:
+            self._first_batch.disarm()
+            self._first_batch = None
         if plan is not None:
             plan.undo()
 
 
+_AUTOCAST_OF_LIGHTNING = {"16-mixed": "float16", "bf16-mixed": "bfloat16"}
+
+
+def _check_arguments(args: Any) -> None:
+    """Refuse TrainingArguments with which transformers checkpoints layers itself.
+
+    Raises:
+        ValueError: one of them is on; named as this version of transformers calls it.
+    """
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # since 5.2x, and before
+        if getattr(args, name, None):
+            raise ValueError(
+                f"{name} is True in the TrainingArguments, and the plan of fit chooses itself what "
+                f"to recompute; expected TrainingArguments({name}=False)"
+            )
+
+
+def _training_of(args: Any, optimizer: Any) -> Training:
+    """Read what the TrainingArguments of transformers say of a step."""
+    size = getattr(args, "per_device_train_batch_size", None)
+    return Training(
+        optimizer=optimizer,
+        autocast="bfloat16" if getattr(args, "bf16", False)
+        else "float16" if getattr(args, "fp16", False) else "",
+        accumulate=getattr(args, "gradient_accumulation_steps", 1) > 1,
+        remedy=f"lower per_device_train_batch_size, which is {size}",
+    )  # fmt: skip
+
+
 def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
     """A `transformers.TrainerCallback` that applies a plan while a Trainer trains.
+
+    The first batch is compared with the one that the plan was made for: shapes, the dtype of
+    autocast and gradient accumulation. If a step takes more memory than the plan's, the training
+    ends with a ValueError before the forward. If it takes less, a warning says so. Models that
+    `torch.compile` compiles are not compared.
 
     Args:
         plan: what `storage_ops.fit` returned for the Trainer's model, or the path of a file that it
             saved for one like it.
 
     Raises:
-        TypeError: `plan` is neither. ImportError: transformers is not installed.
+        TypeError: `plan` is neither. ImportError: transformers is not installed. When training
+            starts, ValueError: the plan is of another model or for smaller batches, or
+            the TrainingArguments turn on checkpoints of transformers.
 
     Example:
         >>> from storage_ops.integrations import trainer_callback
@@ -70,8 +111,9 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Apply it."""
             model = kwargs["model"]
+            _check_arguments(args)
             model.train()  # as when the plan was made; the Trainer does it a little later
-            applied.start(model)
+            applied.start(model, _training_of(args, kwargs.get("optimizer")))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Undo it."""
@@ -82,6 +124,8 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
 
 def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = "") -> Any:
     """A Lightning `Callback` that applies a plan while a Trainer fits.
+
+    The first batch is compared with that of the plan, as `trainer_callback` does it.
 
     Args:
         plan: what `storage_ops.fit` returned, or the path of a file that it saved.
@@ -107,7 +151,14 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             """Apply it."""
-            applied.start(pl_module.get_submodule(attribute))
+            optimizers = getattr(trainer, "optimizers", None) or [None]
+            precision = str(getattr(trainer, "precision", ""))
+            training = Training(
+                optimizer=optimizers[0] if len(optimizers) == 1 else None,
+                autocast=_AUTOCAST_OF_LIGHTNING.get(precision, ""),
+                accumulate=getattr(trainer, "accumulate_grad_batches", 1) > 1,
+            )
+            applied.start(pl_module.get_submodule(attribute), training)
 
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
             """Undo it."""

@@ -86,7 +86,10 @@ class Kinds:
             if name in _OWN or "state_dict" in name or name.startswith(_COMPOSABLE):
                 continue
             if "hook" in name and value:
-                if set(value) <= self.sharded.get(id(module), set()):
+                known = isinstance(
+                    value, dict
+                )  # others hold handles of hooks, such as a model's own
+                if known and set(value) <= self.sharded.get(id(module), set()):
                     continue
                 raise Unlike
             if (type(module), name) in self._place_names and value in places:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +11,8 @@ from typing import Any
 
 import torch
 
-_NOT_THE_CALLERS = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    os.path.dirname(os.__file__) + os.sep + "contextlib.py",
-)
+from storage_ops._callers import users_place
+
 # Ops by the names under which people call them.
 _NAMES = {
     "_local_scalar_dense": "item",
@@ -138,16 +134,9 @@ def name_of(func: Any) -> str:
 
 def users_line(at: FrameType | TracebackType | None) -> str:
     """The innermost line that is neither torch's nor ours, above a frame or in a traceback."""
-    found: tuple[str, int] | None = None
-    while at is not None:
-        frame = at.tb_frame if isinstance(at, TracebackType) else at
-        name = frame.f_code.co_filename
-        if not name.startswith((*_NOT_THE_CALLERS, "<")):
-            found = name, at.tb_lineno if isinstance(at, TracebackType) else at.f_lineno
-            if isinstance(at, FrameType):
-                break
-        at = at.tb_next if isinstance(at, TracebackType) else at.f_back
-    if found is None:
+    place = users_place(at)
+    if place is None:
         return "a line that is not in a file"
+    found = place[0].f_code.co_filename, place[1]
     text = linecache.getline(*found).strip()
     return f"{found[0]}:{found[1]} ({text})" if text else f"{found[0]}:{found[1]}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
+from storage_ops._callers import warn_caller
 from storage_ops.memory.estimate_ledger import Ledger
 
 
@@ -27,12 +27,11 @@ def warn_of_tensors_left(ledger: Ledger) -> None:
     places = [(t, place) for t in tensors if (place := _place_of(t, tensors))]
     if places:
         first, place = places[0]
-        warnings.warn(
+        warn_caller(
             f"estimate: fn left {len(places)} simulated tensors behind, one of shape "
             f"{tuple(first.shape)} in {place}. Reading them after the simulation fails. Expected a "
             "function that stores tensors only in modules, in its arguments and in variables that "
-            "it names itself; those are restored",
-            stacklevel=3,
+            "it names itself; those are restored"
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from storage_ops._callers import warn_caller
 from storage_ops.loss.devices import DEVICES, Rates
 from storage_ops.memory.estimate import (
     call_simulated,
@@ -198,6 +199,16 @@ def check_model(model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+
+
+def warn_of_eval_mode(model: nn.Module, function: str) -> None:
+    """Warn if a model, such as one of `from_pretrained`, is not in the mode of training."""
+    if not model.training:
+        warn_caller(
+            f"{function}: model, a {type(model).__name__}, is in eval mode, in which dropout and "
+            "other parts take less memory than in training. Trainers train in training mode; call "
+            "model.train() first"
+        )
 
 
 def check_accumulate(accumulate: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from storage_ops.memory.step import StepEstimate, simulate_step
+from storage_ops.memory.step import StepEstimate, check_model, simulate_step, warn_of_eval_mode
 from storage_ops.quantities import Tabular, parse_bytes, readable
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def will_it_fit(
         (True, 3520)
     """
     budget_bytes = parse_bytes(budget, "budget")
+    check_model(model)
+    warn_of_eval_mode(model, "will_it_fit")
     step = simulate_step(
         model, batch, loss=loss, optimizer=optimizer, device=device, assume=assume,
         accumulate=accumulate,

@@ -45,7 +45,7 @@ def test_gradients_with_the_default_use_cache(layer, mode):
     model, ids = MODELS[layer]().train(), torch.randint(V, (2, 32))
     expected, right = gradients(model, ids)
     assert expected.past_key_values.get_seq_length() == 32
-    caches.warn_once.cache_clear()
+    caches._warn_once.cache_clear()
     so.apply_activation_checkpoint(model, {"layer_classes": [layer], **MODES[mode]})
     with pytest.warns(UserWarning, match=f"{layer} is checkpointed, and its model was"):
         out, grads = gradients(model, ids)

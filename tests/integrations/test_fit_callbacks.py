@@ -65,7 +65,12 @@ def test_a_trainer(tmp_path):
     trainer = transformers.Trainer(
         model,
         transformers.TrainingArguments(
-            str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no"
+            str(tmp_path),
+            max_steps=2,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            per_device_train_batch_size=2,
         ),
         train_dataset=data,
         callbacks=[trainer_callback(plan)],
@@ -88,7 +93,13 @@ def test_what_a_trainer_sets_on_the_model_is_no_difference(tmp_path, options):
             lambda *_, seen=seen, model=model: seen.append(any(changed(model)))
         )
         args = transformers.TrainingArguments(
-            str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no", **options
+            str(tmp_path),
+            max_steps=2,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            per_device_train_batch_size=2,
+            **options,
         )
         transformers.Trainer(model, args, train_dataset=data, callbacks=callbacks).train()
         assert seen and all(each is bool(callbacks) for each in seen)

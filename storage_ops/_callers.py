@@ -1,0 +1,56 @@
+"""The line of the user's program that led to a call, for errors and warnings that name it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import warnings
+from types import FrameType, TracebackType
+
+import torch
+
+_NOT_THE_CALLERS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(__file__) + os.sep,
+    os.path.dirname(os.__file__) + os.sep + "contextlib.py",
+    "<",
+)
+_INSTALLED = sysconfig.get_path("purelib") + os.sep
+
+
+def users_place(
+    at: FrameType | TracebackType | None, ignored: tuple[str, ...] = _NOT_THE_CALLERS
+) -> tuple[FrameType, int] | None:
+    """Return the innermost frame outside of torch and this package, and its line.
+
+    Args:
+        at: the frame to begin at, going outwards, or the traceback of an exception.
+        ignored: how the names of files begin that are not the caller's.
+    """
+    found = None
+    while at is not None:
+        frame = at.tb_frame if isinstance(at, TracebackType) else at
+        if not frame.f_code.co_filename.startswith(ignored):
+            found = frame, at.tb_lineno if isinstance(at, TracebackType) else at.f_lineno
+            if isinstance(at, FrameType):
+                break
+        at = at.tb_next if isinstance(at, TracebackType) else at.f_back
+    return found
+
+
+def warn_caller(message: str) -> None:
+    """Warn with a UserWarning that shows a line of the user's program.
+
+    Lines of installed libraries, such as a trainer, are shown only if there is no other.
+    """
+    here = sys._getframe()
+    place = users_place(here, (*_NOT_THE_CALLERS, _INSTALLED)) or users_place(here)
+    if place is None:
+        warnings.warn(message, stacklevel=2)
+        return
+    frame, line = place
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    module = str(names.get("__name__", "__main__"))
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, line, module, registry)
