@@ -39,6 +39,8 @@ class Action:
         tiled: names of modules in the layer that run in tiles.
         tiles: how many.
         memory_budget: with mode "linear_cross_entropy": bytes, or None.
+        patched: with mode "linear_cross_entropy": whether the model of transformers is patched
+            already, so that only the budget of its loss is chosen.
     """
 
     mode: str
@@ -48,6 +50,7 @@ class Action:
     tiled: tuple[str, ...] = ()
     tiles: int = 0
     memory_budget: int | None = None
+    patched: bool = False
 
     def apply(self, layer: nn.Module) -> None:
         """Change a layer; whatever comes, `undo` makes it what it was."""
@@ -57,7 +60,9 @@ class Action:
         if self.mode == LOSS:
             for head in heads_in(layer):
                 budgeted(head, self.memory_budget)
-            if self.patches(layer):
+            if self.patched:
+                patching().set_memory_budget(layer, self.memory_budget)
+            elif self.patches(layer):
                 patching().patch_causal_lm(layer, memory_budget=self.memory_budget)
             return
         for name in self.tiled:
@@ -73,14 +78,18 @@ class Action:
         if self.mode == LOSS:
             for head in heads_in(layer):
                 restored(head)
-            if self.patches(layer):
+            if self.patched:
+                patching().restore_memory_budget(layer)
+            elif self.patches(layer):
                 patching().unpatch_causal_lm(layer)
             return
         remove_activation_checkpoint(layer)
 
     def patches(self, layer: nn.Module) -> bool:
-        """Whether it patches a model of transformers."""
-        return self.mode == LOSS and not isinstance(layer, CompiledLoss) and not heads_in(layer)
+        """Whether it patches a model of transformers that is not patched yet."""
+        if self.mode != LOSS or self.patched or isinstance(layer, CompiledLoss):
+            return False
+        return not heads_in(layer)
 
     def _config(self) -> ActivationCheckpointConfig:
         if self.mode == "output_discard":
@@ -122,12 +131,14 @@ class Action:
             tuple(values.get("tiled", ())),
             int(values.get("tiles", 0)),
             values.get("memory_budget"),
+            bool(values.get("patched", False)),
         )
 
 
-def loss_actions(logits: int) -> list[Action]:
+def loss_actions(logits: int, patched: bool = False) -> list[Action]:
     """Ways to compute a loss whose logits would take so many bytes."""
-    return [Action(LOSS, memory_budget=n) for n in (None, *(int(logits * s) for s in _SHARES))]
+    budgets = (None, *(int(logits * share) for share in _SHARES))
+    return [Action(LOSS, memory_budget=n, patched=patched) for n in budgets]
 
 
 def _calls(values: Any) -> tuple[tuple[str, int], ...]:
@@ -147,3 +158,9 @@ def patching() -> Any:
     from storage_ops.integrations import transformers
 
     return transformers
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether the loss of a model of transformers is computed without its logits."""
+    found: bool = patching().is_patched(model)
+    return found

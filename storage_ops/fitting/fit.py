@@ -6,8 +6,8 @@ import contextlib
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.config_policy import uncompiled
-from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action, loss_actions
+from storage_ops.fitting.actions import (
+    EXACT,
+    KEEP,
+    LOSS,
+    NAMES,
+    Action,
+    is_patched,
+    loss_actions,
+)
 from storage_ops.fitting.choices import costs_of
 from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
 from storage_ops.fitting.conditions import Conditions
@@ -28,6 +36,7 @@ from storage_ops.fitting.ways import Way, logits_to_spare
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME
 from storage_ops.memory.estimate_compiled import as_it_runs, largest_of
 from storage_ops.memory.estimate_workspaces import workspace_bytes
+from storage_ops.memory.owners import owners_in_words
 from storage_ops.memory.rates import rates_for
 from storage_ops.memory.step import (
     arguments,
@@ -78,7 +87,8 @@ def fit(
     `storage_ops.LinearCrossEntropyLoss` in the model, or that `loss` refers to, in as much memory
     as pays, or that of a `loss` that `torch.compile(..., backend="storage_ops")` compiles. In a
     causal language model of transformers it computes the loss without the logits
-    (`storage_ops.patch_causal_lm`): `outputs.logits` is None in training. Gradients are equal to
+    (`storage_ops.patch_causal_lm`): `outputs.logits` is None in training. If the model is patched
+    already, it chooses the `memory_budget` of that loss. Gradients are equal to
     rounding. These two are used only if they are asked for, too.
 
     Of a model that is compiled, or has compiled layers, the seconds are those of compiled code, in
@@ -102,8 +112,8 @@ def fit(
         A plan, which prints as a table.
 
     Raises:
-        ValueError: nothing fits; the error names the smallest budget that does. Or a wrong
-            argument.
+        ValueError: nothing fits; the error names the smallest budget that does, and who holds the
+            bytes then. Or a wrong argument.
         TypeError: a wrong argument.
         RuntimeError: the model has checkpointed or tiled layers, or layers of DTensors (tensor
             parallelism), or it differentiates through layers twice, or as of `memory.estimate`.
@@ -124,6 +134,13 @@ def fit(
         return search.plan(limit)
 
 
+class _Simulated(NamedTuple):
+    """What is kept of the simulation of a whole step."""
+
+    peak_bytes: int
+    by_owner: dict[str, int]
+
+
 class NothingFits(ValueError):
     """No plan is within the budget.
 
@@ -131,10 +148,13 @@ class NothingFits(ValueError):
         smallest_bytes: the smallest budget that one is within.
     """
 
-    def __init__(self, budget: int, smallest: int, hint: str) -> None:
-        """Name both, and what else could be done."""
+    def __init__(
+        self, budget: int, smallest: int, hint: str, by_owner: Mapping[str, int] | None = None
+    ) -> None:
+        """Name both budgets, who holds the bytes of the smallest, and what else could be done."""
         self.smallest_bytes = smallest
-        hint = hint and f"; {hint}"
+        held = f". In memory at its peak are {owners_in_words(by_owner)}" if by_owner else ""
+        hint = held + (hint and f"; {hint}")
         if budget < 4096:
             hint += "; a number without a unit is one of bytes, expected such as '24GiB'"
         super().__init__(
@@ -201,7 +221,7 @@ class Search:
         self._accumulate = accumulate
         self._losses: dict[Action, Any] = {}
         self._on_gpu, self._rates = is_gpu(model, batches, device), rates_for(device, model)
-        self._peaks: dict[tuple[int, ...], int] = {}  # simulated, of ways and choices
+        self._steps: dict[tuple[int, ...], _Simulated] = {}  # by the way and the choices
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
         made, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)
         self._largest = largest = max(batches, key=_numbers_in)
@@ -222,7 +242,7 @@ class Search:
         is_compiled = isinstance(self._of_loss.module, CompiledLoss)
         losses: list[Action] = []
         if replaced and not is_compiled:
-            losses = loss_actions(logits_to_spare(model, largest, loss))
+            losses = loss_actions(logits_to_spare(model, largest, loss), is_patched(model))
 
         def ways(action: Action) -> list[Way]:
             recorder = Recorder(units, self._on_gpu, self._rates, workspace, accumulate)
@@ -282,11 +302,11 @@ class Search:
         # Of compiled layers more is computed than a whole step takes in eager mode.
         may_fit = self._rates.fuses or self.problem.peak(nothing) <= budget * (1 + _DOUBT)
         if is_best and may_fit:
-            peak = self._simulated(0, nothing)
+            peak = self._simulated(0, nothing).peak_bytes
             if peak <= budget:
                 return self._made(0, nothing, peak, budget)
         least: _Choice | None = self._least()
-        smallest = math.inf
+        smallest, by_owner = math.inf, {}
         for look in range(_LOOKS):
             found = self._fastest(inside)
             if found is None or look == _LOOKS - 1:
@@ -294,17 +314,18 @@ class Search:
             if found is None:
                 break
             way, choice = found
-            peak = self._simulated(way, choice)
+            peak = self._simulated(way, choice).peak_bytes
             if peak <= budget:
                 return self._made(way, choice, peak, budget)
-            smallest = min(smallest, peak)
+            if peak < smallest:
+                smallest, by_owner = peak, self._simulated(way, choice).by_owner
             # The next plan that is smaller by what was computed; later ones skip the excess.
             excess = peak - budget if look > 2 else 1
             inside[way] = self._ways[way].problem.peak(choice) - excess
-        raise NothingFits(budget, int(smallest), self._hint())
+        raise NothingFits(budget, int(smallest), self._hint(), by_owner)
 
     def _hint(self) -> str:
-        """What is said of a loss that could do without its logits, and does not."""
+        """Say what to do about a loss that could take less memory, and was left alone."""
         if self._replaces:
             return ""
         try:
@@ -312,6 +333,8 @@ class Search:
         except ValueError:
             return ""
         names = ", ".join(map(repr, (*EXACT[1:], LOSS)))
+        if is_patched(self._model):
+            return f"actions=[{names}] chooses the memory budget of the patched loss, too"
         return f"actions=[{names}] does without the logits, {readable(logits)}"
 
     def _least(self) -> _Choice:
@@ -347,18 +370,18 @@ class Search:
                 found[self._ways[best[0]].problem.peak(best[1])] = self._seconds(*best)
         return sorted(found.items())
 
-    def _simulated(self, number: int, choice: list[int]) -> int:
-        """The peak of a whole step with these actions."""
+    def _simulated(self, number: int, choice: list[int]) -> _Simulated:
+        """Simulate a whole step with these actions, the first time."""
         key = number, *choice
-        if key not in self._peaks:
+        if key not in self._steps:
             loss = self._loss_with(self._ways[number].loss)
             with _few_objects(), self._applied(self._actions(number, choice)):
                 step = simulate_step(
                     self._model, self._batches, loss=loss, optimizer=self._optimizer,
                     device=self._device, accumulate=self._accumulate,
                 )  # fmt: skip
-            self._peaks[key] = step.peak_bytes
-        return self._peaks[key]
+            self._steps[key] = _Simulated(step.peak_bytes, step.by_owner)
+        return self._steps[key]
 
     def _actions(self, number: int, choice: list[int]) -> list[tuple[Unit, Action]]:
         way = self._ways[number]
@@ -395,8 +418,8 @@ class Search:
         is_exact = abs(problem.peak(choice) - peak) <= _EXACT * peak
 
         def highest(other: list[int]) -> int:
-            known = is_exact and (0, *other) not in self._peaks
-            return own.problem.peak(other) if known else self._simulated(0, other)
+            known = is_exact and (0, *other) not in self._steps
+            return own.problem.peak(other) if known else self._simulated(0, other).peak_bytes
 
         totals = {
             "none": (highest(nothing), 0.0),

@@ -10,7 +10,7 @@ from storage_ops.loss.api import LinearCrossEntropyLoss
 from storage_ops.memory.estimate_inputs import Held
 
 LOSS_NAME = "(loss)"  # of a head that is in the loss; no module in a model has this name
-_OWN = "_options_before_fit"  # an attribute of a head whose budget is that of a plan
+OWN_OPTIONS = "_options_before_fit"  # of a head, or a patched model, with the budget of a plan
 
 
 def heads_in(module: nn.Module) -> list[LinearCrossEntropyLoss]:
@@ -31,21 +31,21 @@ def budgeted(head: LinearCrossEntropyLoss, memory_budget: int | None) -> None:
     """Let a head keep to a budget, or to its own choice for None; a plan of its own gives way."""
     own = own_options(head)
     head.options = {**own, "plan": None, "memory_budget": memory_budget}
-    vars(head)[_OWN] = own
+    vars(head)[OWN_OPTIONS] = own
 
 
 def restored(head: LinearCrossEntropyLoss) -> None:
     """Undo `budgeted`, if it was done."""
     head.options = own_options(head)
-    vars(head).pop(_OWN, None)
+    vars(head).pop(OWN_OPTIONS, None)
 
 
 def own_options(head: LinearCrossEntropyLoss) -> dict[str, Any]:
     """The options of a head without those of a plan of `fit`."""
-    found: dict[str, Any] = vars(head).get(_OWN, head.options)
+    found: dict[str, Any] = vars(head).get(OWN_OPTIONS, head.options)
     return found
 
 
 def is_budgeted(module: nn.Module) -> bool:
-    """Whether a module is a head whose budget is that of a plan."""
-    return _OWN in vars(module)
+    """Whether a module is a head, or a patched model, whose budget is that of a plan."""
+    return OWN_OPTIONS in vars(module)

@@ -104,6 +104,11 @@ class FitPlan(Tabular):
                 "fit: the plan patches the model, which is patched already; expected "
                 "unpatch_causal_lm(model) before apply()"
             )
+        if any(a.patched for _, a in self._actions) and not patching().is_patched(self._model):
+            raise RuntimeError(
+                "fit: the plan is for a patched model, and this one is not patched; expected "
+                "patch_causal_lm(model) before apply()"
+            )
         layers = _places(self._model, self._loss)
         differs = _differences(self._aspects, _aspects(self._model))
         if differs or any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import le
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from storage_ops.fitting.actions import LOSS, Action, patching
+from storage_ops.fitting.actions import LOSS, Action, is_patched, patching
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import StepRecording
 from storage_ops.fitting.solve import ActionProblem, Option
@@ -71,7 +72,7 @@ def _without_worse(costs: list[tuple[Action, Cost]]) -> list[tuple[Action, Cost]
 
 
 def logits_to_spare(model: nn.Module, batch: Any, loss: Any) -> int:
-    """Bytes of the logits that a causal language model of transformers could do without.
+    """Bytes of the logits that a causal language model of transformers can do without.
 
     Raises:
         ValueError: the loss of this model cannot be replaced.
@@ -83,13 +84,12 @@ def logits_to_spare(model: nn.Module, batch: Any, loss: Any) -> int:
     )
     if loss is not None:
         raise ValueError(f"{why}; expected loss=None")
-    if patching().is_patched(model):
-        raise ValueError(f"{why}; expected one that is not patched yet")
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor):
         raise ValueError(f"{why}; expected a batch that is a dict with labels")
     try:
-        with patching().patch_causal_lm(model):
+        patch = patching().patch_causal_lm
+        with contextlib.nullcontext() if is_patched(model) else patch(model):
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
             weight = head.weight
     except (TypeError, RuntimeError) as error:

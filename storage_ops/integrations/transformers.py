@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
 from storage_ops.checkpoint.config_policy import uncompiled
+from storage_ops.fitting.heads import OWN_OPTIONS
 from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_forward import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_heads
@@ -228,6 +230,21 @@ def is_patched(model: nn.Module) -> bool:
     return isinstance(_inner(model), PatchedModel)
 
 
+def set_memory_budget(model: nn.Module, memory_budget: int | None) -> None:
+    """Give the loss of a patched model another budget, until `restore_memory_budget`."""
+    inner = _inner(model)
+    own = vars(inner).setdefault(OWN_OPTIONS, inner._loss_options)
+    inner._loss_options = replace(own, memory_budget=memory_budget)
+
+
+def restore_memory_budget(model: nn.Module) -> None:
+    """Undo `set_memory_budget`; a model of which it was not called stays as it is."""
+    inner = _inner(model)
+    own = vars(inner).pop(OWN_OPTIONS, None)
+    if own is not None:
+        inner._loss_options = own
+
+
 def unpatch_causal_lm(model: nn.Module) -> None:
     """Undo `patch_causal_lm`; a model that is not patched stays as it is.
 
@@ -260,7 +277,7 @@ def unpatch_causal_lm(model: nn.Module) -> None:
             "changed after patch_causal_lm; expected the one it made. Undo the later change first"
         )
     for module in modules:
-        for attribute in ("_deferred_in", "_loss_options"):
+        for attribute in ("_deferred_in", "_loss_options", OWN_OPTIONS):
             vars(module).pop(attribute, None)
         module.__class__ = module._original
     fused_head.restore(model)

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from storage_ops.checkpoint.config_policy import is_compiled
 from storage_ops.memory.estimate_calls import around_calls
+from storage_ops.quantities import readable
 
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
@@ -39,6 +40,16 @@ def by_kind(by_owner: Mapping[str, int]) -> dict[str, int]:
     for owner, nbytes in by_owner.items():
         kinds[kind_of(owner)] += nbytes
     return dict(kinds.most_common())
+
+
+def owners_in_words(by_owner: Mapping[str, int]) -> str:
+    """Return a list in words of who holds bytes: first what no recomputing changes."""
+    first = (PARAMETERS, GRADIENTS, STATE)
+    activations = sum(n for owner, n in by_owner.items() if owner.startswith("activations"))
+    shown = {owner: by_owner.get(owner, 0) for owner in first} | {"activations": activations}
+    rest = sum(by_owner.values()) - sum(shown.values())
+    parts = [f"{owner} {readable(n)}" for owner, n in shown.items() if n]
+    return ", ".join(parts + ([f"everything else {readable(rest)}"] if rest else []))
 
 
 def kind_of(owner: str) -> str:

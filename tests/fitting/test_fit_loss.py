@@ -1,6 +1,7 @@
 """Plans that replace the loss of a causal language model of transformers."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -103,10 +104,6 @@ def test_where_the_loss_cannot_be_replaced():
     refuses("expected loss=None", model, batch, loss=lambda out: out.loss)
     refuses("a dict with labels", model, batch["input_ids"])
     refuses("without get_output_embeddings", torch.nn.Linear(4, 4), {"labels": batch["labels"]})
-    with storage_ops.patch_causal_lm(model):
-        refuses("one that is not patched yet", model, batch)
-        assert model(**batch).logits is None
-    assert model(**batch).logits is not None
 
 
 @pytest.mark.in_turn
@@ -155,3 +152,48 @@ def test_a_plan_leaves_a_patch_alone_that_is_there(searched):
     plan.apply()
     assert model(**batch).logits is None
     plan.undo()
+
+
+def test_the_error_says_who_holds_the_bytes():
+    model, batch = llama()
+    with pytest.raises(ValueError, match="smallest that a step") as error:
+        storage_ops.fit(model, batch, "1MiB", optimizer=ADAM)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    parameters, states = (storage_ops.quantities.readable(n) for n in (nbytes, 2 * nbytes))
+    assert re.search(
+        rf"are parameters {parameters}, (gradients [^,]*, )?optimizer state {states}, activations ",
+        str(error.value),
+    )
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_the_budget_of_a_patched_loss_is_chosen(tmp_path, peft):
+    model, batch = llama()
+    if peft:
+        library = pytest.importorskip("peft")
+        model = library.get_peft_model(model, library.LoraConfig(target_modules=["q_proj"])).train()
+    storage_ops.patch_causal_lm(model)
+    with pytest.raises(
+        ValueError, match=r"'linear_cross_entropy'\] chooses the memory budget of t"
+    ):
+        storage_ops.fit(model, batch, "1KiB", actions=["full"])
+    with pytest.raises(ValueError, match="smallest that a step") as error:
+        storage_ops.fit(model, batch, "1KiB", actions=ACTIONS)
+    assert "chooses the memory budget" not in str(error.value)
+    plan = storage_ops.fit(model, batch, error.value.smallest_bytes, actions=ACTIONS)
+    plan.save(tmp_path / "fit.json")
+    inner = model.get_base_model() if peft else model
+    own, expected = inner._loss_options, model(**batch).loss
+    plan.apply()
+    chosen = inner._loss_options.memory_budget
+    assert chosen in [action.get("memory_budget") for action in plan.as_dict()["actions"]]
+    assert simulate_step(model, batch).peak_bytes == plan.peak_bytes
+    torch.testing.assert_close(model(**batch).loss, expected)
+    with pytest.raises(RuntimeError, match="its budget is that of a plan"):
+        storage_ops.fit(model, batch, "1GiB")
+    plan.undo()
+    assert inner._loss_options is own
+    storage_ops.unpatch_causal_lm(model)
+    for refused in (plan, storage_ops.load_fit(tmp_path / "fit.json", model)):
+        with pytest.raises(RuntimeError, match="is for a patched model, and this one is not"):
+            refused.apply()
