@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.checkpoint.config_policy import uncompiled
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -115,7 +117,10 @@ def _of_autocast(conditions: Conditions) -> str:
 
 def named_arguments(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by the names that the forward of the model has for them."""
-    names = list(inspect.signature(model.forward).parameters)
+    try:
+        names = list(inspect.signature(uncompiled(model).forward).parameters)
+    except (TypeError, ValueError):  # a function in C or TorchScript
+        names = []
     names += [f"argument {index}" for index in range(len(names), len(args))]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
