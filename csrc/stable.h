@@ -11,6 +11,8 @@
 
 #include <cstdint>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 
 namespace storage_ops {
 
@@ -19,4 +21,19 @@ using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// Throws what Python sees as a RuntimeError. STD_TORCH_CHECK would put the place in these sources
+// before the message, which says nothing to users.
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
 }  // namespace storage_ops
+
+// Raises a RuntimeError with a message of these parts unless the condition holds.
+#define STORAGE_OPS_CHECK(condition, ...)               \
+  do {                                                  \
+    if (!(condition)) ::storage_ops::fail(__VA_ARGS__); \
+  } while (false)

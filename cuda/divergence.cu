@@ -162,8 +162,8 @@ void divergence_rows(Tensor logits, Tensor teacher, std::optional<Tensor> bias,
   const Divergence kind = divergence_of(divergence);
   const DivergenceTensors tensors{logits, teacher, bias, teacher_bias, state, loss, upstream};
   check_divergence(tensors, phases & kGradient);
-  STD_TORCH_CHECK(logits.size(0) <= std::numeric_limits<int32_t>::max(),
-                  "_divergence_rows: more rows than a grid of blocks can have");
+  STORAGE_OPS_CHECK(logits.size(0) <= std::numeric_limits<int32_t>::max(),
+                    "_divergence_rows: more rows than a grid of blocks can have");
   if (logits.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   for_dtypes("_divergence_rows: logits", logits, [&](auto logit, auto arithmetic) {

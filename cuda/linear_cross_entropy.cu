@@ -307,8 +307,8 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
   const RowOptions options{first_column, vocabulary,      ignore_index, softcap,
                            logit_scale,  label_smoothing, phases};
   check_rows(tensors, phases & kGradient);
-  STD_TORCH_CHECK(logits.size(0) <= std::numeric_limits<int32_t>::max(),
-                  "_cross_entropy_rows: more rows than a grid of blocks can have");
+  STORAGE_OPS_CHECK(logits.size(0) <= std::numeric_limits<int32_t>::max(),
+                    "_cross_entropy_rows: more rows than a grid of blocks can have");
   if (logits.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   for_dtypes("_cross_entropy_rows: logits", logits, [&](auto logit, auto arithmetic) {

@@ -110,15 +110,15 @@ Product checked(const char* op, const Tensor& out, const Tensor& left, const Ten
                 const Tensor& scratch, bool add, bool transposed) {
   const ScalarType dtype = left.scalar_type();
   const int row = transposed ? 1 : 0, column = 1 - row;
-  STD_TORCH_CHECK(level() != kNone, op, ": AVX2 and FMA are missing, or switched off");
+  STORAGE_OPS_CHECK(level() != kNone, op, ": AVX2 and FMA are missing, or switched off");
   const bool wide = is_matrix(out, ScalarType::Float);
-  STD_TORCH_CHECK(is_matrix(left, dtype) && is_matrix(right, dtype) &&
-                      (wide || is_matrix(out, dtype)) && left.size(row) == out.size(0) &&
-                      right.size(1) == out.size(1) && left.size(column) == right.size(0),
-                  op, ": expected left ", transposed ? "(k, m)" : "(m, k)",
-                  ", right (k, n) of one dtype, out (m, n) of float32 or that dtype");
-  STD_TORCH_CHECK(out.stride(1) == 1 || out.size(1) < 2, op, ": out must have whole rows");
-  STD_TORCH_CHECK(
+  STORAGE_OPS_CHECK(is_matrix(left, dtype) && is_matrix(right, dtype) &&
+                        (wide || is_matrix(out, dtype)) && left.size(row) == out.size(0) &&
+                        right.size(1) == out.size(1) && left.size(column) == right.size(0),
+                    op, ": expected left ", transposed ? "(k, m)" : "(m, k)",
+                    ", right (k, n) of one dtype, out (m, n) of float32 or that dtype");
+  STORAGE_OPS_CHECK(out.stride(1) == 1 || out.size(1) < 2, op, ": out must have whole rows");
+  STORAGE_OPS_CHECK(
       scratch.dim() == 1 && scratch.scalar_type() == ScalarType::Float && scratch.is_contiguous(),
       op, ": scratch must be a contiguous float32 vector");
   Product p{};
@@ -144,7 +144,7 @@ void multiply(const char* op, const Product& p, ScalarType dtype) {
     case ScalarType::Half:
       return multiply<Half>(p);
     default:
-      STD_TORCH_CHECK(false, op, ": left must be float32, bfloat16 or float16");
+      fail(op, ": left must be float32, bfloat16 or float16");
   }
 }
 
@@ -165,9 +165,9 @@ void transposed_product(Tensor out, Tensor left, Tensor right, Tensor scratch, b
 // Both are asked for before there are tensors: by plans, and for the scratch that products get.
 std::tuple<int64_t, int64_t> product_scratch(int64_t rows, int64_t columns, int64_t depth,
                                              int64_t threads, bool rounded, bool direct) {
-  STD_TORCH_CHECK(rows >= 0 && columns >= 0 && depth >= 0 && threads > 0,
-                  "_product_scratch: expected sizes, and at least one thread; got ", rows, ", ",
-                  columns, ", ", depth, " and ", threads);
+  STORAGE_OPS_CHECK(rows >= 0 && columns >= 0 && depth >= 0 && threads > 0,
+                    "_product_scratch: expected sizes, and at least one thread; got ", rows, ", ",
+                    columns, ", ", depth, " and ", threads);
   switch (level()) {
     case kAmxBf16:
       return amx_bf16::scratch_of({rows, columns, depth, threads, rounded, direct});

@@ -43,27 +43,27 @@ inline void check_divergence(const DivergenceTensors& tensors, bool grad) {
   const auto& [logits, teacher, bias, teacher_bias, state, loss, upstream] = tensors;
   constexpr const char* kOp = "_divergence_rows: ";
   const ScalarType arithmetic = arithmetic_of(logits);
-  STD_TORCH_CHECK(logits.dim() == 2 && teacher.dim() == 2, kOp, "logits must be matrices");
+  STORAGE_OPS_CHECK(logits.dim() == 2 && teacher.dim() == 2, kOp, "logits must be matrices");
   const int64_t rows = logits.size(0), columns = logits.size(1);
   for (const Tensor* t : {&logits, &teacher}) {
-    STD_TORCH_CHECK(t->size(0) == rows && t->size(1) == columns &&
-                        t->scalar_type() == logits.scalar_type() &&
-                        (t->stride(1) == 1 || columns < 2),
-                    kOp, "logits must have one shape and dtype, and contiguous rows");
+    STORAGE_OPS_CHECK(t->size(0) == rows && t->size(1) == columns &&
+                          t->scalar_type() == logits.scalar_type() &&
+                          (t->stride(1) == 1 || columns < 2),
+                      kOp, "logits must have one shape and dtype, and contiguous rows");
   }
   for (const auto* t : {&bias, &teacher_bias}) {
-    STD_TORCH_CHECK(!*t || ((*t)->dim() == 1 && (*t)->size(0) == columns && (*t)->is_contiguous() &&
-                            (*t)->scalar_type() == arithmetic),
-                    kOp, "biases must be contiguous, of the arithmetic's dtype, one per column");
+    STORAGE_OPS_CHECK(!*t || ((*t)->dim() == 1 && (*t)->size(0) == columns &&
+                              (*t)->is_contiguous() && (*t)->scalar_type() == arithmetic),
+                      kOp, "biases must be contiguous, of the arithmetic's dtype, one per column");
   }
-  STD_TORCH_CHECK(state.scalar_type() == arithmetic && state.dim() == 2 &&
-                      state.size(0) == kStatistics && state.size(1) == rows &&
-                      (state.stride(1) == 1 || rows < 2),
-                  kOp, "state must be (3, rows), contiguous rows, in the dtype of the arithmetic");
-  STD_TORCH_CHECK(loss.scalar_type() == arithmetic && loss.dim() == 1 && loss.size(0) == rows &&
-                      loss.is_contiguous(),
-                  kOp, "loss must be contiguous, one per row, in the dtype of the arithmetic");
-  STD_TORCH_CHECK(
+  STORAGE_OPS_CHECK(
+      state.scalar_type() == arithmetic && state.dim() == 2 && state.size(0) == kStatistics &&
+          state.size(1) == rows && (state.stride(1) == 1 || rows < 2),
+      kOp, "state must be (3, rows), contiguous rows, in the dtype of the arithmetic");
+  STORAGE_OPS_CHECK(loss.scalar_type() == arithmetic && loss.dim() == 1 && loss.size(0) == rows &&
+                        loss.is_contiguous(),
+                    kOp, "loss must be contiguous, one per row, in the dtype of the arithmetic");
+  STORAGE_OPS_CHECK(
       !grad || (upstream && upstream->scalar_type() == arithmetic && upstream->dim() == 1 &&
                 (upstream->size(0) == rows || upstream->size(0) == 1)),
       kOp, "upstream must be (rows) or (1), in the dtype of the arithmetic");
@@ -73,8 +73,8 @@ inline Divergence divergence_of(const std::string& name) {
   if (name == "forward") return Divergence::kForward;
   if (name == "reverse") return Divergence::kReverse;
   if (name == "jsd") return Divergence::kJsd;
-  STD_TORCH_CHECK(name == "tvd", "_divergence_rows: divergence is ", name,
-                  "; expected forward, reverse, jsd or tvd");
+  STORAGE_OPS_CHECK(name == "tvd", "_divergence_rows: divergence is ", name,
+                    "; expected forward, reverse, jsd or tvd");
   return Divergence::kTvd;
 }
 

@@ -10,8 +10,8 @@ namespace storage_ops {
 namespace {
 
 Tensor alias_bytes(const Tensor& owner) {
-  STD_TORCH_CHECK(owner.is_contiguous() && owner.element_size() == 1,
-                  "_alias_bytes: owner must be a contiguous tensor of bytes");
+  STORAGE_OPS_CHECK(owner.is_contiguous() && owner.element_size() == 1,
+                    "_alias_bytes: owner must be a contiguous tensor of bytes");
   const int64_t nbytes = owner.numel();
   const int64_t stride = 1;
   // The deleter's copy of `owner` is what keeps the memory alive.

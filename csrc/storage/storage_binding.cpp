@@ -114,9 +114,9 @@ void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage
 // is discarded already; one that was resized to 0 is made a discarded one, which a guard can be
 // for.
 StorageImpl* check_discard(const at::Tensor& self) {
-  StorageImpl* storage = storage_of("discard_storage", "self", self);
+  StorageImpl* storage = storage_of("discard_storage", "t", self);
   if (storage->nbytes() == 0 && (vacancy_of(storage) || bytes_reached(self) == 0)) return nullptr;
-  check_may_lose_bytes("discard_storage", "self", storage);
+  check_may_lose_bytes("discard_storage", "t", storage);
   return storage;
 }
 
@@ -165,6 +165,11 @@ std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const a
   StorageImpl* to = storage_of("share_storage", "dst", dst);
   StorageImpl* from = storage_of("share_storage", "src", src);
   if (to == from) return {nullptr, nullptr};
+  // A real view has the storage of its complex tensor.
+  TORCH_CHECK(c10::toRealValueType(dst.scalar_type()) == c10::toRealValueType(src.scalar_type()),
+              "share_storage: src is torch.", c10::getDtypeNames(src.scalar_type()).first,
+              "; expected torch.", c10::getDtypeNames(dst.scalar_type()).first,
+              ", the dtype of dst");
   check_may_lose_bytes("share_storage", "dst", to);
   TORCH_CHECK(to->device() == from->device(), "share_storage: src is on ", from->device(),
               "; expected the device of dst, ", to->device());
@@ -206,7 +211,7 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src) {
 // caching allocator knows a storage by the deleter of its DataPtr, so the record must be made on
 // the owner of shared bytes.
 void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int64_t device_type) {
-  StorageImpl* storage = storage_of("discard_storage", "self", self);
+  StorageImpl* storage = storage_of("discard_storage", "t", self);
   const auto kind = static_cast<c10::DeviceType>(device_type);
   if (self.device().type() != kind || vacancy_of(storage)) return;
   const Lease* held = lease_of(storage);

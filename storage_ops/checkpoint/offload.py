@@ -41,7 +41,7 @@ class Trip:
         """Free the bytes on the device; they are in host memory by then."""
         if self._out is not None:
             self._out.wait()
-            discard_storage(self._tensor, guard=_MESSAGE)
+            discard_storage(self._tensor, guard=_MESSAGE, allow_leaf=True)
 
     def fetch(self) -> None:
         """Begin to copy the bytes back, if they are gone."""

@@ -201,7 +201,7 @@ class Region:
         )
         try:
             for entry in made:
-                discard_storage(entry.handle, guard=message)
+                discard_storage(entry.handle, guard=message, allow_leaf=True)
                 self._discarded.append(entry)
         except RuntimeError:  # one storage cannot be freed: make those again that were
             self.restore()

@@ -80,10 +80,7 @@ def _stored(t: Tensor) -> Tensor:
 def _functional_share(dst: Tensor, src: Tensor) -> None:
     """Copy the values that dst would read from the storage of src; no version counter moves."""
     dst, src = _stored(dst), _stored(src)
-    if dst.dtype != src.dtype:
-        raise RuntimeError(
-            f"share_storage: src is {src.dtype} in compiled code; expected {dst.dtype}, as dst is"
-        )
+    reference.check_alike(dst, src)
     geometry = (dst.shape, dst.stride(), dst.storage_offset())
     same = geometry == (src.shape, src.stride(), src.storage_offset())
     with _unsafe_preserve_version_counter(dst):
@@ -174,10 +171,7 @@ def _(self: Tensor, guard: str | None = None) -> None:
 
 @register_fake("storage_ops::share_storage", lib=_schemas.library)
 def _(dst: Tensor, src: Tensor) -> None:
-    if dst.device != src.device:
-        raise RuntimeError(
-            f"share_storage: src is on {src.device}; expected the device of dst, {dst.device}"
-        )
+    reference.check_alike(dst, src)
 
 
 @register_fake("storage_ops::_is_discarded", lib=_schemas.library)

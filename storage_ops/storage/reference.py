@@ -127,11 +127,27 @@ def note_share(to: Storage, source: Storage) -> None:
 
 def check_discard(self: Tensor) -> Storage | None:
     """Check the argument of discard_storage; None when it has lost its bytes already."""
-    storage = storage_of("discard_storage", "self", self)
+    storage = storage_of("discard_storage", "t", self)
     if storage.nbytes() == 0:
         return None
-    check_may_lose_bytes("discard_storage", "self", storage)
+    check_may_lose_bytes("discard_storage", "t", storage)
     return storage
+
+
+def _real_of(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def check_alike(dst: Tensor, src: Tensor) -> None:
+    """Raise unless both tensors have one dtype, complex or real, and one device."""
+    if _real_of(src.dtype) != _real_of(dst.dtype):  # a real view has the storage of a complex one
+        raise RuntimeError(
+            f"share_storage: src is {src.dtype}; expected {dst.dtype}, the dtype of dst"
+        )
+    if src.device != dst.device:
+        raise RuntimeError(
+            f"share_storage: src is on {src.device}; expected the device of dst, {dst.device}"
+        )
 
 
 def check_share(dst: Tensor, src: Tensor, copies: bool = True) -> tuple[Storage, Storage] | None:
@@ -143,10 +159,7 @@ def check_share(dst: Tensor, src: Tensor, copies: bool = True) -> tuple[Storage,
     to, source = storage_of("share_storage", "dst", dst), storage_of("share_storage", "src", src)
     if to is source or to._cdata == source._cdata:
         return None
-    if to.device != source.device:
-        raise RuntimeError(
-            f"share_storage: src is on {source.device}; expected the device of dst, {to.device}"
-        )
+    check_alike(dst, src)
     if is_discarded(src) or (source.nbytes() == 0 and record_of(source).nbytes > 0):
         raise RuntimeError("share_storage: src is discarded; expected a tensor with bytes")
     needed = max(bytes_reached(dst), to.nbytes() or record_of(to).nbytes)

@@ -91,6 +91,22 @@ def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> 
             ) from error
 
 
+def _refuse_leaf(t: Tensor) -> None:
+    """Raise for a tensor whose values training keeps, such as the weight of a layer."""
+    root = t._base if t._is_view() and t._base is not None else t
+    if isinstance(root, torch.nn.Parameter):
+        kind = "Parameter"
+    elif root.requires_grad and root.is_leaf:
+        kind = "leaf tensor that requires grad"
+    else:
+        return
+    view = "" if root is t else "view of a "
+    raise RuntimeError(
+        f"discard_storage: t is a {view}{kind}, of shape {tuple(t.shape)}, and nothing recomputes "
+        "its values; expected an activation, or allow_leaf=True"
+    )
+
+
 def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream]) -> None:
     if t.is_cuda and t.layout == torch.strided:  # others are refused below
         for stream in (torch.cuda.current_stream(t.device), *streams):
@@ -99,7 +115,11 @@ def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream]) -> N
 
 
 def discard_storage(
-    t: Tensor, *, guard: str | None = GUARD, streams: Iterable[torch.Stream] = ()
+    t: Tensor,
+    *,
+    guard: str | None = GUARD,
+    streams: Iterable[torch.Stream] = (),
+    allow_leaf: bool = False,
 ) -> None:
     """Free the bytes of a tensor's storage; every view of it loses them.
 
@@ -115,10 +135,13 @@ def discard_storage(
             None arms no guard, and then reading is undefined, as it is where
             `storage_ops.info()["guard"]` is False; see `check_discarded`.
         streams: CUDA streams that may still be using the bytes. The current stream is one already.
+        allow_leaf: whether `t` may be a Parameter, a leaf that requires grad, or a view of one.
+            Nothing recomputes the values of these, so the caller binds new bytes.
 
     Raises:
         TypeError: `t` is not a tensor.
-        RuntimeError: `t` is sparse, quantized, a lazy copy, fake, a zero tensor, nested with
+        RuntimeError: `t` is a Parameter or a leaf that requires grad, without `allow_leaf`;
+            `t` is sparse, quantized, a lazy copy, fake, a zero tensor, nested with
             layout torch.strided, or of a class that does not let the op through; nothing has
             changed.
 
@@ -130,6 +153,9 @@ def discard_storage(
     """
     if torch.compiler.is_compiling() and isinstance(t, Tensor):
         return
+    if isinstance(t, Tensor) and not allow_leaf:
+        with torch._C.DisableTorchFunctionSubclass():
+            _refuse_leaf(t)
     if type(t) in _PLAIN:
         _discard(t, guard, streams)
     else:
@@ -150,13 +176,13 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
 
     Args:
         dst: a strided tensor, discarded or not, any shape and dtype.
-        src: a strided tensor on the same device whose storage has at least as many bytes as the
-            storage of `dst` (before it was discarded). Storages are bound whole: an element of
+        src: a strided tensor of the same device and dtype, or its complex or real counterpart, whose storage has at least as many bytes
+            as the storage of `dst` (before it was discarded). Storages are bound whole: an element of
             `dst` reads the byte at its own offset.
 
     Raises:
         TypeError: an argument is not a tensor.
-        RuntimeError: different devices; `src` too small or discarded; `src` got its bytes from
+        RuntimeError: different dtypes or devices; `src` too small or discarded; `src` got its bytes from
             `dst`; in vmap, they are not batched along the same dimension; an argument is none that
             `discard_storage` takes. Nothing has changed.
 

@@ -131,11 +131,31 @@ def test_a_larger_source_is_bound_whole(path):
     assert torch.equal(dst, src[:4]) and dst.untyped_storage().nbytes() == 40
 
 
-def test_other_dtypes_are_reinterpreted(path):
-    dst, src = torch.zeros(4, dtype=torch.int32), torch.randn(4)
-    so.discard_storage(dst)
-    so.share_storage(dst, src)
-    assert torch.equal(dst.view(torch.float32), src)
+@pytest.mark.parametrize("discarded", [False, True])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float64), (torch.int32, torch.float32),
+               (torch.bfloat16, torch.float16), (torch.cfloat, torch.double)],
+)  # fmt: skip
+def test_another_dtype_is_refused(path, dtypes, discarded):
+    dst, src = numbers(4, dtype=dtypes[0]), numbers(4, 4, dtype=dtypes[1])
+    expected, version = src.clone(), dst._version
+    if discarded:
+        so.discard_storage(dst)
+    with pytest.raises(RuntimeError, match=f"src is {dtypes[1]}; expected {dtypes[0]}, the dtype"):
+        so.share_storage(dst, src)
+    assert so.is_discarded(dst) == discarded and dst._version == version
+    assert torch.equal(src, expected)
+    so.share_storage(src, src.view(torch.uint8))  # one storage: nothing happens
+
+
+def test_another_dtype_is_refused_in_compiled_code():
+    def step(x):
+        y = x * 2
+        so.share_storage(y, x.double())
+        return y
+
+    with pytest.raises(Exception, match=r"src is torch.float64; expected torch.float32"):
+        torch.compile(step, backend="aot_eager")(torch.randn(4))
 
 
 def test_no_elements(path):
@@ -189,7 +209,7 @@ def test_memory_of_other_libraries(path, kind):
 def test_bytes_that_numpy_looks_at_are_not_freed(path):
     t = torch.ones(1 << 20)
     array = t.numpy()
-    with pytest.raises(RuntimeError, match="self has bytes that torch cannot resize"):
+    with pytest.raises(RuntimeError, match="t has bytes that torch cannot resize"):
         so.discard_storage(t)
     with pytest.raises(RuntimeError, match="dst has bytes that torch cannot resize"):
         so.share_storage(t, torch.zeros(1 << 21))
@@ -215,7 +235,15 @@ def test_inference_tensors(path):
 
 def test_parameters_and_tensors_that_need_grad(path):
     p, src = torch.nn.Parameter(torch.ones(4)), torch.full((4,), 2.0)
-    so.discard_storage(p)
+    frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    for kind, t in {
+        "a Parameter": p, "a Parameter,": frozen, "a view of a Parameter": p[1:],
+        "a leaf tensor that requires grad": torch.ones(4, requires_grad=True),
+    }.items():  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"discard_storage: t is {kind}.*allow_leaf=True"):
+            so.discard_storage(t)
+        assert torch.equal(t, torch.ones_like(t))
+    so.discard_storage(p, allow_leaf=True)
     so.share_storage(p, src)
     (p * 3).sum().backward()
     assert torch.equal(p, src) and torch.equal(p.grad, torch.full((4,), 3.0))

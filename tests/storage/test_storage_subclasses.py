@@ -119,7 +119,7 @@ def test_a_subclass_that_does_not_let_the_ops_through_is_named(path, kind):
 def test_a_wrapper_is_not_taken_for_what_it_wraps(path):
     inner, plain = torch.ones(4), torch.zeros(4)
     t = Hollow(inner)
-    with pytest.raises(RuntimeError, match="self has no bytes of its own"):
+    with pytest.raises(RuntimeError, match="t has no bytes of its own"):
         so.discard_storage(t)
     with pytest.raises(RuntimeError, match="dst has no bytes of its own"):
         so.share_storage(t, plain)

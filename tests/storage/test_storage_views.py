@@ -99,7 +99,7 @@ def test_zero_tensors_have_no_bytes_to_free_or_bind(path, dtype):
     t, other = zero(dtype), torch.ones(3, dtype=dtype)
     for odd in (t, t.conj(), t[1:]):
         assert not so.is_discarded(odd)
-        with pytest.raises(RuntimeError, match="self has no bytes of its own, it is a zero tensor"):
+        with pytest.raises(RuntimeError, match="t has no bytes of its own, it is a zero tensor"):
             so.discard_storage(odd)
         with pytest.raises(RuntimeError, match="dst has no bytes of its own"):
             so.share_storage(odd, other)
