@@ -7,7 +7,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.config_policy import uncompiled
-from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action, loss_actions
+from storage_ops.fitting.actions import EXACT, KEEP, LOSS, NAMES, Action, ActionName, loss_actions
 from storage_ops.fitting.choices import costs_of
 from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
 from storage_ops.fitting.heads import heads_in
@@ -41,6 +41,7 @@ from storage_ops.memory.step import (
 from storage_ops.progress import say, showing
 from storage_ops.quantities import parse_bytes, readable
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 _EXACT = 1e-3  # how far what was computed of layers is from a whole step, where it is exact
 _DOUBT = 0.02  # how far a whole step may be below what was computed of its layers
 _Choice = tuple[int, list[int]]  # the number of a way, and of an action for each call
@@ -48,15 +49,15 @@ _LOOKS = 12  # whole simulations at most, while plans turn out to take more than
 
 
 def fit(
-    model: nn.Module,
+    model: ModelT,
     batch: Any,
     budget: int | float | str,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] | None = None,
+    actions: Sequence[ActionName] | None = None,
     accumulate: bool = False,
-) -> FitPlan:
+) -> FitPlan[ModelT]:
     """Choose for each layer what it recomputes, so that a training step fits at the least cost.
 
     Nothing is computed and nothing of that size is allocated: each distinct layer is simulated once
@@ -141,7 +142,7 @@ class NothingFits(ValueError):
         )
 
 
-def _allowed(actions: Sequence[str] | None) -> tuple[str, ...]:
+def _allowed(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
     if actions is None:
         return EXACT
     if isinstance(actions, str) or not isinstance(actions, Sequence):
@@ -180,7 +181,7 @@ class Search:
         loss: Callable[[Any], Tensor] | None = None,
         optimizer: type[Optimizer] | Optimizer | None = None,
         device: str | torch.device | None = None,
-        actions: Sequence[str] | None = None,
+        actions: Sequence[ActionName] | None = None,
         accumulate: bool = False,
     ) -> None:
         check_model(model)
@@ -266,7 +267,7 @@ class Search:
             found.append(self._known[key])
         return found
 
-    def plan(self, budget: int) -> FitPlan:
+    def plan(self, budget: int) -> FitPlan[Any]:
         """The fastest plan whose simulated peak is within the budget."""
         inside = [budget] * len(self._ways)
         nothing = [0] * len(self.problem.options)

@@ -17,7 +17,7 @@ from storage_ops.loss.names import Result, TensorResult
 from storage_ops.loss.options import ModuleOptions, Several
 
 # The type of the result of a call. A type without it in brackets is that of the default.
-_Returned = TypeVar("_Returned", default=Tensor)
+T = TypeVar("T", default=Tensor)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Group:
     group_name: str
 
 
-class LinearCrossEntropyLoss(nn.Module, Generic[_Returned]):
+class LinearCrossEntropyLoss(nn.Module, Generic[T]):
     """A linear layer and the cross-entropy of its output, with no logits tensor in memory.
 
     The names, the parameters and the keys of the state dict are those of
@@ -138,7 +138,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[_Returned]):
         *,
         token_weight: Tensor | None = None,
         accumulate_into: Tensor | None = None,
-    ) -> _Returned:
+    ) -> T:
         """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`.
 
         Raises:
@@ -151,7 +151,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[_Returned]):
             shape = (self.num_classes, *self.out_features)
             linear_weight = linear_weight.unflatten(0, shape)
             linear_bias = None if linear_bias is None else linear_bias.unflatten(0, shape)
-        result: _Returned = linear_cross_entropy(
+        result: T = linear_cross_entropy(
             input,
             linear_weight,
             target,
@@ -172,7 +172,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[_Returned]):
             *,
             token_weight: Tensor | None = None,
             accumulate_into: Tensor | None = None,
-        ) -> _Returned:
+        ) -> T:
             """Call `forward` and its hooks."""
 
     def _check_linear(self) -> None:
