@@ -66,10 +66,13 @@ lint: $(VENV)/installed  ## ruff, mypy and clang-format
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 
-types: $(VENV)/installed  ## pyright on a user's file with every public name; mypy is a part of lint
+# A user's file lies outside of the checkout, so the installation must lead a type checker here.
+types: $(READY)  ## pyright on a user's file with every public name; mypy is a part of lint
 	$(PYTHON) -m venv build/pyright
 	build/pyright/bin/pip install --quiet --disable-pip-version-check basedpyright==1.40.2
-	build/pyright/bin/basedpyright --level error --pythonpath $(BIN)/python tests/typed_use.py
+	folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && cp tests/typed_use.py "$$folder" && \
+	  cd "$$folder" && $(abspath build/pyright/bin)/basedpyright --level error \
+	  --pythonpath $(abspath $(BIN))/python typed_use.py
 
 format: $(VENV)/installed  ## apply ruff and clang-format
 	$(BIN)/ruff check --fix .

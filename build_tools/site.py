@@ -17,6 +17,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
 }
 REFERENCE = {
     "storage_ops": "Functions and classes",
@@ -30,12 +31,14 @@ REFERENCE = {
 }
 CODE = re.compile(r"\]\((?:\.\./)*(storage_ops/[\w/]+)\.py\)")  # a file with public names
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
+_URL = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+BLOB = f"{_URL[1]}/blob/main/"  # PyPI shows the README, whose links to files are absolute
 
 
 def on_files(files, config):
     """Add the pages of the root, and the files that pages link to."""
     docs = Path(config.docs_dir).relative_to(ROOT)
-    written = {name: (ROOT / name).read_text() for name in PAGES}
+    written = {name: (ROOT / name).read_text().replace(f"]({BLOB}", "](") for name in PAGES}
     documents = files.documentation_pages()
     pages = {f"{docs}/{f.src_uri}": CODE.sub("", f.content_string) for f in documents}
     texts = {**written, **pages}

@@ -48,7 +48,8 @@ else:
     from storage_ops.fitting.fit import fit
     from storage_ops.fitting.plan import FitPlan, load_fit
     from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
-    from storage_ops.loss.api import LinearCrossEntropyLoss, linear_cross_entropy
+    from storage_ops.loss.api import linear_cross_entropy
+    from storage_ops.loss.module import LinearCrossEntropyLoss
     from storage_ops.loss.plan import plan
     from storage_ops.storage.storage import (
         DiscardedTensorError,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ from storage_ops.autochunk.values import returned
 from storage_ops.loss import devices
 from storage_ops.quantities import parse_bytes
 
+GraphT = TypeVar("GraphT", bound=fx.GraphModule | fx.Graph)
 _reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
 _PASS, _LATER = "joint_custom_pre_pass", "post_grad_custom_pre_pass"
 
@@ -88,12 +89,12 @@ def apply(
 
 
 def chunk(
-    joint_gm: fx.GraphModule | fx.Graph,
+    joint_gm: GraphT,
     *,
     num_chunks: int | None = None,
     memory_budget: int | float | str | None = None,
     strict: bool = False,
-) -> Any:
+) -> GraphT:
     """Evaluate the part of a joint graph around its logits in chunks of tokens, in place.
 
     Give it to Inductor as `torch._inductor.config.joint_custom_pre_pass`, or call it on a graph of

@@ -21,5 +21,5 @@ of a simulation or of a link that a CPU simulates (`copies.py`). Tiles are in `t
 `tile_run.py`. `reentrant.py` is the checkpoint of older torch on the same parts. `report.py` and
 `explain_policy.py` count; `unchanged.py` puts back what modules hold after that, and after the
 simulations of `memory`. Where a region cannot be repeated, in compiled and traced code, it
-becomes a mark in the graph (`lowering.py`).
+becomes a mark in the graph (`lowering.py`). `options.py` has the types of keyword arguments.
 """

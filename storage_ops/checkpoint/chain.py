@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import ParamSpec, TypeVar, Unpack
 
 from storage_ops.checkpoint.consumers import ConsumerHooks, verify
+from storage_ops.checkpoint.options import DiscardOptions
 from storage_ops.checkpoint.output_discard import OutputDiscardCheckpoint, run_region
 from storage_ops.checkpoint.region import Region, is_repeatable
 from storage_ops.checkpoint.saved import fail
 from storage_ops.graph import regions
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class OutputDiscardChain:
@@ -42,7 +47,7 @@ class OutputDiscardChain:
 
     _variables = True  # those of the functions around the block are no holders of outputs
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[DiscardOptions]) -> None:
         self._options = OutputDiscardCheckpoint(**options).options
         self._regions: list[Region] = []
         self._block: ConsumerHooks | None = None
@@ -75,7 +80,7 @@ class OutputDiscardChain:
                 region.forget_outputs()
             self._regions = []
 
-    def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checkpoint(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `fn(*args, **kwargs)`, saving none of its intermediates.
 
         Args:
@@ -89,7 +94,7 @@ class OutputDiscardChain:
             fail("checkpoint() of an OutputDiscardChain was called outside of its with block")
         return self.run(fn, args, kwargs)
 
-    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, name: str = "") -> Any:
+    def run(self, fn: Callable[..., T], args: Any, kwargs: Any, name: str = "") -> T:
         """The same, where errors call the region by a name."""
         outputs, region = run_region(fn, args, kwargs, self._options, name)
         if region is not None:

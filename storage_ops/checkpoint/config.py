@@ -9,14 +9,15 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from storage_ops.checkpoint.op_names import resolve
-from storage_ops.checkpoint.policies import NAMED, Policy
+from storage_ops.checkpoint.policies import NAMED, Policy, PolicyName
+from storage_ops.checkpoint.region import CHECKS, DeterminismCheck
 
 Mode = Literal["full", "selective", "output_discard"]
-MODES = ("full", "selective", "output_discard")
-CHECKS = ("default", "none", "checksum")
+MODES: tuple[Mode, ...] = get_args(Mode)
+PolicyChoice = PolicyName | Policy | Sequence[PolicyName | Policy] | None
 _OPS = ("ops_to_save", "ops_to_recompute")
 _LISTS_OF_OPS = (*_OPS, "ops_to_offload")
 _LISTS = (
@@ -99,9 +100,9 @@ class ActivationCheckpointConfig:
     ops_to_recompute: Sequence[Any] | None = None
     mm_shapes_to_save: Sequence[str] | None = None
     mm_shapes_to_recompute: Sequence[str] | None = None
-    policy: str | Policy | Sequence[str | Policy] | None = None
+    policy: PolicyChoice = None
     preserve_rng_state: bool = True
-    determinism_check: str = "default"
+    determinism_check: DeterminismCheck = "default"
     allow_no_match: bool = False
     early_stop: bool = True
     debug: bool = False

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 
 from storage_ops._op_arguments import tensors_in
-from storage_ops.checkpoint.config import ActivationCheckpointConfig
+from storage_ops.checkpoint.config import ActivationCheckpointConfig, PolicyChoice
 from storage_ops.checkpoint.config_policy import policy_of
 from storage_ops.checkpoint.flops import flops_of
 from storage_ops.checkpoint.guard import by_storage
@@ -104,7 +104,12 @@ class PolicyTable(Tabular):
         return table
 
 
-def explain_policy(fn: Callable[..., Any], *args: Any, policy: Any, **kwargs: Any) -> PolicyTable:
+def explain_policy(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: PolicyChoice | ActivationCheckpointConfig,
+    **kwargs: Any,
+) -> PolicyTable:
     """Run a function once, and tell what a policy would save of it and what it would recompute.
 
     Nothing is checkpointed. What is not saved counts as recomputed; a checkpoint stops earlier,
@@ -127,8 +132,9 @@ def explain_policy(fn: Callable[..., Any], *args: Any, policy: Any, **kwargs: An
         >>> [(row.op, row.saved, row.nbytes, row.flops) for row in table.rows if row.nbytes]
         [('aten.addmm', True, 1024, 8192), ('aten.gelu', False, 1024, 0)]
     """
-    cfg = policy
-    if not isinstance(cfg, ActivationCheckpointConfig):
+    if isinstance(policy, ActivationCheckpointConfig):
+        cfg = policy
+    else:
         cfg = ActivationCheckpointConfig(policy=policy)
     resolved = policy_of(cfg, fn if isinstance(fn, nn.Module) else nn.Module())
     with _Explaining(resolved) as mode:

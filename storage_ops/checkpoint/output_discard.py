@@ -10,18 +10,32 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import ParamSpec, TypeVar, Unpack
 
 from storage_ops.checkpoint.consumers import ConsumerHooks, verify
 from storage_ops.checkpoint.execution import is_disabled
 from storage_ops.checkpoint.inputs import leaves_of
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
-from storage_ops.checkpoint.region import ContextFn, Options, Region, is_repeatable
+from storage_ops.checkpoint.options import DiscardOptions
+from storage_ops.checkpoint.region import (
+    CHECKS,
+    ContextFn,
+    DeterminismCheck,
+    Options,
+    Region,
+    is_repeatable,
+)
 from storage_ops.checkpoint.saved import fail
 from storage_ops.graph import regions
+
+# Arguments and result of a function. A type without them in brackets is that of the defaults.
+P = ParamSpec("P", default=...)
+T = TypeVar("T", default=Any)
+M = TypeVar("M")
 
 
 class OutputDiscardCheckpoint:
@@ -90,7 +104,7 @@ class OutputDiscardCheckpoint:
     def __init__(
         self,
         preserve_rng_state: bool = True,
-        determinism_check: Literal["default", "checksum", "none"] = "default",
+        determinism_check: DeterminismCheck = "default",
         debug: bool = False,
         context_fn: ContextFn | None = None,
         *,
@@ -108,10 +122,10 @@ class OutputDiscardCheckpoint:
                 f"OutputDiscardCheckpoint: ckpt_manager is {ckpt_manager!r}; expected None, and "
                 "regions that feed one another in an OutputDiscardChain"
             )
-        if determinism_check not in ("default", "checksum", "none"):
+        if determinism_check not in CHECKS:
             raise ValueError(
                 f"OutputDiscardCheckpoint: determinism_check is {determinism_check!r}; "
-                "expected 'default', 'checksum' or 'none'"
+                f"expected one of {CHECKS}"
             )
         self.options = Options(preserve_rng_state, determinism_check, debug, context_fn)
         self._region: Region | None = None
@@ -126,7 +140,7 @@ class OutputDiscardCheckpoint:
             return None
         return tuple(t for ref in self._outputs if (t := ref()) is not None)
 
-    def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checkpoint(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `fn(*args, **kwargs)`, saving none of its intermediates.
 
         Args:
@@ -221,8 +235,8 @@ class OutputDiscardCheckpoint:
 
 
 def run_region(
-    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options, name: str = ""
-) -> tuple[Any, Region | None]:
+    fn: Callable[..., T], args: Any, kwargs: dict[str, Any], options: Options, name: str = ""
+) -> tuple[T, Region | None]:
     """What `fn` returns, and the region that can repeat it; None where nothing can be discarded."""
     if torch.compiler.is_compiling():
         rng = options.preserve_rng_state
@@ -236,8 +250,10 @@ def run_region(
 
 
 def output_discard(
-    producer: Callable[..., Any], consumer: Callable[..., Any], **options: Any
-) -> Callable[..., Any]:
+    producer: Callable[P, M],
+    consumer: Callable[[M], T],
+    **options: Unpack[DiscardOptions],
+) -> Callable[P, T]:
     """Compose two callables so that what passes between them is freed until backward.
 
     Args:
@@ -257,7 +273,7 @@ def output_discard(
     """
     how = OutputDiscardCheckpoint(**options).options
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         middle, region = run_region(producer, args, kwargs, how)
         if region is None:
             return consumer(middle)
@@ -269,7 +285,7 @@ def output_discard(
     return run
 
 
-class OutputDiscard(torch.nn.Module):
+class OutputDiscard(torch.nn.Module, Generic[P, T]):
     """`output_discard` as a module: `consumer(producer(x))` with the middle freed until backward.
 
     Example:
@@ -279,7 +295,10 @@ class OutputDiscard(torch.nn.Module):
     """
 
     def __init__(
-        self, producer: Callable[..., Any], consumer: Callable[..., Any], **options: Any
+        self,
+        producer: Callable[P, M],
+        consumer: Callable[[M], T],
+        **options: Unpack[DiscardOptions],
     ) -> None:
         super().__init__()
         OutputDiscardCheckpoint(**options)  # a wrong option is an error here
@@ -287,6 +306,11 @@ class OutputDiscard(torch.nn.Module):
         self.consumer = consumer
         self._options = options
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run producer and consumer."""
         return output_discard(self.producer, self.consumer, **self._options)(*args, **kwargs)
+
+    if TYPE_CHECKING:  # that of torch.nn.Module returns Any
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+            """Call `forward` and its hooks."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -382,9 +382,5 @@ def every_kth(policy: Policy, k: int) -> Policy:
 
 every_other_mm = every_kth(matmuls, 2)
 
-NAMED: dict[str, Policy] = {
-    "matmuls": matmuls,
-    "attention": attention,
-    "every_other_mm": every_other_mm,
-    "communication": communication,
-}
+PolicyName = Literal["matmuls", "attention", "every_other_mm", "communication"]
+NAMED: dict[str, Policy] = {name: globals()[name] for name in get_args(PolicyName)}

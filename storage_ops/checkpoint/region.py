@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from storage_ops.checkpoint.versions import check_unread
 from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
 ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
+DeterminismCheck = Literal["default", "checksum", "none"]
+CHECKS: tuple[DeterminismCheck, ...] = get_args(DeterminismCheck)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Options:
     """What a region is told besides its function and arguments."""
 
     preserve_rng_state: bool = True
-    determinism_check: str = "default"
+    determinism_check: DeterminismCheck = "default"
     debug: bool = False
     context_fn: ContextFn | None = None
     early_stop: bool = True

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from storage_ops.checkpoint.tile_run import Pieces, fail
 from storage_ops.checkpoint.unchanged import replaced, unchanged
 from storage_ops.graph import regions
 from storage_ops.quantities import parse_bytes, readable
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass
@@ -206,12 +208,12 @@ class Tiled(Replaced):
 
 
 def tile(
-    module: nn.Module,
+    module: ModuleT,
     tiles: int | None = None,
     budget: int | float | str | None = None,
     *,
     dim: int = -2,
-) -> nn.Module:
+) -> ModuleT:
     """Run a token-wise module over slices of the sequence, in forward and in backward.
 
     What the module makes between its input and its output exists for one tile at a time, and

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -20,15 +20,16 @@ from storage_ops.checkpoint.wrapper import Checkpointing
 _log = logging.getLogger("storage_ops")
 
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 CheckFn = Callable[[str, nn.Module], bool]
 
 
 def apply_activation_checkpoint(
-    model: nn.Module,
+    model: ModelT,
     cfg: ActivationCheckpointConfig | Mapping[str, Any],
     *,
     check_fn: CheckFn | None = None,
-) -> nn.Module:
+) -> ModelT:
     """Checkpoint the layers of a model that a config chooses, in place.
 
     Every such layer becomes a `CheckpointWrapper`, which is the same module of another class: the
@@ -120,7 +121,7 @@ def apply_activation_checkpoint(
     return model
 
 
-def remove_activation_checkpoint(model: nn.Module) -> nn.Module:
+def remove_activation_checkpoint(model: ModelT) -> ModelT:
     """Undo `apply_activation_checkpoint`, `CheckpointWrapper` and `tile` in all modules of a model.
 
     Every layer runs its plain forward again. It has its plain class back too, unless another

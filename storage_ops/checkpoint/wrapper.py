@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint import discard_scope
@@ -23,12 +24,14 @@ from storage_ops.checkpoint.config import ActivationCheckpointConfig, Mode
 from storage_ops.checkpoint.config_policy import policy_of
 from storage_ops.checkpoint.execution import is_disabled
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
+from storage_ops.checkpoint.options import LayerOptions
 from storage_ops.checkpoint.policies import Policy
 from storage_ops.checkpoint.reentrant import run_reentrant
 from storage_ops.checkpoint.region import ContextFn, Options, Region, is_repeatable
 from storage_ops.checkpoint.selective import contexts
 from storage_ops.graph import regions
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # Options that choose layers of a model; a single module has no use for them.
 _SELECTION = ("layer_classes", "layer_names", "every_k", "allow_no_match")
 
@@ -134,17 +137,29 @@ class CheckpointWrapper(Replaced):
     # None on an instance: its forward is the plain one.
     _checkpointing: Checkpointing | None = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Change the class of the given module and return it."""
-        if cls is not CheckpointWrapper:  # someone makes another instance of a module's class
-            new = super().__new__
-            return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
-        return _wrapped(*args, **kwargs)
+    if TYPE_CHECKING:  # the type of the module itself stands for its new class, a subclass
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # After `_wrapped` python calls this with the same arguments; all is done then.
-        if not any(given is self for given in (*args[:1], kwargs.get("module"))):
-            super().__init__(*args, **kwargs)
+        def __new__(  # type: ignore[misc]
+            cls,
+            module: ModuleT,
+            context_fn: ContextFn | None = None,
+            **options: Unpack[LayerOptions],
+        ) -> ModuleT:
+            """Change the class of the given module and return it."""
+
+    else:
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            """Change the class of the given module and return it."""
+            if cls is not CheckpointWrapper:  # someone makes another instance of a module's class
+                new = super().__new__
+                return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+            return _wrapped(*args, **kwargs)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # After `_wrapped` python calls this with the same arguments; all is done then.
+            if not any(given is self for given in (*args[:1], kwargs.get("module"))):
+                super().__init__(*args, **kwargs)
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:

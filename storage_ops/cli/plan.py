@@ -22,7 +22,7 @@ from storage_ops.loss.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
 
 HELP = "how linear cross-entropy will use a memory budget"
-COLORS = {
+COLORS: dict[str, str] = {
     schedule.TOKEN_CHUNKED: "green",
     schedule.VOCAB_SLICED: "cyan",
     schedule.RUNNING_RESCALE: "magenta",

@@ -16,7 +16,7 @@ from storage_ops.loss.problem import Problem
 from storage_ops.quantities import readable
 
 # Told apart without colour vision, too: Okabe and Ito's palette.
-COLORS = {
+COLORS: dict[str, str] = {
     schedule.TOKEN_CHUNKED: "#009e73",
     schedule.VOCAB_SLICED: "#0072b2",
     schedule.RUNNING_RESCALE: "#cc79a7",

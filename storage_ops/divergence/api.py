@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,9 +10,16 @@ from torch import Tensor
 from storage_ops import _autograd
 from storage_ops.divergence import op
 from storage_ops.divergence.call import DivergenceCall
-from storage_ops.divergence.checks import check_call, check_options, check_types
+from storage_ops.divergence.checks import (
+    Divergence,
+    Tail,
+    check_call,
+    check_options,
+    check_types,
+)
 from storage_ops.loss import ranks
 from storage_ops.loss.checks import budget_of, group_of
+from storage_ops.loss.names import Reduction
 
 
 def linear_kl_div(
@@ -21,20 +28,20 @@ def linear_kl_div(
     teacher_input: Tensor | None = None,
     teacher_weight: Tensor | None = None,
     *,
-    divergence: str = "forward",
+    divergence: Divergence = "forward",
     beta: float = 0.5,
     temperature: float = 1.0,
     scale_by_temperature: bool = False,
     linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     token_weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     shift: bool = False,
     memory_budget: int | float | str | None = None,
     teacher_topk: tuple[Tensor, Tensor] | None = None,
-    teacher_tail: str = "bucket",
+    teacher_tail: Tail = "bucket",
     valid_classes: int | None = None,
-    max_valid: int | str | None = None,
+    max_valid: int | Literal["sync"] | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
     process_group: Any = None,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from storage_ops.divergence.call import DivergenceCall
-from storage_ops.loss.checks import FLOATS, INDICES, REDUCTIONS
+from storage_ops.loss.checks import FLOATS, INDICES
+from storage_ops.loss.names import REDUCTIONS
 
-DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
-TAILS = ("bucket", "renormalize")
+Divergence = Literal["forward", "reverse", "jsd", "tvd"]
+Tail = Literal["bucket", "renormalize"]
+DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
+TAILS: tuple[Tail, ...] = get_args(Tail)
 _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -19,9 +19,11 @@ from storage_ops.fitting.compiled import CompiledLoss
 from storage_ops.fitting.heads import budgeted, heads_in, restored
 from storage_ops.quantities import readable
 
-LOSS = "linear_cross_entropy"
-NAMES = ("keep", "output_discard", "selective", "full", "offload", "tile", LOSS)
-EXACT = NAMES[:4]
+ActionName = Literal[
+    "keep", "output_discard", "selective", "full", "offload", "tile", "linear_cross_entropy"
+]
+NAMES: tuple[ActionName, ...] = get_args(ActionName)
+EXACT, LOSS = NAMES[:4], NAMES[-1]
 # Shares of the bytes of the logits that the loss may take; None is its own choice.
 _SHARES = (1 / 4, 1 / 16, 1 / 64)
 

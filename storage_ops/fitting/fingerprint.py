@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from storage_ops.checkpoint.config_policy import class_of, qualified_name, uncompiled
 from storage_ops.fitting.heads import own_options
-from storage_ops.loss.api import LinearCrossEntropyLoss
+from storage_ops.loss.module import LinearCrossEntropyLoss
 from storage_ops.memory.alike import Unlike, comparable
 
 # Where a layer is in a model, and where a model of transformers was loaded from.

@@ -7,7 +7,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from storage_ops.fitting.actions import (
     LOSS,
     NAMES,
     Action,
+    ActionName,
     is_patched,
     loss_actions,
 )
@@ -52,6 +53,7 @@ from storage_ops.memory.step import (
 from storage_ops.progress import say, showing
 from storage_ops.quantities import parse_bytes, readable
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 _EXACT = 1e-3  # how far what was computed of layers is from a whole step, where it is exact
 _DOUBT = 0.02  # how far a whole step may be below what was computed of its layers
 _Choice = tuple[int, list[int]]  # the number of a way, and of an action for each call
@@ -59,15 +61,15 @@ _LOOKS = 12  # whole simulations at most, while plans turn out to take more than
 
 
 def fit(
-    model: nn.Module,
+    model: ModelT,
     batch: Any,
     budget: int | float | str,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] | None = None,
+    actions: Sequence[ActionName] | None = None,
     accumulate: bool = False,
-) -> FitPlan:
+) -> FitPlan[ModelT]:
     """Choose for each layer what it recomputes, so that a training step fits at the least cost.
 
     Nothing is computed and nothing of that size is allocated: each distinct layer is simulated once
@@ -163,7 +165,7 @@ class NothingFits(ValueError):
         )
 
 
-def _allowed(actions: Sequence[str] | None) -> tuple[str, ...]:
+def _allowed(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
     if actions is None:
         return EXACT
     if isinstance(actions, str) or not isinstance(actions, Sequence):
@@ -202,7 +204,7 @@ class Search:
         loss: Callable[[Any], Tensor] | None = None,
         optimizer: type[Optimizer] | Optimizer | None = None,
         device: str | torch.device | None = None,
-        actions: Sequence[str] | None = None,
+        actions: Sequence[ActionName] | None = None,
         accumulate: bool = False,
     ) -> None:
         check_model(model)
@@ -292,7 +294,7 @@ class Search:
             found.append(self._known[key])
         return found
 
-    def plan(self, budget: int) -> FitPlan:
+    def plan(self, budget: int) -> FitPlan[Any]:
         """The fastest plan whose simulated peak is within the budget."""
         inside = [budget] * len(self._ways)
         nothing = [0] * len(self.problem.options)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from storage_ops.loss.api import LinearCrossEntropyLoss
+from storage_ops.loss.module import LinearCrossEntropyLoss
 from storage_ops.memory.estimate_inputs import Held
 
 LOSS_NAME = "(loss)"  # of a head that is in the loss; no module in a model has this name

@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import TypeVar
 
 from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.checkpoint.config_policy import class_of, uncompiled
@@ -28,6 +29,9 @@ from storage_ops.quantities import Tabular, metric, readable
 if TYPE_CHECKING:
     from rich.table import Table
 
+# The class of the model. A plan only hands the model out, so one of a subclass will do.
+ModelT_co = TypeVar("ModelT_co", bound=nn.Module, covariant=True, default=nn.Module)
+ModelT = TypeVar("ModelT", bound=nn.Module)
 _FORMAT = 4
 _LAYERS = "settings of layers"
 
@@ -51,7 +55,7 @@ class Row:
     seconds: float = 0.0
 
 
-class FitPlan(Tabular):
+class FitPlan(Tabular, Generic[ModelT_co]):
     """Which layers recompute what; prints as a table, and rich renders it in colour.
 
     Attributes:
@@ -73,7 +77,7 @@ class FitPlan(Tabular):
     """
 
     def __init__(
-        self, model: nn.Module, loss: Any, actions: list[tuple[Unit, Action]], peak_bytes: int,
+        self, model: ModelT_co, loss: Any, actions: list[tuple[Unit, Action]], peak_bytes: int,
         seconds: float, budget: int, device: str, rows: list[Row],
         totals: dict[str, tuple[int, float]], step_seconds: float, conditions: Conditions,
         hint: str = "",
@@ -85,7 +89,7 @@ class FitPlan(Tabular):
         self.device, self.rows, self.totals = device, rows, totals
         self.step_seconds, self.conditions, self._hint = step_seconds, conditions, hint
 
-    def apply(self) -> nn.Module:
+    def apply(self) -> ModelT_co:
         """Change the layers of the model; an error leaves all as it was.
 
         Returns:
@@ -126,7 +130,7 @@ class FitPlan(Tabular):
         self._is_applied = True
         return self._model
 
-    def undo(self) -> nn.Module:
+    def undo(self) -> ModelT_co:
         """Change the layers back.
 
         Returns:
@@ -271,7 +275,7 @@ def _undo(actions: list[tuple[Unit, Action]]) -> None:
         action.undo(unit.module)
 
 
-def load_fit(path: str | os.PathLike[str], model: nn.Module, loss: Any = None) -> FitPlan:
+def load_fit(path: str | os.PathLike[str], model: ModelT, loss: Any = None) -> FitPlan[ModelT]:
     """Read a plan that was saved, for the same model.
 
     Args:

@@ -19,7 +19,8 @@ from storage_ops.fitting.roofline import Roofline
 from storage_ops.loss import planner
 from storage_ops.loss.call import Call
 from storage_ops.loss.devices import DEVICES, Rates, named
-from storage_ops.loss.plan import GRADS, problem_of
+from storage_ops.loss.names import GRADS
+from storage_ops.loss.plan import problem_of
 from storage_ops.memory.estimate import call_simulated, simulating
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_inputs import Held

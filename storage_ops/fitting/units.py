@@ -11,7 +11,7 @@ from torch import nn
 from storage_ops.checkpoint.config_policy import class_of, qualified_name, uncompiled
 from storage_ops.fitting.fingerprint import PLACE, fingerprint
 from storage_ops.fitting.heads import heads_in, heads_of_loss
-from storage_ops.loss.api import LinearCrossEntropyLoss
+from storage_ops.loss.module import LinearCrossEntropyLoss
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

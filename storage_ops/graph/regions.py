@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -27,6 +27,7 @@ __all__ = ["inside", "mark", "region", "tracing"]
 KEY = "storage_ops_mark"
 _NO_NUMBER = (1 << 64) - 1  # that autograd gives to the accumulation of a gradient
 Policy = Callable[..., Any]
+T = TypeVar("T")
 _ids = itertools.count()
 
 
@@ -238,13 +239,13 @@ def region(policy: Policy | None = None, discards: bool = False) -> Iterator[Non
 
 
 def mark(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     policy: Policy | None = None,
     discards: bool = False,
-) -> Any:
+) -> T:
     """Run `fn(*args, **kwargs)` once, marked as a checkpointed region; see `region`.
 
     Example:

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,6 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_leaves
+from typing_extensions import ParamSpec, TypeVar
 
 from storage_ops.graph import (
     cleanup,
@@ -37,6 +38,10 @@ from storage_ops.graph.rng import gpu_of_replays
 from storage_ops.graph.schedule import Schedule, schedule
 from storage_ops.graph.slots import Closure, Slot, closure_of
 
+# Arguments and result of a step. A type without them in brackets is that of the defaults.
+P = ParamSpec("P", default=...)
+T = TypeVar("T", default=Any)
+
 
 @dataclass(frozen=True)
 class _Gradient:
@@ -52,7 +57,7 @@ class _Gradient:
     used: bool
 
 
-class TracedStep:
+class TracedStep(Generic[P, T]):
     """A function recorded as one graph; made by `trace_step`.
 
     Attributes:
@@ -60,9 +65,9 @@ class TracedStep:
             closes over; its outputs are those of the function, then new gradients and buffers.
     """
 
-    __wrapped__: Callable[..., Any]  # the function
+    __wrapped__: Callable[P, T]  # the function
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, fn: Callable[P, T], args: Any, kwargs: Any) -> None:
         if not callable(fn):
             raise TypeError(f"trace_step: fn is {fn!r}, a {type(fn).__name__}; expected a function")
         functools.update_wrapper(self, fn, updated=())
@@ -135,7 +140,7 @@ class TracedStep:
         self.gm: fx.GraphModule = recompute(gm, foreign=False)
         self._gpu = gpu_of_replays(self.gm.graph)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the step; the arguments must be as in the trace but for the values of tensors."""
         if get_proxy_mode() is not None:  # part of another trace, which makes one graph of both
             return self.__wrapped__(*args, **kwargs)
@@ -170,7 +175,8 @@ class TracedStep:
                     before.add_(grad)
         for write, build in self._state:
             write(build(outputs))
-        return self._result(outputs)
+        result: T = self._result(outputs)
+        return result
 
     @property
     def peak(self) -> Schedule:
@@ -228,7 +234,7 @@ class TracedStep:
             yield _Gradient(reader(place, slot), slot.name, build, dropped, used)
 
 
-def trace_step(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedStep:
+def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedStep[P, T]:
     """Record a training step as one graph in which checkpointed regions really are recomputed.
 
     `fn` runs once, on stand-ins without data: no tensor is changed by it, and what else it does,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Forward:
         self.results: dict[str, Tensor] = {}
         self.temperature = 1.0
         self.others: dict[str, Callable[[DeferredLogits, Tensor], Tensor]] = {}
-        self.max_valid: str | None = None
+        self.max_valid: Literal["sync"] | None = None
 
     @property
     def places(self) -> Tensor:

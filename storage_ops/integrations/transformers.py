@@ -16,9 +16,10 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Literal, get_args
 
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from storage_ops.checkpoint.config_policy import uncompiled
 from storage_ops.fitting.heads import OWN_OPTIONS
@@ -29,15 +30,21 @@ from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_model import PatchedModel
 from storage_ops.loss.checks import budget_of
 
+ModelT = TypeVar("ModelT", bound=nn.Module, default=nn.Module)
+PatchResult = Literal["loss", "nll", "lse", "entropy", "argmax", "correct"]
+Logits = Literal["eval", "always", "never", "deferred"]
+RESULTS: tuple[PatchResult, ...] = get_args(PatchResult)
+LOGITS: tuple[Logits, ...] = get_args(Logits)
 
-class CausalLMPatch:
+
+class CausalLMPatch(Generic[ModelT]):
     """What `patch_causal_lm` returns; as a context manager it takes the patch back at the end."""
 
-    def __init__(self, model: nn.Module, applied: bool) -> None:
+    def __init__(self, model: ModelT, applied: bool) -> None:
         self._model = model
         self._applied = applied
 
-    def __enter__(self) -> nn.Module:
+    def __enter__(self) -> ModelT:
         return self._model
 
     def __exit__(
@@ -51,14 +58,14 @@ class CausalLMPatch:
 
 
 def patch_causal_lm(
-    model: nn.Module,
+    model: ModelT,
     *,
-    returns: Sequence[str] = ("loss",),
+    returns: Sequence[PatchResult] = ("loss",),
     token_weights: Tensor | str | None = None,
     label_smoothing: float = 0.0,
-    logits: str = "eval",
+    logits: Logits = "eval",
     memory_budget: int | float | str | None = None,
-) -> CausalLMPatch:
+) -> CausalLMPatch[ModelT]:
     """Let a Hugging Face causal language model compute its loss without its logits, in place.
 
     `model(input_ids, labels=labels).loss` keeps its value and its gradients, in training and in
@@ -203,15 +210,11 @@ def _options(
     returns: Any, token_weights: Any, label_smoothing: Any, logits: Any, memory_budget: int | None
 ) -> LossOptions:
     """The options, or an error that names the wrong one."""
-    known = ("loss", "nll", "lse", "entropy", "argmax", "correct")
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
-    if not names or not set(names) <= set(known):
-        raise ValueError(f"patch_causal_lm: returns is {returns!r}; expected some of {known}")
-    if logits not in ("eval", "always", "never", "deferred"):
-        raise ValueError(
-            f"patch_causal_lm: logits is {logits!r}; expected 'eval', 'always', 'never' or "
-            "'deferred'"
-        )
+    if not names or not set(names) <= set(RESULTS):
+        raise ValueError(f"patch_causal_lm: returns is {returns!r}; expected some of {RESULTS}")
+    if logits not in LOGITS:
+        raise ValueError(f"patch_causal_lm: logits is {logits!r}; expected one of {LOGITS}")
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
         raise ValueError(
             f"patch_causal_lm: label_smoothing is {label_smoothing!r}; expected a number from 0 "

@@ -24,10 +24,11 @@ Terms:
 * *Ranks* share the vocabulary: they merge the state of rows and add up the input's gradient, while
   other chunks are multiplied.
 
-Where things are: `api` is the public function and module, `checks` its errors, `call` the op's
-arguments by name, `op` kernels, fakes, autograd and vmap. `tokens` flattens and drops; `formulas`
-has what a token's loss is made of, `reference` the definition in plain torch. `problem`,
-`schedule`, `cost`, `planner` and `devices` plan and need no torch; `plan` is `storage_ops.plan`.
-`run` carries steps out, `sums` adds up their gradients. `ranks` is about process groups, `pieces`
-about who sees what they send, `dtensor` turns placements into one.
+Where things are: `api` is the public function, `module` the public module, `checks` their errors,
+`names` and `options` the types of their options, `call` the op's arguments by name, `op` kernels,
+fakes, autograd and vmap. `tokens` flattens and drops; `formulas` has what a token's loss is made
+of, `reference` the definition in plain torch. `problem`, `schedule`, `cost`, `planner` and
+`devices` plan and need no torch; `plan` is `storage_ops.plan`. `run` carries steps out, `sums` adds
+up their gradients. `ranks` is about process groups, `pieces` about who sees what they send,
+`dtensor` turns placements into one.
 """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import Unpack
 
 from storage_ops._autograd import refuse_forward_mode, transforming
 from storage_ops.loss import op, ranks
@@ -21,13 +20,44 @@ from storage_ops.loss.checks import (
     group_of,
     names_of,
 )
+from storage_ops.loss.names import RESULTS, InputGrad, Reduction, Result, TensorResult
+from storage_ops.loss.options import CallOptions, Several
 from storage_ops.loss.planner import Plan
 from storage_ops.loss.positions import loss_of_positions
 
-RETURNS = ("loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "topk")
 _PER_TOKEN = ("nll", "lse", "entropy", "selected", "topk")  # and differentiable
 
 
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    returns: tuple[TensorResult] = ..., **options: Unpack[CallOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    returns: tuple[Literal["topk"]], **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    returns: tuple[TensorResult, TensorResult], **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    returns: tuple[TensorResult, TensorResult, TensorResult], **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    returns: Several, **options: Unpack[CallOptions],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    returns: Sequence[Result], **options: Unpack[CallOptions],
+) -> Any: ...  # fmt: skip
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -35,7 +65,7 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -43,20 +73,20 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
     shift: bool | int = False,
-    max_valid: int | str | None = None,
+    max_valid: int | Literal["sync"] | None = None,
     accumulate_into: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
     memory_budget: int | float | str | None = None,
     plan: Plan | None = None,
     process_group: Any = None,
     valid_classes: int | None = None,
-    input_grad: str = "replicate",
+    input_grad: InputGrad = "replicate",
     check_ranks: bool = False,
     divisor: float | Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     selected_ids: Tensor | None = None,
     top_k: int | None = None,
-    returns: Sequence[str] = ("loss",),
+    returns: Sequence[Result] = ("loss",),
     options: Any = None,
 ) -> Any:
     """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
@@ -205,7 +235,7 @@ def linear_cross_entropy(
          "logit_scale": logit_scale},
     )  # fmt: skip
     memory_budget = budget_of(memory_budget, "linear_cross_entropy")
-    returns = names_of(returns, RETURNS)
+    returns = names_of(returns, RESULTS)
     check_torch_options(options)
     keywords: dict[str, Any] = {
         "linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
@@ -293,126 +323,3 @@ def _classes(target: Tensor, shift: int, valid: int | None) -> Tensor:
     """The class of every token's target: of distributions the most probable that is no padding."""
     classes = target[..., :valid].argmax(-1) if target.is_floating_point() else target
     return classes[..., shift:] if shift else classes
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A process group by its name, of which copies and pickles can be made."""
-
-    group_name: str
-
-
-class LinearCrossEntropyLoss(nn.Module):
-    """A linear layer and the cross-entropy of its output, with no logits tensor in memory.
-
-    The names, the parameters and the keys of the state dict are those of
-    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13). A process group is kept by its name: copies
-    use the same group, and what was pickled the one of that name where it is loaded.
-
-    Args:
-        in_features: D.
-        num_classes: V.
-        out_features: d_1, ..., d_K of the K-dimensional loss.
-        bias: whether the layer learns a bias.
-        device, dtype: of the parameters.
-        weight: (V,) weights of the classes, a buffer.
-        options: any other keyword of `storage_ops.linear_cross_entropy` but linear_bias,
-            token_weight and accumulate_into, which `forward` takes.
-
-    Raises:
-        TypeError: an option of another name.
-
-    Example:
-        >>> head = storage_ops.LinearCrossEntropyLoss(16, 100, label_smoothing=0.1)
-        >>> head(torch.randn(2, 8, 16), torch.randint(100, (2, 8))).backward()
-        >>> head.linear.weight.grad.shape
-        torch.Size([100, 16])
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        bias: bool = False,
-        *,
-        out_features: Sequence[int] = (),
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        weight: Tensor | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        own = {"linear_bias", "token_weight", "accumulate_into", "weight"}
-        known = set(linear_cross_entropy.__kwdefaults__ or ()) - own
-        if not set(options) <= known:
-            raise TypeError(
-                f"LinearCrossEntropyLoss: unknown options {sorted(set(options) - known)}; expected "
-                f"some of {sorted(known)}"
-            )
-        self.num_classes, self.out_features = num_classes, tuple(out_features)
-        rows = math.prod(self.out_features, start=num_classes)
-        self.linear = nn.Linear(in_features, rows, bias, device=device, dtype=dtype)
-        self.weight: Tensor | None
-        self.register_buffer("weight", weight)
-        group = options.get("process_group")
-        if hasattr(group, "group_name"):
-            options["process_group"] = _Group(ranks.name_of(group))
-        self.options = options
-
-    @property
-    def in_features(self) -> int:
-        """D."""
-        return self.linear.in_features
-
-    def forward(
-        self,
-        input: Tensor,
-        target: Tensor,
-        *,
-        token_weight: Tensor | None = None,
-        accumulate_into: Tensor | None = None,
-    ) -> Any:
-        """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`.
-
-        Raises:
-            TypeError: `linear` is no plain `torch.nn.Linear` any more, as with an adapter of PEFT;
-                or it has forward hooks, which would not run.
-        """
-        self._check_linear()
-        linear_weight, linear_bias = self.linear.weight, self.linear.bias
-        if self.out_features:
-            shape = (self.num_classes, *self.out_features)
-            linear_weight = linear_weight.unflatten(0, shape)
-            linear_bias = None if linear_bias is None else linear_bias.unflatten(0, shape)
-        return linear_cross_entropy(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            weight=self.weight,
-            token_weight=token_weight,
-            accumulate_into=accumulate_into,
-            **self.options,
-        )
-
-    def _check_linear(self) -> None:
-        """Raise a TypeError where the layer's forward would be more than its weight and bias."""
-        linear = self.linear
-        plain = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
-        hooked = plain and bool(linear._forward_hooks or linear._forward_pre_hooks)
-        # Hooks of a style of tensor parallelism are for DTensors, whose placements say all.
-        if not plain or (hooked and not hasattr(linear.weight, "device_mesh")):
-            kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
-            raise TypeError(
-                f"LinearCrossEntropyLoss: linear is {kind}{' with forward hooks' * hooked}; "
-                "expected torch.nn.Linear with a forward of its own and no hooks, for the loss "
-                "reads its weight and bias alone. Merge an adapter into the weight, or train the "
-                "layer whole; instead of hooks use torch.nn.utils.parametrizations"
-            )
-
-    def extra_repr(self) -> str:
-        """The options that were given."""
-        options = {**self.options}
-        if self.out_features:
-            options["out_features"] = self.out_features
-        return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
+from storage_ops.loss.names import INPUT_GRADS, REDUCTIONS, Result
 from storage_ops.loss.ranks import is_group
 from storage_ops.quantities import parse_bytes
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int64, torch.int32)
-REDUCTIONS = ("mean", "sum", "none")
-_INPUT_GRADS = ("replicate", "partial", "reduce_scatter")
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 
@@ -60,7 +59,7 @@ def budget_of(memory_budget: Any, op: str) -> Any:
     return memory_budget
 
 
-def names_of(returns: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+def names_of(returns: Sequence[Result], allowed: Sequence[Result]) -> tuple[Result, ...]:
     """`returns` as a tuple; raise a ValueError unless it has some of the allowed names alone."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()  # a set has no order
     if not names or not set(names) <= set(allowed):
@@ -206,8 +205,8 @@ def _check_options(
     whole = isinstance(valid_classes, int) and not isinstance(valid_classes, bool)
     if valid_classes is not None and not (whole and valid_classes > 0):
         raise wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")
-    if input_grad not in _INPUT_GRADS:
-        raise wrong(ValueError, "input_grad is", repr(input_grad), f"one of {_INPUT_GRADS}")
+    if input_grad not in INPUT_GRADS:
+        raise wrong(ValueError, "input_grad is", repr(input_grad), f"one of {INPUT_GRADS}")
     if not isinstance(check_ranks, bool):
         raise wrong(TypeError, "check_ranks is", repr(check_ranks), "True or False")
     if divisor is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from storage_ops import matmul
 from storage_ops.loss import planner
 from storage_ops.loss.devices import DEVICES, Rates, has_row_kernel, named, rates_of
+from storage_ops.loss.names import GRADS, REDUCTIONS, Grad, Reduction, Strategy
 from storage_ops.loss.planner import Plan
 from storage_ops.loss.problem import Problem
 from storage_ops.matmul import Matmul
@@ -19,8 +20,6 @@ _SHORT = {
     "double": "float64", "fp64": "float64", "float": "float32", "fp32": "float32",
     "bf16": "bfloat16", "half": "float16", "fp16": "float16",
 }  # fmt: skip
-GRADS = ("input", "weight", "bias")
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> str:
@@ -67,7 +66,7 @@ def problem_of(
     hidden: int,
     vocab: int,
     dtype: Any,
-    grads: Sequence[str],
+    grads: Collection[str],
     reduction: str,
     accumulate_dtype: Any,
     logits_dtype: Any,
@@ -160,13 +159,13 @@ def plan(
     dtype: Any = "bfloat16",
     *,
     memory_budget: int | float | str | None = None,
-    grads: Sequence[str] = ("input", "weight"),
-    reduction: str = "mean",
+    grads: Collection[Grad] = ("input", "weight"),
+    reduction: Reduction = "mean",
     accumulate_dtype: Any = None,
     logits_dtype: Any = None,
     max_valid: int | None = None,
     device: str | None = None,
-    strategy: str | None = None,
+    strategy: Strategy | None = None,
     num_chunks: int | None = None,
 ) -> Plan:
     """Print and return how `linear_cross_entropy` will run, before anything is allocated.

@@ -242,7 +242,7 @@ def _widest(
 
 def allowed(p: Problem) -> list[str]:
     """The strategies that give the right result for a problem."""
-    result = [VOCAB_SLICED]
+    result: list[str] = [VOCAB_SLICED]
     if p.in_forward or not any(p.grads):
         result.insert(0, TOKEN_CHUNKED)
     if p.in_forward and p.rescales and p.grads == (True, False, False):

@@ -40,11 +40,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from storage_ops.loss.names import STRATEGIES
 from storage_ops.loss.problem import Problem, padded, parts
 
-TOKEN_CHUNKED = "token-chunked"
-VOCAB_SLICED = "vocab-sliced"
-RUNNING_RESCALE = "running-rescale"
+TOKEN_CHUNKED, VOCAB_SLICED, RUNNING_RESCALE = STRATEGIES
 
 # Phases of the row kernel (csrc/rows/row_math.h). MERGE is one among ranks: whole rows begin to be
 # merged, and are when they are read; without rows, all that began are.

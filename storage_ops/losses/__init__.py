@@ -15,7 +15,8 @@ Terms, in all of them:
   with target i + 1, which belongs to the same sequence, as causal language models are trained.
 
 Where things are: `sequences` scores tokens and adds up sequences, `preference` has what pairs and
-judged sequences are trained with, `policy` what rewards are, `supervised` targets and teachers.
+judged sequences are trained with, `policy` what rewards are, `supervised` targets and teachers;
+`options` has the types of their keyword arguments.
 """
 
 from storage_ops.losses.policy import dapo, dr_grpo, grpo, gspo

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from storage_ops.losses.options import (
+    ESTIMATORS,
+    IMPORTANCES,
+    NORMALIZES,
+    Estimator,
+    Importance,
+    Normalize,
+    PolicyOptions,
+)
 from storage_ops.losses.sequences import (
     Scored,
     check_tensor,
@@ -19,10 +29,22 @@ from storage_ops.losses.sequences import (
     wrong,
 )
 
-_IMPORTANCE, _KL = ("token", "sequence"), ("k1", "k2", "k3")
-_NORMALIZE = ("sequence", "token", "length")
 
-
+@overload
+def grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: Literal[False] = False, **options: Unpack[PolicyOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: Literal[True], **options: Unpack[PolicyOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: bool, **options: Unpack[PolicyOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def grpo(
     input: Tensor,
     linear_weight: Tensor,
@@ -32,11 +54,11 @@ def grpo(
     old_logps: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float | None = None,
-    importance: str = "token",
-    normalize: str = "sequence",
+    importance: Importance = "token",
+    normalize: Normalize = "sequence",
     max_length: int | None = None,
     kl_weight: float = 0.0,
-    kl_estimator: str = "k3",
+    kl_estimator: Estimator = "k3",
     entropy_weight: float = 0.0,
     temperature: float = 1.0,
     ref_input: Tensor | None = None,
@@ -45,7 +67,7 @@ def grpo(
     ref_logps: Tensor | None = None,
     return_logps: bool = False,
     **options: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Clipped policy gradients with advantages of sequences: GRPO, DAPO, Dr. GRPO, GSPO.
 
     With A the advantage, and r = pi(token) / pi_old(token) the importance weight, a token has
@@ -106,9 +128,9 @@ def grpo(
         >>> dapo.backward()
     """
     check_tensor("grpo", "advantages", advantages)
-    choice("grpo", "importance", importance, _IMPORTANCE)
-    choice("grpo", "normalize", normalize, _NORMALIZE)
-    choice("grpo", "kl_estimator", kl_estimator, _KL)
+    choice("grpo", "importance", importance, IMPORTANCES)
+    choice("grpo", "normalize", normalize, NORMALIZES)
+    choice("grpo", "kl_estimator", kl_estimator, ESTIMATORS)
     within("grpo", "clip_low", clip_low, 0)
     clip_high = clip_low if clip_high is None else clip_high
     within("grpo", "clip_high", clip_high, 0)
@@ -153,9 +175,24 @@ def grpo(
     return (loss, logps.detach()) if return_logps else loss
 
 
+@overload
+def dapo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: Literal[False] = False, **options: Unpack[PolicyOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def dapo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: Literal[True], **options: Unpack[PolicyOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def dapo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: bool, **options: Unpack[PolicyOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def dapo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`grpo` as DAPO has it: the sum over tokens divided by their number, clips of 0.2 and 0.28.
 
     Yu et al. 2025, DAPO: An Open-Source LLM Reinforcement Learning System at Scale, equation 8.
@@ -176,12 +213,29 @@ def dapo(
         >>> storage_ops.losses.dapo(hidden, head, tokens, advantages, shift=True).backward()
     """
     options = {"clip_low": 0.2, "clip_high": 0.28, "normalize": "token", **options}
-    return grpo(input, linear_weight, target, advantages, **options)
+    result: Tensor | tuple[Tensor, Tensor]
+    result = grpo(input, linear_weight, target, advantages, **options)
+    return result
 
 
+@overload
+def dr_grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: Literal[False] = False, **options: Unpack[PolicyOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def dr_grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: Literal[True], **options: Unpack[PolicyOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def dr_grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: bool, **options: Unpack[PolicyOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def dr_grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`grpo` as Dr. GRPO has it: the sum over tokens divided by S times max_length.
 
     Liu et al. 2025, Understanding R1-Zero-Like Training: A Critical Perspective, section 3.2. That
@@ -203,12 +257,29 @@ def dr_grpo(
         >>> storage_ops.losses.dr_grpo(hidden, head, tokens, advantages, max_length=9).backward()
     """
     options = {"normalize": "length", **options}
-    return grpo(input, linear_weight, target, advantages, **options)
+    result: Tensor | tuple[Tensor, Tensor]
+    result = grpo(input, linear_weight, target, advantages, **options)
+    return result
 
 
+@overload
+def gspo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: Literal[False] = False, **options: Unpack[PolicyOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def gspo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: Literal[True], **options: Unpack[PolicyOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def gspo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: bool, **options: Unpack[PolicyOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def gspo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`grpo` as GSPO has it: importance weights of whole completions, clips of 3e-4 and 4e-4.
 
     Zheng et al. 2025, Group Sequence Policy Optimization, equations 5 and 7, and section 5.1.
@@ -229,7 +300,9 @@ def gspo(
         >>> storage_ops.losses.gspo(hidden, head, tokens, advantages, shift=True).backward()
     """
     options = {"clip_low": 3e-4, "clip_high": 4e-4, "importance": "sequence", **options}
-    return grpo(input, linear_weight, target, advantages, **options)
+    result: Tensor | tuple[Tensor, Tensor]
+    result = grpo(input, linear_weight, target, advantages, **options)
+    return result
 
 
 def _ratios(scored: Scored, change: Tensor, importance: str) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
+from storage_ops.losses.options import LOSS_TYPES, LossType, PreferenceOptions, SequenceOptions
 from storage_ops.losses.sequences import (
     Scored,
     check_tensor,
@@ -19,8 +21,6 @@ from storage_ops.losses.sequences import (
     within,
     wrong,
 )
-
-_DPO = ("sigmoid", "hinge", "ipo", "robust")
 
 
 def _halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,13 +47,28 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     return (1 - label_smoothing) * right - label_smoothing * F.logsigmoid(-margin)
 
 
+@overload
+def dpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    return_logps: Literal[False] = False, **options: Unpack[PreferenceOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def dpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    return_logps: Literal[True], **options: Unpack[PreferenceOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def dpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    return_logps: bool, **options: Unpack[PreferenceOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def dpo(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     *,
     beta: float = 0.1,
-    loss_type: str = "sigmoid",
+    loss_type: LossType = "sigmoid",
     label_smoothing: float = 0.0,
     length_normalize: bool = False,
     ref_input: Tensor | None = None,
@@ -62,7 +77,7 @@ def dpo(
     ref_logps: Tensor | None = None,
     return_logps: bool = False,
     **options: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Direct preference optimisation, and three losses of its kind.
 
     With h = log pi(y_w) - log ref(y_w) - (log pi(y_l) - log ref(y_l)) of a chosen completion y_w
@@ -109,7 +124,7 @@ def dpo(
         ... )
         >>> loss.backward()
     """
-    choice("dpo", "loss_type", loss_type, _DPO)
+    choice("dpo", "loss_type", loss_type, LOSS_TYPES)
     within("dpo", "beta", beta, 1e-30)
     within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
     if label_smoothing and loss_type not in ("sigmoid", "robust"):
@@ -140,7 +155,12 @@ def dpo(
 
 
 def orpo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, beta: float = 0.1, **options: Any
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.1,
+    **options: Unpack[SequenceOptions],
 ) -> Tensor:
     """Odds ratio preference optimisation: supervised learning of the chosen, and a ratio of odds.
 
@@ -181,7 +201,7 @@ def simpo(
     beta: float = 2.0,
     gamma: float = 0.5,
     label_smoothing: float = 0.0,
-    **options: Any,
+    **options: Unpack[SequenceOptions],
 ) -> Tensor:
     """Simple preference optimisation: mean log-probabilities as rewards, with a margin.
 
@@ -222,7 +242,7 @@ def cpo(
     beta: float = 0.1,
     alpha: float = 1.0,
     label_smoothing: float = 0.0,
-    **options: Any,
+    **options: Unpack[SequenceOptions],
 ) -> Tensor:
     """Contrastive preference optimisation: DPO with a uniform reference, and the chosen's nll.
 
@@ -267,7 +287,7 @@ def kto(
     ref_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
     ref_logps: Tensor | None = None,
-    **options: Any,
+    **options: Unpack[SequenceOptions],
 ) -> Tensor:
     """Kahneman-Tversky optimisation: sequences that were judged one by one, in no pairs.
 

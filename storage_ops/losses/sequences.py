@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.loss.names import Result
 
 IGNORED = -100
 
@@ -96,7 +98,7 @@ def score(
         if name in options:
             raise wrong(loss, TypeError, name, "is given", "an option that the loss does not set")
     target = separated(loss, target, cu_seqlens, shift, ignore_index)
-    names = ("nll", "entropy") if with_entropy else ("nll",)
+    names: Sequence[Result] = ("nll", "entropy") if with_entropy else ("nll",)
     found = linear_cross_entropy(
         input, linear_weight, target, shift=shift, ignore_index=ignore_index, returns=names,
         **options,

@@ -6,9 +6,11 @@ import functools
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from storage_ops.divergence.api import linear_kl_div
 from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.losses.options import DistillationOptions, SupervisedOptions
 from storage_ops.losses.sequences import IGNORED, separated, within, wrong
 
 _LEAST = 1e-6  # with less of the teacher, the targets' share of it may be out of range
@@ -23,7 +25,7 @@ def sft(
     cu_seqlens: Tensor | None = None,
     shift: bool = False,
     ignore_index: int = IGNORED,
-    **options: Any,
+    **options: Unpack[SupervisedOptions],
 ) -> Tensor:
     """Supervised fine-tuning: the mean nll of the targets, weighted by tokens.
 
@@ -54,11 +56,10 @@ def sft(
     if "returns" in options:
         raise wrong("sft", TypeError, "returns", "is given", "storage_ops.linear_cross_entropy")
     target = separated("sft", target, cu_seqlens, shift, ignore_index)
-    loss: Tensor = linear_cross_entropy(
+    return linear_cross_entropy(
         input, linear_weight, target, token_weight=token_weight, shift=shift,
         ignore_index=ignore_index, **options,
     )  # fmt: skip
-    return loss
 
 
 def kd(
@@ -75,7 +76,7 @@ def kd(
     shift: bool = False,
     ignore_index: int = IGNORED,
     memory_budget: int | float | str | None = None,
-    **options: Any,
+    **options: Unpack[DistillationOptions],
 ) -> Tensor:
     """Knowledge distillation: a teacher's distributions, and the targets themselves.
 
@@ -130,7 +131,7 @@ def kd(
         return loss
     # What both must agree in.
     shared = ("softcap", "process_group", "valid_classes", "max_valid")
-    own |= {name: options[name] for name in shared if name in options}
+    own |= {name: value for name, value in options.items() if name in shared}
     parts = []
     if alpha > 0:
         parts.append(alpha * soft(token_weight=target != ignore_index))

@@ -176,14 +176,15 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
 
     Args:
         dst: a strided tensor, discarded or not, any shape and dtype.
-        src: a strided tensor of the same device and dtype, or its complex or real counterpart, whose storage has at least as many bytes
-            as the storage of `dst` (before it was discarded). Storages are bound whole: an element of
+        src: a strided tensor of the same device and dtype, or of the complex or real counterpart of
+            that dtype. Its storage has at least as many bytes as the storage of `dst` (before it
+            was discarded). Storages are bound whole: an element of
             `dst` reads the byte at its own offset.
 
     Raises:
         TypeError: an argument is not a tensor.
-        RuntimeError: different dtypes or devices; `src` too small or discarded; `src` got its bytes from
-            `dst`; in vmap, they are not batched along the same dimension; an argument is none that
+        RuntimeError: different dtypes or devices; `src` too small or discarded; `src` got its bytes
+            from `dst`; in vmap, they are not batched along the same dimension; an argument is none that
             `discard_storage` takes. Nothing has changed.
 
     Example:

@@ -76,6 +76,18 @@ def test_pure_python_wheel_without_torch(tree):
     assert not any(name.endswith(".so") for name in names)
 
 
+def test_an_editable_installation_is_a_path_that_type_checkers_follow(tree):
+    """They read the paths in .pth files, but do not run the import hooks that others install."""
+    folder = tree / "dist"
+    result = setup(tree, "editable_wheel", "-d", str(folder), STORAGE_OPS_NO_NATIVE="1")
+    assert result.returncode == 0, result.stderr
+    (wheel,) = folder.glob("*.whl")
+    opened = zipfile.ZipFile(wheel)
+    (path_file,) = [name for name in opened.namelist() if name.endswith(".pth")]
+    assert Path(opened.read(path_file).decode().strip()).samefile(tree / "src")
+    assert not [name for name in opened.namelist() if name.endswith(".py")]  # no hook
+
+
 def test_without_a_compiler_it_becomes_pure_python_and_says_so(tree):
     (tree / "bin").mkdir()
     no_compiler = {"PATH": str(tree / "bin"), "CXX": ""}

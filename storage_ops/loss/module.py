@@ -1,0 +1,198 @@
+"""Linear cross-entropy as a module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypeVar, Unpack
+
+from storage_ops.loss import ranks
+from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.loss.names import Result, TensorResult
+from storage_ops.loss.options import ModuleOptions, Several
+
+# The type of the result of a call. A type without it in brackets is that of the default.
+T = TypeVar("T", default=Tensor)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A process group by its name, of which copies and pickles can be made."""
+
+    group_name: str
+
+
+class LinearCrossEntropyLoss(nn.Module, Generic[T]):
+    """A linear layer and the cross-entropy of its output, with no logits tensor in memory.
+
+    The names, the parameters and the keys of the state dict are those of
+    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13). A process group is kept by its name: copies
+    use the same group, and what was pickled the one of that name where it is loaded.
+
+    Args:
+        in_features: D.
+        num_classes: V.
+        out_features: d_1, ..., d_K of the K-dimensional loss.
+        bias: whether the layer learns a bias.
+        device, dtype: of the parameters.
+        weight: (V,) weights of the classes, a buffer.
+        options: any other keyword of `storage_ops.linear_cross_entropy` but linear_bias,
+            token_weight and accumulate_into, which `forward` takes.
+
+    Raises:
+        TypeError: an option of another name.
+
+    Example:
+        >>> head = storage_ops.LinearCrossEntropyLoss(16, 100, label_smoothing=0.1)
+        >>> head(torch.randn(2, 8, 16), torch.randint(100, (2, 8))).backward()
+        >>> head.linear.weight.grad.shape
+        torch.Size([100, 16])
+    """
+
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[Tensor],
+        in_features: int, num_classes: int, bias: bool = False, *, out_features: Sequence[int] = (),
+        device: Any = None, dtype: torch.dtype | None = None, weight: Tensor | None = None,
+        returns: tuple[TensorResult] = ..., **options: Unpack[ModuleOptions],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[tuple[Tensor, Tensor]],
+        in_features: int, num_classes: int, bias: bool = False, *, out_features: Sequence[int] = (),
+        device: Any = None, dtype: torch.dtype | None = None, weight: Tensor | None = None,
+        returns: tuple[Literal["topk"]], **options: Unpack[ModuleOptions],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[tuple[Tensor, Tensor]],
+        in_features: int, num_classes: int, bias: bool = False, *, out_features: Sequence[int] = (),
+        device: Any = None, dtype: torch.dtype | None = None, weight: Tensor | None = None,
+        returns: tuple[TensorResult, TensorResult], **options: Unpack[ModuleOptions],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[tuple[Tensor, Tensor, Tensor]],
+        in_features: int, num_classes: int, bias: bool = False, *, out_features: Sequence[int] = (),
+        device: Any = None, dtype: torch.dtype | None = None, weight: Tensor | None = None,
+        returns: tuple[TensorResult, TensorResult, TensorResult], **options: Unpack[ModuleOptions],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[tuple[Tensor, ...]],
+        in_features: int, num_classes: int, bias: bool = False, *, out_features: Sequence[int] = (),
+        device: Any = None, dtype: torch.dtype | None = None, weight: Tensor | None = None,
+        returns: Several, **options: Unpack[ModuleOptions],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[Any],
+        in_features: int, num_classes: int, bias: bool = False, *, out_features: Sequence[int] = (),
+        device: Any = None, dtype: torch.dtype | None = None, weight: Tensor | None = None,
+        returns: Sequence[Result], **options: Unpack[ModuleOptions],
+    ) -> None: ...  # fmt: skip
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        out_features: Sequence[int] = (),
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        own = {"linear_bias", "token_weight", "accumulate_into", "weight"}
+        known = set(linear_cross_entropy.__kwdefaults__ or ()) - own
+        if not set(options) <= known:
+            raise TypeError(
+                f"LinearCrossEntropyLoss: unknown options {sorted(set(options) - known)}; expected "
+                f"some of {sorted(known)}"
+            )
+        self.num_classes, self.out_features = num_classes, tuple(out_features)
+        rows = math.prod(self.out_features, start=num_classes)
+        self.linear = nn.Linear(in_features, rows, bias, device=device, dtype=dtype)
+        self.weight: Tensor | None
+        self.register_buffer("weight", weight)
+        group = options.get("process_group")
+        if hasattr(group, "group_name"):
+            options["process_group"] = _Group(ranks.name_of(group))
+        self.options = options
+
+    @property
+    def in_features(self) -> int:
+        """D."""
+        return self.linear.in_features
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        accumulate_into: Tensor | None = None,
+    ) -> T:
+        """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`.
+
+        Raises:
+            TypeError: `linear` is no plain `torch.nn.Linear` any more, as with an adapter of PEFT;
+                or it has forward hooks, which would not run.
+        """
+        self._check_linear()
+        linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        if self.out_features:
+            shape = (self.num_classes, *self.out_features)
+            linear_weight = linear_weight.unflatten(0, shape)
+            linear_bias = None if linear_bias is None else linear_bias.unflatten(0, shape)
+        result: T = linear_cross_entropy(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            weight=self.weight,
+            token_weight=token_weight,
+            accumulate_into=accumulate_into,
+            **self.options,
+        )
+        return result
+
+    if TYPE_CHECKING:  # that of torch.nn.Module returns Any
+
+        def __call__(
+            self,
+            input: Tensor,
+            target: Tensor,
+            *,
+            token_weight: Tensor | None = None,
+            accumulate_into: Tensor | None = None,
+        ) -> T:
+            """Call `forward` and its hooks."""
+
+    def _check_linear(self) -> None:
+        """Raise a TypeError where the layer's forward would be more than its weight and bias."""
+        linear = self.linear
+        plain = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
+        hooked = plain and bool(linear._forward_hooks or linear._forward_pre_hooks)
+        # Hooks of a style of tensor parallelism are for DTensors, whose placements say all.
+        if not plain or (hooked and not hasattr(linear.weight, "device_mesh")):
+            kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
+            raise TypeError(
+                f"LinearCrossEntropyLoss: linear is {kind}{' with forward hooks' * hooked}; "
+                "expected torch.nn.Linear with a forward of its own and no hooks, for the loss "
+                "reads its weight and bias alone. Merge an adapter into the weight, or train the "
+                "layer whole; instead of hooks use torch.nn.utils.parametrizations"
+            )
+
+    def extra_repr(self) -> str:
+        """The options that were given."""
+        options = {**self.options}
+        if self.out_features:
+            options["out_features"] = self.out_features
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())

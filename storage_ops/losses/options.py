@@ -1,0 +1,95 @@
+"""Keyword arguments of the losses by type, and the names that some of them may have.
+
+`tests/test_types.py` compares their names with those that the functions take.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from storage_ops.divergence.checks import Divergence, Tail
+from storage_ops.loss.options import Options, SumOptions
+
+LossType = Literal["sigmoid", "hinge", "ipo", "robust"]
+Importance = Literal["token", "sequence"]
+Normalize = Literal["sequence", "token", "length"]
+Estimator = Literal["k1", "k2", "k3"]
+
+LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
+IMPORTANCES: tuple[Importance, ...] = get_args(Importance)
+NORMALIZES: tuple[Normalize, ...] = get_args(Normalize)
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+
+class ScoreOptions(Options, total=False):
+    """Options of losses of log-probabilities."""
+
+    linear_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    shift: bool
+    ignore_index: int
+
+
+class SequenceOptions(ScoreOptions, total=False):
+    """Options of the losses of sequences."""
+
+    logit_scale: float
+
+
+class ReferenceOptions(TypedDict, total=False):
+    """A frozen reference: its hidden states and head, or its log-probabilities."""
+
+    ref_input: Tensor | None
+    ref_weight: Tensor | None
+    ref_bias: Tensor | None
+    ref_logps: Tensor | None
+
+
+class PreferenceOptions(SequenceOptions, ReferenceOptions, total=False):
+    """Keyword arguments of `dpo`, but `return_logps`."""
+
+    beta: float
+    loss_type: LossType
+    label_smoothing: float
+    length_normalize: bool
+
+
+class PolicyOptions(ScoreOptions, ReferenceOptions, total=False):
+    """Keyword arguments of `grpo`, but `return_logps`."""
+
+    old_logps: Tensor | None
+    clip_low: float
+    clip_high: float | None
+    importance: Importance
+    normalize: Normalize
+    max_length: int | None
+    kl_weight: float
+    kl_estimator: Estimator
+    entropy_weight: float
+    temperature: float
+
+
+class SupervisedOptions(Options, SumOptions, total=False):
+    """Options of `sft`."""
+
+    linear_bias: Tensor | None
+    weight: Tensor | None
+    accumulate_into: Tensor | None
+
+
+class DistillationOptions(TypedDict, total=False):
+    """Options of `kd`, which are those of `linear_kl_div`."""
+
+    divergence: Divergence
+    beta: float
+    teacher_bias: Tensor | None
+    teacher_topk: tuple[Tensor, Tensor] | None
+    teacher_tail: Tail
+    valid_classes: int | None
+    max_valid: int | Literal["sync"] | None
+    softcap: float | None
+    teacher_softcap: float | None
+    process_group: Any

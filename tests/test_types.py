@@ -1,0 +1,105 @@
+"""Types of options name the arguments that functions take, and checks know the same names."""
+
+import inspect
+import re
+from typing import get_args
+
+import pytest
+import torch
+
+import storage_ops as so
+from storage_ops.checkpoint import config, options, policies, region
+from storage_ops.divergence import checks
+from storage_ops.fitting import actions
+from storage_ops.integrations import transformers
+from storage_ops.loss import names
+from storage_ops.loss.options import CallOptions, ModuleOptions
+from storage_ops.losses import options as of_losses
+from storage_ops.losses import sequences
+
+OF_LAYERS = {"layer_classes", "layer_names", "every_k", "allow_no_match"}
+
+
+def keywords(function, *without):
+    """Names of the arguments that a function takes by keyword alone."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - set(without)
+
+
+def arguments(function, *without):
+    return set(inspect.signature(function).parameters) - set(without)
+
+
+LOSS = keywords(so.linear_cross_entropy, "returns")
+# Options that a loss of log-probabilities refuses.
+REFUSED = {*sequences._OF_RESULTS, *sequences._OF_THE_LOSS, "selected_ids", "top_k"}
+SCORED = (LOSS - REFUSED) | {"cu_seqlens"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "taken"),
+    [
+        (CallOptions, LOSS),
+        (
+            ModuleOptions,
+            LOSS - {"linear_bias", "weight", "token_weight", "accumulate_into"},
+        ),
+        (of_losses.SequenceOptions, SCORED),
+        (of_losses.PreferenceOptions, SCORED | keywords(so.losses.dpo, "return_logps")),
+        (
+            of_losses.PolicyOptions,
+            (SCORED - {"logit_scale"}) | keywords(so.losses.grpo, "return_logps"),
+        ),
+        (
+            of_losses.SupervisedOptions,
+            LOSS - keywords(so.losses.sft) - {"selected_ids", "top_k"},
+        ),
+        (
+            of_losses.DistillationOptions,
+            keywords(so.linear_kl_div, "reduction", "token_weight", "scale_by_temperature")
+            - keywords(so.losses.kd) - {"target", "target_weight"},
+        ),
+        (options.DiscardOptions, arguments(so.OutputDiscardCheckpoint)),
+        (options.LayerOptions, arguments(so.ActivationCheckpointConfig) - OF_LAYERS),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_typed_options_are_those_that_are_taken(typed, taken):
+    assert set(typed.__annotations__) == taken
+
+
+X, W, TARGET = torch.randn(2, 3, 4), torch.randn(5, 4), torch.zeros(2, 3, dtype=torch.long)
+LAYERS = torch.nn.Sequential(torch.nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("type_", "function", "given", "option"),
+    [
+        (names.Reduction, so.linear_cross_entropy, (X, W, TARGET), {"reduction": "?"}),
+        (names.InputGrad, so.linear_cross_entropy, (X, W, TARGET), {"input_grad": "?"}),
+        (names.Result, so.linear_cross_entropy, (X, W, TARGET), {"returns": ("?",)}),
+        (names.Reduction, so.plan, (8, 4, 16), {"reduction": "?", "device": "h100"}),
+        (names.Grad, so.plan, (8, 4, 16), {"grads": ("?",), "device": "h100"}),
+        (names.Reduction, so.linear_kl_div, (X, W, X, W), {"reduction": "?"}),
+        (checks.Divergence, so.linear_kl_div, (X, W, X, W), {"divergence": "?"}),
+        (checks.Tail, so.linear_kl_div, (X, W, X, W), {"teacher_tail": "?"}),
+        (of_losses.LossType, so.losses.dpo, (X, W, TARGET), {"loss_type": "?"}),
+        (of_losses.Importance, so.losses.grpo, (X, W, TARGET, X[:, 0, 0]), {"importance": "?"}),
+        (of_losses.Normalize, so.losses.grpo, (X, W, TARGET, X[:, 0, 0]), {"normalize": "?"}),
+        (of_losses.Estimator, so.losses.grpo, (X, W, TARGET, X[:, 0, 0]), {"kl_estimator": "?"}),
+        (config.Mode, so.ActivationCheckpointConfig, (), {"mode": "?"}),
+        (region.DeterminismCheck, so.ActivationCheckpointConfig, (), {"determinism_check": "?"}),
+        (region.DeterminismCheck, so.OutputDiscardCheckpoint, (), {"determinism_check": "?"}),
+        (policies.PolicyName, so.ActivationCheckpointConfig, (), {"policy": "?"}),
+        (actions.ActionName, so.fit, (LAYERS, X, "1GiB"), {"actions": ["?"]}),
+        (transformers.Logits, so.patch_causal_lm, (LAYERS,), {"logits": "?"}),
+        (transformers.PatchResult, so.patch_causal_lm, (LAYERS,), {"returns": ("?",)}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_name_is_an_error_that_has_all_names_of_the_type(type_, function, given, option):
+    with pytest.raises(ValueError, match=next(iter(option))) as raised:
+        function(*given, **option)
+    assert len(get_args(type_)) > 1
+    for name in get_args(type_):
+        assert re.search(rf"\b{name}\b", str(raised.value)), name
