@@ -17,7 +17,9 @@ _FORM = re.compile(rf"\s*{_NUMBER}\s*([KMGT]?)((?<=[KMGT])IB?|B?)\s*", re.IGNORE
 def parse_bytes(value: int | float | str, argument: str) -> int:
     """The number of bytes that a number or a text such as "400MiB", "0.5 GiB" or "2e8" stands for.
 
-    "GB" is decimal; "G" is a GiB, for it is memory that is counted here.
+    "GB" is decimal; "G" is a GiB, for it is memory that is counted here. A number without a unit is
+    rounded down, as `0.9 * total` needs it. Below a KiB it must be whole: 1.5 is most likely meant
+    in another unit.
 
     Raises:
         TypeError, ValueError: it stands for none; names the argument.
@@ -30,7 +32,12 @@ def parse_bytes(value: int | float | str, argument: str) -> int:
     parts = match.groups(default="") if match is not None else ("nan", "", "", "")
     number, exponent, prefix, ending = parts
     size = float(number + exponent)
-    if not math.isfinite(size) or (0 < size < 1 and not prefix):  # no share of anything
+    if not prefix and size < 1024 and not size.is_integer() and math.isfinite(size):
+        raise ValueError(
+            f"{argument} is {value!r}; expected a whole number of bytes, or text with a unit, such "
+            f"as '{number}{exponent}GiB'; a share of the memory is no budget"
+        )
+    if not math.isfinite(size):
         raise ValueError(
             f"{argument} is {value!r}; expected a number of bytes, 0 or more, with or without a "
             "unit, such as 400MiB, 0.5GiB or 2e8"

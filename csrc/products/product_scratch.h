@@ -48,7 +48,8 @@ constexpr int64_t kMostSlots = 160 << 10;
 constexpr int64_t kMostSlotsCopied = (kSquare > 1 ? 320 : 160) << 10;
 // Slots that all threads together are given in any case.
 constexpr int64_t kFreeSlots = 1 << 16;
-// Rows that a piece has, whatever their sums take, and that more of would not make it faster.
+// Rows that a piece has at least, whatever their sums take, unless the product itself has fewer,
+// and the number of rows above which a piece is not faster.
 constexpr int64_t kLeastRows = 16, kMostRows = kSquare > 1 ? 2048 : 1024;
 
 // What is asked for before the operands are there, so that of all dtypes the largest number holds.
@@ -65,7 +66,7 @@ struct Request {
 inline int64_t rows_of(const Request& r) {
   if (!r.rounded || r.one_pass()) return r.rows;
   const int64_t quarter = r.rows * r.depth / (8 * std::max<int64_t>(r.columns, 1));
-  return std::max(kLeastRows, std::min({r.rows, kMostRows, quarter}));
+  return std::min(r.rows, std::clamp(quarter, kLeastRows, kMostRows));
 }
 
 // The slots for so many rows, sums apart: for all that is copied, up to a limit for each thread and

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import json
 import logging
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple
@@ -28,6 +29,7 @@ from storage_ops.quantities import parse_bytes
 
 GraphT = TypeVar("GraphT", bound=fx.GraphModule | fx.Graph)
 _reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
+OPTIONS: dict[str, Any] = {"num_chunks": None, "memory_budget": None, "strict": False}
 _PASS, _LATER = "joint_custom_pre_pass", "post_grad_custom_pre_pass"
 
 
@@ -57,10 +59,35 @@ def checked(
     return num_chunks, budget, strict
 
 
-def taken(options: dict[str, Any]) -> tuple[int | None, int | None, bool]:
-    """The options of `chunk`, checked, out of those that are given with Inductor's."""
-    names = (("num_chunks", None), ("memory_budget", None), ("strict", False))
-    return checked(*(options.pop(name, default) for name, default in names))
+def taken(options: Any) -> tuple[tuple[int | None, int | None, bool], dict[str, Any]]:
+    """Split the options of `torch.compile` into those of `chunk`, checked, and Inductor's.
+
+    Raises:
+        TypeError: options that are no mapping of names to values. ValueError: an option that
+            neither has.
+    """
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise TypeError(f"options is {options!r}; expected a mapping of names to values, or None")
+    rest = {name.replace("-", "_"): value for name, value in options.items()}
+    own = checked(*(rest.pop(name, default) for name, default in OPTIONS.items()))
+    _check_names(rest)
+    return own, rest
+
+
+def _check_names(rest: Mapping[str, Any]) -> None:
+    """Raise a ValueError for an option that is not one of Inductor's."""
+    from torch._inductor import list_options
+
+    known = set(list_options()) if rest else set()
+    for name in rest:
+        if name not in known:
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"options has {name!r}; expected {', '.join(OPTIONS)}, or an option of Inductor "
+                f"(torch._inductor.list_options()){hint}"
+            )
 
 
 def apply(
@@ -265,6 +292,8 @@ def backend(
 
     Raises:
         ChunkError: with strict, why the graph cannot be chunked.
+        TypeError, ValueError: an option of the wrong type or value, or one that neither the
+            backend nor Inductor has; names the nearest option.
 
     Example:
         >>> from storage_ops.autochunk.backend import backend
@@ -274,10 +303,8 @@ def backend(
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    given = dict(options or {})
-    chosen = taken(given)
+    chosen, given = taken({} if options is None else options)
     patches = {**(list_mode_options(mode) if mode else {}), **given}
-    patches = {key.replace("-", "_"): value for key, value in patches.items()}
     visible = len(returned(gm.graph))
     earlier = patches.get(_PASS, getattr(config, _PASS))
     recognised = recognise(gm, chosen[0], chosen[1])

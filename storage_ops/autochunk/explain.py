@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -67,7 +69,8 @@ def explain(
         The explanation of the graph with the largest predicted peak, if there are several.
 
     Raises:
-        TypeError, ValueError: an option of the wrong type or value.
+        TypeError, ValueError: an option of the wrong type or value, or a misspelt one that `f`
+            does not name among its arguments.
 
     Example:
         >>> x, w = torch.randn(64, 8, requires_grad=True), torch.randn(500, 8)
@@ -75,6 +78,7 @@ def explain(
         >>> found.chunked, found.reason
         (False, 'mm = aten.mm.default: ...')
     """
+    _check_spelling(f, kwargs)
     checked(num_chunks, memory_budget, True)
     options: dict[str, Any] = {"num_chunks": num_chunks, "memory_budget": memory_budget}
 
@@ -89,3 +93,22 @@ def explain(
         return Explanation(False, 0, 0, "nothing was compiled", 0, 0)
     r = max(reports, key=lambda report: (report.chunked, report.peak_before))
     return Explanation(r.chunked, r.num_chunks, r.num_passes, r.reason, r.peak_before, r.peak_after)
+
+
+def _check_spelling(f: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Raise a TypeError for a keyword that is nearly an option and no named argument of `f`.
+
+    A function with `**kwargs` would otherwise take the misspelt option without an effect.
+    """
+    call = f.forward if isinstance(f, torch.nn.Module) else f
+    try:
+        named = inspect.signature(call).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    for name in given:
+        near = difflib.get_close_matches(name, ("num_chunks", "memory_budget"), n=1, cutoff=0.9)
+        if name not in named and near:
+            raise TypeError(
+                f"explain: {name} is no argument of {getattr(f, '__name__', type(f).__name__)}; "
+                f"did you mean {near[0]!r}?"
+            )

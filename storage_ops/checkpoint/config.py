@@ -6,16 +6,19 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from torch import nn
 
 from storage_ops.checkpoint.op_names import resolve
 from storage_ops.checkpoint.policies import NAMED, Policy, PolicyName
 from storage_ops.checkpoint.region import CHECKS, DeterminismCheck
 
 Mode = Literal["full", "selective", "output_discard"]
+Names = str | Collection[str]
 MODES: tuple[Mode, ...] = get_args(Mode)
 PolicyChoice = PolicyName | Policy | Sequence[PolicyName | Policy] | None
 _OPS = ("ops_to_save", "ops_to_recompute")
@@ -43,7 +46,9 @@ class ActivationCheckpointConfig:
     saves for backward is then recomputed there, but for what the rules below keep.
 
     Args:
-        layer_classes: names of classes, such as "LlamaBlock", as in `type(module).__name__`.
+        layer_classes: classes of modules, or their names as in `type(module).__name__`, such as
+            "LlamaBlock". A class is kept as its name, and its subclasses do not match. This and
+            every other list may also be a set, or a single name, class or op.
         use_reentrant: the checkpoint of older torch; only without rules, and an input of the layer
             must need grad. torch.compile always gets the other one.
         ops_to_save: ops whose results are saved: "aten.mm" for all overloads, "aten.mm.default",
@@ -91,15 +96,15 @@ class ActivationCheckpointConfig:
         'selective'
     """
 
-    layer_classes: Sequence[str] | None = None
+    layer_classes: Names | type[nn.Module] | Collection[str | type[nn.Module]] | None = None
     use_reentrant: bool = False
-    ops_to_save: Sequence[Any] | None = None
-    layer_names: Sequence[str] | None = None
+    ops_to_save: Any = None
+    layer_names: Names | None = None
     mode: Mode | None = None
     every_k: int = 1
-    ops_to_recompute: Sequence[Any] | None = None
-    mm_shapes_to_save: Sequence[str] | None = None
-    mm_shapes_to_recompute: Sequence[str] | None = None
+    ops_to_recompute: Any = None
+    mm_shapes_to_save: Names | None = None
+    mm_shapes_to_recompute: Names | None = None
     policy: PolicyChoice = None
     preserve_rng_state: bool = True
     determinism_check: DeterminismCheck = "default"
@@ -107,11 +112,11 @@ class ActivationCheckpointConfig:
     early_stop: bool = True
     debug: bool = False
     respect_saved_tensors_hooks: bool = False
-    ops_to_offload: Sequence[Any] | None = None
+    ops_to_offload: Any = None
 
     def __post_init__(self) -> None:
         for name in _LISTS:
-            _check_list(name, getattr(self, name))
+            object.__setattr__(self, name, _list_of(name, getattr(self, name)))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
@@ -271,17 +276,36 @@ def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     raise ValueError(f"{name} is {value!r}; expected one of {', '.join(names)}{hint}")
 
 
-def _check_list(name: str, value: Any) -> None:
+def _list_of(name: str, value: Any) -> Any:
+    """A list, or the tuple that was given, of the names or ops that a value stands for.
+
+    Raises:
+        TypeError: it has something else.
+    """
     if value is None:
-        return
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"{name} is {value!r}; expected a list of names")
-    for item in value:
-        if not isinstance(item, str) and name not in _LISTS_OF_OPS:
-            hint = f", such as {item.__name__!r}" if isinstance(item, type) else ""
-            raise TypeError(
-                f"{name} contains {item!r}, a {type(item).__name__}; expected names{hint}"
-            )
+        return None
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=str)  # without an order of its own
+    elif isinstance(value, (str, type, nn.Module)) or not isinstance(value, Sequence):
+        value = [value]
+    items = [_name_of(name, item) for item in value]
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+def _name_of(name: str, item: Any) -> Any:
+    """An item of a list as it is kept: a class by its name, so that configs can be written out."""
+    if isinstance(item, str) or name in _LISTS_OF_OPS:
+        return item
+    wants = "names"
+    if name == "layer_classes":
+        if isinstance(item, type) and issubclass(item, nn.Module):
+            return item.__name__
+        wants = "subclasses of torch.nn.Module, or their names"
+        if isinstance(item, nn.Module):
+            wants += f", such as {type(item).__name__!r}"
+    elif isinstance(item, type):
+        wants += "; layer_classes takes classes"
+    raise TypeError(f"{name} contains {item!r}, a {type(item).__name__}; expected {wants}")
 
 
 def _text_of(source: str | os.PathLike[str], suffixes: tuple[str, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -42,7 +42,7 @@ def policy_of(cfg: ActivationCheckpointConfig, model: nn.Module) -> Policy | Non
 
 
 def _parts(
-    ops: Sequence[Any] | None, patterns: Sequence[str] | None, model: nn.Module, field: str
+    ops: Any, patterns: Collection[str] | None, model: nn.Module, field: str
 ) -> list[Policy]:
     parts: list[Policy] = []
     if ops:
@@ -54,7 +54,7 @@ def _parts(
     return parts
 
 
-def _shapes(patterns: Sequence[str], model: nn.Module, field: str) -> list[tuple[int, ...]]:
+def _shapes(patterns: Collection[str], model: nn.Module, field: str) -> list[tuple[int, ...]]:
     """(in_features, out_features) of the linear layers whose names match."""
     layers = {
         qualified_name(name): module

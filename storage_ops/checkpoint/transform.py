@@ -152,7 +152,8 @@ def _chosen(
     model: nn.Module, cfg: ActivationCheckpointConfig, check_fn: CheckFn | None
 ) -> list[Layer]:
     """Name, layer and holder of the layers to checkpoint."""
-    classes, patterns = cfg.layer_classes or (), cfg.layer_names or ()
+    classes: Any = cfg.layer_classes or ()  # names, whatever was given
+    patterns = cfg.layer_names or ()
     names = {qualified_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
     found_classes = {class_of(module).__name__ for module in names.values()}
     unmatched = [(c, found_classes) for c in classes if c not in found_classes]
@@ -193,7 +194,8 @@ def _outermost(
 ) -> Iterator[Layer]:
     """The modules that match, each once, and what runs the forward around it."""
     plain = qualified_name(name)
-    matches = class_of(module).__name__ in (cfg.layer_classes or ())
+    classes: Any = cfg.layer_classes or ()
+    matches = class_of(module).__name__ in classes
     matches = matches or any(_matches(plain, p) for p in cfg.layer_names or ())
     if check_fn is not None:
         matches = matches or not (cfg.layer_classes or cfg.layer_names)

@@ -76,7 +76,9 @@ def linear_kl_div(
         scale_by_temperature: multiply the loss by temperature^2, as in Hinton et al. (2015,
             section 2), which keeps the size of gradients.
         linear_bias, teacher_bias: (V,), in the dtype of their weights.
-        token_weight: (...), floating point or bool. Tokens of weight 0 or False are ignored.
+        token_weight: (...), floating point or bool. Tokens of weight 0 or False are ignored. What
+            becomes of hidden states of ignored tokens that are nan or infinite, the teacher's
+            among them, is as with ignore_index of `linear_cross_entropy`.
         reduction: "mean" (the sum divided by that of the token weights, or by the number of
             tokens), "sum" or "none".
         shift: for causal language models: the token at position i is weighted by token_weight at

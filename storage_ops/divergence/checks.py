@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.divergence.call import DivergenceCall
-from storage_ops.loss.checks import FLOATS, INDICES
+from storage_ops.loss.checks import FLOATS, INDICES, check_head, check_layout
 from storage_ops.loss.names import REDUCTIONS
 
 Divergence = Literal["forward", "reverse", "jsd", "tvd"]
@@ -31,11 +31,15 @@ def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
         if not (isinstance(value, Tensor) or (value is None and not required)):
             kind = "None" if value is None else f"a {type(value).__name__}"
             raise _wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
+        if isinstance(value, Tensor):
+            check_layout("linear_kl_div", name, value)
         if hasattr(value, "device_mesh"):
             rule = "its part on this rank, of a head that is sharded with process_group"
             raise _wrong(TypeError, f"{name} is", "a DTensor", rule)
     pair = isinstance(teacher_topk, (tuple, list)) and len(teacher_topk) == 2
     if teacher_topk is None or (pair and all(isinstance(t, Tensor) for t in teacher_topk)):  # type: ignore[attr-defined]
+        for t in teacher_topk or ():  # type: ignore[attr-defined]
+            check_layout("linear_kl_div", "teacher_topk", t)
         return
     rule = "a pair of tensors: log-probabilities and class indices"
     raise _wrong(TypeError, "teacher_topk is", f"a {type(teacher_topk).__name__}", rule)
@@ -96,9 +100,7 @@ def check_call(call: DivergenceCall) -> None:
         raise _wrong(TypeError, "input is", input.dtype, f"a floating dtype of {FLOATS}")
     if call.shift and input.dim() < 2:
         raise _wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
-    if input.dim() < 1 or weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
-        rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
-        raise _wrong(ValueError, "linear_weight has shape", tuple(weight.shape), rule)
+    _check_head({"input": input, "linear_weight": weight})
     tokens, vocab = tuple(input.shape[:-1]), weight.shape[0]
     valid = call.valid_classes
     if vocab == 0 or (valid is not None and valid > vocab):
@@ -134,6 +136,13 @@ def check_call(call: DivergenceCall) -> None:
     ):  # fmt: skip
         if t is not None and t.device != input.device:
             raise _wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
+
+
+def _check_head(given: Mapping[str, Tensor]) -> None:
+    for name, t in given.items():
+        if t.dim() != 2 and name.endswith("weight"):
+            raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), "(V, D)")
+    check_head("linear_kl_div", given)
 
 
 def _check_target(call: DivergenceCall, target: Tensor, tokens: tuple[int, ...]) -> None:
@@ -177,9 +186,7 @@ def _check_teacher(call: DivergenceCall, tokens: tuple[int, ...], vocab: int) ->
     if tuple(x.shape[:-1]) != tokens or x.dim() < 1:
         rule = f"{(*tokens, 'D')} with the tokens of input"
         raise _wrong(ValueError, "teacher_input has shape", tuple(x.shape), rule)
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        rule = f"(V, D) with D the last size of teacher_input, which has shape {tuple(x.shape)}"
-        raise _wrong(ValueError, "teacher_weight has shape", tuple(weight.shape), rule)
+    _check_head({"teacher_input": x, "teacher_weight": weight})
     valid = call.valid_classes
     if (weight.shape[0] != vocab) if valid is None else weight.shape[0] < valid:
         rule = f"{vocab} classes, as linear_weight, or valid_classes that both have"

@@ -116,7 +116,13 @@ def linear_cross_entropy(
             with weights of classes or tokens z_loss * lse^2 counts by them, where others divide it
             by the number of tokens: it is (sum_i a_i (C_t (lse - z_t) + z_loss * lse^2)) /
             (sum_i a_i C_t) without smoothing.
-        ignore_index: tokens with this target have no loss and no gradient. None means -100.
+        ignore_index: tokens with this target have no loss and no gradient. None means -100. Their
+            hidden states may be nan or infinite: the loss, every other result and the gradients of
+            input and linear_bias do not depend on them under any plan. Nor does the gradient of
+            linear_weight on a CPU, with max_valid, and for distributions of token_weight 0. On a
+            GPU without max_valid, and in a graph of `make_fx`, its columns in which such a hidden
+            state is not finite are nan. `F.cross_entropy` makes all of that gradient nan, and that
+            of the ignored token.
         label_smoothing: from 0 to 1: this part of a target is spread over all classes.
         z_loss: weight of lse^2, the z-loss of PaLM (Chowdhery et al. 2022, section 5).
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2. None: they do not.

@@ -33,12 +33,26 @@ def check_types(
         if not (isinstance(value, Tensor) or (value is None and name in optional)):
             kind = "None" if value is None else f"a {type(value).__name__}"
             raise wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
+        if isinstance(value, Tensor):
+            check_layout("linear_cross_entropy", name, value)
     for name, value in options.items():
         if isinstance(value, Tensor):
             rule = "a number, for it gets no gradient: multiply input by a scale that is learned"
             raise wrong(TypeError, f"{name} is", "a tensor", rule)
-        if not isinstance(value, _NUMBERS) and not (value is None and name == "softcap"):
+        counts = isinstance(value, _NUMBERS) and not isinstance(value, bool)
+        if not counts and not (value is None and name == "softcap"):
             raise wrong(TypeError, f"{name} is", repr(value), "a number")
+
+
+def check_layout(op: str, name: str, t: Tensor) -> None:
+    """Raise a TypeError for a sparse or nested tensor, which no kernel takes."""
+    if t.is_nested:
+        found, rule = "a nested tensor", "a dense one, such as the values() of a jagged tensor"
+    elif t.layout != torch.strided:
+        found, rule = f"a tensor of layout {t.layout}", "a dense one, such as its to_dense()"
+    else:
+        return
+    raise TypeError(f"{op}: {name} is {found}; expected {rule}")
 
 
 def check_torch_options(options: object) -> None:
@@ -109,9 +123,7 @@ def check_arguments(
         raise wrong(ValueError, "returns is", repr(returns), rule)
     if input.dtype not in FLOATS:
         raise wrong(TypeError, "input is", input.dtype, f"a floating dtype of {FLOATS}")
-    if input.dim() < 1 or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
-        rule = f"(V, D) with D the last size of input, which has shape {tuple(input.shape)}"
-        raise wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), rule)
+    check_head("linear_cross_entropy", {"input": input, "linear_weight": linear_weight})
     check_ignore_index(ignore_index)
     vocab = linear_weight.shape[0]
     if vocab == 0:
@@ -147,6 +159,31 @@ def check_arguments(
         input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight,
         token_weight=token_weight, accumulate_into=accumulate_into, selected_ids=selected_ids,
     )  # fmt: skip
+
+
+def check_head(op: str, given: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError unless a head's weight (V, ..., D) takes these hidden states (..., D).
+
+    Args:
+        op: the function whose arguments they are.
+        given: both, by their names: hidden states, then weight.
+    """
+    (states, input), (head, weight) = given.items()
+    shape, wanted = tuple(weight.shape), "(V, D)" if weight.dim() < 3 else "(V, d_1, ..., D)"
+    if input.dim() >= 1 and weight.dim() >= 2 and shape[-1] == input.shape[-1]:
+        return
+    hint = ""
+    if input.dim() >= 1 and weight.dim() >= 2 and shape[0] == input.shape[-1]:
+        hints = [
+            f"{states} looks like logits: pass the hidden states, the input of the linear layer",
+            f"{head} looks transposed, as if it were (D, V): pass {head}.T",
+        ]
+        # Few models have fewer classes than hidden sizes.
+        hint = ". " + ". Or ".join(hints if shape[0] >= shape[-1] else reversed(hints))
+    raise ValueError(
+        f"{op}: {head} has shape {shape}; expected {wanted} with D the last size of {states}, "
+        f"which has shape {tuple(input.shape)}{hint}"
+    )
 
 
 def check_ignore_index(ignore_index: int) -> None:

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.checks import check_devices, check_divisor, check_ignore_index, wrong
+from storage_ops.loss.checks import (
+    check_devices,
+    check_divisor,
+    check_head,
+    check_ignore_index,
+    wrong,
+)
 from storage_ops.loss.formulas import total_weight
 
 # What has no meaning for positions, or would be another for each of them.
@@ -49,6 +55,7 @@ def loss_of_positions(
     if input.dim() != 2:
         rule = f"(N, D) with a linear_weight of shape {tuple(linear_weight.shape)}"
         raise wrong(ValueError, "input has shape", tuple(input.shape), rule)
+    check_head("linear_cross_entropy", {"input": input, "linear_weight": linear_weight})
     dense, tokens = target.is_floating_point(), (len(input), *places)
     shape = (len(input), classes, *places) if dense else tokens
     for name, t, right in (

@@ -28,6 +28,7 @@ class Tokens:
         class_weight: (V,) in the arithmetic dtype, or None.
         target_weight: (n,) the weight of each token's target, or None.
         shape: of a per-token output, before flattening.
+        ignore_index: the target of tokens that are ignored.
         sharded: the dimension of `shape` of which each rank has a part, and how many ranks; rows
             are those of one rank after another then.
         copied_bytes: of copies of arguments that had to be made.
@@ -43,6 +44,7 @@ class Tokens:
     shape: torch.Size
     shift: int
     copied_bytes: int
+    ignore_index: int
     sharded: tuple[int, int] | None = None
 
     @property
@@ -68,12 +70,20 @@ class Tokens:
         return self.probabilities and self.token_weight is not None
 
     def gather(self, rows: slice) -> Tensor:
-        """Input rows of a chunk of tokens; 0 where `masked` and the weight is 0, even for a nan."""
+        """Input rows of a chunk of tokens; where they are copied, 0 for ignored tokens.
+
+        An ignored token's gradient is 0, and 0 times its input is not, where that is a nan.
+        """
         if self.masked:
             assert self.token_weight is not None
             weightless = (self.token_weight[rows] == 0).unsqueeze(1)
             return self.x[rows].masked_fill(weightless, 0)
-        return self.x[rows] if self.kept is None else self.x.index_select(0, self.kept[rows])
+        if self.kept is None:
+            return self.x[rows]
+        x = self.x.index_select(0, self.kept[rows])
+        if self.broken is None:  # ignored tokens were counted, and none is among these
+            return x
+        return x.masked_fill_((self.target[rows] == self.ignore_index).unsqueeze(1), 0)
 
     def spread(self, values: Tensor) -> Tensor:
         """Per-token values (n, ...) as users see them; 0 (-1 for indices) where ignored."""
@@ -205,8 +215,9 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         if token_weight is not None:
             token_weight = token_weight.reshape(-1)[: len(flat)].contiguous()
         return Tokens(
-            x, flat, token_weight, None, None, class_weight, None, shape, call.shift, copied
-        )
+            x, flat, token_weight, None, None, class_weight, None, shape, call.shift, copied,
+            call.ignore_index,
+        )  # fmt: skip
     target = target.long()
     if call.shift:
         target = _shifted(target, call.shift, call.ignore_index)
@@ -223,7 +234,7 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
     target_weight = _target_weight(target, class_weight, ranks, first)
     return Tokens(
         x, target, token_weight, kept, broken, class_weight, target_weight, shape, call.shift,
-        copied, sharded,
+        copied, call.ignore_index, sharded,
     )  # fmt: skip
 
 

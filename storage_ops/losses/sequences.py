@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.loss.checks import INDICES, check_head
 from storage_ops.loss.names import Result
 
 IGNORED = -100
@@ -97,6 +98,9 @@ def score(
     for name in (*_OF_RESULTS, *_OF_THE_LOSS):
         if name in options:
             raise wrong(loss, TypeError, name, "is given", "an option that the loss does not set")
+    check_tensor(loss, "target", target)
+    if target.dtype not in INDICES:
+        raise wrong(loss, TypeError, "target is", target.dtype, "int64 or int32 class indices")
     target = separated(loss, target, cu_seqlens, shift, ignore_index)
     names: Sequence[Result] = ("nll", "entropy") if with_entropy else ("nll",)
     found = linear_cross_entropy(
@@ -179,10 +183,26 @@ def reference_logps(
         return given.detach()
     if given is not None:
         raise wrong(loss, ValueError, "ref_logps", "is given beside ref_input", "one of them")
+    _check_reference(loss, ref_input, ref_weight, ref_bias)
     options.pop("linear_bias", None)
     with torch.no_grad():
         scored = score(loss, ref_input, ref_weight, target, linear_bias=ref_bias, **options)
         return scored.per_sequence(scored.logps) if summed else scored.logps
+
+
+def _check_reference(
+    loss: str, ref_input: Tensor, ref_weight: Tensor, ref_bias: Tensor | None
+) -> None:
+    """Raise a TypeError or ValueError, which `score` would raise by the names of the policy."""
+    given = {"ref_input": ref_input, "ref_weight": ref_weight}
+    for name, t in given.items():
+        check_tensor(loss, name, t)
+    check_head(f"losses.{loss}", given)
+    if ref_bias is not None:
+        check_tensor(loss, "ref_bias", ref_bias)
+        if ref_bias.shape != ref_weight.shape[:1]:
+            found, rule = tuple(ref_bias.shape), str(tuple(ref_weight.shape[:1]))
+            raise wrong(loss, ValueError, "ref_bias has shape", found, rule)
 
 
 def check_values(

@@ -184,7 +184,7 @@ def _made_of(gm: fx.GraphModule, examples: Any, options: dict[str, Any]) -> Call
     from storage_ops.autochunk.backend import apply, taken
     from storage_ops.autochunk.recognise import recognise
 
-    chunks, budget, strict = taken(dict(options))
+    (chunks, budget, strict), _ = taken(options)
     recognised = recognise(gm, chunks, budget)
 
     def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> Any:

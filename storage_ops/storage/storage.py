@@ -184,8 +184,8 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
     Raises:
         TypeError: an argument is not a tensor.
         RuntimeError: different dtypes or devices; `src` too small or discarded; `src` got its bytes
-            from `dst`; in vmap, they are not batched along the same dimension; an argument is none that
-            `discard_storage` takes. Nothing has changed.
+            from `dst`; in vmap, they are not batched along the same dimension; an argument is none
+            that `discard_storage` takes. Nothing has changed.
 
     Example:
         >>> h, again = torch.zeros(4), torch.arange(4.0)

@@ -233,6 +233,56 @@ def test_wrong_options(options, message):
         chunk(gm, **options)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_chunk": 8}, "options has 'num_chunk'; expected num_chunks, memory_budget, strict, "
+         "or an option of Inductor .*; did you mean 'num_chunks'"),
+        ({"budget": "1 MiB"}, "options has 'budget'; .* did you mean 'memory_budget'"),
+        ({"num_chunks": 8, "max_autotun": True}, "'max_autotun'; .* did you mean 'max_autotune'"),
+        ({"tiles": 8}, r"options has 'tiles'; expected num_chunks, .* Inductor \([a-z_.()]*\)$"),
+        ({8: 1}, "options is {8: 1}; expected a mapping of names to values"),
+        (["num_chunks"], r"options is \['num_chunks'\]; expected a mapping"),
+        ({"num_chunks": "8"}, "num_chunks is '8'; expected an int"),
+        ({"memory_budget": 1.5}, "memory_budget is 1.5; expected a whole number of bytes"),
+    ],
+)  # fmt: skip
+def test_unknown_options_of_torch_compile(options, message):
+    """In a simulation too, where Inductor never sees its options."""
+    from storage_ops.memory.estimate_compiled import as_it_runs
+
+    x, w, t = data()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: softmax_sum(x, w, t), backend="storage_ops", options=options)
+    for call in (compiled, as_it_runs(compiled)):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as error:
+            call(x)
+        assert re.search(message, str(error.value).splitlines()[1])
+
+
+def test_options_of_inductor_pass():
+    torch._dynamo.reset()
+    x, w, t = data()
+    for own in ({"num_chunks": 4}, {"num-chunks": 4, "max-autotune": False}):
+        options = {**own, "triton.cudagraphs": False, "strict": True}
+        compiled = torch.compile(softmax_sum, backend="storage_ops", options=options)
+        torch.testing.assert_close(compiled(x, w, t), softmax_sum(x, w, t))
+
+
+def test_misspelt_options_of_explain():
+    def loss(x, w, t, **more):
+        assert not more
+        return softmax_sum(x, w, t)
+
+    x, w, t = data()
+    for name, meant in (("num_chunk", "num_chunks"), ("memory_budgt", "memory_budget")):
+        with pytest.raises(TypeError, match=f"{name} is no argument of loss; .* '{meant}'"):
+            explain(loss, x, w, t, **{name: 4})
+    assert explain(
+        lambda x, *, num_chunk: softmax_sum(x, w, t), x, num_chunk=1, num_chunks=4
+    ).chunked
+
+
 def test_the_id_of_the_pass_is_stable():
     one, two = (backends._make_pass((8, None, True), 1, None) for _ in range(2))
     other = backends._make_pass((4, None, True), 1, None)

@@ -1,6 +1,9 @@
 """What configs accept, mean and refuse, and how they are read."""
 
+import copy
+import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -122,10 +125,13 @@ def test_a_composite_op_warns():
 
 
 BAD = [
-    ({"layer_classes": "Block"}, TypeError, "layer_classes is 'Block'; expected a list of names"),
-    ({"layer_classes": [Block]}, TypeError, "expected names, such as 'Block'"),
-    ({"layer_names": 3}, TypeError, "layer_names is 3; expected a list"),
-    ({"ops_to_save": "aten.mm"}, TypeError, "ops_to_save is 'aten.mm'; expected a list"),
+    ({"layer_classes": [int]}, TypeError, "<class 'int'>, a type; expected subclasses of torch.nn"),
+    ({"layer_classes": nn.Linear(1, 1)}, TypeError, "their names, such as 'Linear'"),
+    ({"layer_classes": ["Block", 3]}, TypeError, "layer_classes contains 3, a int; expected subc"),
+    ({"layer_names": 3}, TypeError, "layer_names contains 3, a int; expected names"),
+    ({"layer_names": [Block]}, TypeError, "expected names; layer_classes takes classes"),
+    ({"layer_names": {"a": 1}}, TypeError, "layer_names contains {'a': 1}, a dict; expected names"),
+    ({"ops_to_save": 3}, TypeError, "ops_to_save contains 3, a int; expected the name of an op"),
     ({"ops_to_save": [3]}, TypeError, "ops_to_save contains 3, a int; expected the name of an op"),
     ({"ops_to_save": [torch.mm]}, TypeError, "expected the name of an op"),
     ({"mm_shapes_to_save": [(3, 4)]}, TypeError, r"mm_shapes_to_save contains \(3, 4\)"),
@@ -157,6 +163,51 @@ BAD = [
 def test_wrong_values(options, error, message):
     with pytest.raises(error, match=message):
         Config(**{"layer_classes": ["Block"], **options})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Block, [Block], (Block,), {Block}, frozenset({Block}), "Block", {"Block"},
+        [Block, "Block"],
+    ],
+)  # fmt: skip
+def test_classes_stand_for_their_names(given):
+    cfg = Config(given)
+    named = Config(["Block"])
+    assert set(cfg.layer_classes) == {"Block"}
+    if len(cfg.layer_classes) == 1:
+        assert dataclasses.replace(cfg, layer_classes=list(cfg.layer_classes)) == named
+        assert Config(given) == cfg == copy.deepcopy(cfg) == pickle.loads(pickle.dumps(cfg))
+        assert repr(dataclasses.replace(cfg, layer_classes=["Block"])) == repr(named)
+    assert Config.from_json(json.dumps(dataclasses.asdict(cfg))) == dataclasses.replace(
+        cfg, layer_classes=list(cfg.layer_classes)
+    )
+    for way in (cfg, {"layer_classes": given}):
+        model = so.apply_activation_checkpoint(Model(), way)
+        assert all(isinstance(layer, so.CheckpointWrapper) for layer in model.layers)
+
+
+def test_subclasses_of_a_class_do_not_match():
+    class Narrow(Block):
+        pass
+
+    model = Model()
+    model.layers[1] = Narrow().to(next(model.parameters()))
+    model = so.apply_activation_checkpoint(model, Config(Block))
+    assert [isinstance(m, so.CheckpointWrapper) for m in model.layers][:3] == [True, False, True]
+
+
+def test_one_name_or_op_will_do_as_a_list():
+    mm = torch.ops.aten.mm
+    for field, one in (
+        ("layer_names", "layers.*"), ("ops_to_save", "aten.mm"), ("ops_to_save", mm),
+        ("ops_to_recompute", mm.default), ("ops_to_offload", mm), ("mm_shapes_to_save", "*"),
+        ("mm_shapes_to_recompute", "*"),
+    ):  # fmt: skip
+        cfg = Config(["Block"], **{field: one})
+        assert cfg == Config(["Block"], **{field: [one]}) == Config(["Block"], **{field: {one}})
+        assert getattr(Config(["Block"], **{field: (one,)}), field) == (one,)
 
 
 def test_the_mode_follows_from_the_rules():

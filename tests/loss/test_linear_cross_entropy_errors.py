@@ -1,5 +1,6 @@
 """Wrong arguments, targets out of range, and the derivatives that do not exist."""
 
+import functools
 import types
 
 import pytest
@@ -28,6 +29,18 @@ def arguments(**changes):
         ({"input": torch.ones(5, 8).long()}, TypeError, "input is torch.int64; expected a float"),
         ({"linear_weight": torch.randn(11, 7)}, ValueError, r"shape \(11, 7\); expected \(V, D\)"),
         ({"linear_weight": torch.randn(8)}, ValueError, r"shape \(8,\); expected \(V, D\)"),
+        (
+            {"input": torch.randn(5, 8).to_sparse()},
+            TypeError,
+            "input is a tensor of layout torch.s",
+        ),
+        (
+            {"linear_weight": torch.randn(11, 8).to_sparse()},
+            TypeError,
+            "linear_weight is a ten",
+        ),
+        ({"softcap": True}, TypeError, "softcap is True; expected a number"),
+        ({"label_smoothing": True}, TypeError, "label_smoothing is True; expected a number"),
         ({"target": torch.randn(5)}, ValueError, r"target has shape \(5,\); expected \(5, 11\)"),
         ({"target": torch.ones(5).bool()}, TypeError, "target is torch.bool; expected int64 or"),
         ({"weight": torch.ones(5)}, ValueError, r"weight has shape \(5,\); expected \(11,\)"),
@@ -243,3 +256,87 @@ def test_autocast_like_linear(reduction):
     assert x.grad.dtype == torch.float32
     torch.testing.assert_close(x.grad, expected[0], rtol=5e-2, atol=2e-2)
     torch.testing.assert_close(w.grad, expected[1], rtol=5e-2, atol=2e-2)
+
+
+def heads(hidden=8, vocab=11):
+    """Functions of hidden states and a weight, by the names that their errors use."""
+    x, w = torch.randn(2, 5, hidden), torch.randn(vocab, hidden)
+    t, module = torch.randint(vocab, (2, 5)), so.LinearCrossEntropyLoss(hidden, vocab)
+    losses = so.losses
+
+    def through_module(input, linear_weight):
+        module.linear.weight = torch.nn.Parameter(linear_weight)
+        return module(input, t)
+
+    policies = {
+        f"losses.{name}": (
+            "linear_cross_entropy: linear_weight", "input",
+            functools.partial(getattr(losses, name), target=t, **more),
+        )
+        for name, more in {
+            "sft": {}, "dpo": {}, "cpo": {}, "orpo": {}, "simpo": {},
+            "kto": {"desirable": torch.ones(2).bool()}, "grpo": {"advantages": torch.randn(2)},
+            "dapo": {"advantages": torch.randn(2)}, "gspo": {"advantages": torch.randn(2)},
+        }.items()
+    }  # fmt: skip
+    return {
+        "linear_cross_entropy": (
+            "linear_cross_entropy: linear_weight", "input",
+            lambda x, w: so.linear_cross_entropy(x, w, t),
+        ),
+        "module": ("linear_cross_entropy: linear_weight", "input", through_module),
+        "linear_kl_div": (
+            "linear_kl_div: linear_weight", "input", lambda a, b: so.linear_kl_div(a, b, x, w),
+        ),
+        "teacher": (
+            "linear_kl_div: teacher_weight", "teacher_input",
+            lambda a, b: so.linear_kl_div(x, w, a, b),
+        ),
+        "kd": (
+            "linear_kl_div: linear_weight", "input", lambda a, b: losses.kd(a, b, x, w, t),
+        ),
+        "reference": (
+            "losses.dpo: ref_weight", "ref_input",
+            lambda a, b: losses.dpo(x, w, t, ref_input=a, ref_weight=b),
+        ),
+        **policies,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(heads()))
+def test_logits_and_transposed_weights_are_named(name):
+    weight, states, call = heads()[name]
+    x, w = torch.randn(2, 5, 8), torch.randn(11, 8)
+    call(x, w)
+    logits = f"{states} looks like logits: pass the hidden states"
+    transposed = f"{weight.split()[1]} looks transposed, as if it were (D, V): pass "
+    for wrong, first, second in (
+        ((x @ w.T, w), logits, transposed),
+        ((x, w.T), transposed, logits),
+        ((x, w.T.contiguous()), transposed, logits),
+    ):
+        with pytest.raises(ValueError) as error:
+            call(*wrong)
+        message = str(error.value)
+        assert message.startswith(f"{weight} has shape {tuple(wrong[1].shape)}; expected (V, D)")
+        assert 0 < message.index(first) < message.index(second)
+    with pytest.raises(ValueError) as error:
+        call(torch.randn(2, 5, 7), w)
+    assert "looks" not in str(error.value)
+
+
+def test_logits_for_a_weight_of_positions_are_named():
+    w, t = torch.randn(11, 3, 8), torch.randint(11, (5, 3))
+    with pytest.raises(ValueError, match=r"\(11, 3, 8\); expected \(V, d_1, ..., D\) .* logits"):
+        so.linear_cross_entropy(torch.randn(5, 11), w, t)
+
+
+def test_nested_hidden_states_are_named():
+    nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)])
+    w = torch.randn(11, 8)
+    for call in (
+        lambda: so.linear_cross_entropy(nested, w, torch.randint(11, (5,))),
+        lambda: so.linear_kl_div(nested, w, nested, w),
+    ):
+        with pytest.raises(TypeError, match="input is a nested tensor; expected a dense one"):
+            call()

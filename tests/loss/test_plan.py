@@ -233,11 +233,46 @@ def test_sizes_of_memory_as_text(text, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "MiB", "-3", "nan", "inf", "1e999", "4..5", "1QiB", "5iB", -1, 0.8, "0.5", "0.5B"]
+    "text", ["", "MiB", "-3", "nan", "inf", "1e999", "4..5", "1QiB", "5iB", -1]
 )
 def test_what_is_no_size_of_memory(text):
     with pytest.raises(ValueError, match=r"x is .*; expected a number of bytes"):
         parse_bytes(text, "x")
+
+
+@pytest.mark.parametrize("value", [1.5, "1.5", 0.8, "0.5", "0.5B", "79.5", "1e-3", 0.25, 1023.5])
+def test_fractions_of_a_byte_are_refused(value):
+    """They are meant in another unit, or as a share of the memory."""
+    with pytest.raises(ValueError, match=f"x is {value!r}; expected a whole number of bytes, or"):
+        parse_bytes(value, "x")
+
+
+def test_a_computed_size_is_rounded_down():
+    assert parse_bytes(0.9 * 12345, "x") == 11110
+    assert parse_bytes(24.0, "x") == 24
+
+
+def budgets():
+    """Every function that takes a budget, and how its error names that."""
+    x, w, t = torch.randn(4, 8), torch.randn(50, 8), torch.randint(50, (4,))
+    layer, loss = torch.nn.Linear(8, 8), so.linear_cross_entropy
+    head = so.LinearCrossEntropyLoss(8, 50, memory_budget=1.5)
+    return {
+        "linear_cross_entropy: memory_budget": lambda: loss(x, w, t, memory_budget=1.5),
+        "linear_cross_entropy: memory_budget ": lambda: head(x, t),
+        "linear_kl_div: memory_budget": lambda: so.linear_kl_div(x, w, x, w, memory_budget=1.5),
+        "memory_budget": lambda: so.plan(4, 8, 50, memory_budget=1.5, device="cpu"),
+        "tile: budget": lambda: so.tile(layer, budget=1.5),
+        "budget": lambda: so.fit(layer, x, budget=1.5),
+        "budget ": lambda: so.memory.will_it_fit(layer, x, budget=1.5),
+        "nbytes": lambda: so.memory.limit(1.5).__enter__(),
+    }
+
+
+@pytest.mark.parametrize("name", list(budgets()))
+def test_every_budget_is_named_where_it_is_a_fraction(name):
+    with pytest.raises(ValueError, match=f"^{name.strip()} is 1.5; expected a whole number"):
+        budgets()[name]()
 
 
 @given(st.integers(0, 1 << 60))
