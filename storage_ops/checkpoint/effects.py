@@ -23,9 +23,9 @@ same, parameters and what is larger still, cannot be repeated, and the recompute
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +34,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
+from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, put, set_item
 from storage_ops.checkpoint.makers import maker_of
-from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings, is_of_torch
+from storage_ops.checkpoint.reachable import Surroundings, is_of_torch
 from storage_ops.checkpoint.saved import fail
 from storage_ops.checkpoint.uses import Use
 
@@ -52,9 +53,6 @@ _set_versions: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_versi
 _quiet: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
 _quiet = weakref.WeakKeyDictionary()
 
-Undo = list[Callable[[], object]]
-_MISSING = object()
-
 
 class Effects:
     """What can change in the surroundings of one call, as it is before the call."""
@@ -62,7 +60,7 @@ class Effects:
     def __init__(self, around: Surroundings) -> None:
         """Look, and copy what may be written; `finish` when the forward has run."""
         self._names = [(place, name, _named(value)) for place, name, value in around.names]
-        self._contents = [(c, _copy(c)) for c in around.given if len(c) <= _MANY]
+        self._contents = [(c, copy_of(c)) for c in around.given if len(c) <= _MANY]
         self._attributes = [(held, dict(held)) for held in around.attributes]
         self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
         for module in around.modules:
@@ -130,15 +128,15 @@ class Effects:
                 continue
             # Not if it is in another layout: sharded, or gathered, by who looks after that.
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
-                _set_item(held, name, t, undo)
+                set_item(held, name, t, undo)
         for held, before in self._attributes:
             changed = _changed(before, held) if self._running else before
             for name, value in changed.items():
-                _set_item(held, name, value, undo)
+                set_item(held, name, value, undo)
         for container, contents in self._contents:
-            if not _is_same(container, contents):
-                undo.append(_Put(container, _copy(container)))
-                _Put(container, contents)()
+            if not has(container, contents):
+                undo.append(partial(put, container, copy_of(container)))
+                put(container, contents)
         for each in self._bytes:
             each.restore(undo, self._running)
 
@@ -283,43 +281,6 @@ class _Write:
         _set_versions((self.tensor,), (self.version,))
 
 
-class _Put:
-    """Gives a container contents, and touches only what differs."""
-
-    __slots__ = ("container", "contents")
-
-    def __init__(self, container: Any, contents: Any) -> None:
-        self.container, self.contents = container, contents
-
-    def __call__(self) -> None:
-        to, contents = self.container, self.contents
-        if type(to) is list:
-            to[:] = contents
-        elif type(to) in MAPPINGS:
-            for key in [key for key in to if key not in contents]:
-                del to[key]
-            for key, value in contents.items():
-                if to.get(key, _MISSING) is not value:
-                    to[key] = value
-        else:
-            to.clear()
-            to.update(contents) if type(to) is set else to.extend(contents)
-
-
-def _copy(container: Any) -> Any:
-    return dict(container) if type(container) in MAPPINGS else list(container)
-
-
-def _is_same(container: Any, contents: Any) -> bool:
-    if len(container) != len(contents):
-        return False
-    if type(container) in MAPPINGS:
-        if any(map(operator.is_not, container, contents)):
-            return False
-        return all(map(operator.is_, container.values(), contents.values()))
-    return all(map(operator.is_, container, contents))
-
-
 def _is_state(value: Any) -> bool:
     """Whether a value is a tensor, or a tuple with some in it, as a recurrent layer's state is."""
     return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_is_state, value)))
@@ -335,35 +296,25 @@ def _without_graph(value: Any) -> Any:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What was under the names that have, or had, another state; `_MISSING` where nothing was."""
-    if _is_same(now, before):
+    """What was under the names that have, or had, another state; `MISSING` where nothing was."""
+    if has(now, before):
         return {}
     changed = {}
     for name in {**before, **now}:
-        then, value = before.get(name, _MISSING), now.get(name, _MISSING)
+        then, value = before.get(name, MISSING), now.get(name, MISSING)
         if then is not value and (_is_state(then) or _is_state(value)):
             changed[name] = then
     return changed
 
 
-def _set_item(held: dict[str, Any], name: str, value: Any, undo: Undo) -> None:
-    now = held.get(name, _MISSING)
-    if now is not value:
-        undo.append(lambda: _set_item(held, name, now, []))
-        if value is _MISSING:
-            del held[name]
-        else:
-            held[name] = value
-
-
 def _set_name(place: Any, name: str, value: Any, undo: Undo) -> None:
     if isinstance(place, dict):
-        _set_item(place, name, value, undo)
+        set_item(place, name, value, undo)
         return
     now = _value_of(place, name)
     if now is not value:
         undo.append(lambda: _set_name(place, name, now, []))
-        if value is _MISSING:
+        if value is MISSING:
             delattr(place, name)
         else:
             setattr(place, name, value)
@@ -371,8 +322,8 @@ def _set_name(place: Any, name: str, value: Any, undo: Undo) -> None:
 
 def _value_of(place: Any, name: str) -> Any:
     if isinstance(place, dict):
-        return place.get(name, _MISSING)
+        return place.get(name, MISSING)
     try:
         return getattr(place, name)
     except ValueError:  # a cell that nothing is bound to
-        return _MISSING
+        return MISSING
