@@ -2,7 +2,8 @@
 
 Three kinds of places are looked after, wherever a region reaches them:
 
-- bytes: buffers, and other tensors without a gradient that are attributes or captured;
+- bytes: buffers, and other tensors without a gradient that are attributes, also of objects that are
+  given, or captured;
 - names: the parameters and buffers of modules, tensors and tuples of them that are attributes,
   tensors and modules in variables that its code reads;
 - all that objects have that are given as arguments, such as a cache of keys and values, and the
@@ -18,14 +19,16 @@ Names and contents cost references. Bytes have to be copied before it is known w
 written. Small tensors are copied at each forward: not every write moves a version counter (those of
 batch norm and of `.data` do not). A larger buffer is copied until a forward has left it alone, and
 from the first forward on that writes it after that. What was not copied and is written all the
-same, parameters and what is larger still, cannot be repeated, and the recompute says so.
+same, parameters and what is larger still, cannot be repeated, and the recompute says so. Only an
+embedding with `max_norm` may write its weight: the recompute leaves that out (`repeated_writes`).
 """
 
 from __future__ import annotations
 
-import operator
+import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,9 +37,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
+from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, put, set_item
 from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings, is_of_torch
-from storage_ops.checkpoint.saved import fail
+from storage_ops.checkpoint.repeated_writes import RepeatedWrites, fail_parameter
+from storage_ops.checkpoint.saved import fail, set_versions
 from storage_ops.checkpoint.uses import Use
 
 if TYPE_CHECKING:
@@ -46,14 +51,10 @@ _SMALL = 256 << 10  # bytes of a tensor that is copied at every forward
 _LARGE = 64 << 20  # of one that is never copied
 _MANY = 4096  # items of a container beyond which it is data
 _COPIED = (Tensor, nn.Parameter, nn.Buffer)
-_set_versions: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_version_counter
 
 # Whether larger buffers are left alone, by their names and whether the module is in training.
 _quiet: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
 _quiet = weakref.WeakKeyDictionary()
-
-Undo = list[Callable[[], object]]
-_MISSING = object()
 
 
 class Effects:
@@ -62,7 +63,7 @@ class Effects:
     def __init__(self, around: Surroundings) -> None:
         """Look, and copy what may be written; `finish` when the forward has run."""
         self._names = [(place, name, _named(value)) for place, name, value in around.names]
-        self._contents = [(c, _copy(c)) for c in around.given if len(c) <= _MANY]
+        self._contents = [(c, copy_of(c)) for c in around.given if len(c) <= _MANY]
         self._attributes = [(held, dict(held)) for held in around.attributes]
         self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
         for module in around.modules:
@@ -75,7 +76,9 @@ class Effects:
                 self._attributes.append((buffers, dict(buffers)))
                 self._slots += [(buffers, n, b, -1) for n, b in buffers.items() if b is not None]
         self._bytes = list(_bytes(around))
-        self._unkept: list[Tensor] = []
+        self._unkept: list[_Bytes] = []
+        self._written: list[tuple[Tensor, int]] = []  # parameters, and their versions before
+        self._uncopied: list[tuple[weakref.ref[Tensor], int]] = []
         self._running = True
 
     def finish(self) -> None:
@@ -88,26 +91,57 @@ class Effects:
             for held, changed in changes
             if changed
         ]
-        self._unkept = [t for _, _, t, v in self._slots if v >= 0 and t._version != v]
+        self._written = self._find_written()
+        if self._written:
+            self._slots = [(held, n, t, min(v, 0) or t._version) for held, n, t, v in self._slots]
         kept = []
         for each in self._bytes:
             each.finish()
             if each.before is not None:
                 kept.append(each)
             elif each.after != each.version:
-                self._unkept.append(each.tensor)
+                self._unkept.append(each)
+            else:
+                self._uncopied.append((weakref.ref(each.tensor), each.after))
         self._bytes = kept
+
+    def _find_written(self) -> list[tuple[Tensor, int]]:
+        """Return the parameters that the forward has written so far, and their versions before."""
+        written = {id(t): (t, v) for _, _, t, v in self._slots if v >= 0 and t._version != v}
+        return list(written.values())
 
     def check(self, region: str) -> None:
         """Raise if the forward has written what was not copied."""
-        for t in self._unkept:
-            kind = "parameter" if isinstance(t, nn.Parameter) else "tensor"
+        for each in self._unkept:
+            t = each.tensor
+            advice = f"expected a buffer of at most {_LARGE >> 20} MiB, which is copied"
+            if each.key is not None and t.nbytes <= _LARGE:
+                advice = "expected a write from the first forward on; it is copied from the next on"
             fail(
-                f"{region} itself modifies a {kind} of shape {tuple(t.shape)} in place, of which "
-                f"no copy is kept for the recompute; expected a buffer of at most "
-                f"{_LARGE >> 20} MiB that is written from the first forward on (this one is copied "
-                "from the next on), or to do it outside of the region"
+                f"{region} itself modifies a tensor of shape {tuple(t.shape)} in place, of which "
+                f"no copy is kept for the recompute; {advice}. Or make a new tensor in place of "
+                "the write, or write outside of the region"
             )
+
+    def without_repeated_writes(self, region: str, checks: bool) -> Any:
+        """Return what is active in a recompute, so that it writes no parameter again.
+
+        Args:
+            region: its name in errors.
+            checks: whether to raise where the recompute would read other contents.
+
+        Raises:
+            RuntimeError: a parameter was written more than once, or again since the forward.
+        """
+        written = self._find_written() if self._running else self._written
+        uncopied = [(t, version) for ref, version in self._uncopied if (t := ref()) is not None]
+        changed = [t for t, version in uncopied if t._version != version]
+        if not written and not changed:
+            return contextlib.nullcontext()
+        for t, version in written:
+            if checks and t._version != version + 1:
+                fail_parameter(region, t)
+        return RepeatedWrites(region, [t for t, _ in written], changed, checks)
 
     def modified(self) -> list[Tensor]:
         """The parameters that were modified in place since the forward."""
@@ -130,15 +164,15 @@ class Effects:
                 continue
             # Not if it is in another layout: sharded, or gathered, by who looks after that.
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
-                _set_item(held, name, t, undo)
+                set_item(held, name, t, undo)
         for held, before in self._attributes:
             changed = _changed(before, held) if self._running else before
             for name, value in changed.items():
-                _set_item(held, name, value, undo)
+                set_item(held, name, value, undo)
         for container, contents in self._contents:
-            if not _is_same(container, contents):
-                undo.append(_Put(container, _copy(container)))
-                _Put(container, contents)()
+            if not has(container, contents):
+                undo.append(partial(put, container, copy_of(container)))
+                put(container, contents)
         for each in self._bytes:
             each.restore(undo, self._running)
 
@@ -248,13 +282,20 @@ def _bytes(around: Surroundings) -> Iterator[_Bytes]:
                     left_alone = quiet.get((name, module.training), False)
                     copied = t.nbytes <= _LARGE and not left_alone
                     yield _Bytes(t, True, (module, name), copied)
-    for held in around.attributes:
-        for t in held.values():
+    for held in (*around.attributes, *around.given):
+        for t in _values(held):
             if may_change(t) and not isinstance(t, nn.Parameter):
                 yield _Bytes(t, False, None, t.nbytes <= _SMALL)
     for t in around.tensors:
         if may_change(t) and not isinstance(t, nn.Parameter):
             yield _Bytes(t, False, None, t.nbytes <= _SMALL)
+
+
+def _values(held: Any) -> Any:
+    """The values of a mapping, or the items of another container; none where there are many."""
+    if len(held) > _MANY:
+        return ()
+    return held.values() if type(held) in MAPPINGS else held
 
 
 def _memory(t: Tensor) -> Tensor:
@@ -280,44 +321,7 @@ class _Write:
             memory.copy_(self.contents)
         else:  # resized, as observers of ranges do at their first call
             self.tensor.data = self.contents.clone()
-        _set_versions((self.tensor,), (self.version,))
-
-
-class _Put:
-    """Gives a container contents, and touches only what differs."""
-
-    __slots__ = ("container", "contents")
-
-    def __init__(self, container: Any, contents: Any) -> None:
-        self.container, self.contents = container, contents
-
-    def __call__(self) -> None:
-        to, contents = self.container, self.contents
-        if type(to) is list:
-            to[:] = contents
-        elif type(to) in MAPPINGS:
-            for key in [key for key in to if key not in contents]:
-                del to[key]
-            for key, value in contents.items():
-                if to.get(key, _MISSING) is not value:
-                    to[key] = value
-        else:
-            to.clear()
-            to.update(contents) if type(to) is set else to.extend(contents)
-
-
-def _copy(container: Any) -> Any:
-    return dict(container) if type(container) in MAPPINGS else list(container)
-
-
-def _is_same(container: Any, contents: Any) -> bool:
-    if len(container) != len(contents):
-        return False
-    if type(container) in MAPPINGS:
-        if any(map(operator.is_not, container, contents)):
-            return False
-        return all(map(operator.is_, container.values(), contents.values()))
-    return all(map(operator.is_, container, contents))
+        set_versions((self.tensor,), (self.version,))
 
 
 def _is_state(value: Any) -> bool:
@@ -335,35 +339,25 @@ def _without_graph(value: Any) -> Any:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What was under the names that have, or had, another state; `_MISSING` where nothing was."""
-    if _is_same(now, before):
+    """What was under the names that have, or had, another state; `MISSING` where nothing was."""
+    if has(now, before):
         return {}
     changed = {}
     for name in {**before, **now}:
-        then, value = before.get(name, _MISSING), now.get(name, _MISSING)
+        then, value = before.get(name, MISSING), now.get(name, MISSING)
         if then is not value and (_is_state(then) or _is_state(value)):
             changed[name] = then
     return changed
 
 
-def _set_item(held: dict[str, Any], name: str, value: Any, undo: Undo) -> None:
-    now = held.get(name, _MISSING)
-    if now is not value:
-        undo.append(lambda: _set_item(held, name, now, []))
-        if value is _MISSING:
-            del held[name]
-        else:
-            held[name] = value
-
-
 def _set_name(place: Any, name: str, value: Any, undo: Undo) -> None:
     if isinstance(place, dict):
-        _set_item(place, name, value, undo)
+        set_item(place, name, value, undo)
         return
     now = _value_of(place, name)
     if now is not value:
         undo.append(lambda: _set_name(place, name, now, []))
-        if value is _MISSING:
+        if value is MISSING:
             delattr(place, name)
         else:
             setattr(place, name, value)
@@ -371,8 +365,8 @@ def _set_name(place: Any, name: str, value: Any, undo: Undo) -> None:
 
 def _value_of(place: Any, name: str) -> Any:
     if isinstance(place, dict):
-        return place.get(name, _MISSING)
+        return place.get(name, MISSING)
     try:
         return getattr(place, name)
     except ValueError:  # a cell that nothing is bound to
-        return _MISSING
+        return MISSING

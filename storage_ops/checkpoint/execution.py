@@ -1,5 +1,5 @@
 """What a forward depends on besides its arguments: random numbers, autocast, modes and defaults,
-and what is in the places that it reaches (`effects`)."""
+the hooks of modules (`calls`), and what is in the places that it reaches (`effects`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from storage_ops.checkpoint.calls import Calls
 from storage_ops.checkpoint.effects import Effects
 from storage_ops.checkpoint.reachable import Surroundings
 
@@ -182,6 +183,7 @@ class ExecutionState:
         self._current = torch.cuda.current_device() if "cuda" in types else -1
         self._settings = [get() for get, _ in _SETTINGS]
         self._training = [(module, module.training) for module in around.modules]
+        self._calls = Calls(around.modules)
         self.effects = Effects(around)
         self._rng: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         if not preserve_rng_state:
@@ -232,6 +234,7 @@ class ExecutionState:
             if module.training != training:
                 put = functools.partial(setattr, module, "training")
                 self._set(put, training, module.training)
+        self._calls.restore(self._undo)
         self.effects.restore(self._undo)
         for get, put, state in self._rng:
             self._set(put, state, get())

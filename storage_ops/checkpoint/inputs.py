@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops.checkpoint.makers import maker_of
-from storage_ops.checkpoint.saved import fail_modified, stride_of
+from storage_ops.checkpoint.saved import fail, stride_of
+
+_MODIFIED = "modified by an inplace operation"  # as torch says it
 
 
 class _HoldInputs(torch.autograd.Function):
@@ -77,9 +79,14 @@ class Inputs:
             if i in self._same:
                 t, version = self._same[i]
                 if t._version != version:
-                    fail_modified(region, t)
+                    fail_argument(region, self._at[i], len(self.plain) + len(self._at), self._spec)
             else:
-                t = kept[i]()
+                try:
+                    t = kept[i]()
+                except RuntimeError as error:
+                    if _MODIFIED not in str(error):
+                        raise
+                    fail_argument(region, self._at[i], len(self.plain) + len(self._at), self._spec)
             t = like.make(t)
             if like.needs_grad:
                 self._again.append((t, len(t._backward_hooks or ())))
@@ -88,6 +95,27 @@ class Inputs:
             return tuple(flat), {}
         args, kwargs = tree_unflatten(flat, self._spec)
         return args, kwargs
+
+
+def fail_argument(region: str, at: int, leaves: int, spec: Any) -> NoReturn:
+    """Raise the error for an argument of a region that was modified in place.
+
+    Args:
+        region: its name.
+        at: which of the leaves of the arguments.
+        leaves: how many there are.
+        spec: the tree of the arguments by position and by name; None for plain tensors.
+    """
+    name: Any = at
+    if spec is not None:
+        args, kwargs = tree_unflatten(range(leaves), spec)
+        named = (*enumerate(args), *((repr(key), value) for key, value in kwargs.items()))
+        name = next(key for key, value in named if at in tree_leaves(value))
+    fail(
+        f"argument {name} of {region}, or a tensor in it, was modified in place between forward "
+        f"and recompute, or by {region} itself; expected a new tensor in place of the write, as "
+        "torch.cat makes one, or a copy as the argument if later code writes it"
+    )
 
 
 class TensorTraits:

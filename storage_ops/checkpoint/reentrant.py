@@ -7,15 +7,17 @@ forward as a `Region` does.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops.checkpoint.execution import ExecutionState
-from storage_ops.checkpoint.inputs import TensorTraits
+from storage_ops.checkpoint.inputs import TensorTraits, fail_argument
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.region import Options
 from storage_ops.checkpoint.saved import fail_modified
@@ -51,6 +53,10 @@ def run_reentrant(
         )
     call = _ReentrantCall(fn, args, kwargs, leaves, spec, options, name, parameters)
     outputs = torch_checkpoint(call, *leaves, use_reentrant=True, preserve_rng_state=False)
+    node = next((t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn), None)
+    # Hooks of saved tensors, where there are any, keep another tensor than the argument.
+    if node is not None and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        node.register_prehook(call.check_arguments)
     return tree_unflatten(list(outputs), call.result)
 
 
@@ -79,6 +85,9 @@ class _ReentrantCall:
             Surroundings.of(fn, plain, tensors), options.preserve_rng_state
         )
         self._versions = [(p, p._version) for p in parameters]
+        self._given = [
+            (i, weakref.ref(t), t._version) for i, t in enumerate(leaves) if isinstance(t, Tensor)
+        ]
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
         if self._first is not None:
@@ -88,14 +97,22 @@ class _ReentrantCall:
             self._versions = [(p, p._version) for p, _ in self._versions]
             self._warn_of_tensors(args, kwargs, leaves)
         else:
+            writes = self._state.effects.without_repeated_writes(self._name, self._checks)
             self._check()
             like = iter(self._like)
             again = [next(like).make(t) if isinstance(t, Tensor) else t for t in leaves]
             args, kwargs = tree_unflatten(again, self._spec)
-            with self._state:
+            with self._state, writes:
                 outputs = self._fn(*args, **kwargs)
         flat, self.result = tree_flatten(outputs)
         return tuple(flat)
+
+    def check_arguments(self, gradients: Any) -> None:
+        """Raise if an argument was modified in place, before torch does without its name."""
+        for i, ref, version in self._given:
+            t = ref()
+            if t is not None and t._version != version:
+                fail_argument(self._name, i, self._spec.num_leaves, self._spec)
 
     def _check(self) -> None:
         if not self._checks:

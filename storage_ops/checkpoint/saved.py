@@ -14,6 +14,8 @@ _PIECE = 1 << 20  # elements that are mixed at a time
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
+set_versions: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_version_counter
+
 
 def fail(what: str) -> NoReturn:
     """Raise the error that a user of a checkpoint sees."""

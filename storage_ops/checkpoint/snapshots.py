@@ -63,10 +63,23 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[FunctionalTens
             _sync(t)
             slot: Any = get_proxy_slot(torch._from_functional_tensor(t.elem), tracing.tracer, None)
             node = None if slot is None else slot.proxy.node
-            while node is not None and node.op == "call_function" and is_view(node.target):
+            while node is not None and (_is_view(node) or _is_clone_of_input(node)):
                 node = node.args[0]
             if node is not None and node.op == "placeholder":
                 yield t, node
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_view(node.target)
+
+
+def _is_clone_of_input(node: fx.Node) -> bool:
+    """Return True for the clone that stands for a parameter that the graph modifies.
+
+    AOTAutograd makes it before any region, in place of an input that needs a gradient.
+    """
+    cloned = node.target is torch.ops.aten.clone.default and "recompute" not in node.meta
+    return cloned and isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder"
 
 
 def _read_a_copy(node: fx.Node) -> None:

@@ -141,7 +141,7 @@ class _TiledCall:
         ]
         self.parameters = list(numbers)
         # Held before anything runs: a checkpoint around the module needs to run again up to here.
-        self._inputs: Inputs | None = Inputs((x, *self.parameters), {})
+        self._inputs: Inputs | None = Inputs((x,), {"parameters": self.parameters})
         around = Surroundings.of(pieces.host.run, (), self._inputs.tensors)
         self._state: ExecutionState | None = ExecutionState(around, preserve_rng_state=True)
         self._inputs.forget()
@@ -171,13 +171,15 @@ class _TiledCall:
                 "is needed in a second backward pass, but the first one freed its input; use "
                 "retain_graph=True",
             )
-        (x, *parameters), _ = self._inputs.again(pieces.name)
-        self._inputs.forget_new_hooks()
         self._state.effects.check(pieces.name)
+        writes = self._state.effects.without_repeated_writes(pieces.name, checks=True)
+        (x,), others = self._inputs.again(pieces.name)
+        parameters = others["parameters"]
+        self._inputs.forget_new_hooks()
         sums = [_Sum(p, needs) for p, needs in zip(parameters, needed[1:], strict=True)]
         gradient_of_x = torch.empty_like(x) if needed[0] else None
         at = 0
-        with self._state, self._with([each.leaf for each in sums]):
+        with self._state, writes, self._with([each.leaf for each in sums]):
             for tile in pieces.of(x.detach()):
                 where = (pieces.dim, at, tile.shape[pieces.dim])
                 at += where[2]

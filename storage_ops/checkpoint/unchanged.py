@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from storage_ops.checkpoint.containers import copy_of, put
 from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
 
 _PLAIN = (Tensor, str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType)
@@ -33,13 +33,13 @@ def unchanged(*roots: Any) -> Iterator[None]:
     and Python's own; the contents of containers; and all that of what these hold. Tensors keep what
     is written to them.
     """
-    before = [(container, _copy(container)) for container in _containers(roots)]
+    before = [(container, copy_of(container)) for container in _containers(roots)]
     try:
         with without_cached_parametrizations():
             yield
     finally:
         for container, contents in before:
-            _put(container, contents)
+            put(container, contents)
 
 
 def _containers(roots: Iterable[Any]) -> Iterator[Any]:
@@ -80,32 +80,6 @@ def _attributes(value: Any) -> tuple[dict[str, Any], ...]:
         return (object.__getattribute__(value, "__dict__"),)
     except AttributeError:
         return ()
-
-
-def _copy(container: Any) -> Any:
-    return dict(container) if type(container) in MAPPINGS else list(container)
-
-
-def _put(container: Any, contents: Any) -> None:
-    """Give a container contents, where it has others; in the order that they had."""
-    now = _copy(container)
-    if type(container) in MAPPINGS:
-        if _are_same(now, contents):
-            for key, value in contents.items():
-                if now[key] is not value:
-                    container[key] = value
-            return
-    elif _are_same(now, contents):
-        return
-    container.clear()
-    fill: Callable[[Any], None] = (
-        container.update if hasattr(container, "update") else container.extend
-    )
-    fill(contents)
-
-
-def _are_same(now: Any, before: Any) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 @contextlib.contextmanager
