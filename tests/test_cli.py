@@ -1,4 +1,6 @@
+import argparse
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -10,6 +12,8 @@ import torch
 
 import storage_ops
 from storage_ops import cli, matmul
+from storage_ops.loss.devices import DEFAULT_GPU, named
+from storage_ops.memory.rates import rates_for
 
 
 def test_info_as_json(capsys):
@@ -129,10 +133,34 @@ def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
             assert "drawn by matplotlib, which is not" in capsys.readouterr().err
 
 
-def test_plan_without_a_gpu_is_for_an_h200(capsys, monkeypatch):
+@pytest.mark.parametrize("device", [[], ["--device", "cuda"]])
+def test_plan_without_a_device_is_for_the_default_gpu(device, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert cli.main(PLAN[:-2]) == 0
-    assert "rates              H200" in capsys.readouterr().out
+    assert cli.main([*PLAN[:-2], *device]) == 0
+    assert "rates              H100 SXM" in capsys.readouterr().out
+
+
+def test_plan_for_cuda_is_for_the_gpu_that_torch_finds(capsys, monkeypatch):
+    monkeypatch.setattr("storage_ops.loss.plan.default_device", lambda: "a100")
+    assert cli.main([*PLAN[:-2], "--device", "cuda"]) == 0
+    assert "rates              A100" in capsys.readouterr().out
+
+
+def test_every_command_and_function_predicts_for_one_gpu():
+    """Where no device is named, and for models on the meta device."""
+    parser = argparse.ArgumentParser()
+    for number, name in enumerate(("plan", "will-it-fit", "fit")):
+        if not number:
+            parsers = parser.add_subparsers()
+        cli.COMMANDS[name].add_arguments(parsers.add_parser(name))
+    sizes = ["--tokens", "1", "--hidden", "1", "--vocab", "1"]
+    step = ["--hf-config", "x", "--seq", "1"]
+    given = {"plan": sizes, "will-it-fit": step, "fit": step}
+    found = {parser.parse_args([name, *options]).device for name, options in given.items()}
+    judge = inspect.signature(storage_ops.memory.will_it_fit)
+    assert found == {judge.parameters["device"].default} == {DEFAULT_GPU}
+    meta = torch.nn.Linear(2, 2, device="meta")
+    assert rates_for(None, meta) is named(DEFAULT_GPU)
 
 
 def test_plan_needs_no_torch(tmp_path):
@@ -161,7 +189,7 @@ def script(*arguments):
 def test_the_script_plans_without_importing_torch(capsys):
     result = script(*PLAN[1:-2], "--json")
     assert result.returncode == 0, result.stderr
-    assert cli.main([*PLAN, "--json"]) == 0
+    assert cli.main([*PLAN[:-2], "--json"]) == 0
     assert json.loads(result.stdout) == json.loads(capsys.readouterr().out)
 
 

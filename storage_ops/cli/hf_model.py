@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.loss.devices import DEVICES
+from storage_ops.cli import output
 from storage_ops.loss.plan import dtype_name
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
     )
     parser.add_argument("--budget", default="80GiB", help="such as 70GiB (default: 80GiB)")
-    parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: h100)")
+    output.add_device(parser)
 
 
 def optimizer_named(name: str) -> type[Optimizer] | None:

@@ -9,12 +9,22 @@ from typing import Any
 
 from rich.console import Console
 
+from storage_ops.loss.devices import DEFAULT_GPU, DEVICES
 from storage_ops.pictures import check_drawable
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Declare --json."""
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Declare --device."""
+    parser.add_argument(
+        "--device",
+        default=DEFAULT_GPU,
+        help=f"{', '.join(DEVICES)}, or cuda: the GPU that torch finds (default: {DEFAULT_GPU})",
+    )
 
 
 def print_json(facts: Any) -> None:

@@ -16,7 +16,7 @@ import storage_ops
 from storage_ops.cli import output
 from storage_ops.loss import plan as plans
 from storage_ops.loss import planner, schedule
-from storage_ops.loss.devices import DEVICES, Rates, named
+from storage_ops.loss.devices import DEFAULT_GPU, Rates, named
 from storage_ops.loss.planner import Plan
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate-dtype", help="of the sums of 16-bit gradients")
     parser.add_argument("--logits-dtype", help="of the tiles: that of --dtype, or fp32")
     parser.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
-    parser.add_argument(
-        "--device", help=f"{', '.join(DEVICES)} (default: the GPU that torch finds, else h200)"
-    )
+    output.add_device(parser)
     output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw time against budget into this file")
 
@@ -85,11 +83,12 @@ def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
     )
 
 
-def _device(name: str | None) -> str:
-    if name is not None:
+def _device(name: str) -> str:
+    """Return the name of the rates of a device; "cuda" is the GPU that torch finds, if any."""
+    if name != "cuda":
         return name
     present = "cpu" if storage_ops.import_error is not None else plans.default_device()
-    return "h200" if present == "cpu" else present
+    return DEFAULT_GPU if present == "cpu" else present
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -407,7 +407,7 @@ def test_labels_that_are_ignored(ignored, frozen, options):
     assert unknown.peak_bytes > 0
 
 
-@pytest.mark.parametrize("device, rates", [("h100", "h100"), ("a100", "a100"), (None, "h200")])
+@pytest.mark.parametrize("device, rates", [("h100", "h100"), ("a100", "a100"), (None, "h100")])
 def test_a_loss_plans_for_the_gpu_that_is_simulated(monkeypatch, device, rates):
     """Its chunks are those of that GPU, and so is what products and row kernels take."""
     asked, choose = [], planner.choose
