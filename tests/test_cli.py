@@ -99,17 +99,52 @@ def test_plan_is_drawn(tmp_path):
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        (["--budget", "1MiB"], "expected at least 18219520 (17.4 MiB)"),
+        (["--budget", "1MiB"], "--budget is 1048576 bytes; expected at least 18219520 (17.4 MiB)"),
         (["--budget", "much"], "--budget is 'much'; expected a number of bytes"),
-        (["--dtype", "int8"], "dtype is 'int8'; expected one of float64"),
-        (["--device", "tpu"], "device is 'tpu'; expected one of cpu, h200"),
-        (["--grads", "output"], "grads is ['output']; expected a sequence of some of"),
+        (["--dtype", "int8"], "--dtype is 'int8'; expected one of float64"),
+        (["--device", "tpu"], "--device is 'tpu'; expected one of cpu, h200"),
+        (
+            ["--grads", "output"],
+            "--grads is output; expected a sequence of some of input, weight, bias",
+        ),
     ],
 )
 def test_plan_complains(options, complaint, capsys):
     assert cli.main([*PLAN, *options]) == 2
     captured = capsys.readouterr()
     assert complaint in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("options", "stream"),
+    [([*PLAN, "--json"], 1), (PLAN, 1), (["info"], 1), (["info", "--json"], 1),
+     ([*PLAN, "--device", "tpu"], 2)],
+)  # fmt: skip
+def test_a_reader_that_goes_away_is_no_error(options, stream, unbuffered):
+    """As in `... | head`: nothing is complained of, and the status is that of a broken pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "storage_ops", *options],
+            stdout=write if stream == 1 else subprocess.PIPE,
+            stderr=write if stream == 2 else subprocess.PIPE,
+            cwd=Path(storage_ops.__file__).parents[1], timeout=60,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    assert result.returncode == 141
+    assert not result.stdout and not result.stderr
+
+
+def test_the_script_has_no_reader():
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        result = script(*PLAN[1:], stdout=pipe)
+    assert result.returncode == 141 and result.stderr == ""
 
 
 def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
@@ -174,15 +209,15 @@ def test_plan_needs_no_torch(tmp_path):
     assert "rates              H200" in result.stdout
 
 
-def script(*arguments):
+def script(*arguments, stdout=subprocess.PIPE):
     """`storage-ops-plan`, and whether it imported torch."""
     code = (
         "import sys, storage_ops_plan as s; code = s.main(); "
         "sys.exit(code if sys.modules['torch'] is None else 'torch was imported')"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60,
-        cwd=Path(storage_ops.__file__).parents[1],
+        [sys.executable, "-c", code, *arguments], stdout=stdout, stderr=subprocess.PIPE,
+        text=True, timeout=60, cwd=Path(storage_ops.__file__).parents[1],
     )  # fmt: skip
 
 

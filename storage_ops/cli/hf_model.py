@@ -40,6 +40,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_device(parser)
 
 
+def command(name: str, args: argparse.Namespace) -> list[str]:
+    """Return the words of a command line for the same step of the same model.
+
+    Options are those of `add_arguments`, without the ones that have their defaults.
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["python", "-m", "storage_ops", name]
+    for action in parser._actions:
+        value = getattr(args, action.dest, action.default)
+        if value != action.default:
+            words.append(action.option_strings[0])
+            words += [] if value is True else [str(value)]
+    return words
+
+
 def optimizer_named(name: str) -> type[Optimizer] | None:
     """A class of torch.optim by its name in any case; None for "none".
 

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         rates = named(device)
         chosen = planner.choose(p, given, rates)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        output.complain(str(error))
+        output.complain(error, args)
         return 2
     budget = planner.default_budget(p) if given is None else given
     found = curve(p, rates, budget)

@@ -60,6 +60,7 @@ class FitPlan(Tabular):
         totals: peak in bytes and seconds added of other plans, "none" and "full checkpoint"; peaks
             as computed from single layers, or simulated where that is not exact.
         step_seconds: of a step without recomputing, predicted; the optimizer not counted.
+        hint: arguments of `fit` that would spare more, in a sentence; "" where there are none.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
@@ -78,7 +79,7 @@ class FitPlan(Tabular):
         self._is_applied = False
         self.peak_bytes, self.seconds, self.budget = peak_bytes, seconds, budget
         self.device, self.rows, self.totals = device, rows, totals
-        self.step_seconds, self._hint = step_seconds, hint
+        self.step_seconds, self.hint = step_seconds, hint
 
     def apply(self) -> nn.Module:
         """Change the layers of the model; an error leaves all as it was.
@@ -159,6 +160,10 @@ class FitPlan(Tabular):
         }
 
     def __rich__(self) -> Table:
+        return self.table(self.hint)
+
+    def table(self, hint: str) -> Table:
+        """A table of the layers by action, with a hint below it."""
         from rich import box
         from rich.table import Table
 
@@ -172,7 +177,7 @@ class FitPlan(Tabular):
             f"{name}: peak {readable(highest, up=True)}, {metric(seconds, 's')} added"
             for name, (highest, seconds) in self.totals.items()
         ]
-        lines += [self._hint] if self._hint else []
+        lines += [hint] if hint else []
         table = Table(title="Fit", caption="\n".join(lines), box=box.SIMPLE_HEAD)
         for name in ("layers", "action", "bytes kept", "at the peak", "seconds added"):
             words = name in ("layers", "action")

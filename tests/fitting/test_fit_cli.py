@@ -98,16 +98,18 @@ def test_it_cannot_fit(command, tmp_path, capsys):
     for more in ([], ["--json", "--save", str(saved)]):
         assert cli.main([*command, "--budget", "1MiB", *more]) == 1
         told = capsys.readouterr()
-        assert "budget is 1 MiB" in told.err and "fits into is" in told.err and not told.out
+        assert "--budget is 1 MiB" in told.err and "fits into is" in told.err and not told.out
+        spared = "--actions output_discard selective full linear_cross_entropy does without the log"
+        assert spared in told.err
     assert not saved.exists()
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--actions", "tiles"], "actions has 'tiles'"),
+        (["--actions", "tiles"], "--actions has 'tiles'"),
         (["--budget", "all"], "--budget is 'all'"),
-        (["--device", "h1"], "device is 'h1'"),
+        (["--device", "h1"], "--device is 'h1'"),
         (["--optimizer", "best"], "--optimizer is best"),
         (["--hf-config", "no.json"], "--hf-config is no.json"),
         (["--save", "no/such/fit.json"], "no/such/fit.json"),
