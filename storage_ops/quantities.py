@@ -8,6 +8,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from storage_ops.optional import required
+
 WIDTH = 110  # characters of a table where there is no terminal: as many as a page of the docs shows
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _NUMBER = r"(\d+\.?\d*|\.\d+)(E[+-]?\d+)?"
@@ -61,11 +63,11 @@ class Tabular:
     """What prints as the table that its `__rich__` makes, in a notebook too."""
 
     def __str__(self) -> str:
-        from rich.console import Console
+        Console = required("rich.console", "a table").Console
 
         console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
         console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+        return console.file.getvalue()  # type: ignore[no-any-return]
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/plain": str(self)}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from storage_ops.checkpoint.op_names import resolve
 from storage_ops.checkpoint.policies import NAMED, Policy
+from storage_ops.optional import required
 
 Mode = Literal["full", "selective", "output_discard"]
 MODES = ("full", "selective", "output_discard")
@@ -230,12 +231,7 @@ class ActivationCheckpointConfig:
             >>> storage_ops.ActivationCheckpointConfig.from_yaml(text).layer_names
             ['layers.*']
         """
-        try:
-            import yaml
-        except ImportError as error:
-            raise ImportError(
-                f"from_yaml needs PyYAML: {error}. Run: pip install pyyaml"
-            ) from error
+        yaml = required("yaml", "from_yaml")
         try:
             values = yaml.safe_load(_text_of(source, (".yaml", ".yml")))
         except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage_ops.cli import output
 from storage_ops.loss.plan import dtype_name
+from storage_ops.optional import required
 
 if TYPE_CHECKING:
     import torch
@@ -99,12 +100,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     import torch
 
     dtype = getattr(torch, dtype_name(args.dtype))
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"--hf-config needs transformers: {error}. Run: pip install transformers"
-        ) from error
+    transformers = required("transformers", "--hf-config")
     try:
         path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
         read = json.loads(path.read_text())

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from storage_ops.loss.devices import DEFAULT_GPU, DEVICES
-from storage_ops.pictures import check_drawable
+from storage_ops.optional import check_drawable
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +86,8 @@ def in_flags(text: str, args: argparse.Namespace) -> str:
         text = re.sub(rf"{said}=(?=[\w'(\[])", f"{flag} ", text)
         text = re.sub(rf"^{said}(?= (?:is|has) )", flag, text)
     text = re.sub(rf"(--[\w-]+) [\[(]({_WORDS})[\])]", _words_after, text)
+    in_python = "call storage_ops.memory.will_it_fit in Python with assume="
+    text = text.replace("pass assume=", in_python)  # which no command has
     # Lists of Python, and None: an option that is not given.
     text = re.sub(rf"[\[(]({_WORDS})[\])]", lambda found: found[1].replace("'", ""), text)
     return re.sub(r", or None\b", "", text)

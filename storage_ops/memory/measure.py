@@ -116,7 +116,8 @@ class Measurement:
                 (matplotlib), such as ".png" or ".svg".
 
         Raises:
-            ModuleNotFoundError: the library that draws it is not installed; names it.
+            ModuleNotFoundError: the library that draws it is not installed; the error names it
+                and the command that installs it.
             ValueError: nothing was allocated, or matplotlib does not know the ending.
 
         Example:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage_ops.memory.measure import Life, Measurement
 from storage_ops.memory.owners import BUFFERS, GRADIENTS, PARAMETERS, STATE, kind_of
-from storage_ops.pictures import check_drawable
+from storage_ops.optional import check_drawable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
