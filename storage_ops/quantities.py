@@ -60,7 +60,7 @@ def metric(value: float, unit: str) -> str:
 
 
 class Tabular:
-    """What prints as the table that its `__rich__` makes, in a notebook too."""
+    """An object that prints as the table that its `__rich__` makes; a notebook shows it as HTML."""
 
     def __str__(self) -> str:
         Console = required("rich.console", "a table").Console
@@ -70,4 +70,19 @@ class Tabular:
         return console.file.getvalue()  # type: ignore[no-any-return]
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self)}
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+    def _repr_html_(self) -> str:
+        from storage_ops.tables import html_of
+
+        return html_of(self.__rich__())  # type: ignore[attr-defined]
+
+
+class InLines:
+    """An object whose text is a title and lines of columns; a notebook shows a table."""
+
+    def _repr_html_(self) -> str:
+        required("rich", "a table")
+        from storage_ops.tables import html_of_lines
+
+        return html_of_lines(str(self))

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 import storage_ops
 from storage_ops.cli import output
@@ -20,6 +20,7 @@ from storage_ops.loss.devices import DEFAULT_GPU, Rates, named
 from storage_ops.loss.planner import Plan
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
+from storage_ops.tables import Grid
 
 HELP = "how linear cross-entropy will use a memory budget"
 COLORS = {
@@ -149,30 +150,29 @@ def _facts(p: Problem, device: str, budget: int, chosen: Plan, found: Curve) -> 
     }
 
 
-def _table(found: Curve, rates: Rates, budget: int) -> Table:
-    table = Table(
-        title=f"What other budgets buy, predicted for {rates.name}",
-        caption=f"tiles: how many, and of how many tokens x classes; all logits are "
-        f"{readable(found.logits)}\nx floor: time over the {metric(found.floor, 's')} that the "
-        "products take, each formed once",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in ("budget", "strategy", "tiles", "peak", "time", "x floor"):
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
-    before = found.points[0][1].strategy
-    for point, plan in found.points:
-        if plan.strategy != before:
-            table.add_section()
-        before = plan.strategy
-        mark = "> " if point == budget else ""
-        table.add_row(
-            f"{mark}{readable(point, up=True)}",
-            f"[{COLORS[plan.strategy]}]{plan.strategy}[/]",
+def _table(found: Curve, rates: Rates, budget: int) -> Grid:
+    rows = [
+        (
+            f"{'> ' if point == budget else ''}{readable(point, up=True)}",
+            Text(plan.strategy, COLORS[plan.strategy]),
             f"{plan.num_chunks}x{plan.num_slices} of {plan.rows}x{plan.widest}",
             readable(plan.peak_bytes, up=True),
             metric(plan.seconds, "s"),
             f"{plan.seconds / found.floor:.2f}" if found.floor else "",
-            style="bold" if mark else None,
         )
-    return table
+        for point, plan in found.points
+    ]
+    pairs = zip(found.points, found.points[1:], strict=False)
+    return Grid(
+        f"What other budgets buy, predicted for {rates.name}",
+        ("budget", "strategy", "tiles", "peak", "time", "x floor"),
+        rows,
+        f"tiles: how many, and of how many tokens x classes; all logits are "
+        f"{readable(found.logits)}\nx floor: time over the {metric(found.floor, 's')} that the "
+        "products take, each formed once",
+        words=("strategy",),
+        optional=("tiles", "x floor", "peak"),
+        sections=[i for i, (a, b) in enumerate(pairs) if a[1].strategy != b[1].strategy],
+        bold=[i for i, (point, _) in enumerate(found.points) if point == budget],
+        box=box.SIMPLE_HEAD,
+    )

@@ -23,7 +23,7 @@ from storage_ops.fitting.units import Unit, units_of
 from storage_ops.quantities import Tabular, metric, readable
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from storage_ops.tables import Grid
 
 _FORMAT = 3
 _LAYERS = "settings of layers"
@@ -159,13 +159,22 @@ class FitPlan(Tabular):
             ],
         }
 
-    def __rich__(self) -> Table:
+    def __repr__(self) -> str:
+        name = class_of(uncompiled(self._model)).__name__
+        peak, budget = (readable(n, up=True) for n in (self.peak_bytes, self.budget))
+        return (
+            f"FitPlan({name}: peak {peak} of {budget}, {metric(self.seconds, 's')} added to a step "
+            f"on {self.device}, {'applied' if self._is_applied else 'not applied'})"
+        )
+
+    def __rich__(self) -> Grid:
         return self.table(self.hint)
 
-    def table(self, hint: str) -> Table:
+    def table(self, hint: str) -> Grid:
         """A table of the layers by action, with a hint below it."""
         from rich import box
-        from rich.table import Table
+
+        from storage_ops.tables import Grid
 
         share = f", {self.seconds / self.step_seconds:.1%} of {metric(self.step_seconds, 's')}"
         peak, budget = (readable(n, up=True) for n in (self.peak_bytes, self.budget))
@@ -178,19 +187,25 @@ class FitPlan(Tabular):
             for name, (highest, seconds) in self.totals.items()
         ]
         lines += [hint] if hint else []
-        table = Table(title="Fit", caption="\n".join(lines), box=box.SIMPLE_HEAD)
-        for name in ("layers", "action", "bytes kept", "at the peak", "seconds added"):
-            words = name in ("layers", "action")
-            table.add_column(name, justify="left" if words else "right", overflow="fold")
-        for row in self.rows:
-            table.add_row(
+        rows = [
+            (
                 f"{len(row.names)} x {_together(row.names)}",
                 row.action,
                 readable(row.kept_bytes),
                 readable(row.peak_bytes),
                 metric(row.seconds, "s"),
             )
-        return table
+            for row in self.rows
+        ]
+        return Grid(
+            "Fit",
+            ("layers", "action", "bytes kept", "at the peak", "seconds added"),
+            rows,
+            "\n".join(lines),
+            words=("layers", "action"),
+            optional=("bytes kept", "at the peak"),
+            box=box.SIMPLE_HEAD,
+        )
 
 
 def check_plain(model: nn.Module, loss: Any) -> None:

@@ -40,13 +40,14 @@ from storage_ops.memory.owners import (
     activations_of,
 )  # fmt: skip
 from storage_ops.progress import say, showing
+from storage_ops.quantities import InLines
 from storage_ops.storage.storage import share_storage
 
 _MIB = 1 << 20
 
 
 @dataclass
-class Estimate(Measurement):
+class Estimate(InLines, Measurement):
     """What a call takes on a GPU, from an empty GPU on: its inputs are part of every number.
 
     Printing it lists what is in memory at the peak.

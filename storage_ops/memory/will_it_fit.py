@@ -15,7 +15,7 @@ from storage_ops.memory.step import StepEstimate, simulate_step
 from storage_ops.quantities import Tabular, parse_bytes, readable
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from storage_ops.tables import Grid
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FitReport(Tabular):
     device: str
     step: StepEstimate = field(repr=False)
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Grid:
         margin = self.budget_bytes - self.peak_bytes
         verdict = f"fits, {readable(margin)} to spare" if self.fits else "does not fit"
         lacking = "" if self.fits else f", {readable(-margin, up=True)} too much"

@@ -431,7 +431,8 @@ def test_will_it_fit_answers_and_prints():
         assert report.fits is fits and report.peak_bytes == peak and report.budget_bytes == budget
     assert "does not fit" in str(report) and "activations of layers.*.mlp.gate" in str(report)
     assert report.by_owner["parameters"] == sum(p.nbytes for p in model.parameters())
-    assert report._repr_mimebundle_() == {"text/plain": str(report)}  # what a notebook shows
+    shown = {"text/plain": str(report), "text/html": report._repr_html_()}
+    assert report._repr_mimebundle_() == shown  # in a notebook
     assert "activations of layers.*.mlp.gate" in str(report.step)
     assert "Sample" not in repr(report.step) and "Block" not in repr(report.step)
 
