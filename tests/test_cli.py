@@ -94,6 +94,10 @@ def test_plan_is_drawn(tmp_path):
     picture = tmp_path / "plan.png"
     assert cli.main([*PLAN, "--budget", "400MiB", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    drawing = tmp_path / "plan.svg"
+    assert cli.main([*PLAN, "--budget", "400MiB", "--plot", str(drawing)]) == 0
+    words = drawing.read_text()
+    assert "on H200:" in words and "peak 399.4 MiB of 400 MiB" in words and "budget: 400" in words
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
         title = (
             f"Linear cross-entropy of {p.tokens} tokens, hidden size {p.hidden}, {p.vocab} classes,"
-            f" {plans.dtype_name(args.dtype)}, on {rates.name}"
+            f" {plans.dtype_name(args.dtype)}, on {rates.name}:\n"
+            f"peak {readable(chosen.peak_bytes, up=True)} of {readable(budget)}"
         )
         try:
             draw(args.plot, title, p, rates, found.floor, budget, chosen)

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             model, batch, args.budget, None, optimizer, args.device, args.accumulate
         )
         if args.plot is not None:
-            report.step.plot(args.plot)
+            report.step.plot(args.plot, report.budget_bytes)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         output.complain(error, args)
         return 2

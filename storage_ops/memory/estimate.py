@@ -182,7 +182,12 @@ def estimate(
         for optimizer in held.optimizers:
             made = tree_leaves(list(optimizer.state.values()))
             note_roles(roles, STATE, made, simulation)
-        estimated = Estimate(sent_bytes=dict(simulation.sent), **settle(ledger, roles))
+        estimated = Estimate(
+            sent_bytes=dict(simulation.sent),
+            subject=getattr(fn, "__name__", type(fn).__name__),
+            device="a GPU",
+            **settle(ledger, roles),
+        )
         del result
     return estimated
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.checkpoint.config_policy import class_of, uncompiled
 from storage_ops.loss.devices import DEVICES, Rates
 from storage_ops.memory.estimate import call_simulated, note_roles, settle, simulating
 from storage_ops.memory.estimate_assume import Assumption
@@ -181,6 +182,8 @@ def simulate_step(
         how = _How(*what, on_gpu, rates, workspace, assumption, accumulate)
         step = _quickly(model, how) or _simulate(model, how)
         step.batch = index
+        step.subject = f"Step of {class_of(uncompiled(model)).__name__}"
+        step.device = rates.name if device is None else str(device)
         steps.append(step)
     return max(steps, key=lambda step: step.peak_bytes)
 

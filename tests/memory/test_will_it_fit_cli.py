@@ -72,6 +72,8 @@ def test_complaints(command, options, complaint, capsys):
 
 def test_memory_is_drawn(command, tmp_path, capsys):
     assert cli.main([*command, "--plot", str(tmp_path / "memory.svg")]) == 0
-    assert "optimizer state" in (tmp_path / "memory.svg").read_text()
+    words = (tmp_path / "memory.svg").read_text()
+    assert "optimizer state" in words and "budget 80 GiB" in words
+    assert "Step of LlamaForCausalLM on h100: peak" in words
     assert cli.main([*command, "--plot", str(tmp_path / "none" / "memory.svg")]) == 2
     assert "expected a file in a folder that exists" in capsys.readouterr().err
