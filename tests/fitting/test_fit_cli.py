@@ -31,6 +31,10 @@ def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, caps
     shown = capsys.readouterr().out
     assert "of 71 MiB allowed" in " ".join(shown.split()) and "full checkpoint: peak" in shown
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+    drawing = tmp_path / "fit.svg"
+    assert cli.main([*command, *options[:2], "--plot", str(drawing)]) == 0
+    words = drawing.read_text()
+    assert "Fit of LlamaForCausalLM on H100 SXM: peak" in words and "budget 71 MiB" in words
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     config.use_cache = False
     model = transformers.LlamaForCausalLM(config).train()
