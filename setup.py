@@ -16,6 +16,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # setuptools runs this file without its folder on the path
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # setuptools runs this file without its folder on
 from build_tools import ninja_file, toolchain  # noqa: E402
 from build_tools.toolchain import minor_of, stop  # noqa: E402
 
+NO_NATIVE = "STORAGE_OPS_NO_NATIVE=1"
 PREBUILT = os.environ.get("STORAGE_OPS_PREBUILT_LIBS")
 
 
@@ -65,23 +67,41 @@ def kernels() -> list[Native]:
     return libs
 
 
-def natives() -> list[Native]:
-    """All that is compiled; nothing where STORAGE_OPS_NO_NATIVE=1, or where it cannot be.
+def why_pure() -> str:
+    """Why nothing is compiled: STORAGE_OPS_NO_NATIVE=1, or what is missing; "" if it is compiled.
 
     STORAGE_OPS_NO_NATIVE=0 insists, as `make` does: what is missing is an error then.
     """
     wanted = os.environ.get("STORAGE_OPS_NO_NATIVE", "")
     if wanted == "1":
-        return []
-    missing = toolchain.missing() if wanted != "0" else ""
-    if missing:
-        print(
-            f"storage_ops becomes a pure-Python package, for {missing}: slower, and sharing a "
-            "storage copies its bytes. With STORAGE_OPS_NO_NATIVE=0 this is an error.",
-            file=sys.stderr,
-        )
-        return []
-    return [Native("_build_info", "csrc/build_info.cpp"), *kernels()]
+        return NO_NATIVE
+    return "" if wanted == "0" else toolchain.missing()
+
+
+PURE = why_pure()
+
+
+def natives() -> list[Native]:
+    """Return the libraries to compile."""
+    return [] if PURE else [Native("_build_info", "csrc/build_info.cpp"), *kernels()]
+
+
+class BuildPython(build_py):
+    def run(self) -> None:
+        """Also write down why the package is pure Python, for `python -m storage_ops info`."""
+        super().run()
+        if PURE:
+            base = ROOT if self.editable_mode else Path(self.build_lib)
+            info = {"version": self.distribution.get_version(), "pure": PURE}
+            write_build_info(base, info)
+            if PURE != NO_NATIVE:
+                print(toolchain.PURE_WARNING.format(missing=PURE), file=sys.stderr, flush=True)
+
+
+def write_build_info(base: Path, info: dict[str, str]) -> None:
+    lib = base / "storage_ops/lib"
+    lib.mkdir(parents=True, exist_ok=True)
+    (lib / "build_info.json").write_text(json.dumps(info, indent=1) + "\n")
 
 
 class BuildNative(build_ext):
@@ -111,12 +131,10 @@ class BuildNative(build_ext):
 
     def complete(self, base: Path) -> None:
         """Add what is not built here to the folder of the libraries."""
-        lib = base / "storage_ops/lib"
-        lib.mkdir(parents=True, exist_ok=True)
+        write_build_info(base, self.build_info())
         if PREBUILT:
             for path in sorted(Path(PREBUILT).glob("lib*.so")):
-                shutil.copy2(path, lib)
-        (lib / "build_info.json").write_text(json.dumps(self.build_info(), indent=1) + "\n")
+                shutil.copy2(path, base / "storage_ops/lib")
 
     def build_info(self) -> dict[str, str]:
         version = self.distribution.get_version()
@@ -146,4 +164,4 @@ class BuildNative(build_ext):
         }
 
 
-setup(ext_modules=natives(), cmdclass={"build_ext": BuildNative})
+setup(ext_modules=natives(), cmdclass={"build_ext": BuildNative, "build_py": BuildPython})

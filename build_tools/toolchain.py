@@ -15,6 +15,15 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = platform.machine()  # x86_64 or aarch64: libraries are built where they run
 TARGET = (2, 10)  # the oldest torch whose stable ABI the kernel libraries use
+PURE_WARNING = """
+********************************************************************************
+WARNING: storage_ops is built without its native libraries: {missing}.
+It works in plain torch operations, slower. Sharing a storage copies its bytes,
+and reads of discarded tensors are not found.
+On Linux, install g++ (or set CXX) and install storage_ops again.
+STORAGE_OPS_NO_NATIVE=0 makes this an error, STORAGE_OPS_NO_NATIVE=1 accepts it.
+********************************************************************************
+"""
 Minor = tuple[int, ...]
 
 

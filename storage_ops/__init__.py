@@ -1,5 +1,6 @@
 """Free an activation's bytes, bind them back in place, and train large models in less memory."""
 
+import warnings as _warnings
 from typing import TYPE_CHECKING, Any
 
 from storage_ops import _library
@@ -25,6 +26,8 @@ else:
     from storage_ops.storage import kernels as _storage_kernels
 
     _status = _library.load()
+    if _warning := _library.warning(_status):
+        _warnings.warn(_warning, stacklevel=2)
     _storage_kernels.register(_status)
 
     from storage_ops import autochunk, graph, losses, memory, policies

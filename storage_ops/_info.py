@@ -30,7 +30,7 @@ def info(status: _library.Status) -> dict[str, Any]:
     build = _library.build_info()
     unit = build.get("cpu_capability", "")  # "": a CPython for which the package has no module
     facts: dict[str, Any] = {
-        "storage_ops": _library.version() + ("" if build else ", pure Python"),
+        "storage_ops": _library.version() + _purity(build),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -48,13 +48,20 @@ def info(status: _library.Status) -> dict[str, Any]:
         "missing": dict(status.missing),
         "build": build,
     }
-    found = problems(facts)
     if (installed := _library.hidden()) is not None:
-        found.append(
+        found = [
             f"{_library.FOLDER.parent} was imported, which are sources without libraries; what is "
             f"installed is {installed}: start python in another folder, or install with `-e`."
-        )
+        ]
+    else:
+        found = problems(facts)
     return {**facts, "problems": found}
+
+
+def _purity(build: Mapping[str, str]) -> str:
+    if build.get("compiler"):
+        return ""
+    return ", pure Python" + (f": {build['pure']}" if "pure" in build else "")
 
 
 def raises(read: Callable[[], object]) -> bool:
@@ -70,16 +77,21 @@ def problems(facts: Mapping[str, Any]) -> list[str]:
     """What should work on this machine and does not, one sentence each.
 
     Args:
-        facts: what `info` returns. A package without native libraries, or with them switched off,
-            is slower but whole: that is no problem.
+        facts: what `info` returns. A package that was built as pure Python by choice, or whose
+            native libraries are switched off, is slower but whole: that is no problem.
     """
-    version, skipped = facts["torch"], facts["skipped"]
-    if any("older than" in reason for reason in skipped.values()):
+    version, skipped, missing = facts["torch"], facts["skipped"], facts["missing"]
+    if any("older than" in reason for reason in (*skipped.values(), *missing.values())):
         return [f"torch {version} is older than 2.10, the oldest supported: update torch."]
     found = [f"{name}: {why}." for name, why in skipped.items() if why.startswith("loading failed")]
-    if not facts["build"].get("compiler") or _library.DISABLED in skipped.values():
+    if _library.DISABLED in skipped.values():
         return found
-    if _library.CPU in facts["missing"]:
+    build = facts["build"]
+    if not build.get("compiler"):
+        if _library.CPU in missing and not _library.is_pure_by_choice(build):
+            found.append(_without_libraries(missing, build))
+        return found
+    if _library.CPU in missing:
         found.append(f"{_library.CPU} is missing: reinstall storage_ops.")
     if facts["storage_path"] == "copy":
         found.append(
@@ -99,6 +111,18 @@ def problems(facts: Mapping[str, Any]) -> list[str]:
                 "build from source with TORCH_CUDA_ARCH_LIST."
             )
     return found
+
+
+def _without_libraries(missing: Mapping[str, str], build: Mapping[str, str]) -> str:
+    """Say which libraries a package lacks that was not compiled, the cost, and the remedy."""
+    why = build.get("pure", "they were never built")
+    return (
+        f"the native libraries are missing ({', '.join(missing)}): {why}. The loss runs in plain "
+        "torch operations, slower; sharing a storage copies its bytes; reads of discarded tensors "
+        "are not found. Install a C++ compiler (g++) and then storage_ops again, from its sources "
+        "with `pip install --no-build-isolation --force-reinstall --no-deps .`, or install a "
+        f"wheel. If pure Python is intended, build with {_library.NO_NATIVE}."
+    )
 
 
 def toolkit(build: Mapping[str, str], torch_cuda: str | None) -> str:

@@ -11,7 +11,8 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ FOLDER = Path(__file__).parent / "lib"
 OLDEST_TORCH = (2, 10)
 ALIAS_TORCH = (2, 12)  # first torch with UntypedStorage._swap_data_ptr_
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
+NO_NATIVE = "STORAGE_OPS_NO_NATIVE=1"  # of the build, as setup.py writes it down
 DISABLED = "STORAGE_OPS_DISABLE_NATIVE=1"
 
 
@@ -67,7 +69,7 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
     cuda = f"libstorage_ops_cu{cuda_version.partition('.')[0]}.so" if cuda_version else None
     if minor < OLDEST_TORCH:
         reason = f"torch {torch_version} is older than 2.10"
-        return LoadPlan((), dict.fromkeys(present, reason), {})
+        return LoadPlan((), dict.fromkeys(present, reason), {} if present else {CPU: reason})
     wanted, skipped, missing = [], {}, {}
     for name in present:
         if name in (CPU, cuda) or (name == binding and release):
@@ -118,10 +120,31 @@ def load() -> Status:
     return result
 
 
+def is_pure_by_choice(build: Mapping[str, str]) -> bool:
+    """Return True if no native library is wanted: the build said so, or this is not Linux."""
+    return build.get("pure") == NO_NATIVE or not sys.platform.startswith("linux")
+
+
+def warning(status: Status) -> str:
+    """Return the warning of an import that unintentionally loaded no native library, or ""."""
+    if status.loaded or CPU not in status.missing or is_pure_by_choice(build_info()):
+        return ""
+    return (
+        "storage_ops has no native libraries here: it is slower, and sharing a storage copies its "
+        "bytes. `python -m storage_ops info` says why, and what to do."
+    )
+
+
 def build_info() -> dict[str, str]:
-    """How the libraries were built: from the compiled module, or its JSON twin, or nothing."""
+    """How the libraries were built: from the compiled module, or its JSON twin, or nothing.
+
+    A pure-Python package has the key "pure": why no library was built.
+    """
     try:
         compiled: Any = importlib.import_module("storage_ops._build_info")
+        # The finder of an editable installation can answer with the module of another tree.
+        if Path(compiled.__file__).parent != FOLDER.parent:
+            raise ImportError("of another tree")
     except ImportError:
         twin = FOLDER / "build_info.json"
         return dict(json.loads(twin.read_text())) if twin.exists() else {}
@@ -143,10 +166,10 @@ def hidden() -> Path | None:
 
     So it is where python starts in a checkout after `pip install .`: it imports the sources.
     """
-    if FOLDER.is_dir():
+    if any(FOLDER.glob("*.so")):
         return None
     folders = (
         Path(str(found.locate_file("storage_ops")))
         for found in importlib.metadata.distributions(name="storage_ops")
     )
-    return next((folder for folder in folders if (folder / FOLDER.name).is_dir()), None)
+    return next((folder for folder in folders if any((folder / FOLDER.name).glob("*.so"))), None)

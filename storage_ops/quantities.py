@@ -8,6 +8,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from storage_ops.optional import required
+
 WIDTH = 110  # characters of a table where there is no terminal: as many as a page of the docs shows
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _NUMBER = r"(\d+\.?\d*|\.\d+)(E[+-]?\d+)?"
@@ -65,14 +67,29 @@ def metric(value: float, unit: str) -> str:
 
 
 class Tabular:
-    """What prints as the table that its `__rich__` makes, in a notebook too."""
+    """An object that prints as the table that its `__rich__` makes; a notebook shows it as HTML."""
 
     def __str__(self) -> str:
-        from rich.console import Console
+        Console = required("rich.console", "a table").Console
 
         console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
         console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+        return console.file.getvalue()  # type: ignore[no-any-return]
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self)}
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+    def _repr_html_(self) -> str:
+        from storage_ops.tables import html_of
+
+        return html_of(self.__rich__())  # type: ignore[attr-defined]
+
+
+class InLines:
+    """An object whose text is a title and lines of columns; a notebook shows a table."""
+
+    def _repr_html_(self) -> str:
+        required("rich", "a table")
+        from storage_ops.tables import html_of_lines
+
+        return html_of_lines(str(self))

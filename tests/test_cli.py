@@ -1,4 +1,6 @@
+import argparse
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -10,6 +12,8 @@ import torch
 
 import storage_ops
 from storage_ops import cli, matmul
+from storage_ops.loss.devices import DEFAULT_GPU, named
+from storage_ops.memory.rates import rates_for
 
 
 def test_info_as_json(capsys):
@@ -90,22 +94,61 @@ def test_plan_is_drawn(tmp_path):
     picture = tmp_path / "plan.png"
     assert cli.main([*PLAN, "--budget", "400MiB", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    drawing = tmp_path / "plan.svg"
+    assert cli.main([*PLAN, "--budget", "400MiB", "--plot", str(drawing)]) == 0
+    words = drawing.read_text()
+    assert "on H200:" in words and "peak 399.4 MiB of 400 MiB" in words and "budget: 400" in words
 
 
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        (["--budget", "1MiB"], "expected at least 18219520 (17.4 MiB)"),
+        (["--budget", "1MiB"], "--budget is 1048576 bytes; expected at least 18219520 (17.4 MiB)"),
         (["--budget", "much"], "--budget is 'much'; expected a number of bytes"),
-        (["--dtype", "int8"], "dtype is 'int8'; expected one of float64"),
-        (["--device", "tpu"], "device is 'tpu'; expected one of cpu, h200"),
-        (["--grads", "output"], "grads is ['output']; expected a sequence of some of"),
+        (["--dtype", "int8"], "--dtype is 'int8'; expected one of float64"),
+        (["--device", "tpu"], "--device is 'tpu'; expected one of cpu, h200"),
+        (
+            ["--grads", "output"],
+            "--grads is output; expected a sequence of some of input, weight, bias",
+        ),
     ],
 )
 def test_plan_complains(options, complaint, capsys):
     assert cli.main([*PLAN, *options]) == 2
     captured = capsys.readouterr()
     assert complaint in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("options", "stream"),
+    [([*PLAN, "--json"], 1), (PLAN, 1), (["info"], 1), (["info", "--json"], 1),
+     ([*PLAN, "--device", "tpu"], 2)],
+)  # fmt: skip
+def test_a_reader_that_goes_away_is_no_error(options, stream, unbuffered):
+    """As in `... | head`: nothing is complained of, and the status is that of a broken pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "storage_ops", *options],
+            stdout=write if stream == 1 else subprocess.PIPE,
+            stderr=write if stream == 2 else subprocess.PIPE,
+            cwd=Path(storage_ops.__file__).parents[1], timeout=60,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    assert result.returncode == 141
+    assert not result.stdout and not result.stderr
+
+
+def test_the_script_has_no_reader():
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        result = script(*PLAN[1:], stdout=pipe)
+    assert result.returncode == 141 and result.stderr == ""
 
 
 def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
@@ -119,20 +162,43 @@ def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
     for command in (PLAN, fit, ["will-it-fit", *fit[1:]]):
         assert cli.main([*command, "--plot", str(tmp_path / "plan.png")]) == 2
         captured = capsys.readouterr()
-        assert (
-            "matplotlib, which is not installed. Run: pip install 'storage_ops[plo" in captured.err
-        )
+        assert captured.err.endswith("which is not installed. Run: pip install matplotlib\n")
+        assert captured.err.startswith(f"drawing {tmp_path / 'plan.png'} needs")
         assert captured.out == ""  # nothing was worked out for it
     for command in (PLAN, fit):  # which draw images alone, whatever the ending
         for ending in (".html", ".pickle"):
             assert cli.main([*command, "--plot", str(tmp_path / f"plan{ending}")]) == 2
-            assert "drawn by matplotlib, which is not" in capsys.readouterr().err
+            assert "needs matplotlib, which is not" in capsys.readouterr().err
 
 
-def test_plan_without_a_gpu_is_for_an_h200(capsys, monkeypatch):
+@pytest.mark.parametrize("device", [[], ["--device", "cuda"]])
+def test_plan_without_a_device_is_for_the_default_gpu(device, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert cli.main(PLAN[:-2]) == 0
-    assert "rates              H200" in capsys.readouterr().out
+    assert cli.main([*PLAN[:-2], *device]) == 0
+    assert "rates              H100 SXM" in capsys.readouterr().out
+
+
+def test_plan_for_cuda_is_for_the_gpu_that_torch_finds(capsys, monkeypatch):
+    monkeypatch.setattr("storage_ops.loss.plan.default_device", lambda: "a100")
+    assert cli.main([*PLAN[:-2], "--device", "cuda"]) == 0
+    assert "rates              A100" in capsys.readouterr().out
+
+
+def test_every_command_and_function_predicts_for_one_gpu():
+    """Where no device is named, and for models on the meta device."""
+    parser = argparse.ArgumentParser()
+    for number, name in enumerate(("plan", "will-it-fit", "fit")):
+        if not number:
+            parsers = parser.add_subparsers()
+        cli.COMMANDS[name].add_arguments(parsers.add_parser(name))
+    sizes = ["--tokens", "1", "--hidden", "1", "--vocab", "1"]
+    step = ["--hf-config", "x", "--seq", "1"]
+    given = {"plan": sizes, "will-it-fit": step, "fit": step}
+    found = {parser.parse_args([name, *options]).device for name, options in given.items()}
+    judge = inspect.signature(storage_ops.memory.will_it_fit)
+    assert found == {judge.parameters["device"].default} == {DEFAULT_GPU}
+    meta = torch.nn.Linear(2, 2, device="meta")
+    assert rates_for(None, meta) is named(DEFAULT_GPU)
 
 
 def test_plan_needs_no_torch(tmp_path):
@@ -146,22 +212,22 @@ def test_plan_needs_no_torch(tmp_path):
     assert "rates              H200" in result.stdout
 
 
-def script(*arguments):
+def script(*arguments, stdout=subprocess.PIPE):
     """`storage-ops-plan`, and whether it imported torch."""
     code = (
         "import sys, storage_ops_plan as s; code = s.main(); "
         "sys.exit(code if sys.modules['torch'] is None else 'torch was imported')"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60,
-        cwd=Path(storage_ops.__file__).parents[1],
+        [sys.executable, "-c", code, *arguments], stdout=stdout, stderr=subprocess.PIPE,
+        text=True, timeout=60, cwd=Path(storage_ops.__file__).parents[1],
     )  # fmt: skip
 
 
 def test_the_script_plans_without_importing_torch(capsys):
     result = script(*PLAN[1:-2], "--json")
     assert result.returncode == 0, result.stderr
-    assert cli.main([*PLAN, "--json"]) == 0
+    assert cli.main([*PLAN[:-2], "--json"]) == 0
     assert json.loads(result.stdout) == json.loads(capsys.readouterr().out)
 
 

@@ -54,8 +54,9 @@ def test_sources_that_hide_what_is_installed_are_named(tmp_path, monkeypatch):
     facts.mkdir()
     (facts / "METADATA").write_text("Name: storage_ops\nVersion: 0.1.0\n")
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    assert _library.hidden() is None  # pure Python
     (tmp_path / "storage_ops/lib").mkdir(parents=True)
+    assert _library.hidden() is None  # pure Python
+    (tmp_path / "storage_ops/lib" / CPU).touch()
     assert _library.hidden() == tmp_path / "storage_ops"
     *_, last = storage_ops.info()["problems"]
     assert f"what is installed is {tmp_path / 'storage_ops'}: start python in another" in last
@@ -65,7 +66,30 @@ def test_what_was_chosen_is_no_problem():
     copying = {"storage_path": "copy", "zero_copy": False, "row_kernel": "plain torch"}
     disabled = {CPU: "STORAGE_OPS_DISABLE_NATIVE=1"}
     assert _info.problems(facts(**copying, skipped=disabled)) == []
-    assert _info.problems(facts(**copying, missing={CPU: "no such file"}, build={})) == []
+    by_choice = {"pure": "STORAGE_OPS_NO_NATIVE=1"}
+    assert _info.problems(facts(**copying, missing={CPU: "no such file"}, build=by_choice)) == []
+    assert _info._purity(by_choice) == ", pure Python: STORAGE_OPS_NO_NATIVE=1"
+
+
+@pytest.mark.parametrize(
+    "build, why",
+    [({"pure": "no C++ compiler was found"}, "no C++ compiler was found"), ({}, "never built")],
+)
+def test_a_package_that_was_not_compiled_lacks_its_libraries(build, why, monkeypatch):
+    missing = dict.fromkeys((CPU, "libstorage_ops_binding_2_13.so"), "no such file")
+    copying = {"storage_path": "copy", "zero_copy": False, "row_kernel": "plain torch"}
+    pure = facts(**copying, missing=missing, build=build)
+    (found,) = _info.problems(pure)
+    assert all(name in found for name in missing) and why in found
+    assert "copies its bytes" in found and "pip install" in found and "NO_NATIVE=1" in found
+    monkeypatch.setattr("sys.platform", "win32")  # where there are none to be had
+    assert _info.problems(pure) == []
+
+
+def test_a_torch_that_is_too_old_is_named_without_libraries():
+    plan = _library.select("2.9.1", None, [])
+    (found,) = _info.problems(facts(torch="2.9.1", missing=plan.missing, build={}))
+    assert "is older than 2.10" in found
 
 
 def test_the_version_is_that_of_the_project(capsys, monkeypatch):

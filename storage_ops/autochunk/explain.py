@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from storage_ops.autochunk.backend import backend, checked, collected
-from storage_ops.quantities import readable
+from storage_ops.quantities import InLines, readable
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(InLines):
     """What the auto-chunker makes of a function.
 
     Attributes:

@@ -16,6 +16,7 @@ from torch import nn
 from storage_ops.checkpoint.op_names import resolve
 from storage_ops.checkpoint.policies import NAMED, Policy, PolicyName
 from storage_ops.checkpoint.region import CHECKS, DeterminismCheck
+from storage_ops.optional import required
 
 Mode = Literal["full", "selective", "output_discard"]
 Names = str | Collection[str]
@@ -236,12 +237,7 @@ class ActivationCheckpointConfig:
             >>> storage_ops.ActivationCheckpointConfig.from_yaml(text).layer_names
             ['layers.*']
         """
-        try:
-            import yaml
-        except ImportError as error:
-            raise ImportError(
-                f"from_yaml needs PyYAML: {error}. Run: pip install pyyaml"
-            ) from error
+        yaml = required("yaml", "from_yaml")
         try:
             values = yaml.safe_load(_text_of(source, (".yaml", ".yml")))
         except (yaml.YAMLError, ValueError, RecursionError) as error:

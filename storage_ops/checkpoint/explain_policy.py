@@ -22,13 +22,13 @@ from storage_ops.quantities import Tabular, metric
 from storage_ops.quantities import readable as readable_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from storage_ops.tables import Grid
 
 
-_IN_WORDS: dict[bool | str, str] = {
-    True: "[green]saved[/]",
-    False: "[yellow]recomputed[/]",
-    OFFLOAD: "[cyan]offloaded[/]",
+_IN_WORDS: dict[bool | str, tuple[str, str]] = {  # and the colours
+    True: ("saved", "green"),
+    False: ("recomputed", "yellow"),
+    OFFLOAD: ("offloaded", "cyan"),
 }
 
 
@@ -80,28 +80,33 @@ class PolicyTable(Tabular):
         """FLOPs of everything that is not saved."""
         return sum(row.flops for row in self.rows if not row.saved)
 
-    def __rich__(self) -> Table:
-        from rich.table import Table
+    def __rich__(self) -> Grid:
+        from rich.text import Text
+
+        from storage_ops.tables import Grid
 
         again = self.recompute_flops / self.flops if self.flops else 0.0
-        table = Table(
-            title="What the policy saves and recomputes",
-            caption=f"saved: {readable_bytes(self.saved_bytes)}; recomputed: "
-            f"{metric(self.recompute_flops, 'FLOP')}, {again:.0%} of the forward's "
-            f"{metric(self.flops, 'FLOP')}",
-        )
-        for name in ("op", "count", "bytes", "", "FLOPs", "of recompute"):
-            table.add_column(name, justify="left" if name in ("op", "") else "right")
-        for row in self.rows:
-            table.add_row(
+        rows = [
+            (
                 row.op,
                 str(row.count),
                 readable_bytes(row.nbytes),
-                _IN_WORDS[row.saved],
+                Text(*_IN_WORDS[row.saved]),
                 metric(row.flops, "") if row.flops else "",
                 f"{row.recompute_share:.1%}" if row.recompute_share else "",
             )
-        return table
+            for row in self.rows
+        ]
+        return Grid(
+            "What the policy saves and recomputes",
+            ("op", "count", "bytes", "", "FLOPs", "of recompute"),
+            rows,
+            f"saved: {readable_bytes(self.saved_bytes)}; recomputed: "
+            f"{metric(self.recompute_flops, 'FLOP')}, {again:.0%} of the forward's "
+            f"{metric(self.flops, 'FLOP')}",
+            words=("op", ""),
+            optional=("of recompute", "FLOPs", "count"),
+        )
 
 
 def explain_policy(

@@ -21,7 +21,7 @@ from storage_ops.checkpoint.unchanged import places_of, replaced, unchanged
 from storage_ops.quantities import Tabular, readable
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from storage_ops.tables import Grid
 
 
 @dataclass(frozen=True)
@@ -59,25 +59,24 @@ class CheckpointReport(Tabular):
     plain_bytes: int | None = None
     kept_classes: tuple[str, ...] = ()
 
-    def __rich__(self) -> Table:
-        from rich.table import Table
+    def __rich__(self) -> Grid:
+        from storage_ops.tables import Grid
 
-        caption = None
+        notes = []
         if self.kept_bytes is not None and self.plain_bytes is not None:
-            caption = (
+            notes.append(
                 f"kept for backward: {readable(self.kept_bytes)} instead of "
                 f"{readable(self.plain_bytes)}"
             )
         if self.kept_classes:
-            caption = f"{caption}; outputs that are kept: {', '.join(self.kept_classes)}"
-        table = Table(title="Activation checkpoints", caption=caption)
-        table.add_column("class")
-        table.add_column("mode")
-        table.add_column("checkpointed", justify="right")
-        for layer in self.layers:
-            count = f"{layer.checkpointed} of {layer.total}"
-            table.add_row(layer.class_name, layer.mode, count)
-        return table
+            notes.append(f"outputs that are kept: {', '.join(self.kept_classes)}")
+        return Grid(
+            "Activation checkpoints",
+            ("class", "mode", "checkpointed"),
+            [(x.class_name, x.mode, f"{x.checkpointed} of {x.total}") for x in self.layers],
+            "; ".join(notes),
+            words=("class", "mode"),
+        )
 
 
 def checkpoint_report(model: nn.Module, *args: Any, **kwargs: Any) -> CheckpointReport:

@@ -1,7 +1,8 @@
 """`python -m storage_ops {info,demo,plan,will-it-fit,fit,bench}`, and `storage-ops-plan`.
 
 Each command is a module here with `HELP`, `add_arguments(parser)` and `run(args, console)`, which
-returns the exit code: 0, 1 where something does not work here, 2 for wrong arguments. They share
+returns the exit code: 0, 1 where something does not work here, 2 for wrong arguments. It is 141,
+as a shell says of a broken pipe, where the reader of the output went away. Commands share
 `output.py` and `hf_model.py`. `demo/` and `plan_plot.py` import what not every installation has,
 and are imported only when they are run. `info` and `plan` work without torch;
 `storage_ops_plan.py`, beside the package, is `plan` that never imports it.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
 import storage_ops
-from storage_ops.cli import bench, demo, fit, info, plan, will_it_fit
+from storage_ops.cli import bench, demo, fit, info, output, plan, will_it_fit
 from storage_ops.quantities import WIDTH
 
 COMMANDS = {
@@ -36,13 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         command.add_arguments(parsers.add_parser(name, help=command.HELP))
-    args = parser.parse_args(argv)
-    return int(COMMANDS[args.command].run(args, _console()))
+    try:
+        try:
+            args = parser.parse_args(argv)
+            return int(COMMANDS[args.command].run(args, _console()))
+        finally:  # of --help, too
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return output.leave_quietly()
 
 
 def _console() -> Console:
     """Standard output: as wide as the terminal, and where it is none, as wide as tables need."""
-    console = Console()
+    console = output.Pipe()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=WIDTH)
+        console = output.Pipe(width=WIDTH)
     return console

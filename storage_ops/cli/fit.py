@@ -10,7 +10,7 @@ from rich.console import Console
 
 from storage_ops.cli import hf_model, output
 from storage_ops.progress import showing
-from storage_ops.quantities import parse_bytes
+from storage_ops.quantities import parse_bytes, readable
 
 HELP = "what to recompute so that a training step of a model fits into a GPU"
 
@@ -44,22 +44,22 @@ def run(args: argparse.Namespace, console: Console) -> int:
             )
             plan = search.plan(budget)
     except NothingFits as error:
-        output.complain(error)
+        output.complain(error, args)
         return 1
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        output.complain(error)
+        output.complain(error, args)
         return 2
     if args.json:
         output.print_json(plan.as_dict())
     else:
-        console.print(plan)
+        console.print(plan.table(output.in_flags(plan.hint, args)))
     try:
         if args.save is not None:
             plan.save(args.save)
         if args.plot is not None:
             _draw(args.plot, search, plan)
     except (OSError, ValueError) as error:
-        output.complain(error)
+        output.complain(error, args)
         return 2
     return 0
 
@@ -76,7 +76,10 @@ def _draw(path: Path, search: Any, plan: Any) -> None:
     for name, (peak, seconds) in plan.totals.items():
         axes.plot(peak / gib, seconds * 1e3, "o", label=name)
     axes.plot(plan.peak_bytes / gib, plan.seconds * 1e3, "*", markersize=14, label="this plan")
-    axes.axvline(plan.budget / gib, color="gray", linestyle=":", label="budget")
+    budget, peak = readable(plan.budget), readable(plan.peak_bytes, up=True)
+    axes.axvline(plan.budget / gib, color="gray", linestyle=":", label=f"budget {budget}")
+    model = plan.as_dict()["model"]
+    axes.set_title(f"Fit of {model} on {plan.device}: peak {peak} of {budget}", fontsize="medium")
     axes.set_xlabel("peak of a step, GiB")
     axes.set_ylabel(f"added to a step, ms (predicted for {plan.device})")
     axes.legend()

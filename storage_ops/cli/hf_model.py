@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.loss.devices import DEVICES
+from storage_ops.cli import output
 from storage_ops.loss.plan import dtype_name
+from storage_ops.optional import required
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
     )
     parser.add_argument("--budget", default="80GiB", help="such as 70GiB (default: 80GiB)")
-    parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: h100)")
+    output.add_device(parser)
+
+
+def command(name: str, args: argparse.Namespace) -> list[str]:
+    """Return the words of a command line for the same step of the same model.
+
+    Options are those of `add_arguments`, without the ones that have their defaults.
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["python", "-m", "storage_ops", name]
+    for action in parser._actions:
+        value = getattr(args, action.dest, action.default)
+        if value != action.default:
+            words.append(action.option_strings[0])
+            words += [] if value is True else [str(value)]
+    return words
 
 
 def optimizer_named(name: str) -> type[Optimizer] | None:
@@ -83,12 +100,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     import torch
 
     dtype = getattr(torch, dtype_name(args.dtype))
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"--hf-config needs transformers: {error}. Run: pip install transformers"
-        ) from error
+    transformers = required("transformers", "--hf-config")
     try:
         path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
         read = json.loads(path.read_text())

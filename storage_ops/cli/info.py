@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 import storage_ops
 from storage_ops import _library
 from storage_ops.cli import output
+from storage_ops.tables import Grid
 
 HELP = "versions, libraries and paths in use"
 
@@ -33,9 +33,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         output.print_json(facts)
     else:
-        table = Table(title="storage_ops", show_header=False)
-        for key, text in _rows(facts):
-            table.add_row(key, Text(text, style="red" if key == "problems" and facts[key] else ""))
+        rows = [
+            (key, Text(text, "red" if key == "problems" and facts[key] else ""))
+            for key, text in _rows(facts)
+        ]
+        columns = ("fact", "value")
+        table = Grid("storage_ops", columns, rows, words=columns, show_header=False)
         console.print(table)
     return 1 if facts["problems"] else 0
 

@@ -1,20 +1,33 @@
-"""What commands share: JSON on the output, complaints beside it."""
+"""What commands share: JSON on the output, complaints beside it, and a reader that went away."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from storage_ops.pictures import check_drawable
+from storage_ops.loss.devices import DEFAULT_GPU, DEVICES
+from storage_ops.optional import check_drawable
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Declare --json."""
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Declare --device."""
+    parser.add_argument(
+        "--device",
+        default=DEFAULT_GPU,
+        help=f"{', '.join(DEVICES)}, or cuda: the GPU that torch finds (default: {DEFAULT_GPU})",
+    )
 
 
 def print_json(facts: Any) -> None:
@@ -35,7 +48,72 @@ def check_plot(path: Path | None, images_only: bool = True) -> None:
         check_drawable(path, images_only)
 
 
-def complain(error: Exception | str) -> None:
-    """Print what is wrong, on the standard error."""
-    console = Console(stderr=True)
-    console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+def complain(error: Exception | str, args: argparse.Namespace | None = None) -> None:
+    """Print what is wrong, on the standard error.
+
+    Args:
+        error: the error, or its text.
+        args: of the command; arguments that the text names are spelled as its options.
+    """
+    text = str(error) if args is None else in_flags(str(error), args)
+    console = Pipe(stderr=True)
+    console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+_ALIASES = {"memory_budget": "budget"}  # arguments of functions whose option has another name
+_WORDS = r"'[\w.-]+'(?:, '[\w.-]+')*,?"
+
+
+def _words_after(found: re.Match[str]) -> str:
+    """Return an option and the names of a list, as a command line has them."""
+    return " ".join([found[1], *re.findall(r"[\w.-]+", found[2])])
+
+
+def in_flags(text: str, args: argparse.Namespace) -> str:
+    """Spell the arguments that a function's message names as options of the command.
+
+    Example:
+        >>> args = argparse.Namespace(actions=None, budget=None)
+        >>> in_flags("budget is 1; actions=['full', 'tile'] takes less", args)
+        '--budget is 1; --actions full tile takes less'
+    """
+    names = {name: name for name in vars(args)} | _ALIASES
+    for name, option in names.items():
+        if option not in vars(args):
+            continue
+        flag = f"--{option.replace('_', '-')}"
+        said = rf"(?<![\w.-]){name}"
+        text = re.sub(rf"{said}=(?=[\w'(\[])", f"{flag} ", text)
+        text = re.sub(rf"^{said}(?= (?:is|has) )", flag, text)
+    text = re.sub(rf"(--[\w-]+) [\[(]({_WORDS})[\])]", _words_after, text)
+    in_python = "call storage_ops.memory.will_it_fit in Python with assume="
+    text = text.replace("pass assume=", in_python)  # which no command has
+    # Lists of Python, and None: an option that is not given.
+    text = re.sub(rf"[\[(]({_WORDS})[\])]", lambda found: found[1].replace("'", ""), text)
+    return re.sub(r", or None\b", "", text)
+
+
+class Pipe(Console):
+    """A console that lets a BrokenPipeError through, where rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error that rich found."""
+        raise BrokenPipeError
+
+
+BROKEN_PIPE = 141  # as a shell says of a program that SIGPIPE ended: 128 + 13
+
+
+def leave_quietly() -> int:
+    """Return the exit code after the reader of the output went away, as `head` does.
+
+    What is still buffered would be written at the end of the process, which complains of the
+    missing reader again: it goes to the null device.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(null, stream.fileno())
+    return BROKEN_PIPE

@@ -10,16 +10,17 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 import storage_ops
 from storage_ops.cli import output
 from storage_ops.loss import plan as plans
 from storage_ops.loss import planner, schedule
-from storage_ops.loss.devices import DEVICES, Rates, named
+from storage_ops.loss.devices import DEFAULT_GPU, Rates, named
 from storage_ops.loss.planner import Plan
 from storage_ops.loss.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
+from storage_ops.tables import Grid
 
 HELP = "how linear cross-entropy will use a memory budget"
 COLORS: dict[str, str] = {
@@ -42,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate-dtype", help="of the sums of 16-bit gradients")
     parser.add_argument("--logits-dtype", help="of the tiles: that of --dtype, or fp32")
     parser.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
-    parser.add_argument(
-        "--device", help=f"{', '.join(DEVICES)} (default: the GPU that torch finds, else h200)"
-    )
+    output.add_device(parser)
     output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw time against budget into this file")
 
@@ -85,11 +84,12 @@ def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
     )
 
 
-def _device(name: str | None) -> str:
-    if name is not None:
+def _device(name: str) -> str:
+    """Return the name of the rates of a device; "cuda" is the GPU that torch finds, if any."""
+    if name != "cuda":
         return name
     present = "cpu" if storage_ops.import_error is not None else plans.default_device()
-    return "h200" if present == "cpu" else present
+    return DEFAULT_GPU if present == "cpu" else present
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         rates = named(device)
         chosen = planner.choose(p, given, rates)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        output.complain(str(error))
+        output.complain(error, args)
         return 2
     budget = planner.default_budget(p) if given is None else given
     found = curve(p, rates, budget)
@@ -125,7 +125,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
         title = (
             f"Linear cross-entropy of {p.tokens} tokens, hidden size {p.hidden}, {p.vocab} classes,"
-            f" {plans.dtype_name(args.dtype)}, on {rates.name}"
+            f" {plans.dtype_name(args.dtype)}, on {rates.name}:\n"
+            f"peak {readable(chosen.peak_bytes, up=True)} of {readable(budget)}"
         )
         try:
             draw(args.plot, title, p, rates, found.floor, budget, chosen)
@@ -150,30 +151,29 @@ def _facts(p: Problem, device: str, budget: int, chosen: Plan, found: Curve) -> 
     }
 
 
-def _table(found: Curve, rates: Rates, budget: int) -> Table:
-    table = Table(
-        title=f"What other budgets buy, predicted for {rates.name}",
-        caption=f"tiles: how many, and of how many tokens x classes; all logits are "
-        f"{readable(found.logits)}\nx floor: time over the {metric(found.floor, 's')} that the "
-        "products take, each formed once",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in ("budget", "strategy", "tiles", "peak", "time", "x floor"):
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
-    before = found.points[0][1].strategy
-    for point, plan in found.points:
-        if plan.strategy != before:
-            table.add_section()
-        before = plan.strategy
-        mark = "> " if point == budget else ""
-        table.add_row(
-            f"{mark}{readable(point, up=True)}",
-            f"[{COLORS[plan.strategy]}]{plan.strategy}[/]",
+def _table(found: Curve, rates: Rates, budget: int) -> Grid:
+    rows = [
+        (
+            f"{'> ' if point == budget else ''}{readable(point, up=True)}",
+            Text(plan.strategy, COLORS[plan.strategy]),
             f"{plan.num_chunks}x{plan.num_slices} of {plan.rows}x{plan.widest}",
             readable(plan.peak_bytes, up=True),
             metric(plan.seconds, "s"),
             f"{plan.seconds / found.floor:.2f}" if found.floor else "",
-            style="bold" if mark else None,
         )
-    return table
+        for point, plan in found.points
+    ]
+    pairs = zip(found.points, found.points[1:], strict=False)
+    return Grid(
+        f"What other budgets buy, predicted for {rates.name}",
+        ("budget", "strategy", "tiles", "peak", "time", "x floor"),
+        rows,
+        f"tiles: how many, and of how many tokens x classes; all logits are "
+        f"{readable(found.logits)}\nx floor: time over the {metric(found.floor, 's')} that the "
+        "products take, each formed once",
+        words=("strategy",),
+        optional=("tiles", "x floor", "peak"),
+        sections=[i for i, (a, b) in enumerate(pairs) if a[1].strategy != b[1].strategy],
+        bold=[i for i, (point, _) in enumerate(found.points) if point == budget],
+        box=box.SIMPLE_HEAD,
+    )

@@ -39,6 +39,7 @@ def draw(
     axes.axhline(floor, color="0.3", lw=1.2, ls="--", label=f"products alone: {floor:.4g} ms")
     axes.axvspan(left, least, color="0.92", lw=0)
     axes.axvline(whole, color="0.6", lw=1, ls=":")
+    axes.axvline(budget, color="#e69f00", lw=1.2, ls="--", label=f"budget: {readable(budget)}")
     for x, text in ((least, "no plan fits"), (whole, "all logits at once")):
         # Half way up, where the curve is least likely to be.
         axes.annotate(text, (x, 0.5), (-4, 0), xycoords=axes.get_xaxis_transform(),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from storage_ops.cli import hf_model, output
+from storage_ops.quantities import readable
 
 HELP = "whether a training step of a model fits into a GPU"
 
@@ -31,13 +34,28 @@ def run(args: argparse.Namespace, console: Console) -> int:
             model, batch, args.budget, None, optimizer, args.device, args.accumulate
         )
         if args.plot is not None:
-            report.step.plot(args.plot)
+            report.step.plot(args.plot, report.budget_bytes)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        output.complain(error)
+        output.complain(error, args)
         return 2
     if args.json:
         names = ("fits", "peak_bytes", "budget_bytes", "by_owner", "device")
         output.print_json({name: getattr(report, name) for name in names})
     else:
         console.print(report)
+        if not report.fits:
+            console.print(_what_now(args, report), highlight=False, markup=False, soft_wrap=True)
     return 0 if report.fits else 1
+
+
+def _what_now(args: argparse.Namespace, report: Any) -> str:
+    """Name the command that finds what to recompute, or say that none can help."""
+    lasting, budget = report.step.kept_bytes, report.budget_bytes
+    if lasting > budget:
+        return (
+            "Recomputing cannot make it fit: parameters, gradients, optimizer state and workspaces "
+            f"alone are {readable(lasting, up=True)} of {readable(budget)}. Shard them over "
+            "several GPUs, or choose an --optimizer or a --dtype that takes less."
+        )
+    command = shlex.join(hf_model.command("fit", args))
+    return f"To find what to recompute so that it fits, run:\n{command}"

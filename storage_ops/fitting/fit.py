@@ -104,7 +104,7 @@ def fit(
         budget: bytes, or text such as "70GiB", for everything on the device during one whole step:
             parameters, gradients, optimizer state, batch, activations and temporaries.
         device: "cpu", "cuda" or the name of a GPU, such as "h100". None: where the parameters are;
-            the meta device stands for an H200.
+            the meta device stands for an H100.
         actions: names of those that may be used, besides "keep". None: "output_discard",
             "selective" and "full".
         accumulate: whether the gradients of batches before are there, as of `simulate_step`: True

@@ -27,7 +27,7 @@ from storage_ops.memory.step import simulate_step
 from storage_ops.quantities import Tabular, metric, readable
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from storage_ops.tables import Grid
 
 # The class of the model. A plan only hands the model out, so one of a subclass will do.
 ModelT_co = TypeVar("ModelT_co", bound=nn.Module, covariant=True, default=nn.Module)
@@ -68,6 +68,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
             as computed from single layers, or simulated where that is not exact.
         step_seconds: of a step without recomputing, predicted; the optimizer not counted.
         conditions: the shapes of the batch, autocast and gradient accumulation of the step.
+        hint: arguments of `fit` that would spare more, in a sentence; "" where there are none.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
@@ -87,7 +88,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         self._is_applied = False
         self.peak_bytes, self.seconds, self.budget = peak_bytes, seconds, budget
         self.device, self.rows, self.totals = device, rows, totals
-        self.step_seconds, self.conditions, self._hint = step_seconds, conditions, hint
+        self.step_seconds, self.conditions, self.hint = step_seconds, conditions, hint
 
     def apply(self) -> ModelT_co:
         """Change the layers of the model; an error leaves all as it was.
@@ -189,9 +190,22 @@ class FitPlan(Tabular, Generic[ModelT_co]):
             ],
         }
 
-    def __rich__(self) -> Table:
+    def __repr__(self) -> str:
+        name = class_of(uncompiled(self._model)).__name__
+        peak, budget = (readable(n, up=True) for n in (self.peak_bytes, self.budget))
+        return (
+            f"FitPlan({name}: peak {peak} of {budget}, {metric(self.seconds, 's')} added to a step "
+            f"on {self.device}, {'applied' if self._is_applied else 'not applied'})"
+        )
+
+    def __rich__(self) -> Grid:
+        return self.table(self.hint)
+
+    def table(self, hint: str) -> Grid:
+        """A table of the layers by action, with a hint below it."""
         from rich import box
-        from rich.table import Table
+
+        from storage_ops.tables import Grid
 
         share = f", {self.seconds / self.step_seconds:.1%} of {metric(self.step_seconds, 's')}"
         peak, budget = (readable(n, up=True) for n in (self.peak_bytes, self.budget))
@@ -203,20 +217,26 @@ class FitPlan(Tabular, Generic[ModelT_co]):
             f"{name}: peak {readable(highest, up=True)}, {metric(seconds, 's')} added"
             for name, (highest, seconds) in self.totals.items()
         ]
-        lines += [self._hint] if self._hint else []
-        table = Table(title="Fit", caption="\n".join(lines), box=box.SIMPLE_HEAD)
-        for name in ("layers", "action", "bytes kept", "at the peak", "seconds added"):
-            words = name in ("layers", "action")
-            table.add_column(name, justify="left" if words else "right", overflow="fold")
-        for row in self.rows:
-            table.add_row(
+        lines += [hint] if hint else []
+        rows = [
+            (
                 f"{len(row.names)} x {_together(row.names)}",
                 row.action,
                 readable(row.kept_bytes),
                 readable(row.peak_bytes),
                 metric(row.seconds, "s"),
             )
-        return table
+            for row in self.rows
+        ]
+        return Grid(
+            "Fit",
+            ("layers", "action", "bytes kept", "at the peak", "seconds added"),
+            rows,
+            "\n".join(lines),
+            words=("layers", "action"),
+            optional=("bytes kept", "at the peak"),
+            box=box.SIMPLE_HEAD,
+        )
 
 
 def check_plain(model: nn.Module, loss: Any) -> None:

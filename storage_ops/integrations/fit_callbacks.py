@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from storage_ops.fitting.plan import FitPlan, load_fit
 from storage_ops.integrations.first_batch import FirstBatch, Training
+from storage_ops.optional import required
 
 
 class _Applied:
@@ -103,9 +104,9 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
         >>> callbacks = [trainer_callback("fit.json")]  # of transformers.Trainer
     """
     applied = _Applied(plan)
-    from transformers import TrainerCallback
+    transformers: Any = required("transformers", "trainer_callback")
 
-    class FitCallback(TrainerCallback):
+    class FitCallback(transformers.TrainerCallback):
         """Applies a plan of storage_ops.fit."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -141,10 +142,10 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
         >>> callback = lightning_callback("fit.json", "model")  # doctest: +SKIP
     """
     applied = _Applied(plan)
-    try:
-        library: Any = importlib.import_module("lightning.pytorch")
-    except ImportError:
-        library = importlib.import_module("pytorch_lightning")
+    has_new = importlib.util.find_spec("lightning") is not None
+    has_old = importlib.util.find_spec("pytorch_lightning") is not None
+    name = "pytorch_lightning" if has_old and not has_new else "lightning.pytorch"
+    library: Any = required(name, "lightning_callback")
 
     class FitCallback(library.Callback):
         """Applies a plan of storage_ops.fit."""

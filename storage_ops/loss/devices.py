@@ -102,6 +102,7 @@ GPUS = {
     "rtx5090": _gpu("RTX 5090", 168e12, 84e12, 1.6e12, 48 << 20, _GEN5, 170 * 1536, 64),
 }
 DEVICES = ("cpu", *GPUS)
+DEFAULT_GPU = "h100"  # for predictions where no device is named and no GPU is used
 
 
 def named(name: str) -> Rates:
@@ -147,11 +148,11 @@ def rates_of(device: torch.device) -> Rates:
 
 
 def threads_of(device: torch.device) -> int:
-    """How many threads a GPU runs at a time; one that is not known, as an H100 does."""
+    """How many threads a GPU runs at a time; one that is not known, as the default one."""
     found = _stands_for.get()
     if found is not None:
         return found.threads
-    return _threads_at(device) if device.type == "cuda" else GPUS["h100"].threads
+    return _threads_at(device) if device.type == "cuda" else GPUS[DEFAULT_GPU].threads
 
 
 @functools.cache

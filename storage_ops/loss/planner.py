@@ -24,7 +24,7 @@ from storage_ops.loss.schedule import (
     unpadded,
     waiting_widths,
 )
-from storage_ops.quantities import metric, readable
+from storage_ops.quantities import InLines, metric, readable
 
 MIB, GIB = 1 << 20, 1 << 30
 KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms others twice
@@ -38,7 +38,7 @@ Tile = tuple[str, int, int, int, int]  # strategy, rows, columns, widest, borrow
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(InLines):
     """How linear cross-entropy will run, and what it will cost.
 
     Attributes:

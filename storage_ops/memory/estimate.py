@@ -41,13 +41,14 @@ from storage_ops.memory.owners import (
     activations_of,
 )  # fmt: skip
 from storage_ops.progress import say, showing
+from storage_ops.quantities import InLines
 from storage_ops.storage.storage import share_storage
 
 _MIB = 1 << 20
 
 
 @dataclass
-class Estimate(Measurement):
+class Estimate(InLines, Measurement):
     """What a call takes on a GPU, from an empty GPU on: its inputs are part of every number.
 
     Printing it lists what is in memory at the peak.
@@ -179,7 +180,12 @@ def estimate(
         for root in held.roots:
             note_roles(roles, GRADIENTS, (p.grad for p in root.parameters()), simulation)
         note_optimizers(roles, held, simulation)
-        estimated = Estimate(sent_bytes=dict(simulation.sent), **settle(ledger, roles))
+        estimated = Estimate(
+            sent_bytes=dict(simulation.sent),
+            subject=getattr(fn, "__name__", type(fn).__name__),
+            device="a GPU",
+            **settle(ledger, roles),
+        )
         del result
     warn_of_tensors_left(ledger)
     return estimated

@@ -67,20 +67,21 @@ class OomReport(Tabular):
 
     def __rich__(self) -> Group:
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table(
-            title=f"out of memory in {self.failed}: {readable(self.in_use_bytes)} were in use"
-        )
-        table.add_column("owner")
-        table.add_column("bytes", justify="right")
-        table.add_column("of all", justify="right")
+        from storage_ops.tables import Grid
+
         rows = list(by_kind(self.by_owner).items())
         rest = sum(nbytes for _, nbytes in rows[_ROWS:])
-        for owner, nbytes in rows[:_ROWS] + ([("all others", rest)] if rest else []):
-            share = nbytes / max(self.in_use_bytes, 1)
-            table.add_row(owner, readable(nbytes), f"{share:.1%}")
+        rows = rows[:_ROWS] + ([("all others", rest)] if rest else [])
+        total = max(self.in_use_bytes, 1)
+        table = Grid(
+            f"out of memory in {self.failed}: {readable(self.in_use_bytes)} were in use",
+            ("owner", "bytes", "of all"),
+            [(owner, readable(nbytes), f"{nbytes / total:.1%}") for owner, nbytes in rows],
+            words=("owner",),
+            optional=("of all",),
+        )
         below = [Text(self.advice)] if self.advice else []
         return Group(table, *below, *([self.plan] if self.plan is not None else []))
 

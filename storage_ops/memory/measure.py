@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from storage_ops.checkpoint.config_policy import class_of, uncompiled
 from storage_ops.memory.estimate_ledger import levels
 from storage_ops.memory.owners import Marks, history
+from storage_ops.quantities import parse_bytes
 
 # Activity of the CPU has the memory events of every device. Nothing else is asked for: CUPTI, which
 # records calls of the CUDA runtime and what a GPU does, slows a block down and serves one profiler
@@ -83,12 +85,16 @@ class Measurement:
         kept_bytes: level at exit above the level at entry; negative if the block freed more.
         timeline: the level after every allocation and release, in order.
         lives: every allocation: whose it is, its bytes, and from when to when it lives.
+        subject: what was measured, such as the class of the model; "" where it is not known.
+        device: where, such as "cpu" or "h100".
     """
 
     peak_bytes: int = field(default_factory=int)  # a default would be read before the end
     kept_bytes: int = field(default_factory=int)
     timeline: list[Sample] = field(default_factory=list, repr=False)
     lives: list[Life] = field(default_factory=list, repr=False)
+    subject: str = field(default_factory=str, repr=False, compare=False, kw_only=True)
+    device: str = field(default_factory=str, repr=False, compare=False, kw_only=True)
 
     def __repr__(self) -> str:
         if not vars(self):
@@ -102,7 +108,7 @@ class Measurement:
                 raise AttributeError(f"{name} is known only once the block of measure has ended")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
+    def plot(self, path: str | os.PathLike[str], budget: int | float | str | None = None) -> None:
         """Draw memory over time into a file, in a colour for each owner.
 
         Owners whose names differ by numbers alone, such as layers, have one colour. The seven that
@@ -114,10 +120,14 @@ class Measurement:
                 under the pointer and needs no network (plotly makes it), ".pickle" what PyTorch's
                 memory visualizer (pytorch.org/memory_viz) opens, and any other an image
                 (matplotlib), such as ".png" or ".svg".
+            budget: bytes, or text such as "80GiB", at which a line is drawn, unless
+                it is more than four times the peak. None: no line.
 
         Raises:
-            ModuleNotFoundError: the library that draws it is not installed; names it.
-            ValueError: nothing was allocated, or matplotlib does not know the ending.
+            ModuleNotFoundError: the library that draws it is not installed; the error names it
+                and the command that installs it.
+            ValueError: nothing was allocated, matplotlib does not know the ending, or `budget` is
+                no number of bytes.
 
         Example:
             >>> mlp = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
@@ -127,7 +137,7 @@ class Measurement:
         """
         from storage_ops.memory.plot import save
 
-        save(self, path)
+        save(self, path, None if budget is None else parse_bytes(budget, "budget"))
 
 
 class measure:
@@ -162,6 +172,7 @@ class measure:
         if self._device.type not in ("cpu", "cuda"):
             raise ValueError(f"measure: device is {device!r}; expected 'cpu' or a CUDA device")
         self._marks = Marks(model)
+        self._subject = "" if model is None else class_of(uncompiled(model)).__name__
         self._result = Measurement.__new__(Measurement)  # without its numbers until the end
         self._entry_bytes = 0
 
@@ -220,4 +231,7 @@ class measure:
             for (start, _), level in zip(changes, after[1:], strict=True)
         ]
         lives = [Life(t.owner, t.nbytes, t.start, t.end) for t in taken]
-        vars(self._result).update(vars(Measurement(max(after), after[-1], timeline, lives)))
+        result = Measurement(
+            max(after), after[-1], timeline, lives, subject=self._subject, device=str(self._device)
+        )
+        vars(self._result).update(vars(result))

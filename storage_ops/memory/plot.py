@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from storage_ops.memory.measure import Life, Measurement
 from storage_ops.memory.owners import BUFFERS, GRADIENTS, PARAMETERS, STATE, kind_of
-from storage_ops.pictures import check_drawable
+from storage_ops.optional import check_drawable
+from storage_ops.quantities import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ MIB = 1 << 20
 _COLOURS = 7  # owners that have one of their own
 _OTHERS = "others"
 _LASTING = (PARAMETERS, BUFFERS, STATE, GRADIENTS)
+_FAR = 4  # times the peak: a budget that is drawn as a line is lower
 _MOMENTS = 1500  # of a timeline that are drawn
 # Colours that people with red-green blindness tell apart (Okabe and Ito, 2008), and grey.
 _PALETTE = (
@@ -54,7 +56,14 @@ def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
     axes.legend(loc="upper right", fontsize="small")
 
 
-def save(measurement: Measurement, path: str | os.PathLike[str]) -> None:
+def title_of(measurement: Measurement) -> str:
+    """Return the title of a picture: what was measured, where, and its peak."""
+    device = f"on {measurement.device}" if measurement.device else ""
+    where = " ".join(filter(None, (measurement.subject or "memory", device)))
+    return f"{where}: peak {readable(measurement.peak_bytes, up=True)}"
+
+
+def save(measurement: Measurement, path: str | os.PathLike[str], budget: int | None = None) -> None:
     """Write a measurement in the format that the ending of a path names; see `Measurement.plot`."""
     if not measurement.lives:
         raise ValueError("plot: nothing was allocated; expected a measurement of some code")
@@ -63,9 +72,9 @@ def save(measurement: Measurement, path: str | os.PathLike[str]) -> None:
     if ending == ".pickle":
         Path(path).write_bytes(pickle.dumps(_snapshot(measurement)))
     elif ending == ".html":
-        _page(_stack(measurement), path)
+        _page(_stack(measurement), path, budget)
     else:
-        _image(_stack(measurement), path)
+        _image(_stack(measurement), path, budget)
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class _Stack:
     title: str
     moments: list[float]
     areas: dict[str, list[float]]
+    peak: float
 
 
 def _stack(measurement: Measurement) -> _Stack:
@@ -99,8 +109,8 @@ def _stack(measurement: Measurement) -> _Stack:
         if at in wanted:
             for owner, area in areas.items():
                 area.append(now[owner] / MIB)
-    title = f"peak {levels[peak] / MIB:,.1f} MiB"
-    return _Stack(title, [100 * at / max(len(levels) - 1, 1) for at in moments], areas)
+    shares = [100 * at / max(len(levels) - 1, 1) for at in moments]
+    return _Stack(title_of(measurement), shares, areas, levels[peak] / MIB)
 
 
 def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str]:
@@ -127,7 +137,21 @@ def _moments(levels: list[int]) -> list[int]:
     return sorted(highest | {0, len(levels) - 1})
 
 
-def _image(stack: _Stack, path: str | os.PathLike[str]) -> None:
+def _is_far(stack: _Stack, budget: int) -> bool:
+    """Return True if the areas would be flat below a line at the budget."""
+    return budget / MIB > _FAR * stack.peak
+
+
+def _budget_label(stack: _Stack, budget: int) -> str:
+    return f"budget {readable(budget)}" + (", far above" if _is_far(stack, budget) else "")
+
+
+def _top(stack: _Stack, budget: int) -> float:
+    """Return the upper end of the axis, in MiB: above the peak, and a budget that is near."""
+    return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / MIB))
+
+
+def _image(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
@@ -139,6 +163,11 @@ def _image(stack: _Stack, path: str | os.PathLike[str]) -> None:
         title=stack.title, ylabel="MiB", xlabel="share of allocations and releases (%)",
         xlim=(0, 100),
     )  # fmt: skip
+    if budget is not None:
+        axes.axhline(
+            budget / MIB, color="black", linestyle="--", label=_budget_label(stack, budget)
+        )
+        axes.set_ylim(0, _top(stack, budget))
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
@@ -147,7 +176,7 @@ def _image(stack: _Stack, path: str | os.PathLike[str]) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _page(stack: _Stack, path: str | os.PathLike[str]) -> None:
+def _page(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> None:
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
@@ -160,6 +189,11 @@ def _page(stack: _Stack, path: str | os.PathLike[str]) -> None:
         title=stack.title, template="plotly_white", hovermode="x unified", yaxis_title="MiB",
         xaxis_title="share of allocations and releases (%)", legend_traceorder="reversed",
     )  # fmt: skip
+    if budget is not None:
+        label = _budget_label(stack, budget)
+        figure.add_hline(y=budget / MIB, line_dash="dash", annotation_text=label)
+        figure.add_scatter(x=[None], y=[None], name=label, mode="lines", line_dash="dash")
+        figure.update_yaxes(range=[0, _top(stack, budget)])
     figure.write_html(path)
 
 

@@ -9,13 +9,14 @@ from torch import nn
 
 from storage_ops.checkpoint.config_policy import is_compiled
 from storage_ops.checkpoint.copies import active
-from storage_ops.loss.devices import DEVICES, Rates, named, rates_of
+from storage_ops.loss.devices import DEFAULT_GPU, DEVICES, Rates, named, rates_of
 
 
 def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
-    """The rates of a device by its name; None: of where the parameters are, an H200 for meta.
+    """Return the rates of a device by its name; None: of where the parameters are.
 
-    Of compiled modules they are those of compiled code.
+    The meta device, and "cuda" where torch finds no GPU, stand for `DEFAULT_GPU`. A compiled module
+    has the rates of compiled code.
     """
     if device is None:
         kinds = {p.device for p in model.parameters() if p.device.type != "cpu"}
@@ -26,7 +27,7 @@ def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
         found = torch.device(device)
         if found.type == "cuda" and torch.cuda.is_available():
             return rates_of(found)
-        rates = named("cpu" if found.type == "cpu" else "h200")
+        rates = named("cpu" if found.type == "cpu" else DEFAULT_GPU)
     copies = active()
     if copies is not None and not rates.link:
         rates = replace(rates, link=copies.bytes_per_second)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops._callers import warn_caller
+from storage_ops.checkpoint.config_policy import class_of, uncompiled
 from storage_ops.loss.devices import DEVICES, Rates
 from storage_ops.memory.estimate import (
     call_simulated,
@@ -49,7 +50,7 @@ from storage_ops.progress import say, showing
 from storage_ops.quantities import Tabular, readable
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from storage_ops.tables import Grid
 
 _ROWS = 16  # of the table; the rest is one row
 BUCKETS = "gradient buckets"
@@ -99,23 +100,24 @@ class StepEstimate(Tabular, Measurement):
         """`by_owner` with those of alike layers together, as "activations of layers.*.mlp"."""
         return by_kind(self.by_owner)
 
-    def table(self, title: str) -> Table:
+    def table(self, title: str) -> Grid:
         """A table of what is in memory at the peak."""
-        from rich.table import Table
+        from storage_ops.tables import Grid
 
-        table = Table(
-            title=title, caption="in memory at the peak of a step; without the CUDA context"
-        )
-        table.add_column("owner")
-        table.add_column("bytes", justify="right")
-        table.add_column("of peak", justify="right")
         rows = list(self.by_kind().items())
         rest = sum(nbytes for _, nbytes in rows[_ROWS:])
-        for owner, nbytes in rows[:_ROWS] + ([("all others", rest)] if rest else []):
-            table.add_row(owner, readable(nbytes), f"{nbytes / max(self.peak_bytes, 1):.1%}")
-        return table
+        rows = rows[:_ROWS] + ([("all others", rest)] if rest else [])
+        peak = max(self.peak_bytes, 1)
+        return Grid(
+            title,
+            ("owner", "bytes", "of peak"),
+            [(owner, readable(nbytes), f"{nbytes / peak:.1%}") for owner, nbytes in rows],
+            "in memory at the peak of a step; without the CUDA context",
+            words=("owner",),
+            optional=("of peak",),
+        )
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Grid:
         return self.table(f"peak {readable(self.peak_bytes, up=True)}")
 
 
@@ -187,6 +189,8 @@ def simulate_step(
         how = _How(*what, on_gpu, rates, workspace, assumption, accumulate)
         step = _quickly(model, how) or _simulate(model, how)
         step.batch = index
+        step.subject = f"Step of {class_of(uncompiled(model)).__name__}"
+        step.device = rates.name if device is None else str(device)
         steps.append(step)
     return max(steps, key=lambda step: step.peak_bytes)
 

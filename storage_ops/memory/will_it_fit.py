@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from storage_ops.loss.devices import DEFAULT_GPU
 from storage_ops.memory.step import StepEstimate, check_model, simulate_step, warn_of_eval_mode
 from storage_ops.quantities import Tabular, parse_bytes, readable
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from storage_ops.tables import Grid
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class FitReport(Tabular):
     device: str
     step: StepEstimate = field(repr=False)
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Grid:
         margin = self.budget_bytes - self.peak_bytes
         verdict = f"fits, {readable(margin)} to spare" if self.fits else "does not fit"
         lacking = "" if self.fits else f", {readable(-margin, up=True)} too much"
@@ -53,7 +54,7 @@ def will_it_fit(
     budget: int | float | str = "80GiB",
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = torch.optim.AdamW,
-    device: str | torch.device | None = "h100",
+    device: str | torch.device | None = DEFAULT_GPU,
     accumulate: bool = False,
     assume: float | Mapping[str, float] | None = None,
 ) -> FitReport:
@@ -72,7 +73,8 @@ def will_it_fit(
         loss: a function of the model's output that returns a scalar. None: the output itself if it
             is one, or its `loss`, or the sum of its numbers.
         optimizer: one of the model's parameters, a class, or None.
-        device: "cpu" or a GPU, such as "cuda" or "h100". None: where the parameters are.
+        device: "cpu" or a GPU, such as "cuda" or "h100", the default. None: where the parameters
+            are.
         accumulate: whether the gradients of batches before are there, as of `simulate_step`.
         assume: as of `estimate`, for sizes that depend on values.
 

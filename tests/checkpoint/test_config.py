@@ -280,7 +280,7 @@ def test_yaml_never_makes_objects():
 
 def test_without_pyyaml(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
-    with pytest.raises(ImportError, match=r"from_yaml needs PyYAML.*pip install pyyaml"):
+    with pytest.raises(ImportError, match=r"from_yaml needs yaml, .* pip install pyyaml"):
         Config.from_yaml("layer_classes: [Block]")
 
 

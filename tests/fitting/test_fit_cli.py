@@ -31,6 +31,10 @@ def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, caps
     shown = capsys.readouterr().out
     assert "of 71 MiB allowed" in " ".join(shown.split()) and "full checkpoint: peak" in shown
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+    drawing = tmp_path / "fit.svg"
+    assert cli.main([*command, *options[:2], "--plot", str(drawing)]) == 0
+    words = drawing.read_text()
+    assert "Fit of LlamaForCausalLM on H100 SXM: peak" in words and "budget 71 MiB" in words
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     config.use_cache = False
     model = transformers.LlamaForCausalLM(config).train()
@@ -98,16 +102,18 @@ def test_it_cannot_fit(command, tmp_path, capsys):
     for more in ([], ["--json", "--save", str(saved)]):
         assert cli.main([*command, "--budget", "1MiB", *more]) == 1
         told = capsys.readouterr()
-        assert "budget is 1 MiB" in told.err and "fits into is" in told.err and not told.out
+        assert "--budget is 1 MiB" in told.err and "fits into is" in told.err and not told.out
+        spared = "--actions output_discard selective full linear_cross_entropy does without the log"
+        assert spared in told.err
     assert not saved.exists()
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--actions", "tiles"], "actions has 'tiles'"),
+        (["--actions", "tiles"], "--actions has 'tiles'"),
         (["--budget", "all"], "--budget is 'all'"),
-        (["--device", "h1"], "device is 'h1'"),
+        (["--device", "h1"], "--device is 'h1'"),
         (["--optimizer", "best"], "--optimizer is best"),
         (["--hf-config", "no.json"], "--hf-config is no.json"),
         (["--save", "no/such/fit.json"], "no/such/fit.json"),

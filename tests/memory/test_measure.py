@@ -142,5 +142,5 @@ def test_what_draws_a_picture_is_named_where_it_is_missing(monkeypatch, ending, 
     with so.memory.measure() as m:
         torch.empty(64)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"by {package}, .* 'storage_ops\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=rf"needs {package}, .* pip install {package}$"):
         m.plot(f"memory{ending}")

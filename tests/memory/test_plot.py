@@ -4,6 +4,8 @@ import pickle
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from torch import nn
 from torch.cuda import _memory_viz
 
@@ -160,3 +162,63 @@ def test_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="nothing was allocated"):
         m.plot(tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
+
+
+def text_of(figure):
+    return " ".join(found.get_text() for found in figure.findobj(Text))
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved, as the texts on them and the heights of their lines."""
+    seen = []
+
+    def savefig(figure, *args, **kwargs):
+        lines = [line for axes in figure.axes for line in axes.lines]
+        seen.append((text_of(figure), lines, figure))
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return seen
+
+
+def of_step():
+    return so.memory.simulate_step(model().to("meta"), torch.empty(128, 64, device="meta"))
+
+
+def of_block():
+    net = model()
+    with so.memory.measure(model=net) as m:
+        net(torch.randn(128, 64)).sum().backward()
+    return m
+
+
+@pytest.mark.parametrize(
+    ("make", "title"),
+    [(of_step, "Step of Sequential on H100 SXM: peak "), (of_block, "Sequential on cpu: peak "),
+     (lambda: so.memory.estimate(torch.relu, torch.ones(64)), "relu on a GPU: peak 1 KiB")],
+)  # fmt: skip
+def test_a_picture_says_what_where_and_how_much(make, title, drawn):
+    found = make()
+    found.plot("a.png")
+    (text, lines, _), peak = drawn[0], so.quantities.readable(found.peak_bytes, up=True)
+    assert title in text and f"peak {peak}" in text and not lines and "budget" not in text
+
+
+def test_the_budget_is_a_line(drawn, tmp_path):
+    found = of_step()
+    found.plot("a.png", budget=2 * found.peak_bytes)
+    found.plot("a.png", budget="80GiB")
+    (near, (line,), figure), (far, _, below) = drawn
+    assert line.get_ydata()[0] == 2 * found.peak_bytes / MIB < figure.axes[0].get_ylim()[1]
+    assert "budget" in near and "far above" not in near and "budget 80 GiB, far above" in far
+    assert below.axes[0].get_ylim()[1] < 1.1 * found.peak_bytes / MIB
+    found.plot(tmp_path / "a.html", budget=found.peak_bytes)
+    assert "budget" in (tmp_path / "a.html").read_text()
+    with pytest.raises(ValueError, match="budget is 'much'; expected a number of bytes"):
+        found.plot("a.png", budget="much")
+
+
+def test_what_is_not_known_before_the_end():
+    with so.memory.measure() as m, pytest.raises(AttributeError, match="device is known only"):
+        _ = m.device
+    assert m.device == "cpu" and m.subject == ""

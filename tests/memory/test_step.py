@@ -407,7 +407,7 @@ def test_labels_that_are_ignored(ignored, frozen, options):
     assert unknown.peak_bytes > 0
 
 
-@pytest.mark.parametrize("device, rates", [("h100", "h100"), ("a100", "a100"), (None, "h200")])
+@pytest.mark.parametrize("device, rates", [("h100", "h100"), ("a100", "a100"), (None, "h100")])
 def test_a_loss_plans_for_the_gpu_that_is_simulated(monkeypatch, device, rates):
     """Its chunks are those of that GPU, and so is what products and row kernels take."""
     asked, choose = [], planner.choose
@@ -431,7 +431,8 @@ def test_will_it_fit_answers_and_prints():
         assert report.fits is fits and report.peak_bytes == peak and report.budget_bytes == budget
     assert "does not fit" in str(report) and "activations of layers.*.mlp.gate" in str(report)
     assert report.by_owner["parameters"] == sum(p.nbytes for p in model.parameters())
-    assert report._repr_mimebundle_() == {"text/plain": str(report)}  # what a notebook shows
+    shown = {"text/plain": str(report), "text/html": report._repr_html_()}
+    assert report._repr_mimebundle_() == shown  # in a notebook
     assert "activations of layers.*.mlp.gate" in str(report.step)
     assert "Sample" not in repr(report.step) and "Block" not in repr(report.step)
 

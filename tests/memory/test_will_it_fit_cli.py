@@ -27,6 +27,21 @@ def test_a_table(command, capsys):
     assert "does not fit, " in capsys.readouterr().out
 
 
+def test_no_names_the_command_that_makes_it_fit(command, capsys):
+    """With the same step; where recomputing cannot help, it says so."""
+    options = ["--optimizer", "sgd", "--accumulate", "--device", "a100", "--budget", "30MiB"]
+    assert cli.main([*command, *options]) == 1
+    *_, words = capsys.readouterr().out.splitlines()
+    program, given = words.split()[:3], words.split()[3:]
+    assert program == ["python", "-m", "storage_ops"] and given[0] == "fit"
+    assert sorted(given[1:]) == sorted([*command[1:], *options])
+    assert cli.main(given) in (0, 1)
+    capsys.readouterr()
+    assert cli.main([*command, "--budget", "10MiB"]) == 1
+    shown = capsys.readouterr().out
+    assert "optimizer state and workspaces alone are" in shown and " fit --hf" not in shown
+
+
 def test_json(command, capsys):
     facts = {}
     for optimizer in ("adamw", "sgd", "none"):
@@ -45,8 +60,8 @@ def test_json(command, capsys):
         (["--optimizer", "best"], "--optimizer is best; expected none or one of"),
         (["--batch", "0"], "--batch is 0 and --seq 128; expected 1 or more"),
         (["--dtype", "int3"], "int3"),
-        (["--budget", "all"], "budget is 'all'"),
-        (["--device", "h1"], "device is 'h1'"),
+        (["--budget", "all"], "--budget is 'all'"),
+        (["--device", "h1"], "--device is 'h1'; expected one of cpu, h200"),
         (["--hf-config", "no.json"], "--hf-config is no.json, of which no model can be made"),
     ],
 )
@@ -57,6 +72,8 @@ def test_complaints(command, options, complaint, capsys):
 
 def test_memory_is_drawn(command, tmp_path, capsys):
     assert cli.main([*command, "--plot", str(tmp_path / "memory.svg")]) == 0
-    assert "optimizer state" in (tmp_path / "memory.svg").read_text()
+    words = (tmp_path / "memory.svg").read_text()
+    assert "optimizer state" in words and "budget 80 GiB" in words
+    assert "Step of LlamaForCausalLM on h100: peak" in words
     assert cli.main([*command, "--plot", str(tmp_path / "none" / "memory.svg")]) == 2
     assert "expected a file in a folder that exists" in capsys.readouterr().err

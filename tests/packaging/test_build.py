@@ -74,6 +74,11 @@ def test_pure_python_wheel_without_torch(tree):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"storage_ops/py.typed", "storage_ops_plan.py"} <= set(names)
     assert not any(name.endswith(".so") for name in names)
+    assert built(wheel)["pure"] == "STORAGE_OPS_NO_NATIVE=1" and "WARNING" not in result.stderr
+
+
+def built(wheel):
+    return json.loads(zipfile.ZipFile(wheel).read("storage_ops/lib/build_info.json"))
 
 
 def test_an_editable_installation_is_a_path_that_type_checkers_follow(tree):
@@ -93,12 +98,25 @@ def test_without_a_compiler_it_becomes_pure_python_and_says_so(tree):
     no_compiler = {"PATH": str(tree / "bin"), "CXX": ""}
     result = setup(tree, "bdist_wheel", "-d", str(tree / "dist"), **no_compiler)
     assert result.returncode == 0, result.stderr
-    assert "storage_ops becomes a pure-Python package, for no C++ compiler was" in result.stderr
+    said = "WARNING: storage_ops is built without its native libraries: no C++ compiler was found."
+    assert result.stderr.count(said) == 1 and "On Linux, install g++" in result.stderr
     assert "Traceback" not in result.stderr
     (wheel,) = (tree / "dist").glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
+    assert built(wheel)["pure"] == "no C++ compiler was found"
     result = setup(tree, "build_ext", STORAGE_OPS_NO_NATIVE="0", **no_compiler)
     assert "cannot build its native libraries" in result.stderr
+
+
+def test_what_a_pure_build_says_wins_over_what_an_earlier_one_left(tree):
+    """An editable installation leaves the facts of its libraries in the tree."""
+    stale = tree / "src/storage_ops/lib/build_info.json"
+    stale.parent.mkdir()
+    stale.write_text(json.dumps({**INFO, "version": "0.0.0"}))
+    result = setup(tree, "bdist_wheel", "-d", str(tree / "dist"), STORAGE_OPS_NO_NATIVE="1")
+    assert result.returncode == 0, result.stderr
+    (wheel,) = (tree / "dist").glob("*.whl")
+    assert set(built(wheel)) == {"version", "pure"}
 
 
 def test_elsewhere_than_on_linux_it_is_pure_python(monkeypatch):

@@ -137,6 +137,27 @@ def test_switched_off_is_no_problem(installed):
     assert info["storage_path"] == "copy" and info["problems"] == [] and not info["zero_copy"]
 
 
+@pytest.mark.parametrize(
+    "build, code",
+    [({"version": "0.1.0", "pure": "no C++ compiler was found"}, 1), (None, 1),
+     ({"version": "0.1.0", "pure": "STORAGE_OPS_NO_NATIVE=1"}, 0)],
+)  # fmt: skip
+def test_a_package_without_any_library_says_so(build, code, tmp_path):
+    """Once on import, and in full in `info`; where that was the intention, only `info` does."""
+    ignore = shutil.ignore_patterns("*.so", "lib")
+    shutil.copytree(PACKAGE, tmp_path / "storage_ops", ignore=ignore)
+    if build is not None:
+        (tmp_path / "storage_ops/lib").mkdir()
+        (tmp_path / "storage_ops/lib/build_info.json").write_text(json.dumps(build))
+    result = python(tmp_path, "-c", COMMAND)
+    info = json.loads(result.stdout)
+    assert result.returncode == code and len(info["problems"]) == code
+    assert "pure Python" in info["storage_ops"]
+    assert result.stderr.count("storage_ops has no native libraries here") == code
+    quiet = python(tmp_path, "-c", "import storage_ops", STORAGE_OPS_DISABLE_NATIVE="1")
+    assert quiet.stderr == ""
+
+
 HEAVY = {"matplotlib", "transformers", "tokenizers", "yaml", "numpy.testing", "torch._inductor",
          "torch._functorch.aot_autograd", "torch.distributed.tensor", "rich"}  # fmt: skip
 

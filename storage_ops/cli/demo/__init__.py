@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from storage_ops.cli import output
+from storage_ops.optional import required
 
 HELP = "train a small GPT with and without storage_ops"
 
@@ -34,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code."""
     try:
+        for package in ("matplotlib", "tokenizers"):
+            required(package, "the demo")
         from storage_ops.cli.demo import command
     except ImportError as error:
-        output.complain(
-            f"the demo needs more packages: {error}. Run: pip install 'storage_ops[demo]'"
-        )
+        output.complain(error)
         return 2
     if args.json:  # what is said on the way goes beside it
         console = Console(stderr=True)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import storage_ops
 from storage_ops.cli import output
@@ -17,6 +16,7 @@ from storage_ops.cli.demo import corpus, picture
 from storage_ops.cli.demo.model import PRESETS
 from storage_ops.cli.demo.train import TrainingRun, train
 from storage_ops.memory.plot import MIB
+from storage_ops.tables import Grid
 
 
 def _complaint(args: argparse.Namespace) -> str | None:
@@ -84,30 +84,24 @@ def _facts(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-def _table(plain: TrainingRun, ours: TrainingRun, info: dict[str, Any]) -> Table:
+def _table(plain: TrainingRun, ours: TrainingRun, info: dict[str, Any]) -> Grid:
     """Compare the two trainings."""
-    result = Table(title="The same GPT, trained twice from the same seed")
-    for column, justify in (("", "left"), (plain.label, "right"), (ours.label, "right")):
-        result.add_column(column, justify=justify)  # type: ignore[arg-type]
-    result.add_column("difference", justify="right")
     apart = max(abs(a - b) for a, b in zip(plain.losses, ours.losses, strict=True))
     peaks = plain.memory.peak_bytes, ours.memory.peak_bytes
     times = plain.step_seconds, ours.step_seconds
     finals = (f"{r.losses[-1]:.4f}" for r in (plain, ours))
-    result.add_row("final loss", *finals, f"{apart:.1e} at most")
-    result.add_row(
-        "peak memory of a step",
-        *(f"{peak / MIB:.0f} MiB" for peak in peaks),
-        f"{100 * (1 - peaks[1] / peaks[0]):.0f} % saved",
-    )
-    result.add_row(
-        "time of a step (median)",
-        *(f"{1000 * t:.0f} ms" for t in times),
-        f"x {times[1] / times[0]:.2f}",
-    )
-    result.caption = (
+    saved = f"{100 * (1 - peaks[1] / peaks[0]):.0f} % saved"
+    slower = f"x {times[1] / times[0]:.2f}"
+    return Grid(
+        "The same GPT, trained twice from the same seed",
+        ("", plain.label, ours.label, "difference"),
+        [
+            ("final loss", *finals, f"{apart:.1e} at most"),
+            ("peak memory of a step", *(f"{peak / MIB:.0f} MiB" for peak in peaks), saved),
+            ("time of a step (median)", *(f"{1000 * t:.0f} ms" for t in times), slower),
+        ],
         "memory above parameters and optimizer state, gradients included\n"
         f"storage path: {info['storage_path']}, guard: {'on' if info['guard'] else 'none'}, "
-        f"row kernel: {info['row_kernel']}"
+        f"row kernel: {info['row_kernel']}",
+        words=("",),
     )
-    return result

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from storage_ops.memory.measure import Measurement
 from storage_ops.memory.plot import plot_timelines
+from storage_ops.quantities import readable
 
 
 def draw(
@@ -31,7 +32,9 @@ def draw(
         axes.legend()
         axes.set_title("Training loss")
     plot_timelines(right, memory)
-    right.set_title("Memory over one training step")
+    peaks = ", ".join(readable(m.peak_bytes, up=True) for m in memory.values())
+    devices = {f"on {m.device}: " for m in memory.values() if m.device}  # of kept results, none
+    right.set_title(f"Memory over one training step of the GPT\n{''.join(devices)}peak {peaks}")
     right.set_ylim(bottom=0)
     for axes in figure.axes:
         axes.grid(alpha=0.25)

@@ -1,0 +1,57 @@
+"""Packages that storage_ops works without: an error names each where it is needed and missing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+_DISTRIBUTIONS = {"yaml": "pyyaml"}  # packages that pip knows by another name
+
+
+def required(package: str, user: str) -> Any:
+    """Import an optional package, and return it.
+
+    Args:
+        package: its name, such as "matplotlib", or that of a module in it.
+        user: who needs it, as the error's first words: "from_yaml".
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the error names the user, the package and the
+            command that installs it.
+        ImportError: it is installed and does not import; the error says why.
+
+    Example:
+        >>> required("math", "this example").sqrt(4)
+        2.0
+        >>> required("no_such_package", "this example")
+        Traceback (most recent call last):
+            ...
+        ModuleNotFoundError: this example needs no_such_package, which is not installed. Run: ...
+    """
+    name = package.partition(".")[0]
+    try:
+        importlib.import_module(name)
+        return importlib.import_module(package)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            pip = f"pip install {_DISTRIBUTIONS.get(name, name)}"
+            raise ModuleNotFoundError(
+                f"{user} needs {name}, which is not installed. Run: {pip}", name=name
+            ) from None
+        raise ImportError(
+            f"{user} needs {name}, which is installed and does not import: {error}", name=name
+        ) from error
+
+
+def check_drawable(path: str | os.PathLike[str], images_only: bool = False) -> None:
+    """Raise if the package that draws a file is missing, before the work and not after.
+
+    A page (".html") is made by plotly, a snapshot (".pickle") by nothing, an image by matplotlib,
+    and with `images_only` every file.
+    """
+    others = {} if images_only else {".html": "plotly", ".pickle": None}
+    package = others.get(Path(path).suffix.lower(), "matplotlib")
+    if package is not None:
+        required(package, f"drawing {path}")
