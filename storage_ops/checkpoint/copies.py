@@ -58,6 +58,12 @@ def bytes_of(t: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
+def read_as(t: Tensor, target: Tensor) -> Tensor:
+    """Return the view of a vector of bytes that reads them as `t` reads its storage."""
+    whole = target[: len(target) // t.element_size() * t.element_size()].view(t.dtype)
+    return whole.as_strided(t.size(), t.stride(), t.storage_offset())
+
+
 @functools.cache
 def _of_gpu(device: torch.device) -> Copies:
     return _GpuCopies(device)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from storage_ops.checkpoint.copies import Copies, Copy
+from storage_ops.checkpoint.copies import Copies, Copy, read_as
 from storage_ops.storage.storage import discard_storage, is_discarded, share_storage
 
 _MESSAGE = (
@@ -53,7 +53,7 @@ class Trip:
         self.fetch()
         if self._back is not None and is_discarded(self._tensor):
             self._back.wait()
-            share_storage(self._tensor, self._back.target)
+            share_storage(self._tensor, read_as(self._tensor, self._back.target))
         elif self._out is not None:
             self._out.wait()  # it reads what may be freed next
         self._out = self._back = None
