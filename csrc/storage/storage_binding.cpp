@@ -6,6 +6,7 @@
 // bytes live until the last one lets go, and no storage ever refers to another: no cycle can leak.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/COW.h>
@@ -160,16 +161,20 @@ bool leased_from(StorageImpl* storage, StorageImpl* source) {
   return false;
 }
 
+// The name of a dtype in Python.
+std::string name_of(c10::ScalarType dtype) {
+  return "torch." + std::string(c10::getDtypeNames(dtype).first);
+}
+
 // The storages of dst and src, null if they are one storage already.
 std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const at::Tensor& src) {
   StorageImpl* to = storage_of("share_storage", "dst", dst);
   StorageImpl* from = storage_of("share_storage", "src", src);
   if (to == from) return {nullptr, nullptr};
-  // A real view has the storage of its complex tensor.
-  TORCH_CHECK(c10::toRealValueType(dst.scalar_type()) == c10::toRealValueType(src.scalar_type()),
-              "share_storage: src is torch.", c10::getDtypeNames(src.scalar_type()).first,
-              "; expected torch.", c10::getDtypeNames(dst.scalar_type()).first,
-              ", the dtype of dst");
+  TORCH_CHECK(dst.scalar_type() == src.scalar_type(), "share_storage: src is ",
+              name_of(src.scalar_type()), "; expected ", name_of(dst.scalar_type()),
+              ", the dtype of dst. To bind the bytes as they are, pass src.view(",
+              name_of(dst.scalar_type()), ")");
   check_may_lose_bytes("share_storage", "dst", to);
   TORCH_CHECK(to->device() == from->device(), "share_storage: src is on ", from->device(),
               "; expected the device of dst, ", to->device());

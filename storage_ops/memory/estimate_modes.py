@@ -31,6 +31,7 @@ from storage_ops.memory.estimate_sparse import Sparse
 from storage_ops.memory.estimate_values import Values
 from storage_ops.memory.estimate_workspaces import PRODUCTS
 from storage_ops.memory.estimate_wrappers import inside, is_wrapper, is_wrapper_type, rewrapped
+from storage_ops.storage import reference
 
 _OPS = torch.ops.storage_ops
 _aten = torch.ops.aten
@@ -376,6 +377,7 @@ class Simulation(TorchDispatchMode):
         if func is _OPS.discard_storage.default:
             self.ledger.discard(t)
         elif func is _OPS.share_storage.default:
+            reference.check_geometry(t, rest[0])
             self.ledger.share(t, rest[0], self._copies)
         elif func is _OPS._is_discarded.default:
             return self.ledger.is_discarded(t)

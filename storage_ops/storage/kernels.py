@@ -80,7 +80,7 @@ def _stored(t: Tensor) -> Tensor:
 def _functional_share(dst: Tensor, src: Tensor) -> None:
     """Copy the values that dst would read from the storage of src; no version counter moves."""
     dst, src = _stored(dst), _stored(src)
-    reference.check_alike(dst, src)
+    reference.check_geometry(dst, src)
     geometry = (dst.shape, dst.stride(), dst.storage_offset())
     same = geometry == (src.shape, src.stride(), src.storage_offset())
     with _unsafe_preserve_version_counter(dst):
@@ -171,7 +171,7 @@ def _(self: Tensor, guard: str | None = None) -> None:
 
 @register_fake("storage_ops::share_storage", lib=_schemas.library)
 def _(dst: Tensor, src: Tensor) -> None:
-    reference.check_alike(dst, src)
+    reference.check_geometry(dst, src)
 
 
 @register_fake("storage_ops::_is_discarded", lib=_schemas.library)

@@ -134,20 +134,25 @@ def check_discard(self: Tensor) -> Storage | None:
     return storage
 
 
-def _real_of(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
 def check_alike(dst: Tensor, src: Tensor) -> None:
-    """Raise unless both tensors have one dtype, complex or real, and one device."""
-    if _real_of(src.dtype) != _real_of(dst.dtype):  # a real view has the storage of a complex one
+    """Raise unless both tensors have one dtype and one device."""
+    if src.dtype != dst.dtype:
         raise RuntimeError(
-            f"share_storage: src is {src.dtype}; expected {dst.dtype}, the dtype of dst"
+            f"share_storage: src is {src.dtype}; expected {dst.dtype}, the dtype of dst. To bind "
+            f"the bytes as they are, pass src.view({dst.dtype})"
         )
     if src.device != dst.device:
         raise RuntimeError(
             f"share_storage: src is on {src.device}; expected the device of dst, {dst.device}"
         )
+
+
+def check_geometry(dst: Tensor, src: Tensor) -> None:
+    """Raise what share_storage raises of tensors without bytes: fakes, and those of graphs."""
+    if not (dst.layout == src.layout == torch.strided) or (
+        dst.untyped_storage()._cdata != src.untyped_storage()._cdata
+    ):
+        check_alike(dst, src)
 
 
 def check_share(dst: Tensor, src: Tensor, copies: bool = True) -> tuple[Storage, Storage] | None:

@@ -176,10 +176,10 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
 
     Args:
         dst: a strided tensor, discarded or not, any shape and dtype.
-        src: a strided tensor of the same device and dtype, or of the complex or real counterpart of
-            that dtype. Its storage has at least as many bytes as the storage of `dst` (before it
-            was discarded). Storages are bound whole: an element of
-            `dst` reads the byte at its own offset.
+        src: a strided tensor of the same device and dtype. Its storage has at least as many bytes
+            as the storage of `dst` (before it was discarded). Storages are bound whole: an element
+            of `dst` reads the bytes at its own offset. To bind the bytes of another dtype, pass a
+            view: `src.view(dst.dtype)`, or `torch.view_as_real(src)` of complex numbers.
 
     Raises:
         TypeError: an argument is not a tensor.

@@ -1,8 +1,11 @@
+import contextlib
 import mmap
+import re
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import storage_ops as so
 
@@ -131,31 +134,74 @@ def test_a_larger_source_is_bound_whole(path):
     assert torch.equal(dst, src[:4]) and dst.untyped_storage().nbytes() == 40
 
 
+def test_bytes_of_another_dtype_are_bound_through_a_view(path, zero_copy):
+    dst, src = torch.zeros(4, dtype=torch.int32), torch.randn(4)
+    so.discard_storage(dst)
+    so.share_storage(dst, src.view(torch.int32))
+    assert torch.equal(dst.view(torch.float32), src)
+    assert (dst.data_ptr() == src.data_ptr()) == zero_copy
+    pairs, values = torch.zeros(4, 2), torch.randn(4, dtype=torch.cfloat)
+    so.discard_storage(torch.view_as_complex(pairs))
+    so.share_storage(pairs, torch.view_as_real(values))
+    assert torch.equal(torch.view_as_complex(pairs), values)
+
+
 @pytest.mark.parametrize("discarded", [False, True])
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32, torch.float64), (torch.int32, torch.float32),
-               (torch.bfloat16, torch.float16), (torch.cfloat, torch.double)],
+               (torch.bfloat16, torch.float16), (torch.cfloat, torch.double),
+               (torch.cfloat, torch.float32), (torch.float32, torch.cfloat)],
 )  # fmt: skip
 def test_another_dtype_is_refused(path, dtypes, discarded):
     dst, src = numbers(4, dtype=dtypes[0]), numbers(4, 4, dtype=dtypes[1])
     expected, version = src.clone(), dst._version
     if discarded:
         so.discard_storage(dst)
-    with pytest.raises(RuntimeError, match=f"src is {dtypes[1]}; expected {dtypes[0]}, the dtype"):
-        so.share_storage(dst, src)
+    message = f"share_storage: src is {dtypes[1]}; expected {dtypes[0]}, the dtype of dst. To bind "
+    message += f"the bytes as they are, pass src.view({dtypes[0]})"
+    for call in (so.share_storage, torch.ops.storage_ops._check_storage):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+            call(dst, src)
     assert so.is_discarded(dst) == discarded and dst._version == version
     assert torch.equal(src, expected)
     so.share_storage(src, src.view(torch.uint8))  # one storage: nothing happens
 
 
-def test_another_dtype_is_refused_in_compiled_code():
-    def step(x):
-        y = x * 2
-        so.share_storage(y, x.double())
-        return y
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.cfloat, torch.float32)])
+@pytest.mark.parametrize("where", ["compiled", "fake", "meta", "functionalize", "vmap", "estimate"])
+def test_another_dtype_is_refused_without_bytes(where, dtypes):
+    def step(dst=None, src=None):
+        device = "meta" if where == "meta" else "cpu"
+        dst = torch.ones(4, dtype=dtypes[0], device=device) if dst is None else dst
+        src = torch.ones(4, 2, dtype=dtypes[1], device=device) if src is None else src
+        so.share_storage(dst, src)
+        return dst.clone()
 
-    with pytest.raises(Exception, match=r"src is torch.float64; expected torch.float32"):
-        torch.compile(step, backend="aot_eager")(torch.randn(4))
+    torch._dynamo.reset()
+    run = {
+        "compiled": torch.compile(step, fullgraph=True, backend="aot_eager"),
+        "functionalize": torch.func.functionalize(step),
+        "vmap": lambda: torch.vmap(step)(
+            torch.ones(3, dtype=dtypes[0]), torch.ones(3, 2).to(dtypes[1])
+        ),
+        "estimate": lambda: so.memory.estimate(step),
+    }.get(where, step)
+    with (
+        FakeTensorMode() if where == "fake" else contextlib.nullcontext(),
+        pytest.raises(Exception, match=rf"src is {dtypes[1]}; expected {dtypes[0]}, the dtype"),
+    ):
+        run()
+
+
+@pytest.mark.parametrize("run", [lambda step: torch.func.functionalize(step)(), so.memory.estimate])
+def test_one_storage_of_two_dtypes_stays_as_it_is(run):
+    def step():
+        t = torch.ones(4)
+        so.share_storage(t, t.view(torch.int32))
+        so.share_storage(t, t[1:])
+        return t
+
+    run(step)
 
 
 def test_no_elements(path):
