@@ -71,6 +71,20 @@ def test_storage_ops_leave_no_mutation_in_the_graph(backend, call):
     assert graphs and not any("storage" in name for name in names), names
 
 
+def test_share_of_symbolic_sizes():
+    def step(x):
+        h = x[x > 0]
+        again = h * 3
+        so.discard_storage(h)
+        so.share_storage(h, again)
+        return h.sin()
+
+    x = torch.randn(9)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        y = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, (x[x > 0] * 3).sin())
+
+
 def test_share_of_another_dtype_has_no_meaning_in_a_graph():
     def step(x):
         h = x + 1

@@ -10,6 +10,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/COW.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -161,6 +162,47 @@ bool leased_from(StorageImpl* storage, StorageImpl* source) {
   return false;
 }
 
+// The elements of its storage that a tensor with elements reads: from `begin` on, below `end`.
+struct Span {
+  int64_t begin, end;
+  bool has_gaps;
+
+  explicit Span(const at::Tensor& t)
+      : begin(t.storage_offset()), end(t.storage_offset() + 1), has_gaps(false) {
+    c10::SmallVector<std::pair<int64_t, int64_t>, 8> dims;  // stride and size
+    for (int64_t d = 0; d < t.dim(); ++d) {
+      if (t.size(d) > 1) dims.emplace_back(t.stride(d), t.size(d));
+    }
+    std::sort(dims.begin(), dims.end());
+    for (const auto& [stride, size] : dims) {
+      has_gaps |= stride > end - begin;
+      end += (size - 1) * stride;
+    }
+  }
+};
+
+// Raises unless `src` has every element that `dst` reads from its storage, at the same place: the
+// same index where the shapes are equal.
+void check_elements(const at::Tensor& dst, const at::Tensor& src) {
+  if (dst.numel() == 0) return;
+  if (dst.sizes() == src.sizes()) {
+    bool same = dst.storage_offset() == src.storage_offset();
+    for (int64_t d = 0; d < dst.dim(); ++d) {
+      same &= dst.size(d) == 1 || dst.stride(d) == src.stride(d);
+    }
+    TORCH_CHECK(same, "share_storage: src has strides ", src.strides(), " and storage offset ",
+                src.storage_offset(), "; expected ", dst.strides(), " and ", dst.storage_offset(),
+                ", as dst of the same shape has");
+    return;
+  }
+  TORCH_CHECK(src.numel() > 0, "share_storage: src has no elements; expected those that dst reads");
+  const Span read(dst), held(src);
+  TORCH_CHECK(held.begin <= read.begin && read.end <= held.end && !held.has_gaps,
+              "share_storage: src has elements ", held.begin, " to ", held.end - 1,
+              " of its storage", held.has_gaps ? ", with gaps" : "", "; expected all of elements ",
+              read.begin, " to ", read.end - 1, ", which dst reads");
+}
+
 // The name of a dtype in Python.
 std::string name_of(c10::ScalarType dtype) {
   return "torch." + std::string(c10::getDtypeNames(dtype).first);
@@ -183,6 +225,7 @@ std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const a
   const size_t needed = std::max(bytes_reached(dst), vacancy ? vacancy->nbytes : to->nbytes());
   TORCH_CHECK(from->nbytes() >= needed, "share_storage: src has ", from->nbytes(),
               " bytes of storage; expected at least ", needed, ", the storage of dst");
+  check_elements(dst, src);
   TORCH_CHECK(!leased_from(from, to),
               "share_storage: src shares the bytes of dst already; sharing them back would close a "
               "reference cycle");

@@ -147,12 +147,60 @@ def check_alike(dst: Tensor, src: Tensor) -> None:
         )
 
 
+def span_of(t: Tensor) -> tuple[int, int, bool]:
+    """The elements of its storage that a tensor with elements reads.
+
+    Returns:
+        The first one, the end, and whether there are others in between.
+    """
+    begin = int(t.storage_offset())
+    end, has_gaps = begin + 1, False
+    dims = [(stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+    for stride, size in sorted(dims):
+        has_gaps |= bool(stride > end - begin)
+        end += int((size - 1) * stride)
+    return begin, end, has_gaps
+
+
+def check_elements(dst: Tensor, src: Tensor) -> None:
+    """Raise unless `src` has every element that `dst` reads from its storage, at the same place.
+
+    That is the same index where the shapes are equal.
+    """
+    places = [(t.shape, t.stride(), t.storage_offset()) for t in (dst, src)]
+    # Asked first: of symbolic sizes nothing else may be known.
+    if places[0] == places[1] or dst.numel() == 0:
+        return
+    if dst.shape == src.shape:
+        strides = zip(dst.shape, dst.stride(), src.stride(), strict=True)
+        if dst.storage_offset() != src.storage_offset() or any(
+            size > 1 and to != source for size, to, source in strides
+        ):
+            raise RuntimeError(
+                f"share_storage: src has strides {list(src.stride())} and storage offset "
+                f"{src.storage_offset()}; expected {list(dst.stride())} and "
+                f"{dst.storage_offset()}, as dst of the same shape has"
+            )
+        return
+    if src.numel() == 0:
+        raise RuntimeError("share_storage: src has no elements; expected those that dst reads")
+    (begin, end, _), (first, last, has_gaps) = span_of(dst), span_of(src)
+    if first > begin or end > last or has_gaps:
+        raise RuntimeError(
+            f"share_storage: src has elements {first} to {last - 1} of its storage"
+            f"{', with gaps' if has_gaps else ''}; expected all of elements {begin} to {end - 1}, "
+            "which dst reads"
+        )
+
+
 def check_geometry(dst: Tensor, src: Tensor) -> None:
     """Raise what share_storage raises of tensors without bytes: fakes, and those of graphs."""
     if not (dst.layout == src.layout == torch.strided) or (
         dst.untyped_storage()._cdata != src.untyped_storage()._cdata
     ):
         check_alike(dst, src)
+        if dst.layout == src.layout == torch.strided:
+            check_elements(dst, src)
 
 
 def check_share(dst: Tensor, src: Tensor, copies: bool = True) -> tuple[Storage, Storage] | None:
@@ -173,6 +221,7 @@ def check_share(dst: Tensor, src: Tensor, copies: bool = True) -> tuple[Storage,
             f"share_storage: src has {source.nbytes()} bytes of storage; "
             f"expected at least {needed}, the storage of dst"
         )
+    check_elements(dst, src)
     if leased_from(source, to):
         raise RuntimeError(
             "share_storage: src shares the bytes of dst already; sharing them back would close a "

@@ -178,13 +178,16 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
         dst: a strided tensor, discarded or not, any shape and dtype.
         src: a strided tensor of the same device and dtype. Its storage has at least as many bytes
             as the storage of `dst` (before it was discarded). Storages are bound whole: an element
-            of `dst` reads the bytes at its own offset. To bind the bytes of another dtype, pass a
+            of `dst` reads the bytes at its own offset. So a `src` of the same shape has the strides
+            and the storage offset of `dst`. A `src` of another shape has no gaps, and has every
+            element of its storage that `dst` reads. To bind the bytes of another dtype, pass a
             view: `src.view(dst.dtype)`, or `torch.view_as_real(src)` of complex numbers.
 
     Raises:
         TypeError: an argument is not a tensor.
-        RuntimeError: different dtypes or devices; `src` too small or discarded; `src` got its bytes
-            from `dst`; in vmap, they are not batched along the same dimension; an argument is none
+        RuntimeError: different dtypes or devices; `src` too small or discarded; `dst` would read
+            elements that `src` does not have, or has at another index; `src` got its bytes from
+            `dst`; in vmap, they are not batched along the same dimension; an argument is none
             that `discard_storage` takes. Nothing has changed.
 
     Example:

@@ -191,6 +191,24 @@ def test_one_output_that_cannot_be_freed(path):
     assert torch.allclose(x.grad, right, rtol=1e-4, atol=1e-5) and seen.shape == (4, 4)
 
 
+def test_an_output_that_lies_elsewhere_in_its_storage_when_it_is_recomputed(path):
+    """Its place would read what lies there in the forward's storage: other values."""
+    calls = []
+
+    def either(x):
+        calls.append(x)
+        both = torch.cat([x.sin(), x.cos()])
+        return both[:4] if len(calls) == 1 else both[4:]
+
+    x = torch.randn(4, 4, requires_grad=True)
+    ckpt = so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(either, x)
+    y = h * h
+    ckpt.discard_output_and_register_recompute(y)
+    with pytest.raises(RuntimeError, match=r"src has strides .* and storage offset 16; expected"):
+        y.sum().backward()
+
+
 def test_a_parameter_that_deepspeed_has_partitioned():
     """ZeRO-3 gathers a norm's weight in the calls of the norm, and its output is needed before."""
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).double()

@@ -1,5 +1,7 @@
 """Bad input gets an error that names argument, value and expectation, and changes nothing."""
 
+import contextlib
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -83,6 +85,76 @@ def test_after_new_bytes_sharing_back_is_fine(path):
 def test_different_devices(path):
     with pytest.raises(RuntimeError, match=r"src is on .*; expected the device of dst"):
         so.share_storage(torch.ones(4), torch.ones(4, device="meta"))
+
+
+BASE = torch.arange(40.0)
+PLACES = {
+    "strides": (BASE[:9].view(3, 3).t(), r"strides \[1, 3\] and storage offset 0"),
+    "offset": (BASE[9:18].view(3, 3), r"strides \[3, 1\] and storage offset 9"),
+    "expanded": (BASE[:3].expand(3, 3), r"strides \[0, 1\] and storage offset 0"),
+    "later": (BASE[9:], "elements 9 to 39 of its storage; expected all of elements 0 to 8"),
+    "fewer": (BASE[:8], "elements 0 to 7 of its storage; expected all of elements 0 to 8"),
+    "gaps": (BASE[::2], "elements 0 to 38 of its storage, with gaps; expected all of elements"),
+    "rows": (BASE.view(4, 10)[:, :5], "elements 0 to 34 of its storage, with gaps; expected"),
+    "nothing": (BASE[:0], "no elements; expected those that dst reads"),
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_elements_that_the_source_does_not_have(path, kind):
+    src, message = PLACES[kind]
+    dst = torch.zeros(3, 3)
+    before = unchanged(dst, src)
+    with pytest.raises(RuntimeError, match=f"^share_storage: src has {message}"):
+        so.share_storage(dst, src)
+    assert_unchanged((dst, src), before)
+    so.discard_storage(dst)
+    with pytest.raises(RuntimeError, match=message):
+        so.share_storage(dst, src)
+    assert so.is_discarded(dst)
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("where", ["fake", "meta", "functionalize", "estimate"])
+def test_elements_that_the_source_does_not_have_without_bytes(where, kind):
+    geometry = (PLACES[kind][0].shape, PLACES[kind][0].stride(), PLACES[kind][0].storage_offset())
+
+    def step():
+        device = "meta" if where == "meta" else "cpu"
+        dst, src = torch.ones(3, 3, device=device), torch.ones(40, device=device)
+        with pytest.raises(RuntimeError, match=PLACES[kind][1]):
+            so.share_storage(dst, src.as_strided(*geometry))
+        so.share_storage(dst, src)
+        return dst
+
+    with FakeTensorMode() if where == "fake" else contextlib.nullcontext():
+        {
+            "functionalize": torch.func.functionalize(step),
+            "estimate": lambda: so.memory.estimate(step),
+        }.get(where, step)()
+
+
+@pytest.mark.parametrize(
+    "src",
+    [
+        torch.randn(40),
+        torch.randn(4, 10).t(),
+        torch.randn(9, 1, 4).permute(2, 1, 0),
+        torch.randn(40).unfold(0, 5, 3),  # overlapping windows
+        torch.randn(1, 3, 3),
+        torch.randn(9, 1).expand(9, 7),
+    ],
+)
+def test_a_source_of_another_shape_with_all_elements(path, src):
+    dst, whole = torch.zeros(3, 3), torch.empty(0).set_(src.untyped_storage())
+    so.share_storage(dst, src)
+    assert torch.equal(dst.view(-1), whole[:9])
+
+
+def test_strides_of_a_single_element_do_not_matter(path):
+    dst, src = torch.zeros(1, 3), torch.randn(1, 3).as_strided((1, 3), (7, 1))
+    so.share_storage(dst, src)
+    assert torch.equal(dst, src)
 
 
 def odd_tensors():

@@ -29,6 +29,13 @@ class Slot:
         self.lender = self.lent = None
 
 
+def has_elements(held, read):
+    """Whether a source with elements `held` of its storage has those that are read from another."""
+    if not read or len(held) == len(read):
+        return not read or held == read
+    return set(read) <= set(held) and held == list(range(held[0], held[-1] + 1))
+
+
 class Programs(RuleBasedStateMachine):
     """Every tensor in play is (tensor, slot, offsets of its elements)."""
 
@@ -82,7 +89,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(dst=tensors, src=tensors)
     def share(self, dst, src):
-        (to, to_slot, _), (source, source_slot, _) = dst, src
+        (to, to_slot, read), (source, source_slot, held) = dst, src
         if to_slot is source_slot:
             so.share_storage(to, source)
             return
@@ -90,6 +97,8 @@ class Programs(RuleBasedStateMachine):
             error = "is discarded"
         elif len(source_slot.memory.values) < to_slot.needed:
             error = "expected at least"
+        elif not has_elements(held, read):
+            error = "src has strides|src has elements|src has no elements"
         elif self.lent_by(source_slot, to_slot):
             error = "reference cycle"
         else:
