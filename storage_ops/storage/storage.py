@@ -8,7 +8,7 @@ pointer swapped in by torch >= 2.12) and "copy" (plain torch, see `reference`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -91,18 +91,25 @@ def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> 
             ) from error
 
 
+def _is_parameter(t: Tensor) -> bool:
+    # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+    return type(t) is not Tensor and isinstance(t, torch.nn.Parameter)
+
+
 def _refuse_leaf(t: Tensor) -> None:
     """Raise for a tensor whose values training keeps, such as the weight of a layer."""
-    root = t._base if t._is_view() and t._base is not None else t
-    if isinstance(root, torch.nn.Parameter):
-        kind = "Parameter"
-    elif root.requires_grad and root.is_leaf:
-        kind = "leaf tensor that requires grad"
-    else:
-        return
-    view = "" if root is t else "view of a "
+    base = t._base
+    # A view of a tensor that needs no grad can be a leaf itself.
+    for root, view in ((t, ""),) if base is None else ((base, "view of a "), (t, "")):
+        if _is_parameter(root):
+            _fail_leaf(f"{view}Parameter", t)
+        if root.requires_grad and root.is_leaf:
+            _fail_leaf(f"{view}leaf tensor that requires grad", t)
+
+
+def _fail_leaf(kind: str, t: Tensor) -> NoReturn:
     raise RuntimeError(
-        f"discard_storage: t is a {view}{kind}, of shape {tuple(t.shape)}, and nothing recomputes "
+        f"discard_storage: t is a {kind}, of shape {tuple(t.shape)}, and nothing recomputes "
         "its values; expected an activation, or allow_leaf=True"
     )
 
@@ -140,8 +147,9 @@ def discard_storage(
 
     Raises:
         TypeError: `t` is not a tensor.
-        RuntimeError: `t` is a Parameter or a leaf that requires grad, without `allow_leaf`;
-            `t` is sparse, quantized, a lazy copy, fake, a zero tensor, nested with
+        RuntimeError: `t` is a Parameter, a leaf that requires grad or a view of one, without
+            `allow_leaf`. A `detach()` of one is not recognised, and in compiled code only a
+            Parameter is. `t` is sparse, quantized, a lazy copy, fake, a zero tensor, nested with
             layout torch.strided, or of a class that does not let the op through; nothing has
             changed.
 
@@ -152,15 +160,22 @@ def discard_storage(
         (True, torch.Size([1024]), 0)
     """
     if torch.compiler.is_compiling() and isinstance(t, Tensor):
+        # Dynamo makes a read of `_base` or `is_leaf` a node of the graph, so only the class is
+        # asked. Nothing is freed here anyway.
+        if not allow_leaf and _is_parameter(t):
+            _fail_leaf("Parameter", t)
         return
-    if isinstance(t, Tensor) and not allow_leaf:
-        with torch._C.DisableTorchFunctionSubclass():
-            _refuse_leaf(t)
     if type(t) in _PLAIN:
+        if not allow_leaf:
+            _refuse_leaf(t)
         _discard(t, guard, streams)
-    else:
-        every = tuple(streams)  # may be an iterator, and the class may wrap several tensors
-        _on_subclasses("discard_storage", lambda part: _discard(part, guard, every), t=t)
+        return
+    if not allow_leaf and isinstance(t, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            for part in (t, *locals_of("discard_storage", "t", t)):
+                _refuse_leaf(part)
+    every = tuple(streams)  # may be an iterator, and the class may wrap several tensors
+    _on_subclasses("discard_storage", lambda part: _discard(part, guard, every), t=t)
 
 
 def share_storage(dst: Tensor, src: Tensor) -> None:
