@@ -70,6 +70,12 @@ def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
         assert has(qualified, "CompositeExplicitAutograd")
 
 
+def test_kernels_raise_without_the_place_in_their_source():
+    """STD_TORCH_CHECK puts the function, file and line in front of the message."""
+    native = [p for p in sources() if p.relative_to(ROOT).parts[0] in ("csrc", "cuda")]
+    assert native and not [p.name for p in native if "STD_TORCH_CHECK(" in p.read_text()]
+
+
 def sources():
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
