@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import warnings
 from types import FrameType, TracebackType
 
@@ -16,7 +15,7 @@ _NOT_THE_CALLERS = (
     os.path.dirname(os.__file__) + os.sep + "contextlib.py",
     "<",
 )
-_INSTALLED = sysconfig.get_path("purelib") + os.sep
+_INSTALLED = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep  # site-packages
 
 
 def users_place(

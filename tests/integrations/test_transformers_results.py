@@ -132,7 +132,7 @@ def test_options_stay_with_copies_and_other_ones_are_refused(batch):
     assert "_loss_options" not in vars(model)
     for options, message in (
         ({"returns": "nll"}, "returns is 'nll'; expected some of"),
-        ({"logits": True}, "logits is True; expected 'eval'"),
+        ({"logits": True}, "logits is True; expected one of .'eval'"),
         ({"label_smoothing": 2}, "label_smoothing is 2; expected a number"),
     ):
         with pytest.raises(ValueError, match=message):
