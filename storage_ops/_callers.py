@@ -43,8 +43,9 @@ def warn_caller(message: str) -> None:
 
     Lines of installed libraries, such as a trainer, are shown only if there is no other.
     """
-    here = sys._getframe()
-    place = users_place(here, (*_NOT_THE_CALLERS, _INSTALLED)) or users_place(here)
+    # Not this frame: a frame that is its own variable keeps the variables of all its callers.
+    caller = sys._getframe(1)
+    place = users_place(caller, (*_NOT_THE_CALLERS, _INSTALLED)) or users_place(caller)
     if place is None:
         warnings.warn(message, stacklevel=2)
         return

@@ -64,7 +64,8 @@ def test_demo_end_to_end(tmp_path):
 PLAN = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "128256", "--device", "h200"]
 
 
-def test_plan_as_a_table(capsys):
+def test_plan_as_a_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")  # narrower tables leave out the tiles
     assert cli.main([*PLAN, "--dtype", "bf16", "--budget", "400MiB"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("token-chunked 3.42-GEMM: 1 x 7 tiles of 8192 x 20416")

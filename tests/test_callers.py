@@ -1,0 +1,34 @@
+"""Warnings that show a line of the user's program."""
+
+import gc
+import warnings
+import weakref
+
+import torch
+
+from storage_ops._callers import warn_caller
+
+
+def test_the_callers_line_is_shown():
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        torch.utils._pytree.tree_map(lambda _: warn_caller("here"), [1])
+    assert [(str(w.message), w.filename) for w in record] == [("here", __file__)]
+
+
+def test_variables_of_callers_are_freed_without_a_collection():
+    """A frame in a cycle would hold the activations of every call around it."""
+
+    def layer():
+        activation = torch.ones(4)
+        warn_caller("once more")
+        return weakref.ref(activation)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert layer()() is None
+    finally:
+        gc.enable()
