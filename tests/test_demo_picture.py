@@ -22,6 +22,6 @@ def test_titles(monkeypatch, tmp_path):
     picture.draw(tmp_path / "a.png", {}, {"kept": Measurement(MIB, 0, samples)})
     assert titles == [
         "Training loss",
-        "Memory over one training step of the GPT\non cpu: peak 3 MiB, 2 MiB",
+        "Memory over one training step of the GPT\non cpu: peaks 3 MiB, 2 MiB",
         "Memory over one training step of the GPT\npeak 1 MiB",
     ]

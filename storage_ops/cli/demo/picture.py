@@ -32,9 +32,10 @@ def draw(
         axes.legend()
         axes.set_title("Training loss")
     plot_timelines(right, memory)
+    word = "peaks" if len(memory) > 1 else "peak"
     peaks = ", ".join(readable(m.peak_bytes, up=True) for m in memory.values())
     devices = {f"on {m.device}: " for m in memory.values() if m.device}  # of kept results, none
-    right.set_title(f"Memory over one training step of the GPT\n{''.join(devices)}peaks {peaks}")
+    right.set_title(f"Memory over one training step of the GPT\n{''.join(devices)}{word} {peaks}")
     right.set_ylim(bottom=0)
     for axes in figure.axes:
         axes.grid(alpha=0.25)
