@@ -42,10 +42,10 @@ _KL_ARGUMENTS = (
 
 # name -> schema. A leading underscore marks an op that only this package calls.
 SCHEMAS: dict[str, str] = {
-    "discard_storage": "(Tensor(a!) self, str? guard=None) -> ()",
-    "share_storage": "(Tensor(a!) dst, Tensor src) -> ()",
+    "discard_storage": "(Tensor(a!) self, str? guard=None, bool allow_external=False) -> ()",
+    "share_storage": "(Tensor(a!) dst, Tensor src, bool allow_external=False) -> ()",
     "_is_discarded": "(Tensor self) -> bool",
-    "_check_storage": "(Tensor self, Tensor? src) -> ()",
+    "_check_storage": "(Tensor self, Tensor? src, bool allow_external=False) -> ()",
     "_record_stream": "(Tensor self, int id, int device_index, int device_type) -> ()",
     "_alias_bytes": "(Tensor owner) -> Tensor",
     "_cross_entropy_rows": (

@@ -14,7 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -24,14 +24,16 @@ namespace {
 
 using c10::StorageImpl;
 
+// Held while an op reads or changes the DataPtr of a storage: threads call these ops without the
+// GIL. No DataPtr is destroyed meanwhile, since its deleter may take the GIL or call an op.
+std::mutex storages;
+
 // Context of the DataPtr of a storage that shares its bytes.
 struct Lease {
   c10::Storage owner;
-  c10::weak_intrusive_ptr<StorageImpl> lender;  // the storage these bytes were shared from
-  uint64_t lender_id;  // and the lease it held then: with another one it is a lender no more
-  uint64_t id = next_id++;
+  uint64_t id = next_id++;  // a storage that receives the bytes later has a larger one
 
-  static inline std::atomic<uint64_t> next_id{1};
+  static inline uint64_t next_id = 1;
 
   static void release(void* context) { delete static_cast<Lease*>(context); }
 };
@@ -83,10 +85,15 @@ size_t bytes_reached(const at::Tensor& t) {
   return static_cast<size_t>(last + 1) * t.element_size();
 }
 
-bool is_discarded(const at::Tensor& self) {
+bool lacks_bytes(const at::Tensor& self) {
   if (!self.has_storage()) return false;
   StorageImpl* storage = self.storage().unsafeGetStorageImpl();
   return vacancy_of(storage) != nullptr || storage->nbytes() < bytes_reached(self);
+}
+
+bool is_discarded(const at::Tensor& self) {
+  const std::lock_guard lock(storages);
+  return lacks_bytes(self);
 }
 
 StorageImpl* storage_of(const char* op, const char* name, const at::Tensor& t) {
@@ -103,63 +110,71 @@ StorageImpl* storage_of(const char* op, const char* name, const at::Tensor& t) {
   return storage;
 }
 
-// Raises for a storage that must keep its bytes: torch marks it when an array of numpy looks at
-// them, and those that pin_memory() makes.
-void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage) {
-  TORCH_CHECK(
-      storage->resizable() || storage->allocator() == nullptr, op, ": ", name,
-      " has bytes that torch cannot resize, because numpy or another library looks at them or "
-      "pin_memory() made them; expected a tensor whose bytes are its own");
+// Raises for a storage that must keep its bytes because other code may use them. A storage has no
+// allocator if torch did not allocate the bytes. It is not resizable when `Tensor.numpy()` shows
+// them, and pinned ones never are.
+void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage, bool external) {
+  const bool is_own = storage->resizable() && storage->allocator();
+  TORCH_CHECK(is_own || storage->nbytes() == 0 || external, op, ": ", name,
+              " has bytes that torch cannot resize: they come from numpy, a file, shared memory, "
+              "pin_memory() or another library, or numpy shows them. Expected a tensor whose bytes "
+              "only torch uses, or allow_external=True if no other code uses them any more");
 }
 
-// The storage that discard_storage empties. Null if nothing is missing in it without bytes, or it
-// is discarded already; one that was resized to 0 is made a discarded one, which a guard can be
-// for.
-StorageImpl* check_discard(const at::Tensor& self) {
+// Returns the storage that discard_storage empties. Null if nothing is missing in it without bytes,
+// or it is discarded already; one that was resized to 0 is made a discarded one, which a guard can
+// be for.
+StorageImpl* check_discard(const at::Tensor& self, bool external) {
   StorageImpl* storage = storage_of("discard_storage", "t", self);
   if (storage->nbytes() == 0 && (vacancy_of(storage) || bytes_reached(self) == 0)) return nullptr;
-  check_may_lose_bytes("discard_storage", "t", storage);
+  check_may_lose_bytes("discard_storage", "t", storage, external);
   return storage;
 }
 
-void discard_storage(const at::Tensor& self, std::optional<std::string> guard) {
-  if (StorageImpl* storage = check_discard(self)) {
+// Replaces the bytes of a storage, and returns the DataPtr of the old ones. A thread that reads the
+// address meanwhile sees the old or the new one, since moving from a DataPtr keeps its address.
+[[nodiscard]] c10::DataPtr exchange(StorageImpl* storage, c10::DataPtr bytes, size_t nbytes) {
+  c10::DataPtr old = std::move(data_of(storage));
+  storage->set_data_ptr_noswap(std::move(bytes));
+  storage->set_nbytes(nbytes);
+  return old;
+}
+
+void discard_storage(const at::Tensor& self, std::optional<std::string> guard, bool external) {
+  c10::DataPtr old;  // destroyed without the lock
+  const std::lock_guard lock(storages);
+  if (StorageImpl* storage = check_discard(self, external)) {
     const c10::Device device = storage->device();
     auto* vacancy = new Vacancy{storage->nbytes()};
-    storage->set_data_ptr_noswap({nullptr, vacancy, &Vacancy::release, device});
-    storage->set_nbytes(0);
+    old = exchange(storage, {nullptr, vacancy, &Vacancy::release, device}, 0);
   }
   StorageImpl* empty = self.storage().unsafeGetStorageImpl();
   if (guard && vacancy_of(empty)) set_guard(empty, *std::move(guard));
 }
 
-c10::weak_intrusive_ptr<StorageImpl> weak(StorageImpl* storage) {
-  using Strong = c10::intrusive_ptr<StorageImpl>;
-  return c10::weak_intrusive_ptr<StorageImpl>(storage ? Strong::reclaim_copy(storage) : Strong());
+// Returns a DataPtr that shares the bytes of `owner`.
+c10::DataPtr leased(const c10::Storage& owner) {
+  const c10::DataPtr& bytes = data_of(owner.unsafeGetStorageImpl());
+  return {bytes.get(), new Lease{owner}, &Lease::release, bytes.device()};
 }
 
-// Makes `storage` hold the bytes of `owner`, received from `lender` if that is not null.
-void lease(StorageImpl* storage, const c10::Storage& owner, StorageImpl* lender) {
-  void* data = data_of(owner.unsafeGetStorageImpl()).get();
-  auto* context = new Lease{owner, weak(lender), lender ? lease_of(lender)->id : 0};
+// Moves the bytes of `storage` to an owner, and makes `storage` share them.
+void lend(StorageImpl* storage) {
+  // The calls that may throw come first: `storage` must still have its bytes then.
+  c10::Storage owner(c10::make_intrusive<StorageImpl>(
+      StorageImpl::use_byte_size_t(), storage->nbytes(),
+      c10::DataPtr(data_of(storage).get(), storage->device()), storage->allocator(),
+      storage->resizable() && storage->allocator()));
+  c10::DataPtr shared = leased(owner);
   lift_guard(storage);
-  storage->set_data_ptr_noswap({data, context, &Lease::release, owner.device()});
-  storage->set_nbytes(owner.nbytes());
+  data_of(owner.unsafeGetStorageImpl()) = exchange(storage, std::move(shared), storage->nbytes());
 }
 
-// True when `storage` got the bytes it holds from `source`, directly or through others. Ends, since
-// every lease is younger than the lender's.
-bool leased_from(StorageImpl* storage, StorageImpl* source) {
-  c10::intrusive_ptr<StorageImpl> lender;
-  for (const Lease* current = lease_of(storage); current; current = lease_of(lender.get())) {
-    const uint64_t lender_id = current->lender_id;
-    lender = current->lender.lock();  // may end the life of `current`
-    if (!lender) return false;
-    const Lease* lent = lease_of(lender.get());
-    if (!lent || lent->id != lender_id) return false;  // it holds other bytes by now
-    if (lender.get() == source) return true;
-  }
-  return false;
+// Returns true if `storage` received the bytes that `source` holds later than `source` did.
+bool received_later(StorageImpl* storage, StorageImpl* source) {
+  const Lease *later = lease_of(storage), *first = lease_of(source);
+  return later && first && later->id > first->id &&
+         later->owner.unsafeGetStorageImpl() == first->owner.unsafeGetStorageImpl();
 }
 
 // The elements of its storage that a tensor with elements reads: from `begin` on, below `end`.
@@ -208,8 +223,9 @@ std::string name_of(c10::ScalarType dtype) {
   return "torch." + std::string(c10::getDtypeNames(dtype).first);
 }
 
-// The storages of dst and src, null if they are one storage already.
-std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const at::Tensor& src) {
+// Returns the storages of dst and src, null if they are one storage already.
+std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const at::Tensor& src,
+                                                  bool external) {
   StorageImpl* to = storage_of("share_storage", "dst", dst);
   StorageImpl* from = storage_of("share_storage", "src", src);
   if (to == from) return {nullptr, nullptr};
@@ -217,55 +233,59 @@ std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const a
               name_of(src.scalar_type()), "; expected ", name_of(dst.scalar_type()),
               ", the dtype of dst. To bind the bytes as they are, pass src.view(",
               name_of(dst.scalar_type()), ")");
-  check_may_lose_bytes("share_storage", "dst", to);
+  check_may_lose_bytes("share_storage", "dst", to, external);
   TORCH_CHECK(to->device() == from->device(), "share_storage: src is on ", from->device(),
               "; expected the device of dst, ", to->device());
-  TORCH_CHECK(!is_discarded(src), "share_storage: src is discarded; expected a tensor with bytes");
+  TORCH_CHECK(!lacks_bytes(src), "share_storage: src is discarded; expected a tensor with bytes");
   const Vacancy* vacancy = vacancy_of(to);
   const size_t needed = std::max(bytes_reached(dst), vacancy ? vacancy->nbytes : to->nbytes());
   TORCH_CHECK(from->nbytes() >= needed, "share_storage: src has ", from->nbytes(),
               " bytes of storage; expected at least ", needed, ", the storage of dst");
   check_elements(dst, src);
-  TORCH_CHECK(!leased_from(from, to),
+  TORCH_CHECK(!received_later(from, to),
               "share_storage: src shares the bytes of dst already; sharing them back would close a "
               "reference cycle");
   return {to, from};
 }
 
 // Raises what share_storage(self, src) or, without src, discard_storage(self) would raise.
-void check_storage(const at::Tensor& self, const std::optional<at::Tensor>& src) {
+void check_storage(const at::Tensor& self, const std::optional<at::Tensor>& src, bool external) {
+  const std::lock_guard lock(storages);
   if (src) {
-    check_share(self, *src);
+    check_share(self, *src, external);
   } else {
-    check_discard(self);
+    check_discard(self, external);
   }
 }
 
-void share_storage(const at::Tensor& dst, const at::Tensor& src) {
-  const auto [to, from] = check_share(dst, src);
+void share_storage(const at::Tensor& dst, const at::Tensor& src, bool external) {
+  c10::DataPtr old;  // destroyed without the lock
+  const std::lock_guard lock(storages);
+  const auto [to, from] = check_share(dst, src, external);
   if (!to) return;
-  if (!lease_of(from)) {
-    // Made empty first: the constructor may throw, and then `from` must still have its bytes.
-    auto owner = c10::make_intrusive<StorageImpl>(
-        StorageImpl::use_byte_size_t(), from->nbytes(), c10::DataPtr(nullptr, from->device()),
-        from->allocator(), from->resizable() && from->allocator());
-    owner->set_data_ptr_noswap(std::move(data_of(from)));
-    lease(from, c10::Storage(std::move(owner)), nullptr);
-  }
-  lease(to, lease_of(from)->owner, from);
+  if (!lease_of(from)) lend(from);
+  const c10::Storage& owner = lease_of(from)->owner;
+  c10::DataPtr bytes = leased(owner);
+  lift_guard(to);
+  old = exchange(to, std::move(bytes), owner.nbytes());
 }
 
 // Tells the allocator that a stream uses these bytes, if it is one of their kind of device. The
 // caching allocator knows a storage by the deleter of its DataPtr, so the record must be made on
 // the owner of shared bytes.
 void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int64_t device_type) {
-  StorageImpl* storage = storage_of("discard_storage", "t", self);
   const auto kind = static_cast<c10::DeviceType>(device_type);
-  if (self.device().type() != kind || vacancy_of(storage)) return;
-  const Lease* held = lease_of(storage);
+  if (self.device().type() != kind) return;
+  std::optional<c10::Storage> owner;
+  {
+    const std::lock_guard lock(storages);
+    StorageImpl* storage = storage_of("discard_storage", "t", self);
+    if (vacancy_of(storage)) return;
+    if (const Lease* held = lease_of(storage)) owner = held->owner;
+  }
   auto bytes = at::empty({0}, self.options().dtype(at::kByte).requires_grad(false));
-  if (held) bytes.set_(held->owner, 0, {static_cast<int64_t>(held->owner.nbytes())}, {1});
-  (held ? bytes : self)
+  if (owner) bytes.set_(*owner, 0, {static_cast<int64_t>(owner->nbytes())}, {1});
+  (owner ? bytes : self)
       .record_stream(c10::Stream::unpack3(id, static_cast<c10::DeviceIndex>(device_index), kind));
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.holders import Holders
-from storage_ops.storage.storage import wait_for
+from storage_ops.storage.storage import is_own, wait_for
 
 _NOBODY = Holders(0, 0, 0)
 
@@ -69,7 +69,7 @@ def _candidates(leaves: list[Any], outside: set[int | None], start: int | None) 
         if not isinstance(leaf, Tensor):
             continue
         key = storage_key(leaf)
-        if key is None or key in outside:
+        if key is None or key in outside or not is_own(leaf):
             continue
         if start is not None:
             node = _origin(leaf)

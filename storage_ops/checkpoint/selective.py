@@ -34,7 +34,7 @@ from storage_ops.checkpoint.offload import Away, Trip
 from storage_ops.checkpoint.op_names import Facts, facts_of, name_of, readable
 from storage_ops.checkpoint.policies import COLLECTIVES, OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.region import Region, is_retained
-from storage_ops.storage.storage import is_discarded, locals_of
+from storage_ops.storage.storage import is_discarded, is_own, locals_of
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -186,7 +186,12 @@ class _Result:
             held = sum(storage_key(each) == key for each in ours.values())
             inside = locals_of("offload", "a result", t)
             copies = copies_for(inside[0]) if len(inside) == 1 else None
-            if copies is not None and not is_discarded(t) and is_held_by(key, held):
+            if (
+                copies is not None
+                and not is_discarded(t)
+                and is_own(inside[0])
+                and is_held_by(key, held)
+            ):
                 self.trips.append(Trip(inside[0], copies))
 
     def pack(self, hooks: Hooks) -> None:

@@ -28,31 +28,39 @@ def _swap(to: Storage, other: Storage) -> None:
     to._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
-def _alias_discard(self: Tensor, guard: str | None = None) -> None:
-    storage = reference.check_discard(self)
-    if storage is not None:
-        reference.note_discard(storage)
-        _swap(storage, Storage(0, device=storage.device))
+def _bytes_of(storage: Storage) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _alias_share(dst: Tensor, src: Tensor) -> None:
-    storages = reference.check_share(dst, src, copies=False)
-    if storages is None:
-        return
-    to, source = storages
-    record = reference.record_of(source)
-    if record.owner is None:
-        # An owner that no user sees takes over the memory; source and dst become aliases of it, so
-        # that either may be discarded first. Aliases of aliases would form an endless chain.
-        owner = torch.empty(0, dtype=torch.uint8, device=source.device)
-        _swap(owner.untyped_storage(), source)
-        nbytes = owner.untyped_storage().nbytes()
-        record.owner = owner.set_(owner.untyped_storage(), 0, (nbytes,), (1,))
-        _swap(source, _OPS._alias_bytes(record.owner).untyped_storage())
-    if to.nbytes() > 0:
-        _swap(to, Storage(0, device=to.device))
-    _swap(to, _OPS._alias_bytes(record.owner).untyped_storage())
-    reference.note_share(to, source)
+def _alias_discard(self: Tensor, guard: str | None = None, allow_external: bool = False) -> None:
+    with reference.lock:
+        storage = reference.check_discard(self, allow_external)
+        if storage is not None:
+            reference.note_discard(storage)
+            _swap(storage, Storage(0, device=storage.device))
+
+
+def _alias_share(dst: Tensor, src: Tensor, allow_external: bool = False) -> None:
+    with reference.lock:
+        storages = reference.check_share(dst, src, allow_external, copies=False)
+        if storages is None:
+            return
+        to, source = storages
+        record = reference.record_of(source)
+        if record.owner is None:
+            # A storage that no user sees takes over the memory, and `source` and `dst` share it, so
+            # that either may be discarded first. Aliases of aliases would form a chain that never
+            # ends. At each moment `source` has its address, for threads that read it.
+            record.external = not reference.can_resize(source)
+            hidden = _OPS._alias_bytes(_bytes_of(source)).untyped_storage()
+            _swap(source, hidden)
+            record.owner = _bytes_of(hidden)
+            _swap(source, _OPS._alias_bytes(record.owner).untyped_storage())
+        if to.nbytes() > 0:
+            _swap(to, Storage(0, device=to.device))
+        _swap(to, _OPS._alias_bytes(record.owner).untyped_storage())
+        reference.note_share(to, source)
 
 
 def _record_stream(self: Tensor, id: int, device_index: int, device_type: int) -> None:
@@ -77,7 +85,7 @@ def _stored(t: Tensor) -> Tensor:
     return torch._neg_view(t) if t.is_neg() else t
 
 
-def _functional_share(dst: Tensor, src: Tensor) -> None:
+def _functional_share(dst: Tensor, src: Tensor, allow_external: bool = False) -> None:
     """Copy the values that dst would read from the storage of src; no version counter moves."""
     dst, src = _stored(dst), _stored(src)
     reference.check_geometry(dst, src)
@@ -131,6 +139,8 @@ def register(status: _library.Status) -> None:
     def alias_bytes(owner: Tensor) -> Tensor:
         raise RuntimeError(f"_alias_bytes: {status.why_missing(_library.ALIAS)}")
 
+    if status.storage_path == "binding":
+        raise_from_is_shared()
     python = _PYTHON_KERNELS.get(status.storage_path, _PYTHON_KERNELS["copy"])
     for name, kernel in {**python, **_COMMON_KERNELS, "_alias_bytes": alias_bytes}.items():
         _schemas.library.impl(name, kernel, "CompositeExplicitAutograd")
@@ -149,6 +159,22 @@ def register(status: _library.Status) -> None:
     _schemas.library.impl("_is_discarded", fallthrough_kernel, "Tracer")
 
 
+def raise_from_is_shared() -> None:
+    """Make `UntypedStorage.is_shared` raise for a discarded storage.
+
+    torch's own method lets no exception out, so that the one of the guard would end the process.
+    """
+
+    def is_shared(self: Storage) -> bool:
+        if self.nbytes() == 0:
+            self.data_ptr()  # raises the message of the guard
+        return bool(shows_shared(self))
+
+    shows_shared = Storage.is_shared
+    is_shared.__doc__ = shows_shared.__doc__
+    Storage.is_shared = is_shared  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
 def storage_path(path: str) -> Iterator[None]:
     """Run the storage ops by the Python path "copy" or "alias" inside a with block, for tests."""
@@ -165,12 +191,12 @@ def storage_path(path: str) -> Iterator[None]:
 
 
 @register_fake("storage_ops::discard_storage", lib=_schemas.library)
-def _(self: Tensor, guard: str | None = None) -> None:
+def _(self: Tensor, guard: str | None = None, allow_external: bool = False) -> None:
     return None
 
 
 @register_fake("storage_ops::share_storage", lib=_schemas.library)
-def _(dst: Tensor, src: Tensor) -> None:
+def _(dst: Tensor, src: Tensor, allow_external: bool = False) -> None:
     reference.check_geometry(dst, src)
 
 
@@ -180,7 +206,7 @@ def _(self: Tensor) -> bool:
 
 
 @register_fake("storage_ops::_check_storage", lib=_schemas.library)
-def _(self: Tensor, src: Tensor | None) -> None:
+def _(self: Tensor, src: Tensor | None, allow_external: bool = False) -> None:
     return None
 
 

@@ -7,29 +7,52 @@ cannot do is share: the bytes are copied.
 from __future__ import annotations
 
 import itertools
-import weakref
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch import UntypedStorage as Storage
 
+_next_id = itertools.count(1).__next__
+# Held while an op reads or changes storages. Reentrant: the garbage collector may run a finalizer
+# that calls another op.
+lock = threading.RLock()
+
 
 @dataclass
 class Record:
-    """What is known of a storage beyond what torch keeps, stored on the storage object itself."""
+    """What torch does not keep about a storage. The storage object itself has it as an attribute.
 
-    nbytes: int = 0  # size before it was discarded
-    lender: weakref.ref[Storage] | None = None  # the storage its bytes were shared from
-    lender_id: int = 0  # and the id it had then: with another one it is a lender no more
-    owner: Tensor | None = None  # holds the memory when several storages share it
-    id: int = field(default_factory=itertools.count(1).__next__)
+    Attributes:
+        nbytes: size before the storage was discarded.
+        owner: the tensor that holds the memory when several storages share it.
+        id: identifies the bytes in this storage. A storage that receives them later has a larger
+            id.
+        first_id: the id that the bytes had in the storage that they come from.
+        external: True if other code may use the bytes through this storage.
+    """
+
+    nbytes: int
+    owner: Tensor | None
+    id: int
+    first_id: int
+    external: bool = False
+
+    @classmethod
+    def fresh(cls, nbytes: int = 0) -> Record:
+        """Return a record of bytes that no other storage has."""
+        id = _next_id()
+        return cls(nbytes, None, id, id)
 
 
 def record_of(storage: Storage) -> Record:
     """Return the record of a storage, made on first use."""
-    found: Record = vars(storage).setdefault("_storage_ops", Record())
-    return found
+    attributes = vars(storage)
+    if "_storage_ops" not in attributes:
+        attributes["_storage_ops"] = Record.fresh()
+    record: Record = attributes["_storage_ops"]
+    return record
 
 
 def bytes_reached(t: Tensor) -> int:
@@ -89,48 +112,51 @@ def storage_of(op: str, name: str, t: Tensor) -> Storage:
     return t.untyped_storage()
 
 
-def check_may_lose_bytes(op: str, name: str, storage: Storage) -> None:
-    """Raise for a storage whose bytes another library made or looks at."""
-    if not storage.resizable() and record_of(storage).owner is None:
+def can_resize(storage: Storage) -> bool:
+    """Return True if torch allocated the bytes and shows them to no other code."""
+    if storage.nbytes() == 0:  # there is nothing to lose
+        return True
+    # torch says of every CUDA storage that processes may share it.
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
+
+
+def check_may_lose_bytes(op: str, name: str, storage: Storage, external: bool) -> None:
+    """Raise for a storage that must keep its bytes because other code may use them."""
+    record = record_of(storage)
+    # A storage whose bytes belong to an owner is never resizable.
+    is_own = not record.external if record.owner is not None else can_resize(storage)
+    if not (is_own or external):
         raise RuntimeError(
-            f"{op}: {name} has bytes that torch cannot resize, because numpy or another library "
-            "looks at them or pin_memory() made them; expected a tensor whose bytes are its own"
+            f"{op}: {name} has bytes that torch cannot resize: they come from numpy, a file, "
+            "shared memory, pin_memory() or another library, or numpy shows them. Expected a "
+            "tensor whose bytes only torch uses, or allow_external=True if no other code uses "
+            "them any more"
         )
 
 
-def leased_from(storage: Storage, source: Storage) -> bool:
-    """Whether `storage` got the bytes it holds from `source`, directly or through others.
-
-    Ends, since every record is younger than its lender's.
-    """
-    record = record_of(storage)
-    while record.lender is not None:
-        lender = record.lender()
-        if lender is None or record_of(lender).id != record.lender_id:
-            return False  # it is gone or holds other bytes by now
-        if lender is source:
-            return True
-        record = record_of(lender)
-    return False
+def received_later(storage: Storage, source: Storage) -> bool:
+    """Return True if `storage` received the bytes that `source` holds later than `source` did."""
+    later, first = record_of(storage), record_of(source)
+    return later.first_id == first.first_id and later.id > first.id
 
 
 def note_discard(storage: Storage) -> None:
     """Record that a storage is about to lose its bytes."""
-    vars(storage)["_storage_ops"] = Record(nbytes=storage.nbytes())
+    vars(storage)["_storage_ops"] = Record.fresh(storage.nbytes())
 
 
 def note_share(to: Storage, source: Storage) -> None:
     """Record that `to` has the bytes of `source` now."""
     record = record_of(source)
-    vars(to)["_storage_ops"] = Record(0, weakref.ref(source), record.id, record.owner)
+    vars(to)["_storage_ops"] = Record(0, record.owner, _next_id(), record.first_id)
 
 
-def check_discard(self: Tensor) -> Storage | None:
+def check_discard(self: Tensor, external: bool = False) -> Storage | None:
     """Check the argument of discard_storage; None when it has lost its bytes already."""
     storage = storage_of("discard_storage", "t", self)
     if storage.nbytes() == 0:
         return None
-    check_may_lose_bytes("discard_storage", "t", storage)
+    check_may_lose_bytes("discard_storage", "t", storage, external)
     return storage
 
 
@@ -203,11 +229,16 @@ def check_geometry(dst: Tensor, src: Tensor) -> None:
             check_elements(dst, src)
 
 
-def check_share(dst: Tensor, src: Tensor, copies: bool = True) -> tuple[Storage, Storage] | None:
+def check_share(
+    dst: Tensor, src: Tensor, external: bool = False, copies: bool = True
+) -> tuple[Storage, Storage] | None:
     """Check the arguments of share_storage; None when both are one storage already.
 
     Args:
-        copies: whether the bytes are copied, for which dst may keep memory of the right size.
+        dst: as in `share_storage`.
+        src: as in `share_storage`.
+        external: True if `dst` may lose bytes that other code may use.
+        copies: True if the bytes are copied, for which dst may keep memory of the right size.
     """
     to, source = storage_of("share_storage", "dst", dst), storage_of("share_storage", "src", src)
     if to is source or to._cdata == source._cdata:
@@ -222,42 +253,58 @@ def check_share(dst: Tensor, src: Tensor, copies: bool = True) -> tuple[Storage,
             f"expected at least {needed}, the storage of dst"
         )
     check_elements(dst, src)
-    if leased_from(source, to):
+    if received_later(source, to):
         raise RuntimeError(
             "share_storage: src shares the bytes of dst already; sharing them back would close a "
             "reference cycle"
         )
     if not (copies and to.nbytes() == source.nbytes()):
-        check_may_lose_bytes("share_storage", "dst", to)
+        check_may_lose_bytes("share_storage", "dst", to, external)
     return to, source
 
 
-def check_storage(self: Tensor, src: Tensor | None, copies: bool = True) -> None:
+def check_storage(
+    self: Tensor, src: Tensor | None, allow_external: bool = False, copies: bool = True
+) -> None:
     """Raise what share_storage(self, src) or, without src, discard_storage(self) would raise."""
-    if src is None:
-        check_discard(self)
-    else:
-        check_share(self, src, copies)
+    with lock:
+        if src is None:
+            check_discard(self, allow_external)
+        else:
+            check_share(self, src, allow_external, copies)
 
 
-def discard_storage(self: Tensor, guard: str | None = None) -> None:
+def _check_resizable(op: str, name: str, storage: Storage) -> None:
+    """Raise for a storage that only a native library can change."""
+    if not can_resize(storage):
+        raise RuntimeError(
+            f"{op}: {name} has bytes that torch cannot resize, and allow_external=True needs a "
+            'native library: storage_ops.info()["storage_path"] is "copy"'
+        )
+
+
+def discard_storage(self: Tensor, guard: str | None = None, allow_external: bool = False) -> None:
     """Free the bytes of the storage of `self`; shape, strides and version counter stay.
 
     Nothing in plain torch makes a read raise `guard`.
     """
-    storage = check_discard(self)
-    if storage is not None:
-        note_discard(storage)
-        storage.resize_(0)
+    with lock:
+        storage = check_discard(self, allow_external)
+        if storage is not None:
+            _check_resizable("discard_storage", "t", storage)
+            note_discard(storage)
+            storage.resize_(0)
 
 
-def share_storage(dst: Tensor, src: Tensor) -> None:
+def share_storage(dst: Tensor, src: Tensor, allow_external: bool = False) -> None:
     """Give the storage of `dst` the bytes of `src`, by a copy."""
-    storages = check_share(dst, src)
-    if storages is None:
-        return
-    to, source = storages
-    if to.nbytes() != source.nbytes():
-        to.resize_(source.nbytes())
-    to.copy_(source)
-    note_share(to, source)
+    with lock:
+        storages = check_share(dst, src, allow_external)
+        if storages is None:
+            return
+        to, source = storages
+        if to.nbytes() != source.nbytes():
+            _check_resizable("share_storage", "dst", to)
+            to.resize_(source.nbytes())
+        to.copy_(source)
+        note_share(to, source)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -44,6 +45,11 @@ def locals_of(op: str, name: str, t: object) -> list[Tensor]:
     return [t]
 
 
+def is_own(t: Tensor) -> bool:
+    """Return True if torch allocated the bytes of a tensor and shows them to no other code."""
+    return is_traceable_wrapper_subclass(t) or t.untyped_storage().resizable()
+
+
 def wait_for(value: object) -> None:
     """Wait until no collective writes to the bytes of a tensor any more.
 
@@ -62,7 +68,9 @@ def wait_for(value: object) -> None:
         value.wait()
 
 
-def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> list[Any]:
+def _on_subclasses(
+    op: str, kernel: Callable[..., Any], external: bool = False, **arguments: object
+) -> list[Any]:
     """Call a kernel on the tensors behind arguments of which some are of subclasses.
 
     Past their `__torch_function__`, since nothing is computed. A class that wraps tensors and does
@@ -80,7 +88,7 @@ def _on_subclasses(op: str, kernel: Callable[..., Any], **arguments: object) -> 
         try:
             if len(calls) > 1 and op != "is_discarded" and not torch.compiler.is_compiling():
                 for t, *src in calls:  # all of them, before anything changes
-                    _OPS._check_storage(t, *src or (None,))
+                    _OPS._check_storage(t, *src or (None,), external)
             return [kernel(*tensors) for tensors in calls]
         except (TypeError, NotImplementedError) as error:
             name, kind = next((n, type(t)) for n, t in arguments.items() if type(t) not in _PLAIN)
@@ -114,11 +122,11 @@ def _fail_leaf(kind: str, t: Tensor) -> NoReturn:
     )
 
 
-def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream]) -> None:
+def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream], external: bool) -> None:
     if t.is_cuda and t.layout == torch.strided:  # others are refused below
         for stream in (torch.cuda.current_stream(t.device), *streams):
             _OPS._record_stream(t, stream.stream_id, stream.device_index, stream.device_type)
-    _OPS.discard_storage(t, guard)
+    _OPS.discard_storage(t, guard, external)
 
 
 def discard_storage(
@@ -127,6 +135,7 @@ def discard_storage(
     guard: str | None = GUARD,
     streams: Iterable[torch.Stream] = (),
     allow_leaf: bool = False,
+    allow_external: bool = False,
 ) -> None:
     """Free the bytes of a tensor's storage; every view of it loses them.
 
@@ -144,14 +153,19 @@ def discard_storage(
         streams: CUDA streams that may still be using the bytes. The current stream is one already.
         allow_leaf: whether `t` may be a Parameter, a leaf that requires grad, or a view of one.
             Nothing recomputes the values of these, so the caller binds new bytes.
+        allow_external: whether to free bytes that other code may use. torch did not allocate them:
+            `torch.from_numpy`, `from_dlpack`, `frombuffer`, `from_file`, `torch.load`, shared
+            memory, a CUDA graph, another library. Or torch marked them: `Tensor.numpy()`,
+            `pin_memory()`. A read by other code after that can end the process. Torch does not
+            mark a tensor that another library reads through DLPack: do not discard one.
 
     Raises:
         TypeError: `t` is not a tensor.
         RuntimeError: `t` is a Parameter, a leaf that requires grad or a view of one, without
             `allow_leaf`. A `detach()` of one is not recognised, and in compiled code only a
-            Parameter is. `t` is sparse, quantized, a lazy copy, fake, a zero tensor, nested with
-            layout torch.strided, or of a class that does not let the op through; nothing has
-            changed.
+            Parameter is. Other code may use the bytes, without `allow_external`. `t` is sparse,
+            quantized, a lazy copy, fake, a zero tensor, nested with layout torch.strided, or of a
+            class that does not let the op through. Nothing has changed.
 
     Example:
         >>> h = torch.ones(1024)
@@ -168,17 +182,22 @@ def discard_storage(
     if type(t) in _PLAIN:
         if not allow_leaf:
             _refuse_leaf(t)
-        _discard(t, guard, streams)
+        _discard(t, guard, streams, allow_external)
         return
     if not allow_leaf and isinstance(t, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             for part in (t, *locals_of("discard_storage", "t", t)):
                 _refuse_leaf(part)
     every = tuple(streams)  # may be an iterator, and the class may wrap several tensors
-    _on_subclasses("discard_storage", lambda part: _discard(part, guard, every), t=t)
+    _on_subclasses(
+        "discard_storage",
+        lambda part: _discard(part, guard, every, allow_external),
+        allow_external,
+        t=t,
+    )
 
 
-def share_storage(dst: Tensor, src: Tensor) -> None:
+def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> None:
     """Bind the bytes of `src` into the storage of `dst`, without a copy.
 
     Every tensor that shares the storage of `dst` sees them, writes through one are seen through the
@@ -197,13 +216,16 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
             and the storage offset of `dst`. A `src` of another shape has no gaps, and has every
             element of its storage that `dst` reads. To bind the bytes of another dtype, pass a
             view: `src.view(dst.dtype)`, or `torch.view_as_real(src)` of complex numbers.
+        allow_external: whether `dst` may lose bytes that other code may use, as in
+            `discard_storage`.
 
     Raises:
         TypeError: an argument is not a tensor.
         RuntimeError: different dtypes or devices; `src` too small or discarded; `dst` would read
-            elements that `src` does not have, or has at another index; `src` got its bytes from
-            `dst`; in vmap, they are not batched along the same dimension; an argument is none
-            that `discard_storage` takes. Nothing has changed.
+            elements that `src` does not have, or has at another index; `src` got the bytes that
+            `dst` has, later than `dst` did; other code may use the bytes of `dst`; in vmap, they
+            are not batched along the same dimension; an argument is none that `discard_storage`
+            takes. Nothing has changed.
 
     Example:
         >>> h, again = torch.zeros(4), torch.arange(4.0)
@@ -213,9 +235,15 @@ def share_storage(dst: Tensor, src: Tensor) -> None:
         (tensor([0., 1., 2., 3.]), True)
     """
     if type(dst) in _PLAIN and type(src) in _PLAIN:
-        _OPS.share_storage(dst, src)
+        _OPS.share_storage(dst, src, allow_external)
         return
-    _on_subclasses("share_storage", _OPS.share_storage, dst=dst, src=src)
+    _on_subclasses(
+        "share_storage",
+        lambda to, source: _OPS.share_storage(to, source, allow_external),
+        allow_external,
+        dst=dst,
+        src=src,
+    )
 
 
 def is_discarded(t: Tensor) -> bool:
@@ -228,6 +256,45 @@ def is_discarded(t: Tensor) -> bool:
     if type(t) in _PLAIN:
         return bool(_OPS._is_discarded(t))
     return any(_on_subclasses("is_discarded", _OPS._is_discarded, t=t))
+
+
+def _refuse_discarded(name: object, arguments: object) -> bool:
+    """Raise if one of the tensors is discarded; return False for a class that does not tell."""
+    for leaf in tree_leaves(arguments):
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            continue
+        try:
+            gone = is_discarded(leaf)
+        except RuntimeError:
+            return False
+        if gone:  # a nested tensor need not have a shape
+            what = "nested tensor" if leaf.is_nested else f"tensor of shape {tuple(leaf.shape)}"
+            raise DiscardedTensorError(f"{name} reads a {what} whose bytes were discarded")
+    return True
+
+
+_READ_PAST_DISPATCH: dict[Any, str] = {
+    getattr(Tensor, name): f"Tensor.{name}"
+    for name in (
+        "__repr__",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__dlpack__",
+        "apply_",
+        "map_",
+        "map2_",
+    )
+}
+
+
+class _CheckPastDispatch(TorchFunctionMode):
+    """Raises before a method that reads the bytes of a discarded tensor without an op."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ_PAST_DISPATCH:
+            _refuse_discarded(_READ_PAST_DISPATCH[func], args)
+        return func(*args, **(kwargs or {}))
 
 
 class check_discarded(TorchDispatchMode):
@@ -247,21 +314,19 @@ of shape (2,) whose bytes were discarded
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._past_dispatch = _CheckPastDispatch()
+
+    def __enter__(self) -> Any:
+        self._past_dispatch.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._past_dispatch.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (func.is_view or func.namespace == "storage_ops"):
-            for leaf in tree_leaves((args, kwargs)):
-                if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
-                    continue
-                try:
-                    gone = is_discarded(leaf)
-                except RuntimeError:  # of a class that keeps its tensors to itself
-                    return NotImplemented  # has it run the op: its own ones come here as well
-                if gone:  # a nested tensor need not have a shape
-                    what = (
-                        "nested tensor"
-                        if leaf.is_nested
-                        else f"tensor of shape {tuple(leaf.shape)}"
-                    )
-                    raise DiscardedTensorError(f"{func} reads a {what} whose bytes were discarded")
+        if not (func.is_view or func.namespace == "storage_ops") and not _refuse_discarded(
+            func, (args, kwargs)
+        ):
+            return NotImplemented  # has the class run the op: its own tensors come here as well
         return func(*args, **(kwargs or {}))

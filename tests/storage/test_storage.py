@@ -1,8 +1,6 @@
 import contextlib
-import mmap
 import re
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -224,54 +222,6 @@ def test_scalars_and_expanded_tensors(path):
     so.discard_storage(wide)
     so.share_storage(wide, torch.tensor([6.0]))
     assert torch.equal(wide, torch.full((5,), 6.0))
-
-
-def foreign(kind):
-    """Memory that torch did not allocate."""
-    if kind == "numpy":
-        return torch.from_numpy(np.arange(6, dtype=np.float32))
-    if kind == "frombuffer":
-        return torch.frombuffer(bytearray(24), dtype=torch.float32)
-    return torch.frombuffer(mmap.mmap(-1, 24), dtype=torch.float32)
-
-
-@pytest.mark.parametrize("kind", ["numpy", "frombuffer", "mmap"])
-def test_memory_of_other_libraries(path, kind):
-    t, src = foreign(kind), numbers(6)
-    if path == "binding":
-        so.discard_storage(t)
-        assert so.is_discarded(t)
-        so.share_storage(t, src)
-        assert torch.equal(t, src)
-    else:
-        before = t.clone()
-        with pytest.raises(RuntimeError, match="cannot resize"):
-            so.discard_storage(t)
-        assert torch.equal(t, before)
-    dst, source = numbers(6), foreign(kind)
-    expected = source.clone()
-    so.share_storage(dst, source)
-    del source
-    assert torch.equal(dst, expected)
-
-
-def test_bytes_that_numpy_looks_at_are_not_freed(path):
-    t = torch.ones(1 << 20)
-    array = t.numpy()
-    with pytest.raises(RuntimeError, match="t has bytes that torch cannot resize"):
-        so.discard_storage(t)
-    with pytest.raises(RuntimeError, match="dst has bytes that torch cannot resize"):
-        so.share_storage(t, torch.zeros(1 << 21))
-    assert array.sum() == 1 << 20 and not so.is_discarded(t)
-
-
-def test_memory_shared_between_processes(path):
-    dst, src = numbers(1 << 12), numbers(1 << 12).share_memory_()
-    expected = src.clone()
-    so.share_storage(dst, src)
-    assert torch.equal(dst, expected) and torch.equal(src, expected)
-    del src
-    assert torch.equal(dst, expected)
 
 
 def test_inference_tensors(path):

@@ -1,6 +1,7 @@
 """Random programs of view, slice, discard, share and read, against a model of what tensors hold."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from storage_ops.storage.kernels import storage_path
 
 from ..conftest import PATHS
 
+next_id = itertools.count().__next__
+
 
 class Memory:
     """A block of values that several storages may hold."""
@@ -22,11 +25,14 @@ class Memory:
 
 
 class Slot:
-    """The model of a storage: which memory it holds, None when discarded, and what it must hold."""
+    """The model of a storage: which memory it holds, None when discarded, and what it must hold.
+
+    `since` orders the storages that received the same bytes; `origin` is the first one's.
+    """
 
     def __init__(self, memory, needed):
-        self.memory, self.needed, self.binding = memory, needed, object()
-        self.lender = self.lent = None
+        self.memory, self.needed = memory, needed
+        self.since = self.origin = next_id()
 
 
 def has_elements(held, read):
@@ -84,8 +90,8 @@ class Programs(RuleBasedStateMachine):
     def discard(self, entry):
         so.discard_storage(entry[0])
         slot = entry[1]
-        slot.memory = slot.lender = None
-        slot.binding = object()
+        slot.memory = None
+        slot.since = slot.origin = next_id()
 
     @rule(dst=tensors, src=tensors)
     def share(self, dst, src):
@@ -99,28 +105,17 @@ class Programs(RuleBasedStateMachine):
             error = "expected at least"
         elif not has_elements(held, read):
             error = "src has strides|src has elements|src has no elements"
-        elif self.lent_by(source_slot, to_slot):
+        elif source_slot.origin == to_slot.origin and source_slot.since > to_slot.since:
             error = "reference cycle"
         else:
             so.share_storage(to, source)
             copied = Memory(list(source_slot.memory.values))
             to_slot.memory = copied if self.path == "copy" else source_slot.memory
             to_slot.needed = len(to_slot.memory.values)
-            to_slot.lender, to_slot.lent = source_slot, source_slot.binding
-            to_slot.binding = object()
+            to_slot.origin, to_slot.since = source_slot.origin, next_id()
             return
         with pytest.raises(RuntimeError, match=error):
             so.share_storage(to, source)
-
-    def lent_by(self, slot, source):
-        while slot.lender is not None:
-            lender = slot.lender
-            if lender.binding is not slot.lent:
-                return False
-            if lender is source:
-                return True
-            slot = lender
-        return False
 
     @rule(entry=tensors, data=st.data())
     def write(self, entry, data):

@@ -175,7 +175,7 @@ def test_jagged_nested_tensors_keep_the_lengths_that_others_use(path, zero_copy)
 def test_the_streams_are_told_to_every_tensor(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        so.storage.storage, "_discard", lambda t, guard, streams: seen.append(streams)
+        so.storage.storage, "_discard", lambda t, guard, streams, external: seen.append(streams)
     )
     so.discard_storage(TwoTensor(torch.ones(1), torch.ones(1)), streams=iter(["one", "two"]))
     assert seen == [("one", "two")] * 2
