@@ -172,7 +172,7 @@ def raise_from_is_shared() -> None:
 
     shows_shared = Storage.is_shared
     is_shared.__doc__ = shows_shared.__doc__
-    Storage.is_shared = is_shared  # type: ignore[method-assign]
+    Storage.is_shared = is_shared  # type: ignore[assignment, method-assign]
 
 
 @contextlib.contextmanager

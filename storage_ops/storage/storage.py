@@ -277,6 +277,7 @@ _READ_PAST_DISPATCH: dict[Any, str] = {
     getattr(Tensor, name): f"Tensor.{name}"
     for name in (
         "__repr__",
+        "__format__",
         "tolist",
         "numpy",
         "__array__",
@@ -317,12 +318,12 @@ of shape (2,) whose bytes were discarded
         self._past_dispatch = _CheckPastDispatch()
 
     def __enter__(self) -> Any:
-        self._past_dispatch.__enter__()
-        return super().__enter__()
+        self._past_dispatch.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._past_dispatch.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._past_dispatch.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (func.is_view or func.namespace == "storage_ops") and not _refuse_discarded(
