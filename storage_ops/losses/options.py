@@ -13,7 +13,10 @@ from typing_extensions import TypedDict
 from storage_ops.divergence.checks import Divergence, Tail
 from storage_ops.loss.options import Options, SumOptions
 
-LossType = Literal["sigmoid", "hinge", "ipo", "robust"]
+LossType = Literal[
+    "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop",
+]  # fmt: skip
 Importance = Literal["token", "sequence"]
 Normalize = Literal["sequence", "token", "length"]
 Estimator = Literal["k1", "k2", "k3"]
@@ -54,6 +57,8 @@ class PreferenceOptions(SequenceOptions, ReferenceOptions, total=False):
     beta: float
     loss_type: LossType
     label_smoothing: float
+    discopop_tau: float
+    rpo_alpha: float
     length_normalize: bool
 
 

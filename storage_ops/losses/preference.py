@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from storage_ops.losses.options import LOSS_TYPES, LossType, PreferenceOptions, SequenceOptions
+from storage_ops.losses.pairs import FORMULAS, SMOOTHED, Pairs, halves, nll_of_chosen, smoothed
 from storage_ops.losses.sequences import (
-    Scored,
     check_tensor,
     check_values,
     choice,
@@ -21,30 +21,6 @@ from storage_ops.losses.sequences import (
     within,
     wrong,
 )
-
-
-def _halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen and rejected, of values of sequences."""
-    if len(values) % 2:
-        rule = "an even number: the chosen ones, then the rejected ones"
-        raise wrong(loss, ValueError, "the number of sequences is", len(values), rule)
-    chosen, rejected = values.tensor_split(2)
-    return chosen, rejected
-
-
-def _nll_of_chosen(scored: Scored) -> Tensor:
-    """The mean over all tokens of chosen completions."""
-    first = torch.arange(scored.sequences, device=scored.logps.device) < scored.sequences // 2
-    mask = (scored.mask & scored.per_token(first)).to(scored.logps.dtype)
-    return -(scored.logps * mask).sum() / mask.sum()
-
-
-def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigmoid of a margin, where a part of the labels is taken to be wrong."""
-    right = -F.logsigmoid(margin)
-    if not label_smoothing:
-        return right
-    return (1 - label_smoothing) * right - label_smoothing * F.logsigmoid(-margin)
 
 
 @overload
@@ -70,6 +46,8 @@ def dpo(
     beta: float = 0.1,
     loss_type: LossType = "sigmoid",
     label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+    rpo_alpha: float = 0.0,
     length_normalize: bool = False,
     ref_input: Tensor | None = None,
     ref_weight: Tensor | None = None,
@@ -78,27 +56,55 @@ def dpo(
     return_logps: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Direct preference optimisation, and three losses of its kind.
+    """Return the loss of direct preference optimisation, or of another loss of its kind.
 
-    With h = log pi(y_w) - log ref(y_w) - (log pi(y_l) - log ref(y_l)) of a chosen completion y_w
-    and a rejected one y_l, and e the label smoothing, the loss is the mean over pairs of
+    A chosen completion has the log-ratio w = log pi(y_w) - log ref(y_w), a rejected one
+    l = log pi(y_l) - log ref(y_l). With h = w - l, e the label smoothing and S the logistic
+    function, the loss is the mean over pairs of
 
-        "sigmoid"  -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
-                   Rafailov et al. 2023, Direct Preference Optimization, equation 7; e > 0: Mitchell
-                   2023, A note on DPO with noisy preferences
-        "hinge"    max(0, 1 - beta h)       Liu et al. 2023, Statistical Rejection Sampling (RSO)
-        "ipo"      (h - 1 / (2 beta))^2     Azar et al. 2023, A General Theoretical Paradigm (IPO)
-        "robust"   (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
-                   Chowdhury et al. 2024, Provably Robust DPO
+        "sigmoid"       -(1 - e) log S(beta h) - e log S(-beta h)
+                        Rafailov et al. 2023, Direct Preference Optimization, equation 7; e > 0:
+                        Mitchell 2023, A note on DPO with noisy preferences
+        "hinge"         max(0, 1 - beta h)
+                        Liu et al. 2023, Statistical Rejection Sampling (RSO)
+        "ipo"           (h - 1 / (2 beta))^2
+                        Azar et al. 2023, A General Theoretical Paradigm (IPO), equation 17
+        "robust"        (-(1 - e) log S(beta h) + e log S(-beta h)) / (1 - 2 e)
+                        Chowdhury et al. 2024, Provably Robust DPO
+        "exo_pair"      q log(q / (1 - e)) + (1 - q) log((1 - q) / e), with q = S(beta h) and e > 0
+                        Ji et al. 2024, Towards Efficient Exact Optimization (EXO), equation 16
+        "nca_pair"      -log S(beta w) - log S(-beta w) / 2 - log S(-beta l) / 2
+                        Chen et al. 2024, Noise Contrastive Alignment
+        "bco_pair"      -log S(beta w) - log S(-beta l)
+                        Jung et al. 2024, Binary Classifier Optimization, with a shift of 0
+        "sppo_hard"     (w - 1 / (2 beta))^2 + (l + 1 / (2 beta))^2
+                        Wu et al. 2024, Self-Play Preference Optimization, equation 4.7, where the
+                        chosen completion wins with probability 1 and 1 / beta is called eta
+        "aot"           "sigmoid" of h = u - v, where u are the B margins log pi(y_w) - log pi(y_l)
+                        in ascending order, and v those of the reference in theirs
+        "aot_unpaired"  "sigmoid" of h = w - l, the B values of w and of l in ascending order
+                        Melnyk et al. 2024, Distributional Preference Alignment via Optimal
+                        Transport (AOT)
+        "apo_zero"      S(-beta w) + S(beta l)
+        "apo_down"      S(beta w) + S(-beta h)
+                        D'Oosterlinck et al. 2024, Anchored Preference Optimization, equations 7
+                        and 8, plus a constant
+        "discopop"      -(1 - m) log S(beta h) + m exp(-beta h), with m = S(beta h / discopop_tau)
+                        Lu et al. 2024, Discovering Preference Optimization Algorithms, equation 5
 
     Args:
         input, linear_weight, target: the policy and what it is scored with, (2 B, T, D), (V, D) and
             (2 B, T): B chosen sequences, then the B rejected ones. Or packed: see cu_seqlens.
         beta: how far the policy may go from its reference, > 0.
-        loss_type: "sigmoid", "hinge", "ipo" or "robust".
-        label_smoothing: e, from 0 to below 0.5, for "sigmoid" and "robust".
-        length_normalize: log-probabilities of a completion are divided by its number of tokens, as
-            some implementations of "ipo" do; the papers do not.
+        loss_type: a name of the table.
+        label_smoothing: e, from 0 to below 0.5, for the formulas that have it. "exo_pair" needs
+            more than 0; its paper takes 1e-3.
+        discopop_tau: temperature of "discopop", > 0.
+        rpo_alpha: weight of the nll of the chosen completions, which is added to the loss (Pang et
+            al. 2024, Iterative Reasoning Preference Optimization). The nll is a mean over all
+            tokens of the chosen completions.
+        length_normalize: divide log-probabilities of a completion by its number of tokens, as some
+            implementations of "ipo" do. The papers do not.
         ref_input, ref_weight, ref_bias: the frozen reference: hidden states (2 B, T, E) and a head
             (V, E) of a hidden size of its own; no gradient flows to them.
         ref_logps: (2 B,), instead: log-probabilities of the completions, sums over their tokens.
@@ -127,8 +133,13 @@ def dpo(
     choice("dpo", "loss_type", loss_type, LOSS_TYPES)
     within("dpo", "beta", beta, 1e-30)
     within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
-    if label_smoothing and loss_type not in ("sigmoid", "robust"):
+    within("dpo", "discopop_tau", discopop_tau, 1e-30)
+    within("dpo", "rpo_alpha", rpo_alpha, 0)
+    if label_smoothing and loss_type not in SMOOTHED:
         rule = f"0 with loss_type={loss_type!r}"
+        raise wrong("dpo", ValueError, "label_smoothing is", label_smoothing, rule)
+    if loss_type == "exo_pair" and not label_smoothing:
+        rule = "more than 0 with loss_type='exo_pair', such as 1e-3"
         raise wrong("dpo", ValueError, "label_smoothing is", label_smoothing, rule)
     # First: the policy's call keeps logits for its backward, while no other needs the memory.
     reference = reference_logps(
@@ -137,20 +148,17 @@ def dpo(
     scored = score("dpo", input, linear_weight, target, **options)
     logps = scored.per_sequence(scored.logps)
     check_values("dpo", "ref_logps", reference, tuple(logps.shape), logps)
-    ratios = logps if reference is None else logps - reference
-    chosen, rejected = _halves("dpo", ratios / scored.counts if length_normalize else ratios)
-    h = chosen - rejected
-    if loss_type == "sigmoid":
-        each = _smoothed(beta * h, label_smoothing)
-    elif loss_type == "hinge":
-        each = torch.relu(1 - beta * h)
-    elif loss_type == "ipo":
-        each = (h - 1 / (2 * beta)).square()
-    else:
-        e = label_smoothing
-        each = e * F.logsigmoid(-beta * h) - (1 - e) * F.logsigmoid(beta * h)
-        each = each / (1 - 2 * e)
-    loss = each.mean()
+    ours, frozen = logps, torch.zeros_like(logps) if reference is None else reference.to(logps)
+    if length_normalize:
+        ours, frozen = ours / scored.counts, frozen / scored.counts
+    (chosen, rejected), (good, bad) = halves("dpo", ours), halves("dpo", frozen)
+    pairs = Pairs(
+        chosen - good, rejected - bad, chosen - rejected, good - bad, beta, label_smoothing,
+        discopop_tau,
+    )  # fmt: skip
+    loss = FORMULAS[loss_type](pairs).mean()
+    if rpo_alpha:
+        loss = loss + rpo_alpha * nll_of_chosen(scored)
     return (loss, logps.detach()) if return_logps else loss
 
 
@@ -189,8 +197,8 @@ def orpo(
     mean = scored.per_sequence(scored.logps) / scored.counts
     tiny = torch.finfo(mean.dtype).tiny
     odds = mean - (-torch.expm1(mean)).clamp_min(tiny).log()
-    chosen, rejected = _halves("orpo", odds)
-    return _nll_of_chosen(scored) - beta * F.logsigmoid(chosen - rejected).mean()
+    chosen, rejected = halves("orpo", odds)
+    return nll_of_chosen(scored) - beta * F.logsigmoid(chosen - rejected).mean()
 
 
 def simpo(
@@ -230,8 +238,8 @@ def simpo(
     within("simpo", "label_smoothing", label_smoothing, 0, 0.5)
     scored = score("simpo", input, linear_weight, target, **options)
     mean = scored.per_sequence(scored.logps) / scored.counts
-    chosen, rejected = _halves("simpo", mean)
-    return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing).mean()
+    chosen, rejected = halves("simpo", mean)
+    return smoothed(beta * (chosen - rejected) - gamma, label_smoothing).mean()
 
 
 def cpo(
@@ -268,9 +276,9 @@ def cpo(
     within("cpo", "alpha", alpha, 0)
     within("cpo", "label_smoothing", label_smoothing, 0, 0.5)
     scored = score("cpo", input, linear_weight, target, **options)
-    chosen, rejected = _halves("cpo", scored.per_sequence(scored.logps))
-    loss = _smoothed(beta * (chosen - rejected), label_smoothing).mean()
-    return loss + alpha * _nll_of_chosen(scored) if alpha else loss
+    chosen, rejected = halves("cpo", scored.per_sequence(scored.logps))
+    loss = smoothed(beta * (chosen - rejected), label_smoothing).mean()
+    return loss + alpha * nll_of_chosen(scored) if alpha else loss
 
 
 def kto(

@@ -8,129 +8,7 @@ import storage_ops as so
 from storage_ops import losses
 from storage_ops.divergence import reference
 from storage_ops.loss import reference as loss_reference
-
-D, E, V, S = 12, 7, 61, 6
-FORMS = ["padded", "shifted", "packed", "packed and shifted"]
-LENGTHS = [5, 9, 3, 7, 4, 8]
-
-
-class Problem:
-    """Hidden states of a policy and a reference, as a loss takes them, and by sequence."""
-
-    def __init__(self, form, dtype=torch.float64):
-        self.packed, self.shift = "packed" in form, "shifted" in form
-        rows = sum(LENGTHS) if self.packed else S * 9
-        shape = (1, rows) if self.packed else (S, 9)
-        self.x = (torch.randn(*shape, D) * 0.7).to(dtype).requires_grad_()
-        self.w = (torch.randn(V, D) * 0.5).to(dtype).requires_grad_()
-        self.b = torch.randn(V).to(dtype).requires_grad_()
-        self.ref = (torch.randn(*shape, E) * 0.7).to(dtype), (torch.randn(V, E) * 0.5).to(dtype)
-        self.target = torch.randint(V, shape)
-        self.bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
-        spans = list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
-        self.parts = [(0, slice(*s)) if self.packed else (i, slice(0, 9)) for i, s in
-                      enumerate(spans)]  # fmt: skip
-        for row, span in self.parts:  # prompts, and padding
-            self.target[row, span][: 1 + self.shift] = -100
-            if not self.packed:
-                self.target[row, LENGTHS[row] :] = -100
-        self.options = {"shift": self.shift, "linear_bias": self.b}
-        if self.packed:
-            self.options["cu_seqlens"] = self.bounds.int()
-            if form == "packed":
-                self.x = self.x.detach()[0].requires_grad_()
-                self.target, self.ref = self.target[0], (self.ref[0][0], self.ref[1])
-
-    @property
-    def leaves(self):
-        return self.x, self.w, self.b
-
-    def spread(self, values):
-        """Values of tokens, a list by sequence, in the shape of the tokens' log-probabilities."""
-        count = self.target.shape[-1] - self.shift
-        out = torch.zeros(*self.target.shape[:-1], count, dtype=torch.float64).view(-1, count)
-        for (row, span), each in zip(self.parts, values, strict=True):
-            places = torch.arange(self.target.shape[-1])[span]
-            out[row, places[: len(each)]] = each
-        return out.view(*self.target.shape[:-1], count)
-
-    def tokens(self, ref=False, temperature=1.0):
-        """For every sequence log-probabilities, mask and entropies of its scored tokens."""
-        hidden, weight, bias = (*self.ref, None) if ref else (self.x, self.w, self.b)
-        z = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
-        log_p = torch.log_softmax(z / temperature, -1).view(*self.target.shape, V)
-        log_p, target = (t.unsqueeze(0) if self.target.dim() == 1 else t for t in
-                         (log_p, self.target))  # fmt: skip
-        result = []
-        for row, span in self.parts:
-            p, t = log_p[row, span], target[row, span]
-            if self.shift:
-                p, t = p[:-1], t[1:]
-            mask = t != -100
-            each = torch.where(mask, p.gather(1, t.clamp_min(0)[:, None])[:, 0], 0)
-            result.append((each, mask, -(p.exp() * p).sum(1)))
-        return result
-
-    def sums(self, ref=False):
-        return torch.stack([each.sum() for each, *_ in self.tokens(ref)])
-
-    def counts(self):
-        return torch.stack([mask.sum() for _, mask, _ in self.tokens()])
-
-    def nll_of_chosen(self):
-        chosen = self.tokens()[: S // 2]
-        return -sum(each.sum() for each, *_ in chosen) / sum(mask.sum() for _, mask, _ in chosen)
-
-
-def compare(problem, loss, expected):
-    """A loss and a formula, and their gradients."""
-    tight = problem.x.dtype == torch.float64
-    close = {"rtol": 1e-9, "atol": 1e-11} if tight else {"rtol": 2e-4, "atol": 2e-5}
-    torch.testing.assert_close(loss.double(), expected, **close)
-    got = torch.autograd.grad(loss, problem.leaves)
-    right = torch.autograd.grad(expected, problem.leaves, retain_graph=True)
-    for ours, wanted in zip(got, right, strict=True):
-        assert wanted.abs().max() > 0 or expected == 0  # a hinge that no pair is in
-        torch.testing.assert_close(ours, wanted, **close)
-
-
-def log_sigmoid(x):
-    return -torch.log1p(torch.exp(-x))
-
-
-PAIRS = {
-    "sigmoid": lambda h, beta, e: -(1 - e) * log_sigmoid(beta * h) - e * log_sigmoid(-beta * h),
-    "hinge": lambda h, beta, e: (1 - beta * h).clamp_min(0),
-    "ipo": lambda h, beta, e: (h - 1 / (2 * beta)) ** 2,
-    "robust": lambda h, beta, e: (
-        (-(1 - e) * log_sigmoid(beta * h) + e * log_sigmoid(-beta * h)) / (1 - 2 * e)
-    ),
-}
-
-
-@pytest.mark.parametrize("reference", ["hidden", "logps", "absent"])
-@pytest.mark.parametrize("loss_type", list(PAIRS))
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_dpo(dtype, form, loss_type, reference):
-    p, beta = Problem(form, dtype), 0.2
-    e = 0.15 if loss_type in ("sigmoid", "robust") else 0.0
-    given = {
-        "hidden": {"ref_input": p.ref[0], "ref_weight": p.ref[1]},
-        "logps": {"ref_logps": p.sums(ref=True)}, "absent": {},
-    }[reference]  # fmt: skip
-    if dtype == torch.float32 and reference == "logps":
-        given = {"ref_logps": p.sums(ref=True).float()}
-    for normalized in (False, True):
-        loss, logps = losses.dpo(
-            p.x, p.w, p.target, beta=beta, loss_type=loss_type, label_smoothing=e,
-            length_normalize=normalized, return_logps=True, **given, **p.options,
-        )  # fmt: skip
-        ratios = p.sums() - (0 if reference == "absent" else p.sums(ref=True))
-        ratios = ratios / p.counts() if normalized else ratios
-        h = ratios[: S // 2] - ratios[S // 2 :]
-        compare(p, loss, PAIRS[loss_type](h, beta, e).mean())
-        torch.testing.assert_close(logps.double(), p.sums().detach(), rtol=1e-5, atol=1e-4)
+from tests.losses.problem import FORMS, D, E, Problem, S, V, compare, log_sigmoid, smoothed
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -145,10 +23,10 @@ def test_losses_of_pairs_without_a_reference(form):
         margin = 2.5 * (p.sums() / p.counts()).view(2, half).diff(dim=0)[0].neg() - 0.7
         simpo = losses.simpo(p.x, p.w, p.target, beta=2.5, gamma=0.7, label_smoothing=e,
                              **p.options)  # fmt: skip
-        compare(p, simpo, PAIRS["sigmoid"](margin, 1, e).mean())
+        compare(p, simpo, smoothed(margin, e).mean())
         h = p.sums()[:half] - p.sums()[half:]
         cpo = losses.cpo(p.x, p.w, p.target, beta=0.2, alpha=0.5, label_smoothing=e, **p.options)
-        compare(p, cpo, PAIRS["sigmoid"](h, 0.2, e).mean() + 0.5 * p.nll_of_chosen())
+        compare(p, cpo, smoothed(0.2 * h, e).mean() + 0.5 * p.nll_of_chosen())
 
 
 @pytest.mark.parametrize("kl", [0.0, 1.3, torch.tensor(-2.0)])
@@ -315,6 +193,9 @@ def test_compile(form):
         ("dpo", {"beta": 0}, ValueError, "beta is 0"),
         ("dpo", {"label_smoothing": 0.5}, ValueError, "label_smoothing is 0.5"),
         ("dpo", {"label_smoothing": 0.1, "loss_type": "ipo"}, ValueError, "label_smoothing is 0.1"),
+        ("dpo", {"loss_type": "exo_pair"}, ValueError, "label_smoothing is 0.0"),
+        ("dpo", {"discopop_tau": 0}, ValueError, "discopop_tau is 0"),
+        ("dpo", {"rpo_alpha": None}, ValueError, "rpo_alpha is None"),
         ("dpo", {"ref_input": torch.ones(6, 9, D)}, TypeError, "ref_weight is None"),
         ("dpo", {"ref_logps": torch.ones(5)}, ValueError, "ref_logps has shape (5,)"),
         ("dpo", {"ref_logps": [0.0] * 6}, TypeError, "ref_logps is a list"),
