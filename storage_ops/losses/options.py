@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -17,14 +18,23 @@ LossType = Literal[
     "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
     "aot_unpaired", "apo_zero", "apo_down", "discopop",
 ]  # fmt: skip
+PolicyLossType = Literal["grpo", "cispo", "sapo"]
 Importance = Literal["token", "sequence"]
 Normalize = Literal["sequence", "token", "length"]
 Estimator = Literal["k1", "k2", "k3"]
 
 LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
+POLICY_LOSS_TYPES: tuple[PolicyLossType, ...] = get_args(PolicyLossType)
 IMPORTANCES: tuple[Importance, ...] = get_args(Importance)
 NORMALIZES: tuple[Normalize, ...] = get_args(Normalize)
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+_Function = TypeVar("_Function")
+
+
+def typed_as(function: _Function) -> Callable[[Any], _Function]:
+    """Decorate a function that passes its arguments on to `function`: it has the same type."""
+    return lambda given: given
 
 
 class ScoreOptions(Options, total=False):
@@ -66,11 +76,17 @@ class PolicyOptions(ScoreOptions, ReferenceOptions, total=False):
     """Keyword arguments of `grpo`, but `return_logps`."""
 
     old_logps: Tensor | None
+    loss_type: PolicyLossType
     clip_low: float
     clip_high: float | None
+    delta: float | None
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
     importance: Importance
+    importance_sampling_ratio: Tensor | None
     normalize: Normalize
     max_length: int | None
+    num_items_in_batch: int | float | Tensor | None
     kl_weight: float
     kl_estimator: Estimator
     entropy_weight: float

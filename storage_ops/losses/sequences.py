@@ -210,12 +210,12 @@ def check_values(
     argument: str,
     value: Tensor | None,
     shape: tuple[int, ...],
-    like: Tensor,
+    like: Tensor | None,
     judgements: bool = False,
 ) -> None:
-    """Raise a TypeError or ValueError unless what is given are numbers (or bools) of this shape.
+    """Raise a TypeError or ValueError unless a tensor has numbers (or bools) and this shape.
 
-    They are on the device of another tensor.
+    It must be on the device of the tensor `like`, or on any.
     """
     if value is None:
         return
@@ -225,7 +225,7 @@ def check_values(
         raise wrong(loss, TypeError, f"{argument} is", value.dtype, rule)
     if tuple(value.shape) != shape:
         raise wrong(loss, ValueError, f"{argument} has shape", tuple(value.shape), str(shape))
-    if value.device != like.device:
+    if like is not None and value.device != like.device:
         raise wrong(loss, ValueError, f"{argument} is on", value.device, str(like.device))
 
 

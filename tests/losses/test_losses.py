@@ -43,56 +43,6 @@ def test_kto(form, kl):
     compare(p, loss, each.mean())
 
 
-VARIANTS = {
-    "grpo": {"kl_weight": 0.04},
-    "k1 entropy": {"kl_weight": 0.04, "kl_estimator": "k1", "entropy_weight": 0.3},
-    "k2": {"kl_weight": 0.04, "kl_estimator": "k2", "temperature": 0.7},
-    "dapo": {"normalize": "token", "clip_high": 0.5},
-    "dr_grpo": {"normalize": "length", "max_length": 11},
-    "gspo": {"importance": "sequence", "clip_low": 0.05, "clip_high": 0.04},
-}
-
-
-@pytest.mark.parametrize("reference", ["hidden", "logps"])
-@pytest.mark.parametrize("old", ["given", "own"])
-@pytest.mark.parametrize("variant", list(VARIANTS))
-@pytest.mark.parametrize("form", FORMS)
-def test_grpo(form, variant, old, reference):
-    p, options = Problem(form), VARIANTS[variant]
-    advantages, t = torch.randn(S, dtype=torch.float64), options.get("temperature", 1.0)
-    tokens, ref = p.tokens(temperature=t), p.tokens(ref=True, temperature=t)
-    moved = [0.01, *[0.4] * (S - 1)]  # the first sequence is not clipped: there is a gradient
-    before = [each.detach() + scale * torch.randn(len(each)).double() * mask
-              for scale, (each, mask, _) in zip(moved, tokens, strict=True)]  # fmt: skip
-    given = {}
-    if "kl_weight" in options:
-        given = {"ref_logps": p.spread([each for each, *_ in ref]).detach()}
-        if reference == "hidden":
-            given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-    if old == "given":
-        given["old_logps"] = p.spread(before)
-    loss, logps = losses.grpo(p.x, p.w, p.target, advantages, return_logps=True, **given, **options,
-                              **p.options)  # fmt: skip
-    low = options.get("clip_low", 0.2)
-    high = options.get("clip_high", low)
-    sequences, count = [], 0
-    for k, ((each, mask, entropy), a) in enumerate(zip(tokens, advantages, strict=True)):
-        change = each - (before[k] if old == "given" else each.detach())
-        r = change.exp()
-        if variant == "gspo":
-            r = (change.sum() / mask.sum()).exp().expand(len(each))
-        value = -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
-        d = each - ref[k][0]
-        estimate = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() + d - 1}
-        value = value + options.get("kl_weight", 0) * estimate[options.get("kl_estimator", "k3")]
-        value = (value - options.get("entropy_weight", 0) * entropy)[mask]
-        sequences.append(value.sum() / (len(value) if "normalize" not in options else 1))
-        count += len(value)
-    by = {"token": count, "length": S * 11}.get(options.get("normalize"), S)
-    compare(p, loss, sum(sequences) / by)
-    torch.testing.assert_close(logps, p.spread([each for each, *_ in tokens]).detach())
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_sft_and_kd(form):
     p, weight = Problem(form), None
@@ -128,17 +78,6 @@ def test_what_both_losses_of_kd_take():
     kl = reference.linear_kl_div(p.x, p.w, *p.ref, token_weight=weight, **options)
     nll = loss_reference.linear_cross_entropy(p.x, p.w, target, **options)
     compare(p, loss, 0.3 * kl + 0.7 * nll)
-
-
-def test_ignored_tokens_of_stored_log_probabilities_are_not_read():
-    p = Problem("shifted")
-    advantages = torch.randn(S)
-    mask = p.target[:, 1:] != -100
-    stored = torch.where(mask, -3.0, torch.nan)
-    loss = losses.grpo(p.x, p.w, p.target, advantages, old_logps=stored, ref_logps=stored,
-                       kl_weight=0.1, shift=True)  # fmt: skip
-    grads = torch.autograd.grad(loss, (p.x, p.w))
-    assert loss.isfinite() and all(g.isfinite().all() for g in grads)
 
 
 def test_tokens_after_the_last_sequence_are_padding():
@@ -229,6 +168,16 @@ def test_compile(form):
         ("grpo", {"entropy_weight": "x"}, ValueError, "entropy_weight is 'x'"),
         ("grpo", {"kl_weight": float("nan")}, ValueError, "kl_weight is nan"),
         ("grpo", {"max_length": 1.5}, ValueError, "max_length is 1.5"),
+        ("grpo", {"loss_type": "dapo"}, ValueError, "loss_type is 'dapo'"),
+        ("grpo", {"delta": 0.0}, ValueError, "delta is 0.0"),
+        ("grpo", {"delta": 4.0, "loss_type": "sapo"}, ValueError, "delta is 4.0"),
+        ("grpo", {"sapo_temperature_pos": 0}, ValueError, "sapo_temperature_pos is 0"),
+        ("grpo", {"sapo_temperature_neg": None}, ValueError, "sapo_temperature_neg is None"),
+        ("grpo", {"num_items_in_batch": 9}, ValueError, "num_items_in_batch is given"),
+        ("dapo", {"num_items_in_batch": "9"}, ValueError, "num_items_in_batch is '9'"),
+        ("dapo", {"num_items_in_batch": torch.ones(2)}, ValueError, "num_items_in_batch has shape"),
+        ("grpo", {"importance_sampling_ratio": 1.0}, TypeError, "importance_sampling_ratio is a f"),
+        ("grpo", {"importance_sampling_ratio": torch.ones(6, 1)}, ValueError, "ratio has shape"),
         ("grpo", {"normalize": "batch"}, ValueError, "normalize is 'batch'"),
         ("grpo", {"logit_scale": 2.0}, TypeError, "logit_scale is given"),
         ("grpo", {"max_length": 0}, ValueError, "max_length is 0"),
@@ -252,6 +201,7 @@ def test_errors(name, change, kind, message):
     more = {
         "kto": {"desirable": torch.ones(S).bool()},
         "grpo": {"advantages": torch.randn(S)},
+        "dapo": {"advantages": torch.randn(S)},
         "kd": {"teacher_input": p.ref[0], "teacher_weight": p.ref[1]},
     }
     given |= more.get(name, {})
@@ -268,23 +218,6 @@ def test_bounds_that_are_none():
             losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor(bounds))
     with pytest.raises(ValueError, match="the number of sequences is 3"):
         losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor([0, 4, 9, 12]))
-
-
-def test_named_settings_of_grpo():
-    hidden, head = torch.randn(4, 9, 16), torch.randn(50, 16)
-    target, advantages, old = torch.randint(50, (4, 9)), torch.randn(4), -torch.rand(4, 9)
-    target[0, :3] = -100
-    call = hidden, head, target, advantages
-    for made, options in (
-        (losses.dapo, {"normalize": "token", "clip_low": 0.2, "clip_high": 0.28}),
-        (losses.dr_grpo, {"normalize": "length", "max_length": 12}),
-        (losses.gspo, {"importance": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
-    ):
-        given = {"old_logps": old, "max_length": options.get("max_length")}
-        right = losses.grpo(*call, old_logps=old, **options)
-        assert torch.equal(made(*call, **given), right)
-        plain = losses.grpo(*call, old_logps=old, max_length=options.get("max_length"))
-        assert not torch.equal(plain, right)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
