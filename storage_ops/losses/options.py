@@ -62,7 +62,7 @@ class ReferenceOptions(TypedDict, total=False):
 
 
 class PreferenceOptions(SequenceOptions, ReferenceOptions, total=False):
-    """Keyword arguments of `dpo`, but `return_logps`."""
+    """Keyword arguments of `dpo`, but `return_logps` and `return_metrics`."""
 
     beta: float
     loss_type: LossType
@@ -72,8 +72,42 @@ class PreferenceOptions(SequenceOptions, ReferenceOptions, total=False):
     length_normalize: bool
 
 
+class OddsOptions(SequenceOptions, total=False):
+    """Keyword arguments of `orpo`, but `return_metrics`."""
+
+    beta: float
+    nll_target: Tensor | None
+
+
+class MarginOptions(SequenceOptions, total=False):
+    """Keyword arguments of `simpo`, but `return_metrics`."""
+
+    beta: float
+    gamma: float
+    label_smoothing: float
+
+
+class ContrastiveOptions(SequenceOptions, total=False):
+    """Keyword arguments of `cpo`, but `return_metrics`."""
+
+    beta: float
+    alpha: float
+    label_smoothing: float
+    length_normalize: bool
+
+
+class JudgedOptions(SequenceOptions, ReferenceOptions, total=False):
+    """Keyword arguments of `kto`, but `return_metrics`."""
+
+    beta: float
+    kl: Tensor | float
+    desirable_weight: float
+    undesirable_weight: float
+    length_normalize: bool
+
+
 class PolicyOptions(ScoreOptions, ReferenceOptions, total=False):
-    """Keyword arguments of `grpo`, but `return_logps`."""
+    """Keyword arguments of `grpo`, but `return_logps` and `return_metrics`."""
 
     old_logps: Tensor | None
     loss_type: PolicyLossType

@@ -145,7 +145,29 @@ def halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nll_of_chosen(scored: Scored) -> Tensor:
-    """Return the mean nll of the tokens of chosen completions."""
-    first = torch.arange(scored.sequences, device=scored.logps.device) < scored.sequences // 2
-    mask = (scored.mask & scored.per_token(first)).to(scored.logps.dtype)
-    return -(scored.logps * mask).sum() / mask.sum()
+    """Return the mean nll of the tokens of chosen completions, of second targets if there are."""
+    logps, mask = scored.logps, scored.mask
+    if scored.second is not None and scored.second_mask is not None:
+        logps, mask = scored.second, scored.second_mask
+    first = torch.arange(scored.sequences, device=logps.device) < scored.sequences // 2
+    kept = (mask & scored.per_token(first)).to(logps.dtype)
+    return -(logps * kept).sum() / kept.sum()
+
+
+def metrics_of_pairs(
+    loss: str, logps: Tensor, rewards: Tensor, **more: Tensor | None
+) -> dict[str, Tensor]:
+    """Return what `return_metrics` names, detached, with further results that are there."""
+    logps, rewards = logps.detach(), rewards.detach()
+    (chosen, rejected), (good, bad) = halves(loss, logps), halves(loss, rewards)
+    found = {
+        "logps": logps,
+        "rewards": rewards,
+        "logps/chosen": chosen.mean(),
+        "logps/rejected": rejected.mean(),
+        "rewards/chosen": good.mean(),
+        "rewards/rejected": bad.mean(),
+        "rewards/margins": (good - bad).mean(),
+        "rewards/accuracies": (good > bad).to(rewards.dtype).mean(),
+    }
+    return found | {name: value.detach() for name, value in more.items() if value is not None}

@@ -22,6 +22,7 @@ from storage_ops.losses.options import (
 )
 from storage_ops.losses.sequences import (
     Scored,
+    check_returns,
     check_tensor,
     check_values,
     choice,
@@ -31,24 +32,33 @@ from storage_ops.losses.sequences import (
     within,
     wrong,
 )
-from storage_ops.losses.surrogates import SURROGATES, Sampled
+from storage_ops.losses.surrogates import SURROGATES, Sampled, clip_ratios
 
 
 @overload
 def grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[False] = False, **options: Unpack[PolicyOptions],
+    return_logps: Literal[False] = False, return_metrics: Literal[False] = False,
+    **options: Unpack[PolicyOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[True], **options: Unpack[PolicyOptions],
+    return_logps: Literal[True], return_metrics: Literal[False] = False,
+    **options: Unpack[PolicyOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: bool, **options: Unpack[PolicyOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    return_logps: Literal[False] = False, return_metrics: Literal[True],
+    **options: Unpack[PolicyOptions],
+) -> tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
+@overload
+def grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: bool = False, return_metrics: bool = False,
+    **options: Unpack[PolicyOptions],
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]: ...  # fmt: skip
 def grpo(
     input: Tensor,
     linear_weight: Tensor,
@@ -76,8 +86,9 @@ def grpo(
     ref_bias: Tensor | None = None,
     ref_logps: Tensor | None = None,
     return_logps: bool = False,
+    return_metrics: bool = False,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
     """Return the loss of policy gradients: GRPO, DAPO, Dr. GRPO, GSPO, CISPO, SAPO.
 
     With A the advantage, and r = pi(token) / pi_old(token) the importance weight, a token has
@@ -140,10 +151,17 @@ def grpo(
         ref_logps: instead, its log-probabilities of the targets, in the shape of old_logps.
         return_logps: return the loss and the log-probabilities of tokens, detached: what the next
             steps on the same samples take as old_logps.
+        return_metrics: return the loss and a dictionary of detached tensors. "logps" are the
+            log-probabilities of tokens, "ref_logps" those of the reference with kl_weight. The
+            others are means over tokens: "entropy"; "kl", k, with kl_weight; the shares of clipped
+            tokens "clip_ratio/low_mean", r < 1 - clip_low and A < 0, "clip_ratio/high_mean",
+            r > 1 + clip_high and A > 0, and "clip_ratio/region_mean", their sum. "cispo" has the
+            second of these alone, and "sapo" none. It takes no second pass.
         options: cu_seqlens, shift, and options of `storage_ops.linear_cross_entropy`, as in `dpo`.
 
     Returns:
-        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias.
+        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias. With
+        return_logps or return_metrics a pair of the loss and these.
 
     Raises:
         TypeError, ValueError: an argument that is wrong, with its value and what was expected.
@@ -161,6 +179,7 @@ def grpo(
         >>> dapo.backward()
     """
     check_tensor("grpo", "advantages", advantages)
+    check_returns("grpo", return_logps, return_metrics)
     choice("grpo", "loss_type", loss_type, POLICY_LOSS_TYPES)
     choice("grpo", "importance", importance, IMPORTANCES)
     choice("grpo", "normalize", normalize, NORMALIZES)
@@ -194,7 +213,12 @@ def grpo(
             rule = "0, or a reference: ref_input and ref_weight, or ref_logps"
             raise wrong("grpo", ValueError, "kl_weight is", kl_weight, rule)
     scored = score(
-        "grpo", input, linear_weight, target, with_entropy=bool(entropy_weight), **options
+        "grpo",
+        input,
+        linear_weight,
+        target,
+        with_entropy=bool(entropy_weight) or return_metrics,
+        **options,
     )
     logps, shape = scored.logps, tuple(scored.logps.shape)
     check_values("grpo", "old_logps", old_logps, shape, logps)
@@ -209,22 +233,27 @@ def grpo(
     each = SURROGATES[loss_type](sampled)
     if importance_sampling_ratio is not None:
         each = each * _of_tokens(scored, "importance_sampling_ratio", importance_sampling_ratio)
+    kl = None
     if reference is not None:
-        each = each + kl_weight * _estimate(
-            torch.where(scored.mask, logps - reference, 0), kl_estimator
-        )
-    if scored.entropy is not None:
+        kl = _estimate(torch.where(scored.mask, logps - reference, 0), kl_estimator)
+        each = each + kl_weight * kl
+    if scored.entropy is not None and entropy_weight:
         each = each - entropy_weight * scored.entropy
     loss = _reduced(
         scored, torch.where(scored.mask, each, 0), normalize, max_length, num_items_in_batch
     )
+    if return_metrics:
+        found = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
+        means = {name: _mean(scored, each) for name, each in found.items() if each is not None}
+        frozen = {} if reference is None else {"ref_logps": reference}
+        return loss, {"logps": logps.detach(), **frozen, **means}
     return (loss, logps.detach()) if return_logps else loss
 
 
 @typed_as(grpo)
 def dapo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
     """`grpo` as DAPO has it: the sum over tokens divided by their number, clips of 0.2 and 0.28.
 
     Yu et al. 2025, DAPO: An Open-Source LLM Reinforcement Learning System at Scale, equation 8.
@@ -245,7 +274,7 @@ def dapo(
         >>> storage_ops.losses.dapo(hidden, head, tokens, advantages, shift=True).backward()
     """
     options = {"clip_low": 0.2, "clip_high": 0.28, "normalize": "token", **options}
-    result: Tensor | tuple[Tensor, Tensor]
+    result: Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]
     result = grpo(input, linear_weight, target, advantages, **options)
     return result
 
@@ -253,7 +282,7 @@ def dapo(
 @typed_as(grpo)
 def dr_grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
     """`grpo` as Dr. GRPO has it: the sum over tokens divided by S times max_length.
 
     Liu et al. 2025, Understanding R1-Zero-Like Training: A Critical Perspective, section 3.2. That
@@ -275,7 +304,7 @@ def dr_grpo(
         >>> storage_ops.losses.dr_grpo(hidden, head, tokens, advantages, max_length=9).backward()
     """
     options = {"normalize": "length", **options}
-    result: Tensor | tuple[Tensor, Tensor]
+    result: Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]
     result = grpo(input, linear_weight, target, advantages, **options)
     return result
 
@@ -283,7 +312,7 @@ def dr_grpo(
 @typed_as(grpo)
 def gspo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
     """`grpo` as GSPO has it: importance weights of whole completions, clips of 3e-4 and 4e-4.
 
     Zheng et al. 2025, Group Sequence Policy Optimization, equations 5 and 7, and section 5.1.
@@ -304,7 +333,7 @@ def gspo(
         >>> storage_ops.losses.gspo(hidden, head, tokens, advantages, shift=True).backward()
     """
     options = {"clip_low": 3e-4, "clip_high": 4e-4, "importance": "sequence", **options}
-    result: Tensor | tuple[Tensor, Tensor]
+    result: Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]
     result = grpo(input, linear_weight, target, advantages, **options)
     return result
 
@@ -343,6 +372,12 @@ def _estimate(d: Tensor, estimator: str) -> Tensor:
     if estimator == "k1":
         return d
     return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d
+
+
+def _mean(scored: Scored, each: Tensor) -> Tensor:
+    """Return the mean of values of tokens over all completions, detached."""
+    kept = torch.where(scored.mask, each.detach(), 0)
+    return kept.sum() / scored.mask.sum().clamp_min(1)
 
 
 def _reduced(

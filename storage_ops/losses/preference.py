@@ -1,4 +1,4 @@
-"""Losses of pairs of sequences, of which one is preferred, and of sequences that were judged."""
+"""Losses of sequences with a reference: pairs of which one is preferred, and judged ones."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from storage_ops.losses.options import LOSS_TYPES, LossType, PreferenceOptions, SequenceOptions
-from storage_ops.losses.pairs import FORMULAS, SMOOTHED, Pairs, halves, nll_of_chosen, smoothed
+from storage_ops.losses.options import LOSS_TYPES, JudgedOptions, LossType, PreferenceOptions
+from storage_ops.losses.pairs import (
+    FORMULAS,
+    SMOOTHED,
+    Pairs,
+    halves,
+    metrics_of_pairs,
+    nll_of_chosen,
+)
 from storage_ops.losses.sequences import (
+    check_returns,
     check_tensor,
     check_values,
     choice,
@@ -26,18 +33,27 @@ from storage_ops.losses.sequences import (
 @overload
 def dpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
-    return_logps: Literal[False] = False, **options: Unpack[PreferenceOptions],
+    return_logps: Literal[False] = False, return_metrics: Literal[False] = False,
+    **options: Unpack[PreferenceOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
-    return_logps: Literal[True], **options: Unpack[PreferenceOptions],
+    return_logps: Literal[True], return_metrics: Literal[False] = False,
+    **options: Unpack[PreferenceOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def dpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
-    return_logps: bool, **options: Unpack[PreferenceOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    return_logps: Literal[False] = False, return_metrics: Literal[True],
+    **options: Unpack[PreferenceOptions],
+) -> tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
+@overload
+def dpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    return_logps: bool = False, return_metrics: bool = False,
+    **options: Unpack[PreferenceOptions],
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]: ...  # fmt: skip
 def dpo(
     input: Tensor,
     linear_weight: Tensor,
@@ -54,8 +70,9 @@ def dpo(
     ref_bias: Tensor | None = None,
     ref_logps: Tensor | None = None,
     return_logps: bool = False,
+    return_metrics: bool = False,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
     """Return the loss of direct preference optimisation, or of another loss of its kind.
 
     A chosen completion has the log-ratio w = log pi(y_w) - log ref(y_w), a rejected one
@@ -109,15 +126,21 @@ def dpo(
             (V, E) of a hidden size of its own; no gradient flows to them.
         ref_logps: (2 B,), instead: log-probabilities of the completions, sums over their tokens.
             With neither the reference takes all completions to be equally probable.
-        return_logps: return the loss and the policy's log-probabilities (2 B,), detached, of which
-            rewards and accuracies are made.
+        return_logps: return the loss and the policy's log-probabilities (2 B,), detached.
+        return_metrics: return the loss and a dictionary of detached tensors. "logps" (2 B,) are the
+            policy's log-probabilities, sums over tokens, "ref_logps" those of the reference if
+            there is one, "rewards" beta w and beta l. "logps/chosen", "logps/rejected",
+            "rewards/chosen", "rewards/rejected" and "rewards/margins" are means over pairs,
+            "rewards/accuracies" is the share of pairs in which the chosen completion has the larger
+            reward, and "nll_loss" is there with rpo_alpha. It takes no second pass.
         options: cu_seqlens (2 B + 1,), the bounds of packed sequences in input (N, D), after the
             last of which tokens are padding; shift; and options of
             `storage_ops.linear_cross_entropy` such as linear_bias, softcap, ignore_index and
             memory_budget, which hold for the reference too.
 
     Returns:
-        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias.
+        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias. With
+        return_logps or return_metrics a pair of the loss and these.
 
     Raises:
         TypeError, ValueError: an argument that is wrong, with its value and what was expected.
@@ -131,6 +154,7 @@ def dpo(
         >>> loss.backward()
     """
     choice("dpo", "loss_type", loss_type, LOSS_TYPES)
+    check_returns("dpo", return_logps, return_metrics)
     within("dpo", "beta", beta, 1e-30)
     within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
     within("dpo", "discopop_tau", discopop_tau, 1e-30)
@@ -156,131 +180,31 @@ def dpo(
         chosen - good, rejected - bad, chosen - rejected, good - bad, beta, label_smoothing,
         discopop_tau,
     )  # fmt: skip
-    loss = FORMULAS[loss_type](pairs).mean()
+    loss, nll = FORMULAS[loss_type](pairs).mean(), None
     if rpo_alpha:
-        loss = loss + rpo_alpha * nll_of_chosen(scored)
+        nll = nll_of_chosen(scored)
+        loss = loss + rpo_alpha * nll
+    if return_metrics:
+        rewards = beta * (ours - frozen)
+        return loss, metrics_of_pairs("dpo", logps, rewards, ref_logps=reference, nll_loss=nll)
     return (loss, logps.detach()) if return_logps else loss
 
 
-def orpo(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 0.1,
-    **options: Unpack[SequenceOptions],
-) -> Tensor:
-    """Odds ratio preference optimisation: supervised learning of the chosen, and a ratio of odds.
-
-    With P(y) = exp(log pi(y) / |y|), the geometric mean of the probabilities of a completion's
-    tokens, and odds(y) = P(y) / (1 - P(y)), the loss is the nll of the chosen completions, its mean
-    over their tokens, plus the mean over pairs of
-
-        -beta log sigmoid(log odds(y_w) - log odds(y_l))
-
-    Hong et al. 2024, ORPO, equations 6 and 7, where beta is called lambda. There is no reference.
-
-    Args:
-        input, linear_weight, target, options: as in `dpo`.
-        beta: weight of the ratio of odds.
-
-    Returns:
-        The loss, 0-dimensional.
-
-    Example:
-        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
-        >>> loss = storage_ops.losses.orpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
-        >>> loss.backward()
-    """
-    within("orpo", "beta", beta, 0)
-    scored = score("orpo", input, linear_weight, target, **options)
-    mean = scored.per_sequence(scored.logps) / scored.counts
-    tiny = torch.finfo(mean.dtype).tiny
-    odds = mean - (-torch.expm1(mean)).clamp_min(tiny).log()
-    chosen, rejected = halves("orpo", odds)
-    return nll_of_chosen(scored) - beta * F.logsigmoid(chosen - rejected).mean()
-
-
-def simpo(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 2.0,
-    gamma: float = 0.5,
-    label_smoothing: float = 0.0,
-    **options: Unpack[SequenceOptions],
-) -> Tensor:
-    """Simple preference optimisation: mean log-probabilities as rewards, with a margin.
-
-    The mean over pairs of
-
-        -log sigmoid(beta / |y_w| log pi(y_w) - beta / |y_l| log pi(y_l) - gamma)
-
-    Meng et al. 2024, SimPO, equation 6. There is no reference.
-
-    Args:
-        input, linear_weight, target, options: as in `dpo`.
-        beta: scale of the rewards, > 0.
-        gamma: by how much the chosen one's should be larger.
-        label_smoothing: as in `dpo`.
-
-    Returns:
-        The loss, 0-dimensional.
-
-    Example:
-        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
-        >>> loss = storage_ops.losses.simpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
-        >>> loss.backward()
-    """
-    within("simpo", "beta", beta, 1e-30)
-    number("simpo", "gamma", gamma)
-    within("simpo", "label_smoothing", label_smoothing, 0, 0.5)
-    scored = score("simpo", input, linear_weight, target, **options)
-    mean = scored.per_sequence(scored.logps) / scored.counts
-    chosen, rejected = halves("simpo", mean)
-    return smoothed(beta * (chosen - rejected) - gamma, label_smoothing).mean()
-
-
-def cpo(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 0.1,
-    alpha: float = 1.0,
-    label_smoothing: float = 0.0,
-    **options: Unpack[SequenceOptions],
-) -> Tensor:
-    """Contrastive preference optimisation: DPO with a uniform reference, and the chosen's nll.
-
-    The mean over pairs of -log sigmoid(beta log pi(y_w) - beta log pi(y_l)), plus alpha times the
-    nll of the chosen completions, its mean over their tokens. Xu et al. 2024, Contrastive
-    Preference Optimization, equations 3 to 6.
-
-    Args:
-        input, linear_weight, target, options: as in `dpo`.
-        beta: scale of the log-probabilities, > 0.
-        alpha: weight of the nll.
-        label_smoothing: as in `dpo`.
-
-    Returns:
-        The loss, 0-dimensional.
-
-    Example:
-        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
-        >>> loss = storage_ops.losses.cpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
-        >>> loss.backward()
-    """
-    within("cpo", "beta", beta, 1e-30)
-    within("cpo", "alpha", alpha, 0)
-    within("cpo", "label_smoothing", label_smoothing, 0, 0.5)
-    scored = score("cpo", input, linear_weight, target, **options)
-    chosen, rejected = halves("cpo", scored.per_sequence(scored.logps))
-    loss = smoothed(beta * (chosen - rejected), label_smoothing).mean()
-    return loss + alpha * nll_of_chosen(scored) if alpha else loss
-
-
+@overload
+def kto(
+    input: Tensor, linear_weight: Tensor, target: Tensor, desirable: Tensor, *,
+    return_metrics: Literal[False] = False, **options: Unpack[JudgedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def kto(
+    input: Tensor, linear_weight: Tensor, target: Tensor, desirable: Tensor, *,
+    return_metrics: Literal[True], **options: Unpack[JudgedOptions],
+) -> tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
+@overload
+def kto(
+    input: Tensor, linear_weight: Tensor, target: Tensor, desirable: Tensor, *,
+    return_metrics: bool, **options: Unpack[JudgedOptions],
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
 def kto(
     input: Tensor,
     linear_weight: Tensor,
@@ -291,20 +215,24 @@ def kto(
     kl: Tensor | float = 0.0,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
+    length_normalize: bool = False,
     ref_input: Tensor | None = None,
     ref_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
     ref_logps: Tensor | None = None,
-    **options: Unpack[SequenceOptions],
-) -> Tensor:
-    """Kahneman-Tversky optimisation: sequences that were judged one by one, in no pairs.
+    return_metrics: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of Kahneman-Tversky optimisation.
 
-    With r = log pi(y) - log ref(y), the loss is the mean over sequences of
+    Sequences were judged one by one, in no pairs. With r = log pi(y) - log ref(y), the loss is the
+    mean over sequences of
 
         w_d (1 - sigmoid(beta (r - z)))    of a desirable completion
         w_u (1 - sigmoid(beta (z - r)))    of an undesirable one
 
     Ethayarajh et al. 2024, KTO, equation 8, but for a constant that does not depend on the policy.
+    With kl=0 it is APO-zero for sequences in no pairs.
 
     Args:
         input, linear_weight, target: the policy and what it is scored with, (S, T, D), (V, D) and
@@ -315,10 +243,15 @@ def kto(
             no gradient flows to it, and less than 0 counts as 0. The paper estimates it as the mean
             of r over completions that belong to other prompts of the batch.
         desirable_weight, undesirable_weight: w_d and w_u.
+        length_normalize: divide r by the number of tokens. The paper does not.
+        return_metrics: return the loss and a dictionary of detached tensors: "logps", "rewards"
+            (beta r) and "ref_logps" (S,), "logps/chosen" and "rewards/chosen", their means over
+            desirable completions, "logps/rejected" and "rewards/rejected" over undesirable ones
+            (nan where there is none), "rewards/margins", the difference, and "kl", z.
         ref_input, ref_weight, ref_bias, ref_logps, options: as in `dpo`, of S sequences.
 
     Returns:
-        The loss, 0-dimensional.
+        The loss, 0-dimensional, or the loss and the metrics.
 
     Example:
         >>> hidden, head = torch.randn(3, 9, 16, requires_grad=True), torch.randn(100, 16)
@@ -332,6 +265,7 @@ def kto(
     within("kto", "desirable_weight", desirable_weight, 0)
     within("kto", "undesirable_weight", undesirable_weight, 0)
     check_tensor("kto", "desirable", desirable)
+    check_returns("kto", False, return_metrics)
     if not isinstance(kl, Tensor):
         number("kto", "kl", kl)
     reference = reference_logps(
@@ -342,8 +276,17 @@ def kto(
     check_values("kto", "desirable", desirable, tuple(logps.shape), logps, True)
     check_values("kto", "ref_logps", reference, tuple(logps.shape), logps)
     ratios = logps if reference is None else logps - reference
+    ratios = ratios / scored.counts if length_normalize else ratios
     z = torch.as_tensor(kl, dtype=ratios.dtype, device=ratios.device).detach().clamp_min(0)
     check_values("kto", "kl", z, (), ratios)
     good = desirable.to(ratios.dtype)
     weight = desirable_weight * good + undesirable_weight * (1 - good)
-    return (weight * torch.sigmoid(beta * (1 - 2 * good) * (ratios - z))).mean()
+    loss = (weight * torch.sigmoid(beta * (1 - 2 * good) * (ratios - z))).mean()
+    if not return_metrics:
+        return loss
+    found = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
+    for name, values in tuple(found.items()):
+        found[name + "/chosen"] = (values * good).sum() / good.sum()
+        found[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
+    found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return loss, found | {"kl": z} | ({} if reference is None else {"ref_logps": reference})

@@ -25,8 +25,27 @@ def test_losses_of_pairs_without_a_reference(form):
                              **p.options)  # fmt: skip
         compare(p, simpo, smoothed(margin, e).mean())
         h = p.sums()[:half] - p.sums()[half:]
-        cpo = losses.cpo(p.x, p.w, p.target, beta=0.2, alpha=0.5, label_smoothing=e, **p.options)
-        compare(p, cpo, smoothed(0.2 * h, e).mean() + 0.5 * p.nll_of_chosen())
+        for normalized in (False, True):
+            length = p.counts() if normalized else torch.ones(S)
+            h = (p.sums() / length)[:half] - (p.sums() / length)[half:]
+            cpo = losses.cpo(p.x, p.w, p.target, beta=0.2, alpha=0.5, label_smoothing=e,
+                             length_normalize=normalized, **p.options)  # fmt: skip
+            compare(p, cpo, smoothed(0.2 * h, e).mean() + 0.5 * p.nll_of_chosen())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_orpo_with_other_targets_for_the_nll(form):
+    """Prompts count in the nll, some tokens of the completions do not, and others are replaced."""
+    p, half = Problem(form), S // 2
+    more = torch.where(p.target == -100, torch.randint(V, p.target.shape), p.target)
+    more = torch.where(torch.rand(p.target.shape) < 0.2, torch.randint(V, p.target.shape), more)
+    more = torch.where(torch.rand(p.target.shape) < 0.2, -100, more)
+    loss = losses.orpo(p.x, p.w, p.target, beta=0.3, nll_target=more, **p.options)
+    mean = p.sums() / p.counts()
+    odds = (mean.exp() / (1 - mean.exp())).log()
+    ratio = -log_sigmoid(odds[:half] - odds[half:]).mean()
+    p.target = more
+    compare(p, loss, p.nll_of_chosen() + 0.3 * ratio)
 
 
 @pytest.mark.parametrize("kl", [0.0, 1.3, torch.tensor(-2.0)])
@@ -35,12 +54,15 @@ def test_kto(form, kl):
     p = Problem(form)
     good = torch.tensor([True, False, True, True, False, False])
     given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-    loss = losses.kto(p.x, p.w, p.target, good, beta=0.3, kl=kl, desirable_weight=1.5,
-                      undesirable_weight=0.8, **given, **p.options)  # fmt: skip
-    r, z = p.sums() - p.sums(ref=True), max(float(kl), 0)
-    each = torch.where(good, 1.5 * (1 - torch.sigmoid(0.3 * (r - z))),
-                       0.8 * (1 - torch.sigmoid(0.3 * (z - r))))  # fmt: skip
-    compare(p, loss, each.mean())
+    z = max(float(kl), 0)
+    for normalized in (False, True):
+        loss = losses.kto(p.x, p.w, p.target, good, beta=0.3, kl=kl, desirable_weight=1.5,
+                          undesirable_weight=0.8, length_normalize=normalized, **given,
+                          **p.options)  # fmt: skip
+        r = (p.sums() - p.sums(ref=True)) / (p.counts() if normalized else 1)
+        each = torch.where(good, 1.5 * (1 - torch.sigmoid(0.3 * (r - z))),
+                           0.8 * (1 - torch.sigmoid(0.3 * (z - r))))  # fmt: skip
+        compare(p, loss, each.mean())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -116,11 +138,21 @@ def test_compile(form):
 
     def step(x, w):
         given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-        one = losses.dpo(x, w, p.target, **given, **p.options)
-        return one + losses.grpo(x, w, p.target, advantages, kl_weight=0.1, **given, **p.options)
+        one, pairs = losses.dpo(x, w, p.target, loss_type="aot", rpo_alpha=0.3,
+                                return_metrics=True, **given, **p.options)  # fmt: skip
+        two, tokens = losses.grpo(
+            x, w, p.target, advantages, kl_weight=0.1, loss_type="sapo", normalize="token",
+            num_items_in_batch=items, importance_sampling_ratio=advantages.exp(),
+            return_metrics=True, **given, **p.options,
+        )  # fmt: skip
+        three = losses.orpo(x, w, p.target, nll_target=p.target.clamp_min(0), **p.options)
+        return one + two + three, pairs, tokens
 
-    right, loss = step(p.x, p.w), torch.compile(step, fullgraph=True, backend="aot_eager")(p.x, p.w)
+    items = torch.tensor(70)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    (right, *expected), (loss, *found) = step(p.x, p.w), compiled(p.x, p.w)
     torch.testing.assert_close(loss, right)
+    torch.testing.assert_close(found, expected)
     got, wanted = (torch.autograd.grad(v, (p.x, p.w)) for v in (loss, right))
     torch.testing.assert_close(got, wanted)
 
@@ -149,6 +181,11 @@ def test_compile(form):
         ("dpo", {"returns": ("nll",)}, TypeError, "returns is given"),
         ("dpo", {"cu_seqlens": torch.ones(3)}, TypeError, "cu_seqlens is torch.float32"),
         ("dpo", {"cu_seqlens": torch.tensor([0, 4])}, ValueError, "target has shape (6, 9)"),
+        ("dpo", {"return_metrics": 1}, TypeError, "return_metrics is 1"),
+        ("orpo", {"return_metrics": "yes"}, TypeError, "return_metrics is 'yes'"),
+        ("orpo", {"nll_target": [1]}, TypeError, "nll_target is a list"),
+        ("orpo", {"nll_target": torch.ones(6, 9)}, TypeError, "nll_target is torch.float32"),
+        ("orpo", {"nll_target": torch.ones(3, 9).long()}, ValueError, "nll_target has shape (3, 9"),
         ("orpo", {"beta": -1}, ValueError, "beta is -1"),
         ("simpo", {"label_smoothing": 1}, ValueError, "label_smoothing is 1"),
         ("simpo", {"gamma": "x"}, ValueError, "gamma is 'x'"),
@@ -178,6 +215,7 @@ def test_compile(form):
         ("dapo", {"num_items_in_batch": torch.ones(2)}, ValueError, "num_items_in_batch has shape"),
         ("grpo", {"importance_sampling_ratio": 1.0}, TypeError, "importance_sampling_ratio is a f"),
         ("grpo", {"importance_sampling_ratio": torch.ones(6, 1)}, ValueError, "ratio has shape"),
+        ("grpo", {"return_logps": True, "return_metrics": True}, ValueError, "return_logps is T"),
         ("grpo", {"normalize": "batch"}, ValueError, "normalize is 'batch'"),
         ("grpo", {"logit_scale": 2.0}, TypeError, "logit_scale is given"),
         ("grpo", {"max_length": 0}, ValueError, "max_length is 0"),
@@ -190,6 +228,7 @@ def test_compile(form):
         ("kd", {"shift": None}, TypeError, "shift is None"),
         ("simpo", {"shift": 2}, TypeError, "shift is 2"),
         ("dpo", {"z_loss": 1e-4}, TypeError, "z_loss is given"),
+        ("orpo", {"top_k": 3}, TypeError, "top_k is given"),
         ("cpo", {"weight": torch.ones(V)}, TypeError, "weight is given"),
         ("orpo", {"label_smoothing": 0.1}, TypeError, "label_smoothing is given"),
         ("grpo", {"divisor": 3.0}, TypeError, "divisor is given"),
