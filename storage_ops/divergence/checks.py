@@ -147,7 +147,7 @@ def _check_head(given: Mapping[str, Tensor]) -> None:
 
 def _check_target(call: DivergenceCall, target: Tensor, tokens: tuple[int, ...]) -> None:
     if target.dtype not in INDICES:
-        raise _wrong(TypeError, "target is", target.dtype, "int64 or int32 class indices")
+        raise _wrong(TypeError, "target is", target.dtype, "int64, int32 or uint8 class indices")
     if tuple(target.shape) != tokens:
         raise _wrong(ValueError, "target has shape", tuple(target.shape), str(tokens))
     if call.group:
@@ -171,7 +171,7 @@ def _check_teacher(call: DivergenceCall, tokens: tuple[int, ...], vocab: int) ->
             raise _wrong(ValueError, "teacher_topk", "is given beside a teacher's tensors", rule)
         if call.ids.dtype not in INDICES or not call.log_probs.is_floating_point():
             found = f"{call.log_probs.dtype} and {call.ids.dtype}"
-            rule = "floating log-probabilities, and int64 or int32 class indices"
+            rule = "floating log-probabilities, and int64, int32 or uint8 class indices"
             raise _wrong(TypeError, "teacher_topk is", found, rule)
         shapes = tuple(call.log_probs.shape), tuple(call.ids.shape)
         if shapes[0] != shapes[1] or shapes[0][:-1] != tokens or not 0 < shapes[0][-1] <= vocab:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
+from storage_ops.loss.checks import class_indices
 from storage_ops.losses.options import ContrastiveOptions, MarginOptions, OddsOptions
 from storage_ops.losses.pairs import halves, metrics_of_pairs, nll_of_chosen, smoothed
 from storage_ops.losses.sequences import (
@@ -242,4 +243,4 @@ def _of_chosen(
     else:
         places = torch.arange(target.shape[-1], device=target.device)
         rejected = places >= cu_seqlens[(len(cu_seqlens) - 1) // 2]
-    return nll_target.masked_fill(rejected, ignore_index)
+    return class_indices(nll_target).masked_fill(rejected, ignore_index)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.checks import INDICES, check_head
+from storage_ops.loss.checks import INDICES, check_head, class_indices
 from storage_ops.loss.names import Result
 
 IGNORED = -100
@@ -156,6 +156,7 @@ def separated(
         raise wrong(loss, TypeError, "ignore_index is", repr(ignore_index), "an integer")
     if not isinstance(shift, int) or shift not in (0, 1):
         raise wrong(loss, TypeError, "shift is", repr(shift), "True or False")
+    target = class_indices(target)
     if cu_seqlens is None:
         return target
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -256,7 +257,7 @@ def check_indices(loss: str, argument: str, value: object) -> None:
     check_tensor(loss, argument, value)
     assert isinstance(value, Tensor)
     if value.dtype not in INDICES:
-        rule = "int64 or int32 class indices"
+        rule = "int64, int32 or uint8 class indices"
         raise wrong(loss, TypeError, f"{argument} is", value.dtype, rule)
 
 
