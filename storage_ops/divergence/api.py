@@ -57,6 +57,7 @@ def linear_kl_div(
         "reverse"  KL(Q || P) = sum_j Q_j (log Q_j - log P_j)
         "jsd"      beta KL(P || M) + (1 - beta) KL(Q || M),  M = beta P + (1 - beta) Q
         "tvd"      1/2 sum_j |P_j - Q_j|
+        "cosine"   1 - sum_j z_j t_j / (|z| |t|), with the logits z of the student, t of the teacher
 
     The third is the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024, On-Policy
     Distillation of Language Models, section 2). Divided by beta it tends to the forward divergence
@@ -70,7 +71,9 @@ def linear_kl_div(
             dtypes; E need not be D. None with teacher_topk.
         teacher_weight: (V, E), the teacher's head, in the dtype of teacher_input. The teacher is
             frozen: no gradient flows to it, whether its tensors require one or not.
-        divergence: "forward", "reverse", "jsd" or "tvd".
+        divergence: "forward", "reverse", "jsd", "tvd" or "cosine". The last one does not depend on
+            the temperature, which must be 1, and cannot be had from teacher_topk. Its rows are
+            computed in plain torch.
         beta: from 0 to 1, for "jsd".
         temperature: both heads' logits are divided by it.
         scale_by_temperature: multiply the loss by temperature^2, as in Hinton et al. (2015,
