@@ -339,7 +339,7 @@ def gspo(
 
 
 def _check_items(count: object, normalize: str) -> None:
-    """Raise a TypeError or ValueError unless `num_items_in_batch` is a number with a use."""
+    """Raise a TypeError or ValueError unless this is a number and `normalize` divides by it."""
     if normalize != "token":
         rule = f"None with normalize={normalize!r}"
         raise wrong("grpo", ValueError, "num_items_in_batch", "is given", rule)
