@@ -32,7 +32,8 @@ def arguments(function, *without):
 
 LOSS = keywords(so.linear_cross_entropy, "returns")
 # Options that a loss of log-probabilities refuses.
-REFUSED = {*sequences._OF_RESULTS, *sequences._OF_THE_LOSS, "selected_ids", "top_k"}
+REFUSED = {*sequences._OF_RESULTS, *sequences._OF_THE_LOSS}
+RETURNS = "return_logps", "return_metrics"
 SCORED = (LOSS - REFUSED) | {"cu_seqlens"}
 
 
@@ -45,10 +46,14 @@ SCORED = (LOSS - REFUSED) | {"cu_seqlens"}
             LOSS - {"linear_bias", "weight", "token_weight", "accumulate_into"},
         ),
         (of_losses.SequenceOptions, SCORED),
-        (of_losses.PreferenceOptions, SCORED | keywords(so.losses.dpo, "return_logps")),
+        (of_losses.PreferenceOptions, SCORED | keywords(so.losses.dpo, *RETURNS)),
+        (of_losses.JudgedOptions, SCORED | keywords(so.losses.kto, *RETURNS)),
+        (of_losses.OddsOptions, SCORED | keywords(so.losses.orpo, *RETURNS)),
+        (of_losses.MarginOptions, SCORED | keywords(so.losses.simpo, *RETURNS)),
+        (of_losses.ContrastiveOptions, SCORED | keywords(so.losses.cpo, *RETURNS)),
         (
             of_losses.PolicyOptions,
-            (SCORED - {"logit_scale"}) | keywords(so.losses.grpo, "return_logps"),
+            (SCORED - {"logit_scale"}) | keywords(so.losses.grpo, *RETURNS),
         ),
         (
             of_losses.SupervisedOptions,
@@ -84,6 +89,7 @@ LAYERS = torch.nn.Sequential(torch.nn.Linear(4, 4))
         (checks.Divergence, so.linear_kl_div, (X, W, X, W), {"divergence": "?"}),
         (checks.Tail, so.linear_kl_div, (X, W, X, W), {"teacher_tail": "?"}),
         (of_losses.LossType, so.losses.dpo, (X, W, TARGET), {"loss_type": "?"}),
+        (of_losses.PolicyLossType, so.losses.grpo, (X, W, TARGET, X[:, 0, 0]), {"loss_type": "?"}),
         (of_losses.Importance, so.losses.grpo, (X, W, TARGET, X[:, 0, 0]), {"importance": "?"}),
         (of_losses.Normalize, so.losses.grpo, (X, W, TARGET, X[:, 0, 0]), {"normalize": "?"}),
         (of_losses.Estimator, so.losses.grpo, (X, W, TARGET, X[:, 0, 0]), {"kl_estimator": "?"}),

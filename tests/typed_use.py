@@ -156,6 +156,16 @@ def losses(x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Ten
     with_logps = so.losses.dpo(x, weight, target, loss_type="ipo", return_logps=True)
     assert_type(with_logps, tuple[Tensor, Tensor])
     assert_type(so.losses.dpo(x, weight, target), Tensor)
+    assert_type(
+        so.losses.dpo(x, weight, target, return_metrics=True), tuple[Tensor, dict[str, Tensor]]
+    )
+    assert_type(
+        so.losses.orpo(x, weight, target, return_metrics=True), tuple[Tensor, dict[str, Tensor]]
+    )
+    assert_type(
+        so.losses.dapo(x, weight, target, advantages, return_metrics=True),
+        tuple[Tensor, dict[str, Tensor]],
+    )
     assert_type(so.losses.grpo(x, weight, target, advantages, importance="sequence"), Tensor)
     assert_type(
         so.losses.gspo(x, weight, target, advantages, return_logps=True), tuple[Tensor, Tensor]

@@ -18,7 +18,7 @@ from storage_ops.divergence.checks import (
     check_types,
 )
 from storage_ops.loss import ranks
-from storage_ops.loss.checks import budget_of, group_of
+from storage_ops.loss.checks import budget_of, class_indices, group_of
 from storage_ops.loss.names import Reduction
 
 
@@ -57,6 +57,7 @@ def linear_kl_div(
         "reverse"  KL(Q || P) = sum_j Q_j (log Q_j - log P_j)
         "jsd"      beta KL(P || M) + (1 - beta) KL(Q || M),  M = beta P + (1 - beta) Q
         "tvd"      1/2 sum_j |P_j - Q_j|
+        "cosine"   1 - sum_j z_j t_j / (|z| |t|), with the logits z of the student, t of the teacher
 
     The third is the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024, On-Policy
     Distillation of Language Models, section 2). Divided by beta it tends to the forward divergence
@@ -70,7 +71,9 @@ def linear_kl_div(
             dtypes; E need not be D. None with teacher_topk.
         teacher_weight: (V, E), the teacher's head, in the dtype of teacher_input. The teacher is
             frozen: no gradient flows to it, whether its tensors require one or not.
-        divergence: "forward", "reverse", "jsd" or "tvd".
+        divergence: "forward", "reverse", "jsd", "tvd" or "cosine". The last one does not depend on
+            the temperature, which must be 1, and cannot be had from teacher_topk. Its rows are
+            computed in plain torch.
         beta: from 0 to 1, for "jsd".
         temperature: both heads' logits are divided by it.
         scale_by_temperature: multiply the loss by temperature^2, as in Hinton et al. (2015,
@@ -89,7 +92,7 @@ def linear_kl_div(
             all of them), at least 64 MiB and at most 2 GiB, plus a float32 sum for the gradient of
             a 16-bit weight.
         teacher_topk: a stored teacher: log-probabilities (..., K), at this temperature, and class
-            indices (..., K), int64 or int32 and distinct for every token, such as the K most
+            indices (..., K), int64, int32 or uint8 and distinct for every token, such as the K most
             probable ones.
         teacher_tail: what becomes of the probability outside of them. "bucket": all other classes
             are one more class, for the teacher what its K probabilities leave, for the student the
@@ -104,7 +107,7 @@ def linear_kl_div(
         process_group: as in `linear_cross_entropy`: the ranks hold consecutive slices of the
             classes of both heads, the same of each, and all tokens. Not with teacher_topk or
             valid_classes. The gradient of input is that of all ranks, on each of them.
-        target: (...), class indices, int64 or int32: target_weight times the student's
+        target: (...), class indices, int64, int32 or uint8: target_weight times the student's
             cross-entropy with them, at temperature 1, is added to the divergence of each token, as
             in knowledge distillation. It takes no more matrix products. Tokens whose target is -100
             are ignored. shift moves it as it moves token_weight. Not with a process_group.
@@ -155,7 +158,9 @@ def linear_kl_div(
         divergence = "reverse" if beta else "forward"
     if token_weight is not None and not token_weight.is_floating_point():
         token_weight = token_weight.to(torch.float32)
+    target = None if target is None else class_indices(target)
     log_probs, ids = (None, None) if teacher_topk is None else teacher_topk
+    ids = None if ids is None else class_indices(ids)
     teacher = [teacher_input, teacher_weight, teacher_bias, log_probs, ids]
     frozen = [None if t is None else t.detach() for t in teacher]
     given = [input, linear_weight, linear_bias, *frozen[:3]]

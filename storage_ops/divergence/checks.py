@@ -13,7 +13,7 @@ from storage_ops.divergence.call import DivergenceCall
 from storage_ops.loss.checks import FLOATS, INDICES, check_head, check_layout
 from storage_ops.loss.names import REDUCTIONS
 
-Divergence = Literal["forward", "reverse", "jsd", "tvd"]
+Divergence = Literal["forward", "reverse", "jsd", "tvd", "cosine"]
 Tail = Literal["bucket", "renormalize"]
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 TAILS: tuple[Tail, ...] = get_args(Tail)
@@ -82,6 +82,9 @@ def check_options(
         raise _wrong(ValueError, "target_weight is", target_weight, "a number of at least 0")
     if not 0 < temperature < float("inf"):
         raise _wrong(ValueError, "temperature is", temperature, "a positive number")
+    if divergence == "cosine" and temperature != 1:
+        rule = "1 with divergence='cosine', which does not depend on it"
+        raise _wrong(ValueError, "temperature is", temperature, rule)
     for name, value in (("shift", shift), ("scale_by_temperature", scale_by_temperature)):
         if not isinstance(value, bool):
             raise _wrong(TypeError, f"{name} is", repr(value), "True or False")
@@ -147,7 +150,7 @@ def _check_head(given: Mapping[str, Tensor]) -> None:
 
 def _check_target(call: DivergenceCall, target: Tensor, tokens: tuple[int, ...]) -> None:
     if target.dtype not in INDICES:
-        raise _wrong(TypeError, "target is", target.dtype, "int64 or int32 class indices")
+        raise _wrong(TypeError, "target is", target.dtype, "int64, int32 or uint8 class indices")
     if tuple(target.shape) != tokens:
         raise _wrong(ValueError, "target has shape", tuple(target.shape), str(tokens))
     if call.group:
@@ -166,12 +169,15 @@ def _check_teacher(call: DivergenceCall, tokens: tuple[int, ...], vocab: int) ->
             name = "process_group" if call.group else "teacher_softcap"
             rule = "None with teacher_topk"
             raise _wrong(ValueError, name, "is given beside a stored teacher", rule)
+        if call.divergence == "cosine":
+            rule = "another one with teacher_topk: the cosine needs logits of all classes"
+            raise _wrong(ValueError, "divergence is", repr(call.divergence), rule)
         if x is not None or weight is not None or bias is not None:
             rule = "None for teacher_input, teacher_weight and teacher_bias, or no teacher_topk"
             raise _wrong(ValueError, "teacher_topk", "is given beside a teacher's tensors", rule)
         if call.ids.dtype not in INDICES or not call.log_probs.is_floating_point():
             found = f"{call.log_probs.dtype} and {call.ids.dtype}"
-            rule = "floating log-probabilities, and int64 or int32 class indices"
+            rule = "floating log-probabilities, and int64, int32 or uint8 class indices"
             raise _wrong(TypeError, "teacher_topk is", found, rule)
         shapes = tuple(call.log_probs.shape), tuple(call.ids.shape)
         if shapes[0] != shapes[1] or shapes[0][:-1] != tokens or not 0 < shapes[0][-1] <= vocab:

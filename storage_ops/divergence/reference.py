@@ -55,13 +55,13 @@ def linear_kl_div(
         z = F.linear(x, w, b)[..., :valid_classes]
         return z if cap is None else cap * torch.tanh(z / cap)
 
-    z = logits(input, linear_weight, linear_bias, softcap)
+    z = t = logits(input, linear_weight, linear_bias, softcap)
     a = F.log_softmax(z / temperature, -1)
     if teacher_topk is not None:
         a, b = _coarse(a, teacher_topk[0].to(a), teacher_topk[1].long(), teacher_tail)
     else:
         assert teacher_input is not None and teacher_weight is not None
-        b = logits(teacher_input, teacher_weight, teacher_bias, teacher_softcap)
+        b = t = logits(teacher_input, teacher_weight, teacher_bias, teacher_softcap)
         b = F.log_softmax(b / temperature, -1).to(a)
     b = b.detach()
     q, p = a.exp(), b.exp()
@@ -74,8 +74,10 @@ def linear_kl_div(
     elif divergence == "jsd":
         m = (beta * p + (1 - beta) * q).log()
         each = beta * _weighted(p, b - m) + (1 - beta) * _weighted(q, a - m)
-    else:
+    elif divergence == "tvd":
         each = (p - q).abs() / 2
+    else:
+        each = (1 - F.cosine_similarity(z, t.to(z).detach(), dim=-1)).unsqueeze(-1)
     loss = each.sum(-1)
     weight = torch.ones_like(loss) if token_weight is None else token_weight.to(loss)
     if target is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from storage_ops import _schemas
+from storage_ops.divergence import cosine
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.devices import on_gpu
 from storage_ops.loss.schedule import GRADIENT, UPDATE, slices
@@ -148,7 +149,8 @@ def divergence_rows(
         logits: (rows, classes), overwritten by the gradient if GRADIENT is among the phases.
         teacher: (rows, classes), which is overwritten in their place with over_teacher.
         bias, teacher_bias: (classes,), in the arithmetic dtype.
-        state: (3, rows), both log-sum-exps and the center: written by UPDATE, or read.
+        state: (3, rows), both log-sum-exps and the center, or the sums of `cosine`: written by
+            UPDATE, or read.
         loss: (rows,), written by UPDATE.
         upstream: (rows,) or (1,), the gradient with respect to a row's divergence.
         scale: of both heads' logits, after bias and soft-cap.
@@ -158,6 +160,14 @@ def divergence_rows(
         z = scaled(logits[part], bias, scale, state.dtype, caps[0])
         t = scaled(teacher[part], teacher_bias, scale, state.dtype, caps[1])
         own = state[:, part]
+        if divergence == "cosine":
+            if phases & UPDATE:
+                own.copy_(cosine.sums(z, t))
+                loss[part] = cosine.values(own)
+            if phases & GRADIENT:
+                dz = cosine.gradient(z, t, own)
+                _store_tile(dz, logits, teacher, part, bias, upstream, scale, over_teacher, caps[0])
+            continue
         if phases & UPDATE:
             own[0], own[1] = log_sum_exp(z), log_sum_exp(t)
         heads = (divergence, beta, z, t, p := normalise(z, own[0]), normalise(t, own[1]))
@@ -166,12 +176,27 @@ def divergence_rows(
         else:
             each = contributions(*heads)
         if phases & GRADIENT:
-            assert upstream is not None
-            rows = upstream if len(upstream) == 1 else upstream[part]
             dz = gradient(divergence, beta, p, each, own[2])
-            if caps[0]:
-                dz.mul_(cap_slope(logits[part], bias, dz.dtype, caps[0]))
-            store(dz, rows, scale, (teacher if over_teacher else logits)[part])
+            _store_tile(dz, logits, teacher, part, bias, upstream, scale, over_teacher, caps[0])
+
+
+def _store_tile(
+    dz: Tensor,
+    logits: Tensor,
+    teacher: Tensor,
+    part: slice,
+    bias: Tensor | None,
+    upstream: Tensor | None,
+    scale: float,
+    over_teacher: bool,
+    cap: float,
+) -> None:
+    """Store the gradient with respect to capped logits over a part of a tile of either head."""
+    assert upstream is not None
+    rows = upstream if len(upstream) == 1 else upstream[part]
+    if cap:
+        dz.mul_(cap_slope(logits[part], bias, dz.dtype, cap))
+    store(dz, rows, scale, (teacher if over_teacher else logits)[part])
 
 
 def statistics_over_ranks(
@@ -194,6 +219,14 @@ def statistics_over_ranks(
         merge: makes the state of rows of the loss that of all ranks, in place.
         add_up: the same for sums.
     """
+    if divergence == "cosine":
+        for part in pieces(logits):
+            z = scaled(logits[part], bias, scale, state.dtype, caps[0])
+            t = scaled(teacher[part], teacher_bias, scale, state.dtype, caps[1])
+            state[:, part] = cosine.sums(z, t)
+        state.copy_(add_up(state.clone()))
+        loss.copy_(cosine.values(state))
+        return
     heads, count = ((logits, bias, caps[0]), (teacher, teacher_bias, caps[1])), len(logits)
     both = state.new_zeros(STATE_ROWS, 2 * count)  # the student's rows, then the teacher's
     for part in pieces(logits):

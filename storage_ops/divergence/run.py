@@ -224,7 +224,8 @@ class DivergenceRun:
             phases &= ~UPDATE
         if not phases:
             return
-        if any(caps) or other.dtype != tile.dtype:  # which the native kernel does not know
+        native = given.divergence != "cosine" and not any(caps) and other.dtype == tile.dtype
+        if not native:
             rows.divergence_rows(*heads, upstream, *how, phases, over_teacher, caps)
         else:
             _OPS._divergence_rows(*heads, upstream, *how, phases, over_teacher)

@@ -17,6 +17,7 @@ from storage_ops.loss.checks import (
     check_arguments,
     check_torch_options,
     check_types,
+    class_indices,
     group_of,
     names_of,
 )
@@ -107,8 +108,9 @@ def linear_cross_entropy(
             D), with input (N, D), target (N, d_1, ..., d_K) or (N, V, d_1, ..., d_K), linear_bias
             (V, d_1, ..., d_K), and d_1, ..., d_K after N in what has a value per token: a product
             for each of the d_1 * ... * d_K positions.
-        target: (...), int32 or int64 class indices from 0 to V - 1, or ignore_index; or (..., V),
-            floating point, a distribution over the classes for every token (differentiable).
+        target: (...), class indices of int64, int32 or uint8, from 0 to V - 1 or ignore_index. Or
+            (..., V), floating point, a distribution over the classes for every token
+            (differentiable).
         linear_bias: (V,), the dtype of input, or float32 with 16-bit input.
         weight: (V,), floating point; weights of the classes.
         reduction: "mean" (the sum divided by that of a * C_t, or of a for distributions, over the
@@ -178,7 +180,7 @@ def linear_cross_entropy(
             learning need it. Only tiles of logits are in float32, within memory_budget, of which
             each logit takes twice as much, and none waits in the gradient of the weight; gradients
             of logits are rounded to 16 bits before they are multiplied, as without.
-        selected_ids: for "selected": (..., K), int32 or int64, K classes for every token. shift
+        selected_ids: for "selected": (..., K), dtypes of target, K classes for every token. shift
             moves them as it moves target; ignore_index stands for no class.
         top_k: for "topk": how many classes.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
@@ -240,6 +242,8 @@ def linear_cross_entropy(
         {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
          "logit_scale": logit_scale},
     )  # fmt: skip
+    target = class_indices(target)
+    selected_ids = None if selected_ids is None else class_indices(selected_ids)
     memory_budget = budget_of(memory_budget, "linear_cross_entropy")
     returns = names_of(returns, RESULTS)
     check_torch_options(options)

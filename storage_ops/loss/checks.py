@@ -15,7 +15,7 @@ from storage_ops.loss.ranks import is_group
 from storage_ops.quantities import parse_bytes
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INDICES = (torch.int64, torch.int32)
+INDICES = (torch.int64, torch.int32, torch.uint8)
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 
@@ -53,6 +53,11 @@ def check_layout(op: str, name: str, t: Tensor) -> None:
     else:
         return
     raise TypeError(f"{op}: {name} is {found}; expected {rule}")
+
+
+def class_indices(t: Tensor) -> Tensor:
+    """Return class indices of uint8, which `F.cross_entropy` takes too, as int64 for kernels."""
+    return t.to(torch.int64) if t.dtype == torch.uint8 else t
 
 
 def check_torch_options(options: object) -> None:
@@ -293,7 +298,7 @@ def _check_target(tokens: tuple[int, ...], target: Tensor, vocab: int, ignore_in
             raise wrong(ValueError, "ignore_index is", ignore_index, rule)
         return
     if target.dtype not in INDICES:
-        rule = "int64 or int32 class indices, or floating point probabilities"
+        rule = "int64, int32 or uint8 class indices, or floating point probabilities"
         raise wrong(TypeError, "target is", target.dtype, rule)
     if tuple(target.shape) != tokens:
         rule = f"that of input without its last dimension, {tokens}"
@@ -317,7 +322,7 @@ def _check_picks(
             raise wrong(ValueError, argument, f"is {found} and returns is {returns}", rule)
     if selected_ids is not None:
         if selected_ids.dtype not in INDICES:
-            raise wrong(TypeError, "selected_ids is", selected_ids.dtype, "int64 or int32")
+            raise wrong(TypeError, "selected_ids is", selected_ids.dtype, "int64, int32 or uint8")
         fits = selected_ids.dim() == len(tokens) + 1 and tuple(selected_ids.shape[:-1]) == tokens
         if not fits or selected_ids.shape[-1] == 0:
             rule = f"(*{tokens}, K), K >= 1 classes for every token"

@@ -14,13 +14,16 @@ Terms, in all of them:
 * A token's *log-probability* is that of its target. With `shift` the token at position i is scored
   with target i + 1, which belongs to the same sequence, as causal language models are trained.
 
-Where things are: `sequences` scores tokens and adds up sequences, `preference` has what pairs and
-judged sequences are trained with, `policy` what rewards are, `supervised` targets and teachers;
-`options` has the types of their keyword arguments.
+Where things are: `sequences` scores tokens and adds up sequences. `preference` has the losses of
+pairs and of judged sequences with a reference, `reference_free` those of pairs without one, and
+`pairs` the formulas of pairs. `policy` has the losses of
+rewarded samples, with their formulas in `surrogates`. `supervised` has the losses of targets and
+teachers. `options` has the types of their keyword arguments.
 """
 
 from storage_ops.losses.policy import dapo, dr_grpo, grpo, gspo
-from storage_ops.losses.preference import cpo, dpo, kto, orpo, simpo
+from storage_ops.losses.preference import dpo, kto
+from storage_ops.losses.reference_free import cpo, orpo, simpo
 from storage_ops.losses.supervised import kd, sft
 
 __all__ = ["cpo", "dapo", "dpo", "dr_grpo", "grpo", "gspo", "kd", "kto", "orpo", "sft", "simpo"]

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -13,15 +14,27 @@ from typing_extensions import TypedDict
 from storage_ops.divergence.checks import Divergence, Tail
 from storage_ops.loss.options import Options, SumOptions
 
-LossType = Literal["sigmoid", "hinge", "ipo", "robust"]
+LossType = Literal[
+    "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop",
+]  # fmt: skip
+PolicyLossType = Literal["grpo", "cispo", "sapo"]
 Importance = Literal["token", "sequence"]
 Normalize = Literal["sequence", "token", "length"]
 Estimator = Literal["k1", "k2", "k3"]
 
 LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
+POLICY_LOSS_TYPES: tuple[PolicyLossType, ...] = get_args(PolicyLossType)
 IMPORTANCES: tuple[Importance, ...] = get_args(Importance)
 NORMALIZES: tuple[Normalize, ...] = get_args(Normalize)
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+_Function = TypeVar("_Function")
+
+
+def typed_as(function: _Function) -> Callable[[Any], _Function]:
+    """Decorate a function that passes its arguments on to `function`: it has the same type."""
+    return lambda given: given
 
 
 class ScoreOptions(Options, total=False):
@@ -49,23 +62,65 @@ class ReferenceOptions(TypedDict, total=False):
 
 
 class PreferenceOptions(SequenceOptions, ReferenceOptions, total=False):
-    """Keyword arguments of `dpo`, but `return_logps`."""
+    """Keyword arguments of `dpo`, but `return_logps` and `return_metrics`."""
 
     beta: float
     loss_type: LossType
     label_smoothing: float
+    discopop_tau: float
+    rpo_alpha: float
+    length_normalize: bool
+
+
+class OddsOptions(SequenceOptions, total=False):
+    """Keyword arguments of `orpo`, but `return_metrics`."""
+
+    beta: float
+    nll_target: Tensor | None
+
+
+class MarginOptions(SequenceOptions, total=False):
+    """Keyword arguments of `simpo`, but `return_metrics`."""
+
+    beta: float
+    gamma: float
+    label_smoothing: float
+
+
+class ContrastiveOptions(SequenceOptions, total=False):
+    """Keyword arguments of `cpo`, but `return_metrics`."""
+
+    beta: float
+    alpha: float
+    label_smoothing: float
+    length_normalize: bool
+
+
+class JudgedOptions(SequenceOptions, ReferenceOptions, total=False):
+    """Keyword arguments of `kto`, but `return_metrics`."""
+
+    beta: float
+    kl: Tensor | float
+    desirable_weight: float
+    undesirable_weight: float
     length_normalize: bool
 
 
 class PolicyOptions(ScoreOptions, ReferenceOptions, total=False):
-    """Keyword arguments of `grpo`, but `return_logps`."""
+    """Keyword arguments of `grpo`, but `return_logps` and `return_metrics`."""
 
     old_logps: Tensor | None
+    loss_type: PolicyLossType
     clip_low: float
     clip_high: float | None
+    delta: float | None
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
     importance: Importance
+    importance_sampling_ratio: Tensor | None
     normalize: Normalize
     max_length: int | None
+    num_items_in_batch: int | float | Tensor | None
     kl_weight: float
     kl_estimator: Estimator
     entropy_weight: float

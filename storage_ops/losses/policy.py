@@ -12,13 +12,17 @@ from storage_ops.losses.options import (
     ESTIMATORS,
     IMPORTANCES,
     NORMALIZES,
+    POLICY_LOSS_TYPES,
     Estimator,
     Importance,
     Normalize,
+    PolicyLossType,
     PolicyOptions,
+    typed_as,
 )
 from storage_ops.losses.sequences import (
     Scored,
+    check_returns,
     check_tensor,
     check_values,
     choice,
@@ -28,23 +32,33 @@ from storage_ops.losses.sequences import (
     within,
     wrong,
 )
+from storage_ops.losses.surrogates import SURROGATES, Sampled, clip_ratios
 
 
 @overload
 def grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[False] = False, **options: Unpack[PolicyOptions],
+    return_logps: Literal[False] = False, return_metrics: Literal[False] = False,
+    **options: Unpack[PolicyOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[True], **options: Unpack[PolicyOptions],
+    return_logps: Literal[True], return_metrics: Literal[False] = False,
+    **options: Unpack[PolicyOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: bool, **options: Unpack[PolicyOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    return_logps: Literal[False] = False, return_metrics: Literal[True],
+    **options: Unpack[PolicyOptions],
+) -> tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
+@overload
+def grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    return_logps: bool = False, return_metrics: bool = False,
+    **options: Unpack[PolicyOptions],
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]: ...  # fmt: skip
 def grpo(
     input: Tensor,
     linear_weight: Tensor,
@@ -52,11 +66,17 @@ def grpo(
     advantages: Tensor,
     *,
     old_logps: Tensor | None = None,
+    loss_type: PolicyLossType = "grpo",
     clip_low: float = 0.2,
     clip_high: float | None = None,
+    delta: float | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
     importance: Importance = "token",
+    importance_sampling_ratio: Tensor | None = None,
     normalize: Normalize = "sequence",
     max_length: int | None = None,
+    num_items_in_batch: int | float | Tensor | None = None,
     kl_weight: float = 0.0,
     kl_estimator: Estimator = "k3",
     entropy_weight: float = 0.0,
@@ -66,22 +86,34 @@ def grpo(
     ref_bias: Tensor | None = None,
     ref_logps: Tensor | None = None,
     return_logps: bool = False,
+    return_metrics: bool = False,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Clipped policy gradients with advantages of sequences: GRPO, DAPO, Dr. GRPO, GSPO.
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
+    """Return the loss of policy gradients: GRPO, DAPO, Dr. GRPO, GSPO, CISPO, SAPO.
 
     With A the advantage, and r = pi(token) / pi_old(token) the importance weight, a token has
 
-        -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_weight * k - entropy_weight * H
+        c f(r) + kl_weight * k - entropy_weight * H
 
-    where H is the entropy of its distribution and k estimates the divergence from the reference by
-    d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman 2020, Approximating
-    KL Divergence). How tokens are added up, and the papers' choices:
+    c is importance_sampling_ratio or 1, and f is one of
 
-        GRPO      normalize="sequence": the mean over sequences of means over their tokens
-                  Shao et al. 2024, DeepSeekMath, equation 3; k3
+        "grpo"   -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A)
+                 Shao et al. 2024, DeepSeekMath, equation 3; with delta Prime Intellect 2025,
+                 INTELLECT-2, section 3.4, two-sided clipping
+        "cispo"  -min(r, 1 + clip_high) A log pi(token), where no gradient flows to the minimum
+                 MiniMax 2025, MiniMax-M1, equations 4 and 5, without a lower bound
+        "sapo"   -(4 / t) S(t (r - 1)) A, where S is the logistic function, and t is
+                 sapo_temperature_pos if A > 0, else sapo_temperature_neg
+                 Gao et al. 2025, Soft Adaptive Policy Optimization
+
+    H is the entropy of the token's distribution and k estimates the divergence from the reference
+    by d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman 2020,
+    Approximating KL Divergence). How tokens are added up, and the papers' choices:
+
+        GRPO      normalize="sequence": the mean over sequences of means over their tokens; k3.
+                  SAPO too
         DAPO      normalize="token", clip_high=0.28: the sum divided by the number of tokens
-                  Yu et al. 2025, DAPO, equation 8; no k
+                  Yu et al. 2025, DAPO, equation 8; no k. CISPO too
         Dr. GRPO  normalize="length": the sum divided by S times max_length
                   Liu et al. 2025, Understanding R1-Zero-Like Training, section 3.2; no k
         GSPO      importance="sequence": r is (pi(y) / pi_old(y))^(1/|y|) of the whole completion
@@ -95,10 +127,22 @@ def grpo(
         old_logps: log-probabilities of the targets when they were sampled, in the shape of the
             tokens' log-probabilities: (S, T), with shift (S, T - 1). None: those of now, so that r
             is 1 and its gradient that of the log-probability.
-        clip_low, clip_high: how far r may be from 1; clip_high=None: clip_low.
+        loss_type: which f: "grpo", "cispo" or "sapo".
+        clip_low, clip_high: how far r may be from 1; clip_high=None: clip_low. "cispo" takes
+            clip_high alone, as the distance from 1 and not as the bound itself, and "sapo" neither.
+        delta: upper bound of r for "grpo", for negative advantages above all. It should be more
+            than 1 + clip_high. None: there is none.
+        sapo_temperature_pos, sapo_temperature_neg: t, > 0, for "sapo".
         importance: "token" or "sequence".
+        importance_sampling_ratio: c, for samples of another engine, whose probabilities differ from
+            those of old_logps: exp(old_logps - logps of the engine), cut off or masked as the
+            caller likes. (S,), or one for every token. No gradient flows to it.
         normalize: "sequence", "token" or "length".
         max_length: of a completion, in tokens; for normalize="length". None: the length of rows.
+        num_items_in_batch: for normalize="token": divide by this number of tokens and not by that
+            of this call, for a batch that several calls accumulate. A number or a 0-dimensional
+            tensor; less than 1 counts as 1. Where gradients are averaged over processes, divide it
+            by their number.
         kl_weight, kl_estimator: weight of k, and "k1", "k2" or "k3". Gradients are those of the
             estimate as it stands.
         entropy_weight: a bonus for entropy.
@@ -107,10 +151,17 @@ def grpo(
         ref_logps: instead, its log-probabilities of the targets, in the shape of old_logps.
         return_logps: return the loss and the log-probabilities of tokens, detached: what the next
             steps on the same samples take as old_logps.
+        return_metrics: return the loss and a dictionary of detached tensors. "logps" are the
+            log-probabilities of tokens, "ref_logps" those of the reference with kl_weight. The
+            others are means over tokens: "entropy"; "kl", k, with kl_weight; the shares of clipped
+            tokens "clip_ratio/low_mean", r < 1 - clip_low and A < 0, "clip_ratio/high_mean",
+            r > 1 + clip_high and A > 0, and "clip_ratio/region_mean", their sum. "cispo" has the
+            second of these alone, and "sapo" none. It takes no second pass.
         options: cu_seqlens, shift, and options of `storage_ops.linear_cross_entropy`, as in `dpo`.
 
     Returns:
-        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias.
+        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias. With
+        return_logps or return_metrics a pair of the loss and these.
 
     Raises:
         TypeError, ValueError: an argument that is wrong, with its value and what was expected.
@@ -128,15 +179,25 @@ def grpo(
         >>> dapo.backward()
     """
     check_tensor("grpo", "advantages", advantages)
+    check_returns("grpo", return_logps, return_metrics)
+    choice("grpo", "loss_type", loss_type, POLICY_LOSS_TYPES)
     choice("grpo", "importance", importance, IMPORTANCES)
     choice("grpo", "normalize", normalize, NORMALIZES)
     choice("grpo", "kl_estimator", kl_estimator, ESTIMATORS)
     within("grpo", "clip_low", clip_low, 0)
     clip_high = clip_low if clip_high is None else clip_high
     within("grpo", "clip_high", clip_high, 0)
+    within("grpo", "sapo_temperature_pos", sapo_temperature_pos, 1e-30)
+    within("grpo", "sapo_temperature_neg", sapo_temperature_neg, 1e-30)
     within("grpo", "temperature", temperature, 1e-30)
     number("grpo", "kl_weight", kl_weight)
     number("grpo", "entropy_weight", entropy_weight)
+    if delta is not None:
+        within("grpo", "delta", delta, 1e-30)
+        if loss_type != "grpo":
+            raise wrong("grpo", ValueError, "delta is", delta, f"None with loss_type={loss_type!r}")
+    if num_items_in_batch is not None:
+        _check_items(num_items_in_batch, normalize)
     whole = isinstance(max_length, int) and not isinstance(max_length, bool)
     if max_length is not None and not (whole and max_length >= 1):
         raise wrong("grpo", ValueError, "max_length is", repr(max_length), "None or a count >= 1")
@@ -152,47 +213,47 @@ def grpo(
             rule = "0, or a reference: ref_input and ref_weight, or ref_logps"
             raise wrong("grpo", ValueError, "kl_weight is", kl_weight, rule)
     scored = score(
-        "grpo", input, linear_weight, target, with_entropy=bool(entropy_weight), **options
+        "grpo",
+        input,
+        linear_weight,
+        target,
+        with_entropy=bool(entropy_weight) or return_metrics,
+        **options,
     )
     logps, shape = scored.logps, tuple(scored.logps.shape)
     check_values("grpo", "old_logps", old_logps, shape, logps)
     check_values("grpo", "ref_logps", reference, shape, logps)
-    whole = tuple(advantages.shape) == (scored.sequences,)
-    check_values("grpo", "advantages", advantages, (scored.sequences,) if whole else shape, logps)
-    if whole:
-        advantages = scored.per_token(advantages.to(logps.dtype))
-    advantages = advantages.detach()
     old = logps.detach() if old_logps is None else old_logps.detach().to(logps.dtype)
-    r = _ratios(scored, logps - old, importance)
-    each = -torch.minimum(r * advantages, r.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    ratios = _ratios(scored, logps - old, importance)
+    advantages = _of_tokens(scored, "advantages", advantages)
+    sampled = Sampled(
+        ratios, logps, advantages, clip_low, clip_high, delta, sapo_temperature_pos,
+        sapo_temperature_neg,
+    )  # fmt: skip
+    each = SURROGATES[loss_type](sampled)
+    if importance_sampling_ratio is not None:
+        each = each * _of_tokens(scored, "importance_sampling_ratio", importance_sampling_ratio)
+    kl = None
     if reference is not None:
-        each = each + kl_weight * _estimate(
-            torch.where(scored.mask, logps - reference, 0), kl_estimator
-        )
-    if scored.entropy is not None:
+        kl = _estimate(torch.where(scored.mask, logps - reference, 0), kl_estimator)
+        each = each + kl_weight * kl
+    if scored.entropy is not None and entropy_weight:
         each = each - entropy_weight * scored.entropy
-    loss = _reduced(scored, torch.where(scored.mask, each, 0), normalize, max_length)
+    loss = _reduced(
+        scored, torch.where(scored.mask, each, 0), normalize, max_length, num_items_in_batch
+    )
+    if return_metrics:
+        found = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
+        means = {name: _mean(scored, each) for name, each in found.items() if each is not None}
+        frozen = {} if reference is None else {"ref_logps": reference}
+        return loss, {"logps": logps.detach(), **frozen, **means}
     return (loss, logps.detach()) if return_logps else loss
 
 
-@overload
-def dapo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[False] = False, **options: Unpack[PolicyOptions],
-) -> Tensor: ...  # fmt: skip
-@overload
-def dapo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[True], **options: Unpack[PolicyOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def dapo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: bool, **options: Unpack[PolicyOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@typed_as(grpo)
 def dapo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
     """`grpo` as DAPO has it: the sum over tokens divided by their number, clips of 0.2 and 0.28.
 
     Yu et al. 2025, DAPO: An Open-Source LLM Reinforcement Learning System at Scale, equation 8.
@@ -213,29 +274,15 @@ def dapo(
         >>> storage_ops.losses.dapo(hidden, head, tokens, advantages, shift=True).backward()
     """
     options = {"clip_low": 0.2, "clip_high": 0.28, "normalize": "token", **options}
-    result: Tensor | tuple[Tensor, Tensor]
+    result: Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]
     result = grpo(input, linear_weight, target, advantages, **options)
     return result
 
 
-@overload
-def dr_grpo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[False] = False, **options: Unpack[PolicyOptions],
-) -> Tensor: ...  # fmt: skip
-@overload
-def dr_grpo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[True], **options: Unpack[PolicyOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def dr_grpo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: bool, **options: Unpack[PolicyOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@typed_as(grpo)
 def dr_grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
     """`grpo` as Dr. GRPO has it: the sum over tokens divided by S times max_length.
 
     Liu et al. 2025, Understanding R1-Zero-Like Training: A Critical Perspective, section 3.2. That
@@ -257,29 +304,15 @@ def dr_grpo(
         >>> storage_ops.losses.dr_grpo(hidden, head, tokens, advantages, max_length=9).backward()
     """
     options = {"normalize": "length", **options}
-    result: Tensor | tuple[Tensor, Tensor]
+    result: Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]
     result = grpo(input, linear_weight, target, advantages, **options)
     return result
 
 
-@overload
-def gspo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[False] = False, **options: Unpack[PolicyOptions],
-) -> Tensor: ...  # fmt: skip
-@overload
-def gspo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: Literal[True], **options: Unpack[PolicyOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def gspo(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    return_logps: bool, **options: Unpack[PolicyOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@typed_as(grpo)
 def gspo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
     """`grpo` as GSPO has it: importance weights of whole completions, clips of 3e-4 and 4e-4.
 
     Zheng et al. 2025, Group Sequence Policy Optimization, equations 5 and 7, and section 5.1.
@@ -300,9 +333,30 @@ def gspo(
         >>> storage_ops.losses.gspo(hidden, head, tokens, advantages, shift=True).backward()
     """
     options = {"clip_low": 3e-4, "clip_high": 4e-4, "importance": "sequence", **options}
-    result: Tensor | tuple[Tensor, Tensor]
+    result: Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]
     result = grpo(input, linear_weight, target, advantages, **options)
     return result
+
+
+def _check_items(count: object, normalize: str) -> None:
+    """Raise a TypeError or ValueError unless this is a number and `normalize` divides by it."""
+    if normalize != "token":
+        rule = f"None with normalize={normalize!r}"
+        raise wrong("grpo", ValueError, "num_items_in_batch", "is given", rule)
+    if isinstance(count, Tensor):
+        check_values("grpo", "num_items_in_batch", count, (), None)
+    else:
+        number("grpo", "num_items_in_batch", count)
+
+
+def _of_tokens(scored: Scored, argument: str, value: Tensor) -> Tensor:
+    """Return values of sequences or tokens for every token, without a gradient; 0 where ignored."""
+    logps, whole = scored.logps, (scored.sequences,)
+    of_sequences = tuple(getattr(value, "shape", ())) == whole
+    check_values("grpo", argument, value, whole if of_sequences else tuple(logps.shape), logps)
+    value = value.detach().to(logps.dtype)
+    value = scored.per_token(value) if of_sequences else value
+    return torch.where(scored.mask, value, 0)
 
 
 def _ratios(scored: Scored, change: Tensor, importance: str) -> Tensor:
@@ -320,11 +374,25 @@ def _estimate(d: Tensor, estimator: str) -> Tensor:
     return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d
 
 
-def _reduced(scored: Scored, each: Tensor, normalize: str, max_length: int | None) -> Tensor:
+def _mean(scored: Scored, each: Tensor) -> Tensor:
+    """Return the mean of values of tokens over all completions, detached."""
+    kept = torch.where(scored.mask, each.detach(), 0)
+    return kept.sum() / scored.mask.sum().clamp_min(1)
+
+
+def _reduced(
+    scored: Scored,
+    each: Tensor,
+    normalize: str,
+    max_length: int | None,
+    num_items_in_batch: int | float | Tensor | None,
+) -> Tensor:
     if normalize == "sequence":
         return (scored.per_sequence(each) / scored.counts).mean()
     if normalize == "token":
-        return each.sum() / scored.mask.sum().clamp_min(1)
+        count = scored.mask.sum() if num_items_in_batch is None else num_items_in_batch
+        count = torch.as_tensor(count, dtype=each.dtype, device=each.device).detach()
+        return each.sum() / count.clamp_min(1)
     if max_length is None and scored.of_sequence is not None:
         rule = "a count, for normalize='length' with cu_seqlens"
         raise wrong("grpo", ValueError, "max_length is", None, rule)

@@ -1,4 +1,4 @@
-"""Losses of pairs of sequences, of which one is preferred, and of sequences that were judged."""
+"""Losses of sequences with a reference: pairs of which one is preferred, and judged ones."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from storage_ops.losses.options import LOSS_TYPES, LossType, PreferenceOptions, SequenceOptions
+from storage_ops.losses.options import LOSS_TYPES, JudgedOptions, LossType, PreferenceOptions
+from storage_ops.losses.pairs import (
+    FORMULAS,
+    SMOOTHED,
+    Pairs,
+    halves,
+    metrics_of_pairs,
+    nll_of_chosen,
+)
 from storage_ops.losses.sequences import (
-    Scored,
+    check_returns,
     check_tensor,
     check_values,
     choice,
@@ -23,45 +30,30 @@ from storage_ops.losses.sequences import (
 )
 
 
-def _halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen and rejected, of values of sequences."""
-    if len(values) % 2:
-        rule = "an even number: the chosen ones, then the rejected ones"
-        raise wrong(loss, ValueError, "the number of sequences is", len(values), rule)
-    chosen, rejected = values.tensor_split(2)
-    return chosen, rejected
-
-
-def _nll_of_chosen(scored: Scored) -> Tensor:
-    """The mean over all tokens of chosen completions."""
-    first = torch.arange(scored.sequences, device=scored.logps.device) < scored.sequences // 2
-    mask = (scored.mask & scored.per_token(first)).to(scored.logps.dtype)
-    return -(scored.logps * mask).sum() / mask.sum()
-
-
-def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigmoid of a margin, where a part of the labels is taken to be wrong."""
-    right = -F.logsigmoid(margin)
-    if not label_smoothing:
-        return right
-    return (1 - label_smoothing) * right - label_smoothing * F.logsigmoid(-margin)
-
-
 @overload
 def dpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
-    return_logps: Literal[False] = False, **options: Unpack[PreferenceOptions],
+    return_logps: Literal[False] = False, return_metrics: Literal[False] = False,
+    **options: Unpack[PreferenceOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
-    return_logps: Literal[True], **options: Unpack[PreferenceOptions],
+    return_logps: Literal[True], return_metrics: Literal[False] = False,
+    **options: Unpack[PreferenceOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def dpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
-    return_logps: bool, **options: Unpack[PreferenceOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    return_logps: Literal[False] = False, return_metrics: Literal[True],
+    **options: Unpack[PreferenceOptions],
+) -> tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
+@overload
+def dpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    return_logps: bool = False, return_metrics: bool = False,
+    **options: Unpack[PreferenceOptions],
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]: ...  # fmt: skip
 def dpo(
     input: Tensor,
     linear_weight: Tensor,
@@ -70,48 +62,85 @@ def dpo(
     beta: float = 0.1,
     loss_type: LossType = "sigmoid",
     label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+    rpo_alpha: float = 0.0,
     length_normalize: bool = False,
     ref_input: Tensor | None = None,
     ref_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
     ref_logps: Tensor | None = None,
     return_logps: bool = False,
+    return_metrics: bool = False,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Direct preference optimisation, and three losses of its kind.
+) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
+    """Return the loss of direct preference optimisation, or of another loss of its kind.
 
-    With h = log pi(y_w) - log ref(y_w) - (log pi(y_l) - log ref(y_l)) of a chosen completion y_w
-    and a rejected one y_l, and e the label smoothing, the loss is the mean over pairs of
+    A chosen completion has the log-ratio w = log pi(y_w) - log ref(y_w), a rejected one
+    l = log pi(y_l) - log ref(y_l). With h = w - l, e the label smoothing and S the logistic
+    function, the loss is the mean over pairs of
 
-        "sigmoid"  -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
-                   Rafailov et al. 2023, Direct Preference Optimization, equation 7; e > 0: Mitchell
-                   2023, A note on DPO with noisy preferences
-        "hinge"    max(0, 1 - beta h)       Liu et al. 2023, Statistical Rejection Sampling (RSO)
-        "ipo"      (h - 1 / (2 beta))^2     Azar et al. 2023, A General Theoretical Paradigm (IPO)
-        "robust"   (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
-                   Chowdhury et al. 2024, Provably Robust DPO
+        "sigmoid"       -(1 - e) log S(beta h) - e log S(-beta h)
+                        Rafailov et al. 2023, Direct Preference Optimization, equation 7; e > 0:
+                        Mitchell 2023, A note on DPO with noisy preferences
+        "hinge"         max(0, 1 - beta h)
+                        Liu et al. 2023, Statistical Rejection Sampling (RSO)
+        "ipo"           (h - 1 / (2 beta))^2
+                        Azar et al. 2023, A General Theoretical Paradigm (IPO), equation 17
+        "robust"        (-(1 - e) log S(beta h) + e log S(-beta h)) / (1 - 2 e)
+                        Chowdhury et al. 2024, Provably Robust DPO
+        "exo_pair"      q log(q / (1 - e)) + (1 - q) log((1 - q) / e), with q = S(beta h) and e > 0
+                        Ji et al. 2024, Towards Efficient Exact Optimization (EXO), equation 16
+        "nca_pair"      -log S(beta w) - log S(-beta w) / 2 - log S(-beta l) / 2
+                        Chen et al. 2024, Noise Contrastive Alignment
+        "bco_pair"      -log S(beta w) - log S(-beta l)
+                        Jung et al. 2024, Binary Classifier Optimization, with a shift of 0
+        "sppo_hard"     (w - 1 / (2 beta))^2 + (l + 1 / (2 beta))^2
+                        Wu et al. 2024, Self-Play Preference Optimization, equation 4.7, where the
+                        chosen completion wins with probability 1 and 1 / beta is called eta
+        "aot"           "sigmoid" of h = u - v, where u are the B margins log pi(y_w) - log pi(y_l)
+                        in ascending order, and v those of the reference in theirs
+        "aot_unpaired"  "sigmoid" of h = w - l, the B values of w and of l in ascending order
+                        Melnyk et al. 2024, Distributional Preference Alignment via Optimal
+                        Transport (AOT)
+        "apo_zero"      S(-beta w) + S(beta l)
+        "apo_down"      S(beta w) + S(-beta h)
+                        D'Oosterlinck et al. 2024, Anchored Preference Optimization, equations 7
+                        and 8, plus a constant
+        "discopop"      -(1 - m) log S(beta h) + m exp(-beta h), with m = S(beta h / discopop_tau)
+                        Lu et al. 2024, Discovering Preference Optimization Algorithms, equation 5
 
     Args:
         input, linear_weight, target: the policy and what it is scored with, (2 B, T, D), (V, D) and
             (2 B, T): B chosen sequences, then the B rejected ones. Or packed: see cu_seqlens.
         beta: how far the policy may go from its reference, > 0.
-        loss_type: "sigmoid", "hinge", "ipo" or "robust".
-        label_smoothing: e, from 0 to below 0.5, for "sigmoid" and "robust".
-        length_normalize: log-probabilities of a completion are divided by its number of tokens, as
-            some implementations of "ipo" do; the papers do not.
+        loss_type: a name of the table.
+        label_smoothing: e, from 0 to below 0.5, for the formulas that have it. "exo_pair" needs
+            more than 0; its paper takes 1e-3.
+        discopop_tau: temperature of "discopop", > 0.
+        rpo_alpha: weight of the nll of the chosen completions, which is added to the loss (Pang et
+            al. 2024, Iterative Reasoning Preference Optimization). The nll is a mean over all
+            tokens of the chosen completions.
+        length_normalize: divide log-probabilities of a completion by its number of tokens, as some
+            implementations of "ipo" do. The papers do not.
         ref_input, ref_weight, ref_bias: the frozen reference: hidden states (2 B, T, E) and a head
             (V, E) of a hidden size of its own; no gradient flows to them.
         ref_logps: (2 B,), instead: log-probabilities of the completions, sums over their tokens.
             With neither the reference takes all completions to be equally probable.
-        return_logps: return the loss and the policy's log-probabilities (2 B,), detached, of which
-            rewards and accuracies are made.
+        return_logps: return the loss and the policy's log-probabilities (2 B,), detached.
+        return_metrics: return the loss and a dictionary of detached tensors. "logps" (2 B,) are the
+            policy's log-probabilities, sums over tokens, "ref_logps" those of the reference if
+            there is one, "rewards" beta w and beta l. "logps/chosen", "logps/rejected",
+            "rewards/chosen", "rewards/rejected" and "rewards/margins" are means over pairs,
+            "rewards/accuracies" is the share of pairs in which the chosen completion has the larger
+            reward, and "nll_loss" is there with rpo_alpha. It takes no second pass.
         options: cu_seqlens (2 B + 1,), the bounds of packed sequences in input (N, D), after the
             last of which tokens are padding; shift; and options of
             `storage_ops.linear_cross_entropy` such as linear_bias, softcap, ignore_index and
             memory_budget, which hold for the reference too.
 
     Returns:
-        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias.
+        The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias. With
+        return_logps or return_metrics a pair of the loss and these.
 
     Raises:
         TypeError, ValueError: an argument that is wrong, with its value and what was expected.
@@ -125,10 +154,16 @@ def dpo(
         >>> loss.backward()
     """
     choice("dpo", "loss_type", loss_type, LOSS_TYPES)
+    check_returns("dpo", return_logps, return_metrics)
     within("dpo", "beta", beta, 1e-30)
     within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
-    if label_smoothing and loss_type not in ("sigmoid", "robust"):
+    within("dpo", "discopop_tau", discopop_tau, 1e-30)
+    within("dpo", "rpo_alpha", rpo_alpha, 0)
+    if label_smoothing and loss_type not in SMOOTHED:
         rule = f"0 with loss_type={loss_type!r}"
+        raise wrong("dpo", ValueError, "label_smoothing is", label_smoothing, rule)
+    if loss_type == "exo_pair" and not label_smoothing:
+        rule = "more than 0 with loss_type='exo_pair', such as 1e-3"
         raise wrong("dpo", ValueError, "label_smoothing is", label_smoothing, rule)
     # First: the policy's call keeps logits for its backward, while no other needs the memory.
     reference = reference_logps(
@@ -137,142 +172,39 @@ def dpo(
     scored = score("dpo", input, linear_weight, target, **options)
     logps = scored.per_sequence(scored.logps)
     check_values("dpo", "ref_logps", reference, tuple(logps.shape), logps)
-    ratios = logps if reference is None else logps - reference
-    chosen, rejected = _halves("dpo", ratios / scored.counts if length_normalize else ratios)
-    h = chosen - rejected
-    if loss_type == "sigmoid":
-        each = _smoothed(beta * h, label_smoothing)
-    elif loss_type == "hinge":
-        each = torch.relu(1 - beta * h)
-    elif loss_type == "ipo":
-        each = (h - 1 / (2 * beta)).square()
-    else:
-        e = label_smoothing
-        each = e * F.logsigmoid(-beta * h) - (1 - e) * F.logsigmoid(beta * h)
-        each = each / (1 - 2 * e)
-    loss = each.mean()
+    ours, frozen = logps, torch.zeros_like(logps) if reference is None else reference.to(logps)
+    if length_normalize:
+        ours, frozen = ours / scored.counts, frozen / scored.counts
+    (chosen, rejected), (good, bad) = halves("dpo", ours), halves("dpo", frozen)
+    pairs = Pairs(
+        chosen - good, rejected - bad, chosen - rejected, good - bad, beta, label_smoothing,
+        discopop_tau,
+    )  # fmt: skip
+    loss, nll = FORMULAS[loss_type](pairs).mean(), None
+    if rpo_alpha:
+        nll = nll_of_chosen(scored)
+        loss = loss + rpo_alpha * nll
+    if return_metrics:
+        rewards = beta * (ours - frozen)
+        return loss, metrics_of_pairs("dpo", logps, rewards, ref_logps=reference, nll_loss=nll)
     return (loss, logps.detach()) if return_logps else loss
 
 
-def orpo(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 0.1,
-    **options: Unpack[SequenceOptions],
-) -> Tensor:
-    """Odds ratio preference optimisation: supervised learning of the chosen, and a ratio of odds.
-
-    With P(y) = exp(log pi(y) / |y|), the geometric mean of the probabilities of a completion's
-    tokens, and odds(y) = P(y) / (1 - P(y)), the loss is the nll of the chosen completions, its mean
-    over their tokens, plus the mean over pairs of
-
-        -beta log sigmoid(log odds(y_w) - log odds(y_l))
-
-    Hong et al. 2024, ORPO, equations 6 and 7, where beta is called lambda. There is no reference.
-
-    Args:
-        input, linear_weight, target, options: as in `dpo`.
-        beta: weight of the ratio of odds.
-
-    Returns:
-        The loss, 0-dimensional.
-
-    Example:
-        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
-        >>> loss = storage_ops.losses.orpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
-        >>> loss.backward()
-    """
-    within("orpo", "beta", beta, 0)
-    scored = score("orpo", input, linear_weight, target, **options)
-    mean = scored.per_sequence(scored.logps) / scored.counts
-    tiny = torch.finfo(mean.dtype).tiny
-    odds = mean - (-torch.expm1(mean)).clamp_min(tiny).log()
-    chosen, rejected = _halves("orpo", odds)
-    return _nll_of_chosen(scored) - beta * F.logsigmoid(chosen - rejected).mean()
-
-
-def simpo(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 2.0,
-    gamma: float = 0.5,
-    label_smoothing: float = 0.0,
-    **options: Unpack[SequenceOptions],
-) -> Tensor:
-    """Simple preference optimisation: mean log-probabilities as rewards, with a margin.
-
-    The mean over pairs of
-
-        -log sigmoid(beta / |y_w| log pi(y_w) - beta / |y_l| log pi(y_l) - gamma)
-
-    Meng et al. 2024, SimPO, equation 6. There is no reference.
-
-    Args:
-        input, linear_weight, target, options: as in `dpo`.
-        beta: scale of the rewards, > 0.
-        gamma: by how much the chosen one's should be larger.
-        label_smoothing: as in `dpo`.
-
-    Returns:
-        The loss, 0-dimensional.
-
-    Example:
-        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
-        >>> loss = storage_ops.losses.simpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
-        >>> loss.backward()
-    """
-    within("simpo", "beta", beta, 1e-30)
-    number("simpo", "gamma", gamma)
-    within("simpo", "label_smoothing", label_smoothing, 0, 0.5)
-    scored = score("simpo", input, linear_weight, target, **options)
-    mean = scored.per_sequence(scored.logps) / scored.counts
-    chosen, rejected = _halves("simpo", mean)
-    return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing).mean()
-
-
-def cpo(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 0.1,
-    alpha: float = 1.0,
-    label_smoothing: float = 0.0,
-    **options: Unpack[SequenceOptions],
-) -> Tensor:
-    """Contrastive preference optimisation: DPO with a uniform reference, and the chosen's nll.
-
-    The mean over pairs of -log sigmoid(beta log pi(y_w) - beta log pi(y_l)), plus alpha times the
-    nll of the chosen completions, its mean over their tokens. Xu et al. 2024, Contrastive
-    Preference Optimization, equations 3 to 6.
-
-    Args:
-        input, linear_weight, target, options: as in `dpo`.
-        beta: scale of the log-probabilities, > 0.
-        alpha: weight of the nll.
-        label_smoothing: as in `dpo`.
-
-    Returns:
-        The loss, 0-dimensional.
-
-    Example:
-        >>> hidden, head = torch.randn(4, 9, 16, requires_grad=True), torch.randn(100, 16)
-        >>> loss = storage_ops.losses.cpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
-        >>> loss.backward()
-    """
-    within("cpo", "beta", beta, 1e-30)
-    within("cpo", "alpha", alpha, 0)
-    within("cpo", "label_smoothing", label_smoothing, 0, 0.5)
-    scored = score("cpo", input, linear_weight, target, **options)
-    chosen, rejected = _halves("cpo", scored.per_sequence(scored.logps))
-    loss = _smoothed(beta * (chosen - rejected), label_smoothing).mean()
-    return loss + alpha * _nll_of_chosen(scored) if alpha else loss
-
-
+@overload
+def kto(
+    input: Tensor, linear_weight: Tensor, target: Tensor, desirable: Tensor, *,
+    return_metrics: Literal[False] = False, **options: Unpack[JudgedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def kto(
+    input: Tensor, linear_weight: Tensor, target: Tensor, desirable: Tensor, *,
+    return_metrics: Literal[True], **options: Unpack[JudgedOptions],
+) -> tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
+@overload
+def kto(
+    input: Tensor, linear_weight: Tensor, target: Tensor, desirable: Tensor, *,
+    return_metrics: bool, **options: Unpack[JudgedOptions],
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
 def kto(
     input: Tensor,
     linear_weight: Tensor,
@@ -283,20 +215,24 @@ def kto(
     kl: Tensor | float = 0.0,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
+    length_normalize: bool = False,
     ref_input: Tensor | None = None,
     ref_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
     ref_logps: Tensor | None = None,
-    **options: Unpack[SequenceOptions],
-) -> Tensor:
-    """Kahneman-Tversky optimisation: sequences that were judged one by one, in no pairs.
+    return_metrics: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of Kahneman-Tversky optimisation.
 
-    With r = log pi(y) - log ref(y), the loss is the mean over sequences of
+    Sequences were judged one by one, in no pairs. With r = log pi(y) - log ref(y), the loss is the
+    mean over sequences of
 
         w_d (1 - sigmoid(beta (r - z)))    of a desirable completion
         w_u (1 - sigmoid(beta (z - r)))    of an undesirable one
 
     Ethayarajh et al. 2024, KTO, equation 8, but for a constant that does not depend on the policy.
+    With kl=0 it is APO-zero for sequences in no pairs.
 
     Args:
         input, linear_weight, target: the policy and what it is scored with, (S, T, D), (V, D) and
@@ -307,10 +243,15 @@ def kto(
             no gradient flows to it, and less than 0 counts as 0. The paper estimates it as the mean
             of r over completions that belong to other prompts of the batch.
         desirable_weight, undesirable_weight: w_d and w_u.
+        length_normalize: divide r by the number of tokens. The paper does not.
+        return_metrics: return the loss and a dictionary of detached tensors: "logps", "rewards"
+            (beta r) and "ref_logps" (S,), "logps/chosen" and "rewards/chosen", their means over
+            desirable completions, "logps/rejected" and "rewards/rejected" over undesirable ones
+            (nan where there is none), "rewards/margins", the difference, and "kl", z.
         ref_input, ref_weight, ref_bias, ref_logps, options: as in `dpo`, of S sequences.
 
     Returns:
-        The loss, 0-dimensional.
+        The loss, 0-dimensional, or the loss and the metrics.
 
     Example:
         >>> hidden, head = torch.randn(3, 9, 16, requires_grad=True), torch.randn(100, 16)
@@ -324,6 +265,7 @@ def kto(
     within("kto", "desirable_weight", desirable_weight, 0)
     within("kto", "undesirable_weight", undesirable_weight, 0)
     check_tensor("kto", "desirable", desirable)
+    check_returns("kto", False, return_metrics)
     if not isinstance(kl, Tensor):
         number("kto", "kl", kl)
     reference = reference_logps(
@@ -334,8 +276,17 @@ def kto(
     check_values("kto", "desirable", desirable, tuple(logps.shape), logps, True)
     check_values("kto", "ref_logps", reference, tuple(logps.shape), logps)
     ratios = logps if reference is None else logps - reference
+    ratios = ratios / scored.counts if length_normalize else ratios
     z = torch.as_tensor(kl, dtype=ratios.dtype, device=ratios.device).detach().clamp_min(0)
     check_values("kto", "kl", z, (), ratios)
     good = desirable.to(ratios.dtype)
     weight = desirable_weight * good + undesirable_weight * (1 - good)
-    return (weight * torch.sigmoid(beta * (1 - 2 * good) * (ratios - z))).mean()
+    loss = (weight * torch.sigmoid(beta * (1 - 2 * good) * (ratios - z))).mean()
+    if not return_metrics:
+        return loss
+    found = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
+    for name, values in tuple(found.items()):
+        found[name + "/chosen"] = (values * good).sum() / good.sum()
+        found[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
+    found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return loss, found | {"kl": z} | ({} if reference is None else {"ref_logps": reference})

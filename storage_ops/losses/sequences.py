@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +9,15 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.checks import INDICES, check_head
+from storage_ops.loss.checks import INDICES, check_head, class_indices
 from storage_ops.loss.names import Result
 
 IGNORED = -100
 
 # Options of linear_cross_entropy that losses of log-probabilities do not pass on.
-_OF_RESULTS = ("returns", "reduction", "token_weight", "accumulate_into")
+_OF_RESULTS = (
+    "returns", "reduction", "token_weight", "accumulate_into", "selected_ids", "top_k",
+)  # fmt: skip
 _OF_THE_LOSS = ("weight", "label_smoothing", "z_loss", "divisor")  # log-probabilities lack these
 
 
@@ -28,6 +29,8 @@ class Scored:
         logps: log-probabilities of the targets, float32 (float64 for float64); 0 where ignored.
         mask: of the same shape; which tokens belong to a completion.
         entropy: of each token's distribution, differentiable, or None.
+        second: log-probabilities of `second_target` of `score`, as logps; None without one.
+        second_mask: which tokens have a second target, or None.
         of_sequence: packed: the sequence of each token, (N,); None: each row is one.
         sequences: how many there are.
     """
@@ -37,6 +40,8 @@ class Scored:
     entropy: Tensor | None
     of_sequence: Tensor | None
     sequences: int
+    second: Tensor | None = None
+    second_mask: Tensor | None = None
 
     def per_sequence(self, values: Tensor) -> Tensor:
         """The sum of values of tokens over each sequence, (S,)."""
@@ -92,32 +97,49 @@ def score(
     shift: bool = False,
     ignore_index: int = IGNORED,
     with_entropy: bool = False,
+    second_target: Tensor | None = None,
     **options: Any,
 ) -> Scored:
-    """Log-probabilities of the targets; `options` are those of `linear_cross_entropy`."""
+    """Return log-probabilities of the targets; `options` are those of `linear_cross_entropy`.
+
+    A second target for each token, or ignore_index, is scored from the same logits.
+    """
     for name in (*_OF_RESULTS, *_OF_THE_LOSS):
         if name in options:
             raise wrong(loss, TypeError, name, "is given", "an option that the loss does not set")
-    check_tensor(loss, "target", target)
-    if target.dtype not in INDICES:
-        raise wrong(loss, TypeError, "target is", target.dtype, "int64 or int32 class indices")
-    target = separated(loss, target, cu_seqlens, shift, ignore_index)
-    names: Sequence[Result] = ("nll", "entropy") if with_entropy else ("nll",)
+    check_indices(loss, "target", target)
+    target = scored_target = separated(loss, target, cu_seqlens, shift, ignore_index)
+    names: list[Result] = ["nll"]
+    if with_entropy:
+        names.append("entropy")
+    if second_target is not None:
+        second_target = separated(loss, second_target, cu_seqlens, shift, ignore_index)
+        scored_target = torch.where(second_target == ignore_index, target, second_target)
+        options["selected_ids"] = target.unsqueeze(-1)
+        names.append("selected")
     found = linear_cross_entropy(
-        input, linear_weight, target, shift=shift, ignore_index=ignore_index, returns=names,
+        input, linear_weight, scored_target, shift=shift, ignore_index=ignore_index, returns=names,
         **options,
     )  # fmt: skip
-    nll, entropy = found if with_entropy else (found, None)
-    mask = (target[..., 1:] if shift else target) != ignore_index
-    if cu_seqlens is None:
-        if nll.dim() < 2:
-            rule = "(S, T) for S sequences, or cu_seqlens"
-            raise wrong(loss, ValueError, "target has shape", tuple(target.shape), rule)
-        return Scored(-nll, mask, entropy, None, nll.shape[:-1].numel())
-    ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # of the tokens that are scored
-    places = torch.arange(nll.numel(), device=nll.device)
-    owners = torch.searchsorted(ends, places, right=True)
-    return Scored(-nll, mask, entropy, owners, len(ends))
+    results = dict(zip(names, found if len(names) > 1 else (found,), strict=True))
+    logps, mask = -results["nll"], _predicted(target, shift) != ignore_index
+    second = second_mask = None
+    if second_target is not None:
+        second_mask = _predicted(second_target, shift) != ignore_index
+        second, logps = logps, results["selected"].squeeze(-1)
+    owners, sequences = None, logps.shape[:-1].numel()
+    if cu_seqlens is not None:
+        ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # of the tokens that are scored
+        places = torch.arange(logps.numel(), device=logps.device)
+        owners, sequences = torch.searchsorted(ends, places, right=True), len(ends)
+    elif logps.dim() < 2:
+        rule = "(S, T) for S sequences, or cu_seqlens"
+        raise wrong(loss, ValueError, "target has shape", tuple(target.shape), rule)
+    return Scored(logps, mask, results.get("entropy"), owners, sequences, second, second_mask)
+
+
+def _predicted(target: Tensor, shift: bool) -> Tensor:
+    return target[..., 1:] if shift else target
 
 
 def separated(
@@ -134,6 +156,7 @@ def separated(
         raise wrong(loss, TypeError, "ignore_index is", repr(ignore_index), "an integer")
     if not isinstance(shift, int) or shift not in (0, 1):
         raise wrong(loss, TypeError, "shift is", repr(shift), "True or False")
+    target = class_indices(target)
     if cu_seqlens is None:
         return target
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -210,12 +233,12 @@ def check_values(
     argument: str,
     value: Tensor | None,
     shape: tuple[int, ...],
-    like: Tensor,
+    like: Tensor | None,
     judgements: bool = False,
 ) -> None:
-    """Raise a TypeError or ValueError unless what is given are numbers (or bools) of this shape.
+    """Raise a TypeError or ValueError unless a tensor has numbers (or bools) and this shape.
 
-    They are on the device of another tensor.
+    It must be on the device of the tensor `like`, or on any.
     """
     if value is None:
         return
@@ -225,8 +248,27 @@ def check_values(
         raise wrong(loss, TypeError, f"{argument} is", value.dtype, rule)
     if tuple(value.shape) != shape:
         raise wrong(loss, ValueError, f"{argument} has shape", tuple(value.shape), str(shape))
-    if value.device != like.device:
+    if like is not None and value.device != like.device:
         raise wrong(loss, ValueError, f"{argument} is on", value.device, str(like.device))
+
+
+def check_indices(loss: str, argument: str, value: object) -> None:
+    """Raise a TypeError unless a value is a tensor of class indices."""
+    check_tensor(loss, argument, value)
+    assert isinstance(value, Tensor)
+    if value.dtype not in INDICES:
+        rule = "int64, int32 or uint8 class indices"
+        raise wrong(loss, TypeError, f"{argument} is", value.dtype, rule)
+
+
+def check_returns(loss: str, return_logps: Any, return_metrics: Any) -> None:
+    """Raise a TypeError or ValueError unless at most one of both options is True."""
+    for name, value in (("return_logps", return_logps), ("return_metrics", return_metrics)):
+        if not isinstance(value, bool):
+            raise wrong(loss, TypeError, f"{name} is", repr(value), "True or False")
+    if return_logps and return_metrics:
+        rule = "False with return_metrics, which has them as 'logps'"
+        raise wrong(loss, ValueError, "return_logps is", return_logps, rule)
 
 
 def check_tensor(loss: str, argument: str, value: object) -> None:

@@ -251,7 +251,7 @@ def test_errors_of_a_stored_teacher():
     made, _ = problem()
     values, ids = stored(made, 4)
     for wrong, kind, message in (
-        (ids.float(), TypeError, "int64 or int32 class indices"),
+        (ids.float(), TypeError, "int64, int32 or uint8 class indices"),
         (ids[..., :3], ValueError, "teacher_topk has shapes"),
         (ids + 200, RuntimeError, "classes from 0 to 130"),
         (ids * 0, RuntimeError, "the id 0 twice for a token"),

@@ -8,129 +8,7 @@ import storage_ops as so
 from storage_ops import losses
 from storage_ops.divergence import reference
 from storage_ops.loss import reference as loss_reference
-
-D, E, V, S = 12, 7, 61, 6
-FORMS = ["padded", "shifted", "packed", "packed and shifted"]
-LENGTHS = [5, 9, 3, 7, 4, 8]
-
-
-class Problem:
-    """Hidden states of a policy and a reference, as a loss takes them, and by sequence."""
-
-    def __init__(self, form, dtype=torch.float64):
-        self.packed, self.shift = "packed" in form, "shifted" in form
-        rows = sum(LENGTHS) if self.packed else S * 9
-        shape = (1, rows) if self.packed else (S, 9)
-        self.x = (torch.randn(*shape, D) * 0.7).to(dtype).requires_grad_()
-        self.w = (torch.randn(V, D) * 0.5).to(dtype).requires_grad_()
-        self.b = torch.randn(V).to(dtype).requires_grad_()
-        self.ref = (torch.randn(*shape, E) * 0.7).to(dtype), (torch.randn(V, E) * 0.5).to(dtype)
-        self.target = torch.randint(V, shape)
-        self.bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
-        spans = list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
-        self.parts = [(0, slice(*s)) if self.packed else (i, slice(0, 9)) for i, s in
-                      enumerate(spans)]  # fmt: skip
-        for row, span in self.parts:  # prompts, and padding
-            self.target[row, span][: 1 + self.shift] = -100
-            if not self.packed:
-                self.target[row, LENGTHS[row] :] = -100
-        self.options = {"shift": self.shift, "linear_bias": self.b}
-        if self.packed:
-            self.options["cu_seqlens"] = self.bounds.int()
-            if form == "packed":
-                self.x = self.x.detach()[0].requires_grad_()
-                self.target, self.ref = self.target[0], (self.ref[0][0], self.ref[1])
-
-    @property
-    def leaves(self):
-        return self.x, self.w, self.b
-
-    def spread(self, values):
-        """Values of tokens, a list by sequence, in the shape of the tokens' log-probabilities."""
-        count = self.target.shape[-1] - self.shift
-        out = torch.zeros(*self.target.shape[:-1], count, dtype=torch.float64).view(-1, count)
-        for (row, span), each in zip(self.parts, values, strict=True):
-            places = torch.arange(self.target.shape[-1])[span]
-            out[row, places[: len(each)]] = each
-        return out.view(*self.target.shape[:-1], count)
-
-    def tokens(self, ref=False, temperature=1.0):
-        """For every sequence log-probabilities, mask and entropies of its scored tokens."""
-        hidden, weight, bias = (*self.ref, None) if ref else (self.x, self.w, self.b)
-        z = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
-        log_p = torch.log_softmax(z / temperature, -1).view(*self.target.shape, V)
-        log_p, target = (t.unsqueeze(0) if self.target.dim() == 1 else t for t in
-                         (log_p, self.target))  # fmt: skip
-        result = []
-        for row, span in self.parts:
-            p, t = log_p[row, span], target[row, span]
-            if self.shift:
-                p, t = p[:-1], t[1:]
-            mask = t != -100
-            each = torch.where(mask, p.gather(1, t.clamp_min(0)[:, None])[:, 0], 0)
-            result.append((each, mask, -(p.exp() * p).sum(1)))
-        return result
-
-    def sums(self, ref=False):
-        return torch.stack([each.sum() for each, *_ in self.tokens(ref)])
-
-    def counts(self):
-        return torch.stack([mask.sum() for _, mask, _ in self.tokens()])
-
-    def nll_of_chosen(self):
-        chosen = self.tokens()[: S // 2]
-        return -sum(each.sum() for each, *_ in chosen) / sum(mask.sum() for _, mask, _ in chosen)
-
-
-def compare(problem, loss, expected):
-    """A loss and a formula, and their gradients."""
-    tight = problem.x.dtype == torch.float64
-    close = {"rtol": 1e-9, "atol": 1e-11} if tight else {"rtol": 2e-4, "atol": 2e-5}
-    torch.testing.assert_close(loss.double(), expected, **close)
-    got = torch.autograd.grad(loss, problem.leaves)
-    right = torch.autograd.grad(expected, problem.leaves, retain_graph=True)
-    for ours, wanted in zip(got, right, strict=True):
-        assert wanted.abs().max() > 0 or expected == 0  # a hinge that no pair is in
-        torch.testing.assert_close(ours, wanted, **close)
-
-
-def log_sigmoid(x):
-    return -torch.log1p(torch.exp(-x))
-
-
-PAIRS = {
-    "sigmoid": lambda h, beta, e: -(1 - e) * log_sigmoid(beta * h) - e * log_sigmoid(-beta * h),
-    "hinge": lambda h, beta, e: (1 - beta * h).clamp_min(0),
-    "ipo": lambda h, beta, e: (h - 1 / (2 * beta)) ** 2,
-    "robust": lambda h, beta, e: (
-        (-(1 - e) * log_sigmoid(beta * h) + e * log_sigmoid(-beta * h)) / (1 - 2 * e)
-    ),
-}
-
-
-@pytest.mark.parametrize("reference", ["hidden", "logps", "absent"])
-@pytest.mark.parametrize("loss_type", list(PAIRS))
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_dpo(dtype, form, loss_type, reference):
-    p, beta = Problem(form, dtype), 0.2
-    e = 0.15 if loss_type in ("sigmoid", "robust") else 0.0
-    given = {
-        "hidden": {"ref_input": p.ref[0], "ref_weight": p.ref[1]},
-        "logps": {"ref_logps": p.sums(ref=True)}, "absent": {},
-    }[reference]  # fmt: skip
-    if dtype == torch.float32 and reference == "logps":
-        given = {"ref_logps": p.sums(ref=True).float()}
-    for normalized in (False, True):
-        loss, logps = losses.dpo(
-            p.x, p.w, p.target, beta=beta, loss_type=loss_type, label_smoothing=e,
-            length_normalize=normalized, return_logps=True, **given, **p.options,
-        )  # fmt: skip
-        ratios = p.sums() - (0 if reference == "absent" else p.sums(ref=True))
-        ratios = ratios / p.counts() if normalized else ratios
-        h = ratios[: S // 2] - ratios[S // 2 :]
-        compare(p, loss, PAIRS[loss_type](h, beta, e).mean())
-        torch.testing.assert_close(logps.double(), p.sums().detach(), rtol=1e-5, atol=1e-4)
+from tests.losses.problem import FORMS, D, E, Problem, S, V, compare, log_sigmoid, smoothed
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -145,10 +23,29 @@ def test_losses_of_pairs_without_a_reference(form):
         margin = 2.5 * (p.sums() / p.counts()).view(2, half).diff(dim=0)[0].neg() - 0.7
         simpo = losses.simpo(p.x, p.w, p.target, beta=2.5, gamma=0.7, label_smoothing=e,
                              **p.options)  # fmt: skip
-        compare(p, simpo, PAIRS["sigmoid"](margin, 1, e).mean())
+        compare(p, simpo, smoothed(margin, e).mean())
         h = p.sums()[:half] - p.sums()[half:]
-        cpo = losses.cpo(p.x, p.w, p.target, beta=0.2, alpha=0.5, label_smoothing=e, **p.options)
-        compare(p, cpo, PAIRS["sigmoid"](h, 0.2, e).mean() + 0.5 * p.nll_of_chosen())
+        for normalized in (False, True):
+            length = p.counts() if normalized else torch.ones(S)
+            h = (p.sums() / length)[:half] - (p.sums() / length)[half:]
+            cpo = losses.cpo(p.x, p.w, p.target, beta=0.2, alpha=0.5, label_smoothing=e,
+                             length_normalize=normalized, **p.options)  # fmt: skip
+            compare(p, cpo, smoothed(0.2 * h, e).mean() + 0.5 * p.nll_of_chosen())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_orpo_with_other_targets_for_the_nll(form):
+    """Prompts count in the nll, some tokens of the completions do not, and others are replaced."""
+    p, half = Problem(form), S // 2
+    more = torch.where(p.target == -100, torch.randint(V, p.target.shape), p.target)
+    more = torch.where(torch.rand(p.target.shape) < 0.2, torch.randint(V, p.target.shape), more)
+    more = torch.where(torch.rand(p.target.shape) < 0.2, -100, more)
+    loss = losses.orpo(p.x, p.w, p.target, beta=0.3, nll_target=more, **p.options)
+    mean = p.sums() / p.counts()
+    odds = (mean.exp() / (1 - mean.exp())).log()
+    ratio = -log_sigmoid(odds[:half] - odds[half:]).mean()
+    p.target = more
+    compare(p, loss, p.nll_of_chosen() + 0.3 * ratio)
 
 
 @pytest.mark.parametrize("kl", [0.0, 1.3, torch.tensor(-2.0)])
@@ -157,62 +54,15 @@ def test_kto(form, kl):
     p = Problem(form)
     good = torch.tensor([True, False, True, True, False, False])
     given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-    loss = losses.kto(p.x, p.w, p.target, good, beta=0.3, kl=kl, desirable_weight=1.5,
-                      undesirable_weight=0.8, **given, **p.options)  # fmt: skip
-    r, z = p.sums() - p.sums(ref=True), max(float(kl), 0)
-    each = torch.where(good, 1.5 * (1 - torch.sigmoid(0.3 * (r - z))),
-                       0.8 * (1 - torch.sigmoid(0.3 * (z - r))))  # fmt: skip
-    compare(p, loss, each.mean())
-
-
-VARIANTS = {
-    "grpo": {"kl_weight": 0.04},
-    "k1 entropy": {"kl_weight": 0.04, "kl_estimator": "k1", "entropy_weight": 0.3},
-    "k2": {"kl_weight": 0.04, "kl_estimator": "k2", "temperature": 0.7},
-    "dapo": {"normalize": "token", "clip_high": 0.5},
-    "dr_grpo": {"normalize": "length", "max_length": 11},
-    "gspo": {"importance": "sequence", "clip_low": 0.05, "clip_high": 0.04},
-}
-
-
-@pytest.mark.parametrize("reference", ["hidden", "logps"])
-@pytest.mark.parametrize("old", ["given", "own"])
-@pytest.mark.parametrize("variant", list(VARIANTS))
-@pytest.mark.parametrize("form", FORMS)
-def test_grpo(form, variant, old, reference):
-    p, options = Problem(form), VARIANTS[variant]
-    advantages, t = torch.randn(S, dtype=torch.float64), options.get("temperature", 1.0)
-    tokens, ref = p.tokens(temperature=t), p.tokens(ref=True, temperature=t)
-    moved = [0.01, *[0.4] * (S - 1)]  # the first sequence is not clipped: there is a gradient
-    before = [each.detach() + scale * torch.randn(len(each)).double() * mask
-              for scale, (each, mask, _) in zip(moved, tokens, strict=True)]  # fmt: skip
-    given = {}
-    if "kl_weight" in options:
-        given = {"ref_logps": p.spread([each for each, *_ in ref]).detach()}
-        if reference == "hidden":
-            given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-    if old == "given":
-        given["old_logps"] = p.spread(before)
-    loss, logps = losses.grpo(p.x, p.w, p.target, advantages, return_logps=True, **given, **options,
-                              **p.options)  # fmt: skip
-    low = options.get("clip_low", 0.2)
-    high = options.get("clip_high", low)
-    sequences, count = [], 0
-    for k, ((each, mask, entropy), a) in enumerate(zip(tokens, advantages, strict=True)):
-        change = each - (before[k] if old == "given" else each.detach())
-        r = change.exp()
-        if variant == "gspo":
-            r = (change.sum() / mask.sum()).exp().expand(len(each))
-        value = -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
-        d = each - ref[k][0]
-        estimate = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() + d - 1}
-        value = value + options.get("kl_weight", 0) * estimate[options.get("kl_estimator", "k3")]
-        value = (value - options.get("entropy_weight", 0) * entropy)[mask]
-        sequences.append(value.sum() / (len(value) if "normalize" not in options else 1))
-        count += len(value)
-    by = {"token": count, "length": S * 11}.get(options.get("normalize"), S)
-    compare(p, loss, sum(sequences) / by)
-    torch.testing.assert_close(logps, p.spread([each for each, *_ in tokens]).detach())
+    z = max(float(kl), 0)
+    for normalized in (False, True):
+        loss = losses.kto(p.x, p.w, p.target, good, beta=0.3, kl=kl, desirable_weight=1.5,
+                          undesirable_weight=0.8, length_normalize=normalized, **given,
+                          **p.options)  # fmt: skip
+        r = (p.sums() - p.sums(ref=True)) / (p.counts() if normalized else 1)
+        each = torch.where(good, 1.5 * (1 - torch.sigmoid(0.3 * (r - z))),
+                           0.8 * (1 - torch.sigmoid(0.3 * (z - r))))  # fmt: skip
+        compare(p, loss, each.mean())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -252,17 +102,6 @@ def test_what_both_losses_of_kd_take():
     compare(p, loss, 0.3 * kl + 0.7 * nll)
 
 
-def test_ignored_tokens_of_stored_log_probabilities_are_not_read():
-    p = Problem("shifted")
-    advantages = torch.randn(S)
-    mask = p.target[:, 1:] != -100
-    stored = torch.where(mask, -3.0, torch.nan)
-    loss = losses.grpo(p.x, p.w, p.target, advantages, old_logps=stored, ref_logps=stored,
-                       kl_weight=0.1, shift=True)  # fmt: skip
-    grads = torch.autograd.grad(loss, (p.x, p.w))
-    assert loss.isfinite() and all(g.isfinite().all() for g in grads)
-
-
 def test_tokens_after_the_last_sequence_are_padding():
     p = Problem("packed and shifted")
     short = p.bounds[:-1]
@@ -299,11 +138,21 @@ def test_compile(form):
 
     def step(x, w):
         given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-        one = losses.dpo(x, w, p.target, **given, **p.options)
-        return one + losses.grpo(x, w, p.target, advantages, kl_weight=0.1, **given, **p.options)
+        one, pairs = losses.dpo(x, w, p.target, loss_type="aot", rpo_alpha=0.3,
+                                return_metrics=True, **given, **p.options)  # fmt: skip
+        two, tokens = losses.grpo(
+            x, w, p.target, advantages, kl_weight=0.1, loss_type="sapo", normalize="token",
+            num_items_in_batch=items, importance_sampling_ratio=advantages.exp(),
+            return_metrics=True, **given, **p.options,
+        )  # fmt: skip
+        three = losses.orpo(x, w, p.target, nll_target=p.target.clamp_min(0), **p.options)
+        return one + two + three, pairs, tokens
 
-    right, loss = step(p.x, p.w), torch.compile(step, fullgraph=True, backend="aot_eager")(p.x, p.w)
+    items = torch.tensor(70)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    (right, *expected), (loss, *found) = step(p.x, p.w), compiled(p.x, p.w)
     torch.testing.assert_close(loss, right)
+    torch.testing.assert_close(found, expected)
     got, wanted = (torch.autograd.grad(v, (p.x, p.w)) for v in (loss, right))
     torch.testing.assert_close(got, wanted)
 
@@ -315,6 +164,9 @@ def test_compile(form):
         ("dpo", {"beta": 0}, ValueError, "beta is 0"),
         ("dpo", {"label_smoothing": 0.5}, ValueError, "label_smoothing is 0.5"),
         ("dpo", {"label_smoothing": 0.1, "loss_type": "ipo"}, ValueError, "label_smoothing is 0.1"),
+        ("dpo", {"loss_type": "exo_pair"}, ValueError, "label_smoothing is 0.0"),
+        ("dpo", {"discopop_tau": 0}, ValueError, "discopop_tau is 0"),
+        ("dpo", {"rpo_alpha": None}, ValueError, "rpo_alpha is None"),
         ("dpo", {"ref_input": torch.ones(6, 9, D)}, TypeError, "ref_weight is None"),
         ("dpo", {"ref_logps": torch.ones(5)}, ValueError, "ref_logps has shape (5,)"),
         ("dpo", {"ref_logps": [0.0] * 6}, TypeError, "ref_logps is a list"),
@@ -329,6 +181,11 @@ def test_compile(form):
         ("dpo", {"returns": ("nll",)}, TypeError, "returns is given"),
         ("dpo", {"cu_seqlens": torch.ones(3)}, TypeError, "cu_seqlens is torch.float32"),
         ("dpo", {"cu_seqlens": torch.tensor([0, 4])}, ValueError, "target has shape (6, 9)"),
+        ("dpo", {"return_metrics": 1}, TypeError, "return_metrics is 1"),
+        ("orpo", {"return_metrics": "yes"}, TypeError, "return_metrics is 'yes'"),
+        ("orpo", {"nll_target": [1]}, TypeError, "nll_target is a list"),
+        ("orpo", {"nll_target": torch.ones(6, 9)}, TypeError, "nll_target is torch.float32"),
+        ("orpo", {"nll_target": torch.ones(3, 9).long()}, ValueError, "nll_target has shape (3, 9"),
         ("orpo", {"beta": -1}, ValueError, "beta is -1"),
         ("simpo", {"label_smoothing": 1}, ValueError, "label_smoothing is 1"),
         ("simpo", {"gamma": "x"}, ValueError, "gamma is 'x'"),
@@ -348,6 +205,17 @@ def test_compile(form):
         ("grpo", {"entropy_weight": "x"}, ValueError, "entropy_weight is 'x'"),
         ("grpo", {"kl_weight": float("nan")}, ValueError, "kl_weight is nan"),
         ("grpo", {"max_length": 1.5}, ValueError, "max_length is 1.5"),
+        ("grpo", {"loss_type": "dapo"}, ValueError, "loss_type is 'dapo'"),
+        ("grpo", {"delta": 0.0}, ValueError, "delta is 0.0"),
+        ("grpo", {"delta": 4.0, "loss_type": "sapo"}, ValueError, "delta is 4.0"),
+        ("grpo", {"sapo_temperature_pos": 0}, ValueError, "sapo_temperature_pos is 0"),
+        ("grpo", {"sapo_temperature_neg": None}, ValueError, "sapo_temperature_neg is None"),
+        ("grpo", {"num_items_in_batch": 9}, ValueError, "num_items_in_batch is given"),
+        ("dapo", {"num_items_in_batch": "9"}, ValueError, "num_items_in_batch is '9'"),
+        ("dapo", {"num_items_in_batch": torch.ones(2)}, ValueError, "num_items_in_batch has shape"),
+        ("grpo", {"importance_sampling_ratio": 1.0}, TypeError, "importance_sampling_ratio is a f"),
+        ("grpo", {"importance_sampling_ratio": torch.ones(6, 1)}, ValueError, "ratio has shape"),
+        ("grpo", {"return_logps": True, "return_metrics": True}, ValueError, "return_logps is T"),
         ("grpo", {"normalize": "batch"}, ValueError, "normalize is 'batch'"),
         ("grpo", {"logit_scale": 2.0}, TypeError, "logit_scale is given"),
         ("grpo", {"max_length": 0}, ValueError, "max_length is 0"),
@@ -360,6 +228,7 @@ def test_compile(form):
         ("kd", {"shift": None}, TypeError, "shift is None"),
         ("simpo", {"shift": 2}, TypeError, "shift is 2"),
         ("dpo", {"z_loss": 1e-4}, TypeError, "z_loss is given"),
+        ("orpo", {"top_k": 3}, TypeError, "top_k is given"),
         ("cpo", {"weight": torch.ones(V)}, TypeError, "weight is given"),
         ("orpo", {"label_smoothing": 0.1}, TypeError, "label_smoothing is given"),
         ("grpo", {"divisor": 3.0}, TypeError, "divisor is given"),
@@ -371,6 +240,7 @@ def test_errors(name, change, kind, message):
     more = {
         "kto": {"desirable": torch.ones(S).bool()},
         "grpo": {"advantages": torch.randn(S)},
+        "dapo": {"advantages": torch.randn(S)},
         "kd": {"teacher_input": p.ref[0], "teacher_weight": p.ref[1]},
     }
     given |= more.get(name, {})
@@ -387,23 +257,6 @@ def test_bounds_that_are_none():
             losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor(bounds))
     with pytest.raises(ValueError, match="the number of sequences is 3"):
         losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor([0, 4, 9, 12]))
-
-
-def test_named_settings_of_grpo():
-    hidden, head = torch.randn(4, 9, 16), torch.randn(50, 16)
-    target, advantages, old = torch.randint(50, (4, 9)), torch.randn(4), -torch.rand(4, 9)
-    target[0, :3] = -100
-    call = hidden, head, target, advantages
-    for made, options in (
-        (losses.dapo, {"normalize": "token", "clip_low": 0.2, "clip_high": 0.28}),
-        (losses.dr_grpo, {"normalize": "length", "max_length": 12}),
-        (losses.gspo, {"importance": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
-    ):
-        given = {"old_logps": old, "max_length": options.get("max_length")}
-        right = losses.grpo(*call, old_logps=old, **options)
-        assert torch.equal(made(*call, **given), right)
-        plain = losses.grpo(*call, old_logps=old, max_length=options.get("max_length"))
-        assert not torch.equal(plain, right)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])

@@ -1,0 +1,87 @@
+"""Every named loss of pairs against its paper's formula in float64."""
+
+import pytest
+import torch
+
+from storage_ops import losses
+from storage_ops.losses import pairs
+from storage_ops.losses.options import LOSS_TYPES
+from tests.losses.problem import FORMS, Problem, compare, log_sigmoid, smoothed
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def exo(h, e):
+    q = sigmoid(h)
+    return q * (q / (1 - e)).log() + (1 - q) * ((1 - q) / e).log()
+
+
+def discopop(h, tau=0.3):
+    m = sigmoid(h / tau)
+    return -(1 - m) * log_sigmoid(h) + m * torch.exp(-h)
+
+
+# Of log-ratios w and r, policy and reference margins u and v, beta and label smoothing.
+PAIRS = {
+    "sigmoid": lambda w, r, u, v, beta, e: smoothed(beta * (w - r), e),
+    "hinge": lambda w, r, u, v, beta, e: (1 - beta * (w - r)).clamp_min(0),
+    "ipo": lambda w, r, u, v, beta, e: (w - r - 1 / (2 * beta)) ** 2,
+    "robust": lambda w, r, u, v, beta, e: (
+        (-(1 - e) * log_sigmoid(beta * (w - r)) + e * log_sigmoid(-beta * (w - r))) / (1 - 2 * e)
+    ),
+    "exo_pair": lambda w, r, u, v, beta, e: exo(beta * (w - r), e),
+    "nca_pair": lambda w, r, u, v, beta, e: (
+        -log_sigmoid(beta * w) - log_sigmoid(-beta * w) / 2 - log_sigmoid(-beta * r) / 2
+    ),
+    "bco_pair": lambda w, r, u, v, beta, e: -log_sigmoid(beta * w) - log_sigmoid(-beta * r),
+    "sppo_hard": lambda w, r, u, v, beta, e: (w - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
+    "aot": lambda w, r, u, v, beta, e: smoothed(beta * (u.sort()[0] - v.sort()[0]), e),
+    "aot_unpaired": lambda w, r, u, v, beta, e: smoothed(beta * (w.sort()[0] - r.sort()[0]), e),
+    "apo_zero": lambda w, r, u, v, beta, e: 1 - sigmoid(beta * w) + sigmoid(beta * r),
+    "apo_down": lambda w, r, u, v, beta, e: sigmoid(beta * w) + 1 - sigmoid(beta * (w - r)),
+    "discopop": lambda w, r, u, v, beta, e: discopop(beta * (w - r)),
+}
+HAVE_SMOOTHING = ["sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"]
+
+
+def test_every_named_loss_of_pairs_has_one_formula():
+    assert list(PAIRS) == list(pairs.FORMULAS) == list(LOSS_TYPES)
+    assert list(pairs.SMOOTHED) == HAVE_SMOOTHING
+
+
+@pytest.mark.parametrize("reference", ["hidden", "logps", "absent"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_dpo(dtype, form, reference):
+    p, beta = Problem(form, dtype), 0.2
+    given = {
+        "hidden": {"ref_input": p.ref[0], "ref_weight": p.ref[1]},
+        "logps": {"ref_logps": p.sums(ref=True)}, "absent": {},
+    }[reference]  # fmt: skip
+    ours, frozen = p.sums(), p.sums(ref=True)
+    frozen = torch.zeros_like(frozen) if reference == "absent" else frozen
+    for loss_type, formula in PAIRS.items():
+        e = 0.15 if loss_type in HAVE_SMOOTHING else 0.0
+        for normalized, alpha in ((False, 0.0), (True, 0.7)):
+            loss, logps = losses.dpo(
+                p.x, p.w, p.target, beta=beta, loss_type=loss_type, label_smoothing=e,
+                discopop_tau=0.3, length_normalize=normalized, rpo_alpha=alpha, return_logps=True,
+                **given, **p.options,
+            )  # fmt: skip
+            length = p.counts() if normalized else 1
+            (w, r), (a, b) = ((t / length).tensor_split(2) for t in (ours, frozen))
+            right = formula(w - a, r - b, w - r, a - b, beta, e).mean()
+            compare(p, loss, right + alpha * p.nll_of_chosen())
+            torch.testing.assert_close(logps.double(), ours.detach(), rtol=1e-5, atol=1e-4)
+
+
+def test_far_margins_of_every_loss_of_pairs_are_finite():
+    """Both factors of a term of "discopop" are 0 and infinite there."""
+    for loss_type, formula in pairs.FORMULAS.items():
+        w = torch.tensor([-3e3, 3e3, 0.0]).requires_grad_()
+        given = pairs.Pairs(w, -w, 2 * w, torch.zeros(3), 0.1, 0.1, 0.05)
+        loss = formula(given)
+        assert loss.isfinite().all(), loss_type
+        assert torch.autograd.grad(loss.sum(), w)[0].isfinite().all(), loss_type
