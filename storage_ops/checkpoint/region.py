@@ -374,8 +374,10 @@ class Region:
 
     def _difference(self, log: OpLog | None, stops: bool) -> str:
         """What the logs of ops say, for an error."""
+        noted: str = getattr(self._contexts[1], "difference", "") if self._contexts else ""
         if self._log is None or log is None:
-            return "" if self.options.debug else "; debug=True names the first op that differs"
+            unknown = "" if self.options.debug else "; debug=True names the first op that differs"
+            return f"; {noted}" if noted else unknown
         if stops:
             del self._log.ops[len(log.ops) :]
         return self._log.difference(log)

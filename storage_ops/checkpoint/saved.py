@@ -47,7 +47,7 @@ class Saved:
 
     def __init__(self, t: Tensor, checksum: bool = False) -> None:
         """Describe a tensor."""
-        self.layout = (_shape_of(t), stride_of(t), t.dtype, t.device)
+        self.layout = (shape_of(t), stride_of(t), t.dtype, t.device)
         self.checksum = _checksum(t) if checksum else None
         # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
         base = t._base
@@ -81,10 +81,11 @@ def stride_of(t: Tensor) -> tuple[int, ...]:
         return ()
 
 
-def _shape_of(t: Tensor) -> Any:
+def shape_of(t: Tensor) -> Any:
+    """Return the shape of a tensor; for a strided nested tensor those of the tensors in it."""
     try:
         return t.shape
-    except RuntimeError:  # a nested tensor: the shapes of the tensors in it
+    except RuntimeError:  # a nested tensor has none
         return tuple(map(tuple, t._nested_tensor_size().tolist()))
 
 

@@ -1,0 +1,137 @@
+"""Selective checkpoints whose recompute does not run all ops of the forward."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import storage_ops as so
+from storage_ops import policies
+
+from .blocks import Ops
+
+POLICIES = [policies.matmuls, policies.everything, policies.every_other_mm]
+
+
+def with_policy(module, policy, way):
+    """Checkpoint a module with a policy: `so.CheckpointWrapper`, or torch's checkpoint."""
+    if way == "wrapper":
+        return so.CheckpointWrapper(module, policy=policy)
+    return lambda *args: checkpoint(
+        module, *args, use_reentrant=False, context_fn=partial(policies.contexts, policy)
+    )
+
+
+def gradients(call, module, x):
+    torch.manual_seed(1)
+    y = call(x)
+    with Ops() as ops:
+        y.square().sum().backward()
+    found = [x.grad, *(p.grad for p in module.parameters())]
+    x.grad = None
+    module.zero_grad()
+    return found, ops.count
+
+
+def assert_as_eager(make, policy, way):
+    """Compare the first two steps of a module with those of an equal one in eager mode."""
+    torch.manual_seed(0)
+    plain, module = make().double(), make().double()
+    module.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    call = with_policy(module, policy, way)
+    for _ in range(2):
+        right, _ = gradients(plain, plain, x)
+        got, count = gradients(call, module, x)
+        for a, b in zip(got, right, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+    return count
+
+
+class InnerBackward(nn.Module):
+    """Runs a backward pass of its own, as a model does that computes forces from an energy."""
+
+    def __init__(self, create_graph):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.create_graph = create_graph
+
+    def forward(self, x):
+        z = x.detach().requires_grad_()
+        energy = self.b(F.dropout(self.a(z).tanh(), 0.2)).square().sum()
+        (force,) = torch.autograd.grad(energy, z, create_graph=self.create_graph)
+        return self.b(F.dropout(self.a(x + force), 0.2).tanh())
+
+
+@pytest.mark.parametrize("way", ["wrapper", "torch"])
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_forward_that_runs_a_backward_pass(policy, create_graph, way):
+    assert_as_eager(lambda: InnerBackward(create_graph), policy, way)
+
+
+TABLES = {
+    "a product": lambda w: torch.arange(16.0).double().view(4, 4) @ torch.eye(4).double(),
+    "a linear": lambda w: F.linear(torch.eye(4).double(), w),
+    "a sine": lambda w: w.sin(),
+    "constants": lambda w: torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 4).double(),
+}
+
+
+class Cached(nn.Module):
+    """Its first forward makes a table, at the beginning or between its layers."""
+
+    def __init__(self, table, late):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.fixed = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.table, self.late, self.tables = table, late, {}
+
+    def find_table(self):
+        if not self.tables:
+            with torch.no_grad():
+                self.tables[0] = TABLES[self.table](self.fixed)
+        return self.tables[0]
+
+    def forward(self, x):
+        first, second, third = self.layers
+        x = first(x).tanh() * self.find_table() if self.late else first(x * self.find_table())
+        return third(second(F.dropout(x, 0.2)).sin() * x)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_table_that_only_the_first_forward_makes(policy, table, late):
+    for way in ("wrapper", "torch"):
+        assert_as_eager(lambda: Cached(table, late), policy, way)
+
+
+def test_what_is_left_out_does_not_stop_the_use_of_saved_results():
+    torch.manual_seed(0)
+    module = so.CheckpointWrapper(Cached("a product", late=True).double(), policy="matmuls")
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        _, count = gradients(module, module, x)
+        assert count["mm"] == 6  # all of the backward
+
+
+def test_a_saved_result_that_may_be_of_another_call_is_an_error():
+    fixed, table = torch.ones(4, 4), []
+
+    def layer(x):
+        if not table:
+            table.append(fixed.cos())
+        return x.detach().cos() * x.sin() * table[0]
+
+    context_fn = partial(policies.contexts, policies.save("aten.cos"), "Layer")
+    x = torch.eye(4, requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
+    with pytest.raises(
+        RuntimeError,
+        match=r"Layer does other work .*op 1 was aten.cos in forward and did not run when it was re",
+    ):
+        y.sum().backward()
