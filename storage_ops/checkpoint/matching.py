@@ -188,6 +188,8 @@ class Cursor:
         expected = next(later, None)
         if expected is None:
             return f"the forward ran {len(ops)} ops, and the recompute then ran {name or 'others'}"
+        if readable(expected) == name:
+            return f"op {len(ops)}, {name}, had other arguments in forward"
         first = f"op {len(ops)} was {readable(expected)} in forward"
         return f"{first} and {name or 'did not run'} when it was recomputed"
 

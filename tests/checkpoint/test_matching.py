@@ -1,5 +1,6 @@
 """Selective checkpoints whose recompute does not run all ops of the forward."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -135,3 +136,101 @@ def test_a_saved_result_that_may_be_of_another_call_is_an_error():
         match=r"Layer does other work .*op 1 was aten.cos in forward and did not run when it was re",
     ):
         y.sum().backward()
+
+
+def fails(ctx, op, *args, **kwargs):
+    raise ValueError("a policy that fails")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nested_tensors_of_each_layout(policy, layout):
+    layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    parts, grads = [torch.randn(2, 4), torch.randn(3, 4)], []
+    wrapped = with_policy(copy.deepcopy(layer), policy, "wrapper")
+    for call in (layer, wrapped):
+        x = torch.nested.nested_tensor(parts, layout=layout, requires_grad=True)
+        torch.nested.to_padded_tensor(call(x), 0.0).square().sum().backward()
+        grads.append(torch.nested.to_padded_tensor(x.grad, 0.0))
+    assert torch.equal(*grads)
+    # C++ code asks for layouts where an exception ends the process.
+    with pytest.raises(ValueError, match="a policy that fails"):
+        with_policy(layer, fails, "wrapper")(x)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*saves nothing in Attention")
+def test_jagged_attention():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            q = self.q(x).unflatten(-1, [2, 2]).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+            return self.out(y.flatten(-2))
+
+    plain = Attention()
+    parts, grads = [torch.randn(2, 4), torch.randn(3, 4)], []
+    for policy in (None, *POLICIES, policies.attention):
+        call = plain if policy is None else with_policy(copy.deepcopy(plain), policy, "wrapper")
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+        call(x).values().square().sum().backward()
+        grads.append(x.grad.values())
+    assert all(torch.equal(grads[0], grad) for grad in grads[1:])
+
+
+class ReadTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x, _), (_, y) = ctx.saved_tensors, ctx.saved_tensors
+        return gradient * y
+
+
+READS = {
+    "saved tensors read twice": lambda x: ReadTwice.apply(x.sin()).cos(),
+    "noise that is written last": lambda x: F.rrelu(x.sin(), 0.1, 0.9, training=True),
+    "noise, then other ops": lambda x: F.rrelu(x.sin(), 0.1, 0.9, training=True).exp().sin(),
+    "random numbers first": lambda x: F.dropout(x.sin() * torch.rand_like(x), 0.5).exp(),
+}
+
+
+@pytest.mark.parametrize("how", ["at once", "by hand before", "in turn", "retained"])
+@pytest.mark.parametrize("layer", READS)
+def test_whoever_reads_saved_tensors_again(layer, how):
+    x, grads = torch.randn(5, requires_grad=True), []
+    fn = lambda x: (READS[layer](x), x.cos().exp())  # noqa: E731
+    for way in ("plain", "wrapper"):
+        torch.manual_seed(2)
+        call = fn if way == "plain" else with_policy(Calls(fn), policies.everything, way)
+        y, z = call(x)
+        if how == "by hand before":
+            assert torch.equal(z.grad_fn._saved_result, z)
+            assert torch.equal(z.grad_fn._saved_result, z)
+        if how == "retained":
+            y.sum().backward(retain_graph=True)
+        if how == "in turn":
+            y.sum().backward()
+            z.sum().backward()
+        else:
+            (y.sum() + z.sum()).backward()
+        grads.append(x.grad)
+        x.grad = None
+    assert torch.equal(*grads)
+
+
+class Calls(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args):
+        return self.fn(*args)
