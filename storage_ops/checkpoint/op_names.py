@@ -76,8 +76,8 @@ class Facts(NamedTuple):
         may_share: whether an output may lie on the bytes of an argument with a version of its own.
             A view has the version of what it views.
         may_draw: whether it may draw random numbers.
-        is_ignored: whether it only asks for the layout of a tensor. C++ code asks where an exception
-            ends the process.
+        is_ignored: whether it only asks for the layout of a tensor, as C++ code does where an
+            exception ends the process.
         is_cast: whether it converts a tensor.
     """
 

@@ -32,6 +32,18 @@ def without_graph(t: Tensor) -> Tensor:
     return t.detach() if has_graph else t
 
 
+def drop_graphs(tensors: list[Tensor]) -> None:
+    """Detach the saved tensors of a repetition, whose nodes hold this list by their hooks.
+
+    The garbage collector does not see that cycle, so an interrupt must not leave it behind.
+    """
+    try:
+        tensors[:] = map(without_graph, tensors)
+    except BaseException:
+        tensors.clear()
+        raise
+
+
 def fail_modified(name: str, t: Tensor) -> NoReturn:
     """Raise the error for a tensor that region `name` would read with other contents."""
     fail(
