@@ -423,13 +423,18 @@ def _detached(t: Tensor) -> Tensor:
 def is_ignored(op: Any, args: Any) -> bool:
     """Whether an op does not count: it may run in the forward and not in the recompute.
 
-    Autocast casts a parameter where it is first used, and keeps the result for other regions.
+    Autocast casts a leaf that requires grad where it is first used, and keeps the result for other
+    regions. Parameters are such leaves.
     """
     return _ignores(facts_of(op), args)
 
 
 def _ignores(facts: Facts, args: Any) -> bool:
-    return facts.is_ignored or (facts.is_cast and isinstance(args[0], nn.Parameter))
+    return facts.is_ignored or (facts.is_cast and _is_cast_once(args[0]))
+
+
+def _is_cast_once(t: Tensor) -> bool:
+    return isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)
 
 
 def _random_state(made: list[Tensor], given: tuple[Any, ...]) -> RandomState:

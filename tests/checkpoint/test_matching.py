@@ -1,5 +1,6 @@
 """Selective checkpoints whose recompute does not run all ops of the forward."""
 
+import contextlib
 import copy
 from functools import partial
 
@@ -234,3 +235,41 @@ class Calls(nn.Module):
 
     def forward(self, *args):
         return self.fn(*args)
+
+
+class Catches(nn.Module):
+    """Falls back on other ops where one fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        y = self.a(x)
+        for other in (torch.ones(5, 5), torch.eye(4)):
+            with contextlib.suppress(RuntimeError):
+                y = y @ other.to(y)
+        for other in (torch.ones(3), torch.ones(4)):
+            with contextlib.suppress(RuntimeError):
+                y = y.sin() + other.to(y)
+        return self.b(y.tanh())
+
+
+@pytest.mark.parametrize("way", ["wrapper", "torch"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_op_that_fails_and_is_caught(policy, way):
+    assert_as_eager(Catches, policy, way)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, policies.save("aten._to_copy")])
+def test_casts_that_autocast_keeps_from_before_the_region(policy):
+    """Autocast has cast the input and a weight that is no parameter."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    layer = lambda x: (F.linear(F.linear(x, weight).float().sin(), weight) * x).exp()  # noqa: E731
+    grads = []
+    for call in (layer, with_policy(Calls(layer), policy, "wrapper")):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(F.linear(x, weight)).sum() + call(x).sum()
+        grads.append(torch.autograd.grad(y, (x, weight)))
+    assert all(map(torch.equal, *grads))
