@@ -17,10 +17,11 @@ storages. Its recompute comes before the backward of its module, and on other ra
 
 Layers are modules of another class (`wrapper.py`), chosen by `config.py` and `transform.py`; what a
 policy saves in them is in `policies.py` and `selective.py`, with `config_policy.py` and
-`op_names.py`. What it *offloads* waits in host memory (`offload.py`), carried by *copies* of a GPU,
-of a simulation or of a link that a CPU simulates (`copies.py`). Tiles are in `tile.py` and
-`tile_run.py`. `reentrant.py` is the checkpoint of older torch on the same parts. `report.py` and
-`explain_policy.py` count; `unchanged.py` puts back what modules hold after that, and after the
-simulations of `memory`. Where a region cannot be repeated, in compiled and traced code, it
-becomes a mark in the graph (`lowering.py`). `options.py` has the types of keyword arguments.
+`op_names.py`; `matching.py` finds it again in the recompute. What it *offloads* waits in host
+memory (`offload.py`), carried by *copies* of a GPU, of a simulation or of a link that a CPU
+simulates (`copies.py`). Tiles are in `tile.py` and `tile_run.py`. `reentrant.py` is the checkpoint
+of older torch on the same parts. `report.py` and `explain_policy.py` count; `unchanged.py` puts
+back what modules hold after that, and after the simulations of `memory`. Where a region cannot be
+repeated, in compiled and traced code, it becomes a mark in the graph (`lowering.py`). `options.py`
+has the types of keyword arguments.
 """

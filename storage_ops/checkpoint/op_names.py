@@ -76,7 +76,8 @@ class Facts(NamedTuple):
         may_share: whether an output may lie on the bytes of an argument with a version of its own.
             A view has the version of what it views.
         may_draw: whether it may draw random numbers.
-        is_ignored: whether torch's checkpoints take no notice of it.
+        is_ignored: whether it only asks for the layout of a tensor, as C++ code does where an
+            exception ends the process.
         is_cast: whether it converts a tensor.
     """
 
@@ -105,7 +106,7 @@ def facts_of(op: Any) -> Facts:
             saveable,
             not (new or is_view(op)),
             _may_draw(op),
-            op in SAC_IGNORED_OPS,
+            op in SAC_IGNORED_OPS or name.startswith(_ABOUT_LAYOUTS),
             op is _CAST,
         )
     return found
@@ -117,6 +118,8 @@ def _may_draw(op: Any) -> bool:
     return seeded or any("Generator" in str(argument.type) for argument in arguments)
 
 
+# Sizes, strides and offsets of strided nested tensors, and the layout of jagged ones.
+_ABOUT_LAYOUTS = ("aten::_nested_tensor_s", "prim::")
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _CAST = torch.ops.aten._to_copy.default
 

@@ -33,7 +33,7 @@ from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
-from storage_ops.checkpoint.saved import Saved, compare, fail, without_graph
+from storage_ops.checkpoint.saved import Saved, compare, drop_graphs, fail
 from storage_ops.checkpoint.versions import check_unread
 from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
@@ -342,9 +342,11 @@ class Region:
                 )
             raise
         finally:
-            # Here and not as they are saved, where the modes of `around` would see each detach.
-            tensors[:] = map(without_graph, tensors)
-            self._inputs.forget_new_hooks()
+            try:
+                self._inputs.forget_new_hooks()
+            finally:
+                # Not as they are saved, where the modes of `around` would see each detach.
+                drop_graphs(tensors)
         if checks:
             again = list(zip(saved, tensors, strict=True))
             compare(self.name, first, again, lambda: self._difference(log, stops))
@@ -374,8 +376,10 @@ class Region:
 
     def _difference(self, log: OpLog | None, stops: bool) -> str:
         """What the logs of ops say, for an error."""
+        noted: str = getattr(self._contexts[1], "difference", "") if self._contexts else ""
         if self._log is None or log is None:
-            return "" if self.options.debug else "; debug=True names the first op that differs"
+            unknown = "" if self.options.debug else "; debug=True names the first op that differs"
+            return f"; {noted}" if noted else unknown
         if stops:
             del self._log.ops[len(log.ops) :]
         return self._log.difference(log)

@@ -32,6 +32,18 @@ def without_graph(t: Tensor) -> Tensor:
     return t.detach() if has_graph else t
 
 
+def drop_graphs(tensors: list[Tensor]) -> None:
+    """Detach the saved tensors of a repetition, whose nodes hold this list by their hooks.
+
+    The garbage collector does not see that cycle, so an interrupt must not leave it behind.
+    """
+    try:
+        tensors[:] = map(without_graph, tensors)
+    except BaseException:
+        tensors.clear()
+        raise
+
+
 def fail_modified(name: str, t: Tensor) -> NoReturn:
     """Raise the error for a tensor that region `name` would read with other contents."""
     fail(
@@ -47,7 +59,7 @@ class Saved:
 
     def __init__(self, t: Tensor, checksum: bool = False) -> None:
         """Describe a tensor."""
-        self.layout = (_shape_of(t), stride_of(t), t.dtype, t.device)
+        self.layout = (shape_of(t), stride_of(t), t.dtype, t.device)
         self.checksum = _checksum(t) if checksum else None
         # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
         base = t._base
@@ -81,10 +93,11 @@ def stride_of(t: Tensor) -> tuple[int, ...]:
         return ()
 
 
-def _shape_of(t: Tensor) -> Any:
+def shape_of(t: Tensor) -> Any:
+    """Return the shape of a tensor; for a strided nested tensor those of the tensors in it."""
     try:
         return t.shape
-    except RuntimeError:  # a nested tensor: the shapes of the tensors in it
+    except RuntimeError:  # a nested tensor has none
         return tuple(map(tuple, t._nested_tensor_size().tolist()))
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -30,6 +31,7 @@ from storage_ops.checkpoint.execution import rng_of
 from storage_ops.checkpoint.guard import by_storage, storage_key
 from storage_ops.checkpoint.holders import is_held_by
 from storage_ops.checkpoint.light_mode import LightMode
+from storage_ops.checkpoint.matching import Cursor, Log
 from storage_ops.checkpoint.offload import Away, Trip
 from storage_ops.checkpoint.op_names import Facts, facts_of, name_of, readable
 from storage_ops.checkpoint.policies import COLLECTIVES, OFFLOAD, Policy, begin, saves
@@ -38,7 +40,6 @@ from storage_ops.storage.storage import is_discarded, is_own, locals_of
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-Arguments = list[tuple[torch.Size, torch.dtype]]
 
 
 def contexts(
@@ -165,7 +166,6 @@ class _Result:
     """What an op returned, and the random numbers that were next after it."""
 
     value: Any
-    arguments: Arguments
     random: RandomState
     # All tensors on the same bytes and their versions. Most views share their version with the
     # value; what aten._unsafe_view returns, the last step of a product in 3-D, has its own.
@@ -221,23 +221,54 @@ def _unpacked(value: Tensor | _Packed) -> Tensor:
 
 @dataclass
 class _Saved:
-    """The saved results of one region: those of each op in the order of its calls."""
+    """The saved results of one region, by their positions in the log of its forward."""
 
     region: str
     preserve_rng_state: bool
-    # Ops by their names.
-    calls: dict[str, int] = field(default_factory=dict)
-    results: dict[tuple[str, int], _Result] = field(default_factory=dict)
-    saved_ops: set[str] = field(default_factory=set)
-    used: set[tuple[str, int]] = field(default_factory=set)
+    log: Log = field(default_factory=Log)
+    results: dict[int, _Result] = field(default_factory=dict)
     hooks: Hooks | None = None
     away: Away | None = None  # what of it is in host memory
+    # Whether a backward pass inside of the forward repeats a part of it.
+    is_repeating: bool = False
     # A pass that keeps the graph has had them: passes for parts of the rest may follow, such as
     # those for the weights alone, of which none is known to be the last.
     is_shared: bool = False
 
 
-class _Recording(LightMode):
+class _Following(LightMode):
+    """A mode that is told of each tensor that autograd saves for the region."""
+
+    _hooks: Any = None
+
+    def _enter(self, note: Callable[[], None]) -> Any:
+        """Enter the mode, and call `note` before each tensor that a checkpoint's hook packs."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks = None if top is None else _noting(note, *top)
+        if self._hooks is not None:
+            self._hooks.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        finally:
+            hooks, self._hooks = self._hooks, None
+            if hooks is not None:
+                hooks.__exit__(kind, error, trace)
+
+
+def _noting(note: Callable[[], None], pack: Any, unpack: Any) -> saved_tensors_hooks:
+    def pack_and_note(t: Tensor) -> Any:
+        note()
+        return pack(t)
+
+    # By it regions inside know that an enclosing checkpoint saves nothing of theirs.
+    pack_and_note.__module__ = getattr(pack, "__module__", "")
+    return saved_tensors_hooks(pack_and_note, unpack)
+
+
+class _Recording(_Following):
     """Active in the forward of a region."""
 
     def __init__(self, policy: Policy, saved: _Saved) -> None:
@@ -246,18 +277,20 @@ class _Recording(LightMode):
         self._saved = saved
         self._on_storage: dict[int, _Result] = {}
 
+    def __enter__(self) -> Any:
+        return self._enter(self._saved.log.add_saved_tensor)
+
     def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run the op, and save its result if the policy wants it."""
+        facts, saved = facts_of(op), self._saved
+        if saved.is_repeating or _ignores(facts, args):
+            return op(*args, **kwargs)
+        position = saved.log.add(facts)  # before it runs: one that raises counts too
         out = op(*args, **kwargs)
-        facts = facts_of(op)
-        if _ignores(facts, args):
-            return out
-        saved, name = self._saved, facts.name
-        index = saved.calls.get(name, 0)
-        saved.calls[name] = index + 1
         ctx = SelectiveCheckpointContext(is_recompute=False)
         ctx.op_output = out  # torch 2.10 does not set it
         wanted = saves_result(self._policy, ctx, op, args, kwargs)
+        saved.log.describe(position, facts.name, args, kwargs, bool(wanted))
         if not (wanted or (self._on_storage and facts.may_share)):
             return out
         tensors = tensors_in(out)
@@ -267,39 +300,38 @@ class _Recording(LightMode):
                 self._on_storage[key].watch(_detached(t))
         if not wanted or not tensors:  # a number costs nothing
             return out
-        given = tensors_in((args, kwargs))
         # On the bytes of an argument there is nothing to save, and whoever modifies them is unseen.
-        if made.keys().isdisjoint(by_storage(given)):
+        if made.keys().isdisjoint(by_storage(tensors_in((args, kwargs)))):
             value = with_tensors(_detached, out)
             random: RandomState = []
             if facts.may_draw and saved.preserve_rng_state:
                 random = _random_state(tensors, (*args, *kwargs.values()))
-            result = _Result(value, _describe(given), random, offloads=wanted == OFFLOAD)
-            saved.results[name, index] = result
+            result = _Result(value, random, offloads=wanted == OFFLOAD)
+            saved.results[position] = result
             for t in tensors_in(value):
                 result.watch(t)
             self._on_storage |= dict.fromkeys(made, result)
         return out
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, error, trace)
         if kind is not None:
             return
         self._on_storage.clear()
         saved = self._saved
+        saved.log.finish()
         if not saved.results:
-            _warn_of_nothing(saved.region, saved.calls)
-        modified = {key: r for key, r in saved.results.items() if r.is_modified()}
-        for key in modified:
-            del saved.results[key]
-        saved.saved_ops = {op for op, _ in saved.results}
+            _warn_of_nothing(saved.region, saved.log.counts())
+        modified = {at: r for at, r in saved.results.items() if r.is_modified()}
+        for at in modified:
+            del saved.results[at]
         if saved.hooks is not None:
             for result in saved.results.values():
                 result.pack(saved.hooks)
         else:
             self._send_away()
         if modified:
-            names = sorted({readable(name) for name, _ in modified})
+            names = sorted({readable(saved.log.name_at(at)) for at in modified})
             warnings.warn(
                 f"{saved.region} modifies in place what the policy of its selective checkpoint "
                 f"saves: results of {', '.join(names)} are recomputed instead",
@@ -317,51 +349,71 @@ class _Recording(LightMode):
             self._saved.away = Away(trips)
 
 
-class _Replaying(LightMode):
-    """Active while a region is recomputed."""
+class _Replaying(_Following):
+    """Active while a region is recomputed.
+
+    Attributes:
+        difference: the first op that differs from the forward; empty if none does.
+    """
 
     def __init__(self, saved: _Saved) -> None:
         super().__init__()
         self._saved = saved
-        self._calls: dict[str, int] = {}
+        self._cursor = Cursor(saved.log, saved.region)
+
+    @property
+    def difference(self) -> str:
+        return self._cursor.difference
 
     def __enter__(self) -> Any:
-        self._calls.clear()
-        if self._saved.away is not None:
-            self._saved.away.fetch()
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        saved = self._saved
+        self._cursor = Cursor(saved.log, saved.region)
+        if not saved.log.is_complete:
+            saved.is_repeating = True
+            return self._enter(_nothing)
+        if saved.away is not None:
+            saved.away.fetch()
+        return self._enter(self._cursor.see_saved_tensor)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._saved.is_repeating = False
+        super().__exit__(kind, error, trace)
 
     def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Give back the saved result of the op, or run it."""
         facts, saved = facts_of(op), self._saved
-        if facts.name not in saved.saved_ops or _ignores(facts, args):
+        if saved.is_repeating or _ignores(facts, args):
             return op(*args, **kwargs)
-        key = (facts.name, self._calls.get(facts.name, 0))
-        self._calls[facts.name] = key[1] + 1
-        if key in saved.used:
-            raise RuntimeError(
-                f"selective checkpoint: {saved.region} is needed in a second backward pass, but "
-                "the first one freed what it saved; use retain_graph=True"
-            )
-        result = saved.results.get(key)
-        if result is None:
-            if key[1] >= saved.calls[facts.name]:
-                raise _differs(saved.region, op)
+        position = self._cursor.find(facts, args, kwargs)
+        result = None if position is None else saved.results.get(position)
+        if position is None or result is None:
             return op(*args, **kwargs)
-        if result.arguments != _describe(tensors_in((args, kwargs))):
-            raise _differs(saved.region, op)
         if result.is_modified():
             raise RuntimeError(
-                f"selective checkpoint: a result of {readable(name_of(op))} that was saved in "
+                f"selective checkpoint: a result of {readable(facts.name)} that was saved in "
                 f"{saved.region} was modified in place after it"
             )
         for put, state in result.random:
             put(state)
-        saved.is_shared = saved.is_shared or _keeps_graph()
-        if not saved.is_shared:
-            saved.used.add(key)
-            del saved.results[key]
+        if not _is_needed_again(saved):
+            del saved.results[position]
+        self._cursor.use(position)
         return result.read()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _is_needed_again(saved: _Saved) -> bool:
+    """Return True if another backward pass may ask for what one asks for now.
+
+    A saved tensor that is read outside of a backward pass is still there for the pass.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    saved.is_shared = saved.is_shared or is_retained()
+    return saved.is_shared
 
 
 def _detached(t: Tensor) -> Tensor:
@@ -376,30 +428,18 @@ def _detached(t: Tensor) -> Tensor:
 def is_ignored(op: Any, args: Any) -> bool:
     """Whether an op does not count: it may run in the forward and not in the recompute.
 
-    Autocast casts a parameter where it is first used, and keeps the result for other regions.
+    Autocast casts a leaf that requires grad where it is first used, and keeps the result for other
+    regions. Parameters are such leaves.
     """
     return _ignores(facts_of(op), args)
 
 
 def _ignores(facts: Facts, args: Any) -> bool:
-    return facts.is_ignored or (facts.is_cast and isinstance(args[0], nn.Parameter))
+    return facts.is_ignored or (facts.is_cast and _is_cast_once(args[0]))
 
 
-def _describe(given: list[Tensor]) -> Arguments:
-    return [(t.shape, t.dtype) for t in given]
-
-
-def _differs(region: str, op: Any) -> RuntimeError:
-    return RuntimeError(
-        f"selective checkpoint: {region} calls {readable(name_of(op))} more often, or with other "
-        "shapes, when it is recomputed than in forward; it must do the same work both times. A "
-        "cache that grows, such as that of keys and values, makes it do more: switch it off "
-        "(use_cache=False)"
-    )
-
-
-def _keeps_graph() -> bool:
-    return torch._C._current_graph_task_id() != -1 and is_retained()
+def _is_cast_once(t: Tensor) -> bool:
+    return isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)
 
 
 def _random_state(made: list[Tensor], given: tuple[Any, ...]) -> RandomState:

@@ -1,0 +1,275 @@
+"""Selective checkpoints whose recompute does not run all ops of the forward."""
+
+import contextlib
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import storage_ops as so
+from storage_ops import policies
+
+from .blocks import Ops
+
+POLICIES = [policies.matmuls, policies.everything, policies.every_other_mm]
+
+
+def with_policy(module, policy, way):
+    """Checkpoint a module with a policy: `so.CheckpointWrapper`, or torch's checkpoint."""
+    if way == "wrapper":
+        return so.CheckpointWrapper(module, policy=policy)
+    return lambda *args: checkpoint(
+        module, *args, use_reentrant=False, context_fn=partial(policies.contexts, policy)
+    )
+
+
+def gradients(call, module, x):
+    torch.manual_seed(1)
+    y = call(x)
+    with Ops() as ops:
+        y.square().sum().backward()
+    found = [x.grad, *(p.grad for p in module.parameters())]
+    x.grad = None
+    module.zero_grad()
+    return found, ops.count
+
+
+def assert_as_eager(make, policy, way):
+    """Compare the first two steps of a module with those of an equal one in eager mode."""
+    torch.manual_seed(0)
+    plain, module = make().double(), make().double()
+    module.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    call = with_policy(module, policy, way)
+    for _ in range(2):
+        right, _ = gradients(plain, plain, x)
+        got, count = gradients(call, module, x)
+        for a, b in zip(got, right, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+    return count
+
+
+class InnerBackward(nn.Module):
+    """Runs a backward pass of its own, as a model does that computes forces from an energy."""
+
+    def __init__(self, create_graph):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.create_graph = create_graph
+
+    def forward(self, x):
+        z = x.detach().requires_grad_()
+        energy = self.b(F.dropout(self.a(z).tanh(), 0.2)).square().sum()
+        (force,) = torch.autograd.grad(energy, z, create_graph=self.create_graph)
+        return self.b(F.dropout(self.a(x + force), 0.2).tanh())
+
+
+@pytest.mark.parametrize("way", ["wrapper", "torch"])
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_forward_that_runs_a_backward_pass(policy, create_graph, way):
+    assert_as_eager(lambda: InnerBackward(create_graph), policy, way)
+
+
+TABLES = {
+    "a product": lambda w: torch.arange(16.0).double().view(4, 4) @ torch.eye(4).double(),
+    "a linear": lambda w: F.linear(torch.eye(4).double(), w),
+    "a sine": lambda w: w.sin(),
+    "constants": lambda w: torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 4).double(),
+}
+
+
+class Cached(nn.Module):
+    """Its first forward makes a table, at the beginning or between its layers."""
+
+    def __init__(self, table, late):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.fixed = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.table, self.late, self.tables = table, late, {}
+
+    def find_table(self):
+        if not self.tables:
+            with torch.no_grad():
+                self.tables[0] = TABLES[self.table](self.fixed)
+        return self.tables[0]
+
+    def forward(self, x):
+        first, second, third = self.layers
+        x = first(x).tanh() * self.find_table() if self.late else first(x * self.find_table())
+        return third(second(F.dropout(x, 0.2)).sin() * x)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_table_that_only_the_first_forward_makes(policy, table, late):
+    for way in ("wrapper", "torch"):
+        assert_as_eager(lambda: Cached(table, late), policy, way)
+
+
+def test_what_is_left_out_does_not_stop_the_use_of_saved_results():
+    torch.manual_seed(0)
+    module = so.CheckpointWrapper(Cached("a product", late=True).double(), policy="matmuls")
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        _, count = gradients(module, module, x)
+        assert count["mm"] == 6  # all of the backward
+
+
+def test_a_saved_result_that_may_be_of_another_call_is_an_error():
+    fixed, table = torch.ones(4, 4), []
+
+    def layer(x):
+        if not table:
+            table.append(fixed.cos())
+        return x.detach().cos() * x.sin() * table[0]
+
+    context_fn = partial(policies.contexts, policies.save("aten.cos"), "Layer")
+    x = torch.eye(4, requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
+    with pytest.raises(
+        RuntimeError,
+        match=r"Layer does other work .*op 1 was aten.cos in forward and did not run when it was",
+    ):
+        y.sum().backward()
+
+
+def fails(ctx, op, *args, **kwargs):
+    raise ValueError("a policy that fails")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nested_tensors_of_each_layout(policy, layout):
+    layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    parts, grads = [torch.randn(2, 4), torch.randn(3, 4)], []
+    wrapped = with_policy(copy.deepcopy(layer), policy, "wrapper")
+    for call in (layer, wrapped):
+        x = torch.nested.nested_tensor(parts, layout=layout, requires_grad=True)
+        torch.nested.to_padded_tensor(call(x), 0.0).square().sum().backward()
+        grads.append(torch.nested.to_padded_tensor(x.grad, 0.0))
+    assert torch.equal(*grads)
+    # C++ code asks for layouts where an exception ends the process.
+    with pytest.raises(ValueError, match="a policy that fails"):
+        with_policy(layer, fails, "wrapper")(x)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*saves nothing in Attention")
+def test_jagged_attention():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            q = self.q(x).unflatten(-1, [2, 2]).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+            return self.out(y.flatten(-2))
+
+    plain = Attention()
+    parts, grads = [torch.randn(2, 4), torch.randn(3, 4)], []
+    for policy in (None, *POLICIES, policies.attention):
+        call = plain if policy is None else with_policy(copy.deepcopy(plain), policy, "wrapper")
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+        call(x).values().square().sum().backward()
+        grads.append(x.grad.values())
+    assert all(torch.equal(grads[0], grad) for grad in grads[1:])
+
+
+class ReadTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (_, _), (_, y) = ctx.saved_tensors, ctx.saved_tensors
+        return gradient * y
+
+
+READS = {
+    "saved tensors read twice": lambda x: ReadTwice.apply(x.sin()).cos(),
+    "noise that is written last": lambda x: F.rrelu(x.sin(), 0.1, 0.9, training=True),
+    "noise, then other ops": lambda x: F.rrelu(x.sin(), 0.1, 0.9, training=True).exp().sin(),
+    "random numbers first": lambda x: F.dropout(x.sin() * torch.rand_like(x), 0.5).exp(),
+}
+
+
+@pytest.mark.parametrize("how", ["at once", "by hand before", "in turn", "retained"])
+@pytest.mark.parametrize("layer", READS)
+def test_whoever_reads_saved_tensors_again(layer, how):
+    x, grads = torch.randn(5, requires_grad=True), []
+    fn = lambda x: (READS[layer](x), x.cos().exp())  # noqa: E731
+    for way in ("plain", "wrapper"):
+        torch.manual_seed(2)
+        call = fn if way == "plain" else with_policy(Calls(fn), policies.everything, way)
+        y, z = call(x)
+        if how == "by hand before":
+            assert torch.equal(z.grad_fn._saved_result, z)
+            assert torch.equal(z.grad_fn._saved_result, z)
+        if how == "retained":
+            y.sum().backward(retain_graph=True)
+        if how == "in turn":
+            y.sum().backward()
+            z.sum().backward()
+        else:
+            (y.sum() + z.sum()).backward()
+        grads.append(x.grad)
+        x.grad = None
+    assert torch.equal(*grads)
+
+
+class Calls(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args):
+        return self.fn(*args)
+
+
+class Catches(nn.Module):
+    """Falls back on other ops where one fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        y = self.a(x)
+        for other in (torch.ones(5, 5), torch.eye(4)):
+            with contextlib.suppress(RuntimeError):
+                y = y @ other.to(y)
+        for other in (torch.ones(3), torch.ones(4)):
+            with contextlib.suppress(RuntimeError):
+                y = y.sin() + other.to(y)
+        return self.b(y.tanh())
+
+
+@pytest.mark.parametrize("way", ["wrapper", "torch"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_op_that_fails_and_is_caught(policy, way):
+    assert_as_eager(Catches, policy, way)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, policies.save("aten._to_copy")])
+def test_casts_that_autocast_keeps_from_before_the_region(policy):
+    """Autocast has cast the input and a weight that is no parameter."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    layer = lambda x: (F.linear(F.linear(x, weight).float().sin(), weight) * x).exp()  # noqa: E731
+    grads = []
+    for call in (layer, with_policy(Calls(layer), policy, "wrapper")):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(F.linear(x, weight)).sum() + call(x).sum()
+        grads.append(torch.autograd.grad(y, (x, weight)))
+    assert all(map(torch.equal, *grads))
