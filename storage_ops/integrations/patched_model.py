@@ -11,22 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops._subclass import Replaced, like
+from storage_ops._subclass import like
 from storage_ops.integrations.deferred_forward import Forward, LossOptions, Refused
 from storage_ops.integrations.deferred_logits import DeferredLogits
 from storage_ops.integrations.gathered_head import hooks_taken_off
 from storage_ops.integrations.output_layers import patched_heads
 
 
-class PatchedModel(Replaced):
-    """Marks a patched model, and says how its loss is computed."""
-
-    _loss_options: LossOptions = LossOptions()
-
-    @staticmethod
-    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        """One that gives the model deferred logits where it is called with labels."""
-        return model_forward(original)
+def has_patch(model: Any) -> bool:
+    """Return True if `patch_causal_lm` has changed this module and no undo came since."""
+    return getattr(model, "_loss_options", None) is not None
 
 
 def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,9 +32,11 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         shifted = kwargs.get("shift_labels")
         labels = args[position] if len(args) > position else kwargs.get("labels")
         labels = shifted if shifted is not None else labels
-        # Not patched any more: another wrapper has held on to this function.
-        if not isinstance(self, PatchedModel):
+        # Another wrapper can keep this function after the undo.
+        if not has_patch(self):
             return original(self, *args, **kwargs)
+        if self._is_watched:
+            self._has_run = True
         name, options = type(self).__name__, self._loss_options
         training = self.training and torch.is_grad_enabled()
         if labels is None and not (training and options.logits == "deferred"):

@@ -27,7 +27,7 @@ from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_forward import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_heads
 from storage_ops.integrations.patch_probe import find_refusal
-from storage_ops.integrations.patched_model import PatchedModel
+from storage_ops.integrations.patched_class import PatchedModel, stop_watching
 from storage_ops.loss.checks import budget_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module, default=nn.Module)
@@ -162,14 +162,14 @@ def patch_causal_lm(
                 f"patch_causal_lm: {name} is patched already, with {model._loss_options}; expected "
                 f"the same, {options}, or storage_ops.unpatch_causal_lm(model) first"
             )
-        fused_head.replace(model, options)  # it may have got one since
         return CausalLMPatch(given, applied=False)
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"patch_causal_lm: model is {name}, without get_output_embeddings(); expected a "
             "transformers model, not a wrapper around one"
         )
-    fused_head.check(model, options)
+    given_forward = vars(model).get("forward")
+    fused_head.check(model, given_forward, options)
     parameters = inspect.signature(type(model).forward).parameters
     if "labels" not in parameters:
         raise TypeError(f"patch_causal_lm: forward of {name} takes no labels; expected it to")
@@ -191,7 +191,8 @@ def patch_causal_lm(
         refused = find_refusal(model, options)
         if refused is not None:
             raise refused
-        fused_head.replace(model, options)
+        if given_forward is not None:
+            model.forward = given_forward  # as if it were set now
     except BaseException:  # an interrupt too
         unpatch_causal_lm(model)
         raise
@@ -283,4 +284,5 @@ def unpatch_causal_lm(model: nn.Module) -> None:
         for attribute in ("_deferred_in", "_loss_options", OWN_OPTIONS):
             vars(module).pop(attribute, None)
         module.__class__ = module._original
+    stop_watching(model)
     fused_head.restore(model)

@@ -88,6 +88,8 @@ CASES = {
     "RLOO": ("RLOO", "Llama", {"num_generations": 2, "max_completion_length": 5}),
 }  # fmt: skip
 
+PATCHED_BEFORE = {"SFT", "SFT, LoRA", "DPO, LoRA", "DPO, mixed precision", "KTO", "GRPO", "RLOO"}
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_training(case, tokenizer, tmp_path, monkeypatch):
@@ -97,13 +99,17 @@ def test_training(case, tokenizer, tmp_path, monkeypatch):
         options = {**options, "peft_config": config}
     make(name).save_pretrained(tmp_path / "model")  # GRPO loads its reference from there
     data, found = rows_for(kind), []
+    before = case in PATCHED_BEFORE
     for patched in (False, True):
         model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        if patched and before:
+            storage_ops.patch_causal_lm(model, logits="deferred")
         trainer = a_trainer(kind, model, tmp_path, tokenizer, data, dict(options))
         if patched:
-            storage_ops.patch_causal_lm(trainer.model, logits="deferred")  # nothing may need them
+            if not before:
+                storage_ops.patch_causal_lm(trainer.model, logits="deferred")
             if getattr(trainer, "ref_model", None) is not None:
-                storage_ops.patch_causal_lm(trainer.ref_model)
+                storage_ops.patch_causal_lm(trainer.ref_model, logits="deferred")
             monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", None)  # is not called
         trainer.train()
         parameters = {n: p.detach() for n, p in trainer.model.named_parameters()}
@@ -165,16 +171,18 @@ def test_results_per_token_and_gradients(batch):
     torch.testing.assert_close(model(**batch).log_probs, right[0].log_probs)
 
 
-def test_patched_before_and_after_the_trainer_was_made(batch):
+def test_patched_before_the_fused_head_was_made(batch, monkeypatch):
     model = make("Llama")
+    theirs = copy.deepcopy(model)
+    trl.trainer.add_fused_lm_head(theirs)
+    expected = theirs(**batch, fused_lm_head=True).log_probs
     storage_ops.patch_causal_lm(model)
     trl.trainer.add_fused_lm_head(model)
-    theirs = model(**batch, fused_lm_head=True)
-    storage_ops.patch_causal_lm(model)
     ours = vars(model)["forward"]
     storage_ops.patch_causal_lm(model)
     assert vars(model)["forward"] == ours
-    torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, theirs.log_probs)
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", None)  # is not called
+    torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, expected)
     with pytest.raises(ValueError, match="without labels"):
         model(batch["input_ids"], fused_lm_head=True)
 
