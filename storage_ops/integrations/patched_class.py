@@ -24,7 +24,7 @@ from storage_ops.integrations.patched_model import has_patch, model_forward
 class PatchedModel(Replaced):
     """A patched model, and the options of its loss."""
 
-    _loss_options: LossOptions | None = None
+    _loss_options: LossOptions
     _is_watched = False  # True until the first call in training, once the forward was replaced
     _has_run = False  # True if the patched forward has run in the watched call
 

@@ -126,7 +126,8 @@ def _say_that_labels_lack(name: str) -> None:
     warnings.warn(
         f"patch_causal_lm: {name} is called in training without labels, so its logits are formed "
         "and it has no loss and no results per token. Trainer takes the labels from the model "
-        "where it has a compute_loss_func or label_smoothing_factor: with "
+        "where it has a compute_loss_func or label_smoothing_factor, and so do the ORPO, CPO, TPO "
+        "and OnlineDPO trainers of TRL: with "
         'patch_causal_lm(model, logits="deferred") their losses need no logits. A compute_loss() '
         "of your own can have the labels, and outputs.nll",
         stacklevel=4,

@@ -88,10 +88,15 @@ def patch_causal_lm(
     draws other masks than one call for all tokens would.
 
     Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. One that is
-    patched already, with the same options, stays as it is. Trainers of TRL (from 1.15: SFT, DPO,
-    KTO, GRPO, RLOO) give a model a fused head of their own when they are made, for the results per
-    token that their losses are made of: patch `trainer.model` then, before `trainer.train()`, and
-    `trainer.ref_model` if there is one, and these results come from `linear_cross_entropy`.
+    patched already, with the same options, stays as it is. The trainers SFT, DPO, KTO, GRPO and
+    RLOO of TRL (from 1.15) set a fused head on the model, which returns the results per token that
+    their losses use. `linear_cross_entropy` computes these results in a patched model. Patch the
+    model before or after the trainer is made, and `trainer.ref_model` if there is one. ORPO, CPO,
+    TPO and OnlineDPO compute their losses from logits and need `logits="deferred"`. Distillation of
+    one model from another (GKDTrainer, DistillationTrainer) is not supported.
+
+    If another library replaces the forward of a patched model, and its forward does not call the
+    patched one, the first call in training warns that the patch has no effect.
 
     Where FSDP2 (fully_shard on the output layer) or ZeRO-3 of DeepSpeed gathers the weight of the
     layer for its call, the loss runs inside of that call, if the layer is a plain one and labels
@@ -118,9 +123,10 @@ def patch_causal_lm(
             "deferred" is as "eval", and for losses outside of the model, to which Trainer gives the
             labels where it has a `compute_loss_func` or `label_smoothing_factor`: in training a
             call without labels returns logits that are not formed. They are no tensor. A loss may
-            slice, mask, reshape, scale and cast them, and take `cross_entropy` of them,
-            `logsumexp` or `argmax` over the classes, or `log_softmax` and from that `gather` of one
-            class for each token, and the sum or mean over the classes; the results are float32.
+            slice, mask, split, reshape, scale, cast and detach them, and take `cross_entropy` of
+            them, `logsumexp` or `argmax` over the classes, or `log_softmax` and from that `gather`
+            of one class for each token, the sum or mean over the classes and the entropy. Without
+            gradients a loss may take the mean of logits. The results are float32.
             Anything else raises NotImplementedError; `outputs.logits.formed()` is the tensor.
         memory_budget: that of `storage_ops.linear_cross_entropy`.
 
