@@ -58,11 +58,25 @@ def _made_with(forward: Any) -> inspect.ClosureVars | None:
     return None
 
 
+def _wraps_own(given: Any, model: Any) -> bool:
+    """Return True if a forward runs the one of the model's class, as accelerate's for autocast."""
+    if not isinstance(given, MethodType):
+        return False
+    cls = type(model)
+    own = getattr(cls, "_original", cls).forward
+    function: Any = given.__func__
+    while function is not own and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function is own
+
+
 def check(model: Any, given: Any, options: LossOptions) -> None:
-    """Raise unless `given`, the forward set on a model or None, is a fused head that is known."""
+    """Raise unless `given`, the forward set on a model or None, can have a patched one over it."""
     if given is None:
         return
     name, made = type(model).__name__, _made_with(given)
+    if made is None and _wraps_own(given, model):
+        return
     if made is None or not isinstance(given, MethodType):
         raise replaced(name)
     known = {"outputs", "temperature", "cast_lm_head_to_fp32"}
@@ -92,12 +106,17 @@ def check(model: Any, given: Any, options: LossOptions) -> None:
 def over(model: Any, given: Any, options: LossOptions) -> Any:
     """Return the forward to set on a patched model in place of `given`.
 
-    A fused head becomes one that scores tokens without logits; another forward stays.
+    A fused head becomes one that scores tokens without logits. A wrapper around the forward of the
+    model's class gets the patched forward around it. Another forward stays.
 
     Raises:
         NotImplementedError, ValueError: as `check`.
     """
     made = _made_with(given)
+    if made is None and _wraps_own(given, model):
+        forward: Any = model_forward(given.__func__)
+        forward._over = given.__func__
+        return MethodType(forward, model)
     if made is None:
         return given
     check(model, given, options)
