@@ -16,6 +16,7 @@ from storage_ops.integrations.deferred_forward import Forward, LossOptions, Refu
 from storage_ops.integrations.deferred_logits import DeferredLogits
 from storage_ops.integrations.gathered_head import hooks_taken_off
 from storage_ops.integrations.output_layers import patched_heads
+from storage_ops.integrations.patch_probe import other_labels
 
 
 def has_patch(model: Any) -> bool:
@@ -90,9 +91,11 @@ def deferred(
             head._deferred_in = None
     if run.labels is not None and run.losses < max(run.calls, 1):
         missing = "a cross-entropy of its logits" if run.calls else "get_output_embeddings()"
+        others = [name for name in other_labels(forward) if kwargs.get(name) is None]
+        also = f". It may need {' and '.join(others)} too" if others else ""
         raise Refused(
             f"patch_causal_lm: the forward of {run.model} with labels ended without {missing}; "
-            "expected a causal language modeling loss of the logits of its output layer. "
+            f"expected a causal language modeling loss of the logits of its output layer{also}. "
             "storage_ops.unpatch_causal_lm(model) gives the model its own loss back"
         )
     return outputs
