@@ -29,6 +29,7 @@ from storage_ops.integrations.output_layers import PatchedHead, patched_heads
 from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_class import PatchedModel, stop_watching
 from storage_ops.loss.checks import budget_of
+from storage_ops.optional import check_version
 
 ModelT = TypeVar("ModelT", bound=nn.Module, default=nn.Module)
 PatchResult = Literal["loss", "nll", "lse", "entropy", "argmax", "correct"]
@@ -139,7 +140,7 @@ def patch_causal_lm(
             too.
         ValueError: a wrong option.
         RuntimeError: the output layer has hooks, a forward was replaced on the instance, or the
-            model is patched with other options.
+            model is patched with other options. ImportError: transformers is older than 4.57.
         NotImplementedError: the model does something to its logits that cannot be done without
             them. A copy of it runs on fake tensors to find that out; where it cannot run on these
             (it reads numbers, or has hooks), the first forward of the patched model raises. A loss
@@ -174,6 +175,8 @@ def patch_causal_lm(
             f"patch_causal_lm: model is {name}, without get_output_embeddings(); expected a "
             "transformers model, not a wrapper around one"
         )
+    if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
+        check_version("transformers", "patch_causal_lm")
     given_forward = vars(model).get("forward")
     fused_head.check(model, given_forward, options)
     parameters = inspect.signature(type(model).forward).parameters

@@ -222,6 +222,9 @@ def simulating(
     simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
+        # Autocast keeps the casts of parameters until its outermost block ends.
+        torch.clear_autocast_cache()
+        stack.callback(torch.clear_autocast_cache)
         stack.enter_context(_no_collection())
         stack.enter_context(unchanged(*held.holders))
         # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
