@@ -65,14 +65,16 @@ def test_training_and_metrics(adapted, tmp_path):
         assert measured[name] == pytest.approx(metrics[name], rel=1e-2)
 
 
+@pytest.mark.skipif(
+    tf.__version__ < "5",
+    reason="label smoothing of transformers 4 divides by another number of tokens than its loss",
+)
 def test_label_smoothing_without_logits(tmp_path):
     model = make("Llama")
     other = copy.deepcopy(model)
-    # Label smoothing of transformers 4 adds the means of accumulated batches.
-    steps = {} if tf.__version__ >= "5" else {"gradient_accumulation_steps": 1}
-    right, losses, _ = trained(model, tmp_path, label_smoothing_factor=0.2, **steps)
+    right, losses, _ = trained(model, tmp_path, label_smoothing_factor=0.2)
     storage_ops.patch_causal_lm(other, label_smoothing=0.2)
-    ours, found, _ = trained(other, tmp_path, **steps)
+    ours, found, _ = trained(other, tmp_path)
     assert losses == pytest.approx(found, rel=1e-3)
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-5)
 
