@@ -1,3 +1,4 @@
+import os
 import sys
 
 import pytest
@@ -18,6 +19,7 @@ def batch():
 def no_state_of_accelerate():
     """Trainer of transformers 4 keeps the mixed precision of an earlier one in the process."""
     yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
