@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 READY := $(VENV)/installed $(VENV)/built
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
-.PHONY: demo test test-all sanitize build lint types format bench results docs wheel test-wheel lock clean
+.PHONY: demo test test-all test-transformers-4 test-oldest sanitize build lint types format bench results docs wheel test-wheel lock clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## train a small GPT with and without storage_ops
@@ -21,6 +21,21 @@ test: $(READY)  ## run the tests; where CI is set, a share of those that come in
 
 test-all: $(READY)  ## run all tests, as `make test` does where CI is not set
 	CI= $(PYTEST)
+
+# transformers 4 needs an older huggingface_hub, so pip looks for the datasets and tokenizers of that.
+test-transformers-4: $(READY)  ## run the tests of models with the last transformers 4, in .venv
+	$(PIP) "transformers>=4.57,<5" "trl>=1.16" datasets tokenizers
+	$(PYTEST) tests/integrations tests/memory tests/fitting tests/test_cli.py
+
+# lowest-direct: the oldest version of each dependency in pyproject.toml, the newest of theirs.
+OLDEST = build/oldest
+test-oldest:  ## run the tests with the oldest dependencies, in an environment of its own
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct \
+	  -r pyproject.toml --extra test "setuptools>=77" "ninja>=1.11" "pybind11>=3" "pytest-xdist>=3.6"
+	STORAGE_OPS_NO_NATIVE=0 $(OLDEST)/bin/pip install --quiet --no-build-isolation --no-deps --editable .
+	OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
 
 # A second build of the package, beside a copy of the tests, which import what lies beside them. The
 # runtime is preloaded since python lacks it, and libstdc++ since the runtime looks up its functions

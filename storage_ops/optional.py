@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 _DISTRIBUTIONS = {"yaml": "pyyaml"}  # packages that pip knows by another name
+_OLDEST = {"transformers": (4, 57)}  # the oldest version that is tested
 
 
 def required(package: str, user: str) -> Any:
@@ -20,7 +23,7 @@ def required(package: str, user: str) -> Any:
     Raises:
         ModuleNotFoundError: it is not installed; the error names the user, the package and the
             command that installs it.
-        ImportError: it is installed and does not import; the error says why.
+        ImportError: it is installed and does not import, or is too old; the error says why.
 
     Example:
         >>> required("math", "this example").sqrt(4)
@@ -33,7 +36,7 @@ def required(package: str, user: str) -> Any:
     name = package.partition(".")[0]
     try:
         importlib.import_module(name)
-        return importlib.import_module(package)
+        module = importlib.import_module(package)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             pip = f"pip install {_DISTRIBUTIONS.get(name, name)}"
@@ -43,6 +46,22 @@ def required(package: str, user: str) -> Any:
         raise ImportError(
             f"{user} needs {name}, which is installed and does not import: {error}", name=name
         ) from error
+    check_version(name, user)
+    return module
+
+
+def check_version(name: str, user: str) -> None:
+    """Raise an ImportError if a package that is imported is older than what is supported."""
+    found = str(getattr(sys.modules.get(name), "__version__", ""))
+    parts = re.match(r"(\d+)\.(\d+)", found)
+    oldest = _OLDEST.get(name)
+    if parts and oldest and (int(parts[1]), int(parts[2])) < oldest:
+        least = ".".join(map(str, oldest))
+        raise ImportError(
+            f"{user} needs {name} {least} or newer, and {found} is installed. "
+            f"Run: pip install '{name}>={least}'",
+            name=name,
+        )
 
 
 def check_drawable(path: str | os.PathLike[str], images_only: bool = False) -> None:

@@ -77,3 +77,22 @@ def test_a_package_that_does_not_import_says_why(tmp_path, monkeypatch):
         with pytest.raises(ImportError, match=match) as found:
             required(name, "this")
         assert type(found.value) is ImportError
+
+
+@pytest.mark.parametrize("version", ["4.48.1", "4.9", "3.0.2.dev0"])
+def test_a_version_that_is_too_old_is_named(version, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)
+    model = transformers.GPT2LMHeadModel(config)
+    transformers = sys.modules["transformers"]  # another object than before the model was made
+    monkeypatch.setattr(transformers, "__version__", version)
+    for user, use in (
+        ("patch_causal_lm", lambda: so.patch_causal_lm(model)),
+        ("trainer_callback", lambda: trainer_callback("fit.json")),
+    ):
+        text = f"{user} needs transformers 4.57 or newer, and {version} is installed. Run: pip"
+        with pytest.raises(ImportError, match=f"^{re.escape(text)}"):
+            use()
+    assert type(model).__name__ == "GPT2LMHeadModel" and not hasattr(model, "_loss_options")
+    monkeypatch.setattr(transformers, "__version__", "5.0.0rc1")
+    required("transformers", "this")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from storage_ops.checkpoint import discard_scope, tile, wrapper
+from storage_ops.checkpoint import discard_scope, sharing, tile, wrapper
 from storage_ops.checkpoint.config import ActivationCheckpointConfig
 from storage_ops.checkpoint.config_policy import class_of, qualified_name
 from storage_ops.checkpoint.report import checkpoint_report
@@ -36,6 +36,9 @@ def apply_activation_checkpoint(
     state dict, names, hooks and attributes of the model do not change. A layer within a layer that
     matches is left to it; one that stands in several places is checkpointed once. Applying the same
     config again changes nothing. DDP, FSDP2 and torch.compile may come before or after.
+
+    A layer without parameters, buffers and other state, such as `nn.SiLU`, may be shared with other
+    models. A copy takes its place in `model`, so that the other models stay as they are.
 
     The logger "storage_ops" reports at level INFO what was checkpointed;
     `storage_ops.checkpoint_report(model, *inputs)` returns that, and the memory to expect.
@@ -103,19 +106,25 @@ def apply_activation_checkpoint(
             )
     changed: list[nn.Module] = []
     held: list[nn.Module] = []
+    separated: list[nn.Module] = []
     try:
         for _, layer, holder in chosen:
             if wrapper.checkpointing_of(layer) is None:
+                if holder is not None and sharing.is_stateless(layer):
+                    separated.append(holder)
+                    layer = sharing.separate(layer, holder)
                 wrapper.set_checkpointing(layer, how)
                 changed.append(layer)
             if discarding and holder is not None and discard_scope.options_of(holder) is None:
                 discard_scope.hold(holder, **options)
                 held.append(holder)
-    except TypeError:
+    except BaseException:  # an interrupt too
         for layer in changed:
             wrapper.unset_checkpointing(layer)
         for holder in held:
             discard_scope.release(holder)
+        for holder in separated:
+            sharing.rejoin(holder)
         raise
     _log.info("%s", checkpoint_report(model))
     return model
@@ -137,11 +146,14 @@ def remove_activation_checkpoint(model: ModelT) -> ModelT:
         >>> type(storage_ops.remove_activation_checkpoint(model)[0]) is torch.nn.Linear
         True
     """
-    for module in model.modules():
+    modules = list(model.modules())
+    for module in modules:
         for _ in range(3):  # whichever is above the others
             discard_scope.release(module)
             wrapper.unset_checkpointing(module)
             tile.unset_tiling(module)
+    for module in modules:
+        sharing.rejoin(module)
     return model
 
 
@@ -190,7 +202,7 @@ def _outermost(
     check_fn: CheckFn | None,
     name: str,
     holder: nn.Module | None,
-    seen: set[int],
+    seen: set[tuple[int, int]],
 ) -> Iterator[Layer]:
     """The modules that match, each once, and what runs the forward around it."""
     plain = qualified_name(name)
@@ -201,8 +213,10 @@ def _outermost(
         matches = matches or not (cfg.layer_classes or cfg.layer_names)
         matches = matches and bool(check_fn(plain, module))
     if matches:
-        if id(module) not in seen:
-            seen.add(id(module))
+        # Each module around a shared stateless module gets a copy of its own.
+        place = id(module), id(holder) if sharing.is_stateless(module) else 0
+        if place not in seen:
+            seen.add(place)
             yield plain, module, holder
         return
     inner = holder if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else module

@@ -5,6 +5,7 @@ it is given labels, its output layer returns *deferred logits* (`deferred_logits
 what the model, or a caller to whom it returns them, does to them until a cross-entropy of them
 becomes `linear_cross_entropy`. `deferred_forward.py` has what is known of one such forward.
 `patched_model.py` has that forward, and `fused_head.py` the one that trainers of TRL ask for.
+`patched_class.py` has the class of patched models, which watches forwards that are set later.
 `output_layers.py` says which layers can; those that are more than a weight and a bias run on pieces
 of the tokens (`head_loss.py`). `patch_probe.py` finds when patching what a model would refuse at
 its first forward.

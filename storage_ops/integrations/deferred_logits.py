@@ -9,7 +9,7 @@ anything else gets an error, not another loss.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import register_pytree_node
 
+from storage_ops.integrations.deferred_entropy import Probabilities
 from storage_ops.integrations.deferred_forward import (
     IGNORED,
     Origin,
     Refused,
 )
+from storage_ops.integrations.deferred_tokens import Tokens
 from storage_ops.integrations.head_loss import head_cross_entropy, piece_rows
 from storage_ops.loss.api import linear_cross_entropy
 
@@ -38,13 +40,14 @@ def _refused(operator: str) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class DeferredLogits:
+class DeferredLogits(Tokens):
     """Stands for `cap * tanh(scale * (hidden @ weight.T + bias))`, or that without the tanh.
 
     With a `head`, for `cap * tanh(scale * (head(hidden) + bias))`; `normal`: for log_softmax of it,
-    and `negative` for minus that. Not a Tensor: whatever is not defined here has no meaning by
-    accident. Plain Python, so that torch.compile traces it away. A dataclass and a node of pytrees
-    with one leaf, so that DDP and FSDP find the tensor that the loss will be made of.
+    and `negative` for minus that. `detached`: results have no gradients. Not a Tensor: whatever is
+    not defined here has no meaning by accident. Plain Python, so that torch.compile traces it away.
+    A dataclass and a node of pytrees with one leaf, so that DDP and FSDP find the tensor that the
+    loss will be made of.
     """
 
     origin: Origin
@@ -56,6 +59,7 @@ class DeferredLogits:
     head: Head | None = None
     normal: bool = False
     negative: bool = False
+    detached: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.hidden, Tensor) and self.hidden.dtype != self.origin.dtype:
@@ -70,12 +74,18 @@ class DeferredLogits:
 
     def through(self, head: Head) -> DeferredLogits:
         """What a function makes of the hidden states, in the place of the logits so far."""
-        return DeferredLogits(self.origin, self.hidden, self.dtype, head=head)
+        return DeferredLogits(
+            self.origin, self.hidden, self.dtype, head=head, detached=self.detached
+        )
 
     def formed(self) -> Tensor:
         """The logits after all, a tensor, as the model would have made them."""
-        formed: Tensor = self.origin.use(self._of, self.hidden)
+        with self._gradients():
+            formed: Tensor = self.origin.use(self._of, self.hidden)
         return formed
+
+    def _gradients(self) -> Any:
+        return torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached)
 
     def _of(self, hidden: Tensor) -> Tensor:
         if self.head is None:
@@ -111,7 +121,8 @@ class DeferredLogits:
             )  # fmt: skip
             return found if isinstance(found, tuple) else (found,)
 
-        return dict(zip(names, self.origin.use(results, self.hidden), strict=True))
+        with self._gradients():
+            return dict(zip(names, self.origin.use(results, self.hidden), strict=True))
 
     def _scores(self, target: Tensor | None = None) -> dict[str, Tensor]:
         """Of each token nll, lse and "loss", the mean of lse - z over the classes.
@@ -119,7 +130,7 @@ class DeferredLogits:
         All are of one call. What does not depend on the target is kept for who asks without one,
         such as a label smoothing that sums the log-probabilities of which it has gathered some.
         """
-        with_gradients = torch.is_grad_enabled()
+        with_gradients = torch.is_grad_enabled() and not self.detached
         if target is None and with_gradients in self._scores_of:
             return self._scores_of[with_gradients]
         tokens = self.shape[:-1]
@@ -133,7 +144,7 @@ class DeferredLogits:
         return found
 
     def class_means(self) -> Tensor:
-        """The mean of each token's logits over the classes, (N,) of (N, V), without a gradient."""
+        """Return the mean of each token's logits over the classes, (...,), without a gradient."""
         dtype = torch.promote_types(self.dtype, torch.float32)
 
         def means(hidden: Tensor) -> Tensor:
@@ -147,17 +158,23 @@ class DeferredLogits:
             return torch.cat([self._of(h).to(dtype).mean(-1) for h in hidden.split(rows)])
 
         with torch.no_grad():
-            found: Tensor = self.origin.use(means, self.hidden.detach())
-        return found
+            flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
+            found: Tensor = self.origin.use(means, flat)
+        return found.view(self.shape[:-1])
 
     def _error(self, what: str) -> Refused:
         run = self.origin.forward
         if run.labels is None:
+            divergence = (
+                "Divergences of two models, as GKDTrainer of TRL computes them, are not supported; "
+                "storage_ops.linear_kl_div computes them from hidden states. "
+            )
             return Refused(
                 f"patch_causal_lm: {what} is used on the deferred logits of {run.model}, which "
                 "linear_cross_entropy cannot repeat without them; expected scaling by numbers, "
                 "torch.nn.functional.cross_entropy, or log_softmax or logsumexp over the classes "
-                "and gather of a class for each token. formed() of them is the tensor, and "
+                f"and gather of a class for each token. {divergence * self.normal}"
+                "formed() of them is the tensor, and "
                 'patch_causal_lm(model, logits="eval") does not defer it'
             )
         return Refused(
@@ -201,29 +218,6 @@ class DeferredLogits:
             raise Refused(f"patch_causal_lm: {name} of logits that are not computed")
         raise found[0]._error(f"the function {name!r}")
 
-    @property
-    def shape(self) -> torch.Size:
-        """That of the logits."""
-        return torch.Size((*self.hidden.shape[:-1], self.origin.classes))
-
-    @property
-    def ndim(self) -> int:
-        """That of the logits."""
-        return self.hidden.ndim
-
-    @property
-    def device(self) -> torch.device:
-        """That of the logits."""
-        return self.hidden.device
-
-    def dim(self) -> int:
-        """The number of dimensions."""
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        """The shape, or one size of it."""
-        return self.shape if dim is None else self.shape[dim]
-
     def float(self) -> DeferredLogits:
         """As `to(torch.float32)`."""
         return self.to(torch.float32)
@@ -237,20 +231,6 @@ class DeferredLogits:
             elif not isinstance(value, bool) and value != self.device and value != str(self.device):
                 raise self._error(f"to({value!r})")
         return self._like(dtype=dtype)
-
-    def contiguous(self) -> DeferredLogits:
-        """Itself."""
-        return self
-
-    def is_contiguous(self) -> bool:
-        """Yes; a model that asks would copy them."""
-        return True
-
-    def transpose(self, dim0: int, dim1: int) -> DeferredLogits:
-        """Two dimensions of the tokens exchanged."""
-        if self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim):
-            raise self._error(f"transpose({dim0}, {dim1})")
-        return self._like(hidden=self.hidden.transpose(dim0 % self.ndim, dim1 % self.ndim))
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> DeferredLogits:
         """The log-probabilities."""
@@ -278,6 +258,12 @@ class DeferredLogits:
             return (found["lse"] - found["nll"]).unsqueeze(-1)
         return (found["nll"] * (1 if self.negative else -1)).unsqueeze(-1)
 
+    def take_along_dim(self, indices: Tensor, dim: int | None = None) -> Tensor:
+        """As `gather`."""
+        if dim is None:
+            raise self._error("take_along_dim without a dimension")
+        return self.gather(dim, indices)
+
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
         """The sum of log-probabilities over the classes, in float32."""
         self._over_classes(f"a sum over {dim}", dim)
@@ -289,8 +275,36 @@ class DeferredLogits:
         return total.unsqueeze(-1) if keepdim else total
 
     def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-        """The mean of log-probabilities over the classes, in float32."""
-        return self.sum(dim, keepdim, dtype=dtype) / self.shape[-1]
+        """Return the mean over the classes, in float32; of logits, without a gradient.
+
+        Without a gradient the mean of all logits is known too, as trainers log it.
+        """
+        if self.normal:
+            return self.sum(dim, keepdim, dtype=dtype) / self.shape[-1]
+        if torch.is_grad_enabled() and not self.detached:
+            raise self._error("a mean of logits, with gradients,")
+        if dim is None:
+            return self.class_means().mean(dtype=dtype)
+        self._over_classes(f"a mean over {dim}", dim)
+        means = self.class_means() if dtype is None else self.class_means().to(dtype)
+        return means.unsqueeze(-1) if keepdim else means
+
+    def detach(self) -> DeferredLogits:
+        """Return the same logits, whose results have no gradients."""
+        return self._like(detached=True)
+
+    def exp(self) -> Probabilities:
+        """Return the probabilities, of which only the entropy can be computed."""
+        if not self.normal or self.negative:
+            raise self._error("exp of anything but log_softmax")
+        return Probabilities(self)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy of each token, (...,), in float32."""
+        tokens = self.shape[:-1]
+        target = torch.zeros(tokens.numel(), dtype=torch.long, device=self.device)
+        flat = self._like(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
+        return flat.evaluate(target, ("entropy",))["entropy"].view(tokens)
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor:
         """Of logits over the classes, in float32."""
@@ -312,37 +326,6 @@ class DeferredLogits:
             flat = self._like(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
             best = flat.evaluate(target, ("argmax",))["argmax"].view(tokens)
         return best.unsqueeze(-1) if keepdim else best
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
-        """Dimensions of the tokens as one."""
-        start, end = start_dim % self.ndim, end_dim % self.ndim
-        if start != end == self.ndim - 1:
-            raise self._error(f"flatten({start_dim}, {end_dim})")
-        return self._like(hidden=self.hidden.flatten(start, end))
-
-    def view(self, *shape: Any) -> DeferredLogits:
-        """Another shape of the tokens; the vocabulary stays the last dimension."""
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if sizes[-1] != self.shape[-1]:
-            raise self._error(f"view{sizes}, which breaks up its {self.shape[-1]} classes,")
-        hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
-        return self._like(hidden=hidden)
-
-    reshape = view
-
-    def __getitem__(self, index: Any) -> DeferredLogits:
-        """Some of the tokens, such as `logits[..., :-1, :]`, `logits[:, 0]` or `logits[mask]`."""
-        if isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim < self.ndim:
-            return self._like(hidden=self.hidden[index])
-        items = index if isinstance(index, tuple) else (index,)
-        if not all(item is Ellipsis or type(item) in (slice, int) for item in items):
-            raise self._error(f"the index {index}")
-        if any(item is Ellipsis for item in items) or len(items) == self.ndim:
-            last = items[-1]
-            if last != slice(None):
-                raise self._error(f"the index {index}")
-        hidden = self.hidden[index]
-        return self._like(hidden=hidden)
 
     def _is_of_classes(self, other: Tensor) -> bool:
         """Whether it has one number, or one for each class."""
@@ -367,7 +350,9 @@ class DeferredLogits:
             scale = scale / factor if inverse else scale * factor
         return self._like(scale=scale, cap=cap)
 
-    def __mul__(self, factor: Any) -> DeferredLogits:
+    def __mul__(self, factor: Any) -> Any:
+        if isinstance(factor, Probabilities):
+            return factor * self
         return self._times(factor, inverse=False)
 
     __rmul__ = __mul__
@@ -407,15 +392,6 @@ class DeferredLogits:
         return self._times(-1, inverse=False)
 
     __neg__ = neg
-
-    def __iter__(self) -> Iterator[DeferredLogits]:
-        """The parts of the first dimension of tokens; what was found of all is found of them."""
-        if self.ndim < 2:
-            raise self._error("the operator iter")
-        for row in range(self.shape[0]):
-            part = self[row]
-            part._row_of = self, row
-            yield part
 
     def tanh(self) -> DeferredLogits:
         """Of what was recorded so far; what multiplies it from now on is the cap."""
@@ -468,6 +444,7 @@ register_pytree_node(
 
 # Functions of torch that are its methods.
 _METHODS = frozenset(
-    (torch.argmax, torch.flatten, torch.gather, torch.log_softmax, torch.logsumexp, torch.mean,
-     torch.neg, torch.sum, torch.tanh)
+    (torch.argmax, torch.chunk, torch.detach, torch.exp, torch.flatten, torch.gather,
+     torch.log_softmax, torch.logsumexp, torch.mean, torch.neg, torch.split, torch.sum,
+     torch.take_along_dim, torch.tanh)
 )  # fmt: skip

@@ -24,7 +24,7 @@ from storage_ops._subclass import like
 from storage_ops.integrations.deferred_forward import IGNORED, Forward, LossOptions
 from storage_ops.integrations.deferred_logits import DeferredLogits
 from storage_ops.integrations.output_layers import replaced
-from storage_ops.integrations.patched_model import PatchedModel, deferred, model_forward
+from storage_ops.integrations.patched_model import deferred, has_patch, model_forward
 
 
 def _log_sum_sq_probs(logits: DeferredLogits, target: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def _made_with(forward: Any) -> inspect.ClosureVars | None:
     """What a fused head was made with; None for another forward, or one of this module."""
     while forward is not None:
         function = getattr(forward, "__func__", forward)
-        if hasattr(function, "_over"):
+        if is_over(function):
             return None
         # Its signature may be said to be that of the model's own.
         if isinstance(function, FunctionType) and "fused_lm_head" in (
@@ -58,12 +58,25 @@ def _made_with(forward: Any) -> inspect.ClosureVars | None:
     return None
 
 
-def check(model: Any, options: LossOptions) -> None:
-    """Raise unless the forward of a model is that of its class, or a fused head that is known."""
-    given = vars(model).get("forward")
+def _wraps_own(given: Any, model: Any) -> bool:
+    """Return True if a forward runs the one of the model's class, as accelerate's for autocast."""
+    if not isinstance(given, MethodType):
+        return False
+    cls = type(model)
+    own = getattr(cls, "_original", cls).forward
+    function: Any = given.__func__
+    while function is not own and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function is own
+
+
+def check(model: Any, given: Any, options: LossOptions) -> None:
+    """Raise unless `given`, the forward set on a model or None, can have a patched one over it."""
     if given is None:
         return
     name, made = type(model).__name__, _made_with(given)
+    if made is None and _wraps_own(given, model):
+        return
     if made is None or not isinstance(given, MethodType):
         raise replaced(name)
     known = {"outputs", "temperature", "cast_lm_head_to_fp32"}
@@ -90,17 +103,33 @@ def check(model: Any, options: LossOptions) -> None:
         )
 
 
-def replace(model: Any, options: LossOptions) -> None:
-    """Let the fused head of a patched model, if it has one, score tokens without logits."""
-    given = vars(model).get("forward")
+def over(model: Any, given: Any, options: LossOptions) -> Any:
+    """Return the forward to set on a patched model in place of `given`.
+
+    A fused head becomes one that scores tokens without logits. A wrapper around the forward of the
+    model's class gets the patched forward around it. Another forward stays.
+
+    Raises:
+        NotImplementedError, ValueError: as `check`.
+    """
     made = _made_with(given)
-    if made is not None:
-        check(model, options)
-        model.forward = MethodType(_fused_forward(given.__func__, made), model)
+    if made is None and _wraps_own(given, model):
+        forward: Any = model_forward(given.__func__)
+        forward._over = given.__func__
+        return MethodType(forward, model)
+    if made is None:
+        return given
+    check(model, given, options)
+    return MethodType(_fused_forward(given.__func__, made), model)
+
+
+def is_over(forward: Any) -> bool:
+    """Return True if `over` made this forward."""
+    return hasattr(getattr(forward, "__func__", forward), "_over")
 
 
 def restore(model: Any) -> None:
-    """Undo `replace`, unless another forward was put above; without a patch it stands aside."""
+    """Undo `over`, unless another forward was put above; without a patch it stands aside."""
     over = getattr(getattr(vars(model).get("forward"), "__func__", None), "_over", None)
     if over is not None:
         model.forward = MethodType(over, model)
@@ -115,7 +144,7 @@ def _fused_forward(given: Callable[..., Any], made: inspect.ClosureVars) -> Call
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(self, *args, **kwargs)
-        if not isinstance(self, PatchedModel):  # any more
+        if not has_patch(self):  # any more
             return given(self, *args, fused_lm_head=True, **kwargs)
         shifted = kwargs.get("shift_labels")
         labels: Tensor | None = kwargs.get("labels") if shifted is None else shifted

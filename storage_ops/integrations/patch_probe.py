@@ -13,7 +13,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,12 +57,21 @@ def _run_on_fakes(
             vars(shadow)["_loss_options"] = LossOptions(options.returns)
             vars(shadow).pop("forward", None)  # it is of the model itself
             ids = torch.zeros(_SHAPE, dtype=torch.long, device=device)
-            shadow(input_ids=ids, labels=ids, **keywords)
+            of_rows = dict.fromkeys(other_labels(model.forward), ids[:, 0])
+            shadow(input_ids=ids, labels=ids, **keywords, **of_rows)
     except Refused as refused:
         return refused
     except Exception:  # of the model or of torch: nothing was learned
         return None
     return None
+
+
+def other_labels(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters of a forward that are the label of a row.
+
+    BertForPreTraining has a loss only if it is given `next_sentence_label` besides `labels`.
+    """
+    return [name for name in inspect.signature(forward).parameters if name.endswith("_label")]
 
 
 def _without_numbers(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:

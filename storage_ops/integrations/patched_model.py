@@ -11,22 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops._subclass import Replaced, like
+from storage_ops._subclass import like
 from storage_ops.integrations.deferred_forward import Forward, LossOptions, Refused
 from storage_ops.integrations.deferred_logits import DeferredLogits
 from storage_ops.integrations.gathered_head import hooks_taken_off
 from storage_ops.integrations.output_layers import patched_heads
+from storage_ops.integrations.patch_probe import other_labels
 
 
-class PatchedModel(Replaced):
-    """Marks a patched model, and says how its loss is computed."""
-
-    _loss_options: LossOptions = LossOptions()
-
-    @staticmethod
-    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        """One that gives the model deferred logits where it is called with labels."""
-        return model_forward(original)
+def has_patch(model: Any) -> bool:
+    """Return True if `patch_causal_lm` has changed this module and no undo came since."""
+    return getattr(model, "_loss_options", None) is not None
 
 
 def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,9 +33,11 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         shifted = kwargs.get("shift_labels")
         labels = args[position] if len(args) > position else kwargs.get("labels")
         labels = shifted if shifted is not None else labels
-        # Not patched any more: another wrapper has held on to this function.
-        if not isinstance(self, PatchedModel):
+        # Another wrapper can keep this function after the undo.
+        if not has_patch(self):
             return original(self, *args, **kwargs)
+        if self._is_watched:
+            self._has_run = True
         name, options = type(self).__name__, self._loss_options
         training = self.training and torch.is_grad_enabled()
         if labels is None and not (training and options.logits == "deferred"):
@@ -94,9 +91,11 @@ def deferred(
             head._deferred_in = None
     if run.labels is not None and run.losses < max(run.calls, 1):
         missing = "a cross-entropy of its logits" if run.calls else "get_output_embeddings()"
+        others = [name for name in other_labels(forward) if kwargs.get(name) is None]
+        also = f". It may need {' and '.join(others)} too" if others else ""
         raise Refused(
             f"patch_causal_lm: the forward of {run.model} with labels ended without {missing}; "
-            "expected a causal language modeling loss of the logits of its output layer. "
+            f"expected a causal language modeling loss of the logits of its output layer{also}. "
             "storage_ops.unpatch_causal_lm(model) gives the model its own loss back"
         )
     return outputs
@@ -130,7 +129,8 @@ def _say_that_labels_lack(name: str) -> None:
     warnings.warn(
         f"patch_causal_lm: {name} is called in training without labels, so its logits are formed "
         "and it has no loss and no results per token. Trainer takes the labels from the model "
-        "where it has a compute_loss_func or label_smoothing_factor: with "
+        "where it has a compute_loss_func or label_smoothing_factor, and so do the ORPO, CPO, TPO "
+        "and OnlineDPO trainers of TRL: with "
         'patch_causal_lm(model, logits="deferred") their losses need no logits. A compute_loss() '
         "of your own can have the labels, and outputs.nll",
         stacklevel=4,

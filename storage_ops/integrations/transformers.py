@@ -27,8 +27,9 @@ from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_forward import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_heads
 from storage_ops.integrations.patch_probe import find_refusal
-from storage_ops.integrations.patched_model import PatchedModel
+from storage_ops.integrations.patched_class import PatchedModel, stop_watching
 from storage_ops.loss.checks import budget_of
+from storage_ops.optional import check_version
 
 ModelT = TypeVar("ModelT", bound=nn.Module, default=nn.Module)
 PatchResult = Literal["loss", "nll", "lse", "entropy", "argmax", "correct"]
@@ -88,10 +89,15 @@ def patch_causal_lm(
     draws other masks than one call for all tokens would.
 
     Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. One that is
-    patched already, with the same options, stays as it is. Trainers of TRL (from 1.15: SFT, DPO,
-    KTO, GRPO, RLOO) give a model a fused head of their own when they are made, for the results per
-    token that their losses are made of: patch `trainer.model` then, before `trainer.train()`, and
-    `trainer.ref_model` if there is one, and these results come from `linear_cross_entropy`.
+    patched already, with the same options, stays as it is. The trainers SFT, DPO, KTO, GRPO and
+    RLOO of TRL (from 1.15) set a fused head on the model, which returns the results per token that
+    their losses use. `linear_cross_entropy` computes these results in a patched model. Patch the
+    model before or after the trainer is made, and `trainer.ref_model` if there is one. ORPO, CPO,
+    TPO and OnlineDPO compute their losses from logits and need `logits="deferred"`. Distillation of
+    one model from another (GKDTrainer, DistillationTrainer) is not supported.
+
+    If another library replaces the forward of a patched model, and its forward does not call the
+    patched one, the first call in training warns that the patch has no effect.
 
     Where FSDP2 (fully_shard on the output layer) or ZeRO-3 of DeepSpeed gathers the weight of the
     layer for its call, the loss runs inside of that call, if the layer is a plain one and labels
@@ -118,9 +124,10 @@ def patch_causal_lm(
             "deferred" is as "eval", and for losses outside of the model, to which Trainer gives the
             labels where it has a `compute_loss_func` or `label_smoothing_factor`: in training a
             call without labels returns logits that are not formed. They are no tensor. A loss may
-            slice, mask, reshape, scale and cast them, and take `cross_entropy` of them,
-            `logsumexp` or `argmax` over the classes, or `log_softmax` and from that `gather` of one
-            class for each token, and the sum or mean over the classes; the results are float32.
+            slice, mask, split, reshape, scale, cast and detach them, and take `cross_entropy` of
+            them, `logsumexp` or `argmax` over the classes, or `log_softmax` and from that `gather`
+            of one class for each token, the sum or mean over the classes and the entropy. Without
+            gradients a loss may take the mean of logits. The results are float32.
             Anything else raises NotImplementedError; `outputs.logits.formed()` is the tensor.
         memory_budget: that of `storage_ops.linear_cross_entropy`.
 
@@ -133,7 +140,7 @@ def patch_causal_lm(
             too.
         ValueError: a wrong option.
         RuntimeError: the output layer has hooks, a forward was replaced on the instance, or the
-            model is patched with other options.
+            model is patched with other options. ImportError: transformers is older than 4.57.
         NotImplementedError: the model does something to its logits that cannot be done without
             them. A copy of it runs on fake tensors to find that out; where it cannot run on these
             (it reads numbers, or has hooks), the first forward of the patched model raises. A loss
@@ -162,14 +169,16 @@ def patch_causal_lm(
                 f"patch_causal_lm: {name} is patched already, with {model._loss_options}; expected "
                 f"the same, {options}, or storage_ops.unpatch_causal_lm(model) first"
             )
-        fused_head.replace(model, options)  # it may have got one since
         return CausalLMPatch(given, applied=False)
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"patch_causal_lm: model is {name}, without get_output_embeddings(); expected a "
             "transformers model, not a wrapper around one"
         )
-    fused_head.check(model, options)
+    if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
+        check_version("transformers", "patch_causal_lm")
+    given_forward = vars(model).get("forward")
+    fused_head.check(model, given_forward, options)
     parameters = inspect.signature(type(model).forward).parameters
     if "labels" not in parameters:
         raise TypeError(f"patch_causal_lm: forward of {name} takes no labels; expected it to")
@@ -191,7 +200,8 @@ def patch_causal_lm(
         refused = find_refusal(model, options)
         if refused is not None:
             raise refused
-        fused_head.replace(model, options)
+        if given_forward is not None:
+            model.forward = given_forward  # as if it were set now
     except BaseException:  # an interrupt too
         unpatch_causal_lm(model)
         raise
@@ -283,4 +293,5 @@ def unpatch_causal_lm(model: nn.Module) -> None:
         for attribute in ("_deferred_in", "_loss_options", OWN_OPTIONS):
             vars(module).pop(attribute, None)
         module.__class__ = module._original
+    stop_watching(model)
     fused_head.restore(model)

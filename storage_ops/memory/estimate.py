@@ -22,7 +22,7 @@ from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
 from storage_ops.memory.estimate_ddp import ddp_simulated
 from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED, fsdp_simulated
-from storage_ops.memory.estimate_functions import Functions
+from storage_ops.memory.estimate_functions import Functions, autocast_off_on_meta
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
 from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_optimizers
@@ -222,6 +222,9 @@ def simulating(
     simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
+        # Autocast keeps the casts of parameters until its outermost block ends.
+        torch.clear_autocast_cache()
+        stack.callback(torch.clear_autocast_cache)
         stack.enter_context(_no_collection())
         stack.enter_context(unchanged(*held.holders))
         # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
@@ -239,6 +242,8 @@ def simulating(
         elsewhere = on_gpu and not any(t.is_cuda for t in held.tensors)
         stack.enter_context(standing_for(rates if elsewhere else None))
         stack.enter_context(simulation)
+        if on_meta:
+            stack.enter_context(autocast_off_on_meta())
         stack.enter_context(Functions(simulation, on_meta))
         args, kwargs = on_one_device(simulation, held, args, kwargs)
         for t in held.tensors:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,3 +44,29 @@ class Functions(TorchFunctionMode):
         ):
             return torch.sparse_coo_tensor(*args[1:])
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def autocast_off_on_meta() -> Iterator[None]:
+    """Let `torch.autocast("meta", enabled=False)` do nothing in a with block, where torch raises.
+
+    Rotary embeddings of transformers 4 turn autocast off for the device of their input.
+    """
+    kind: Any = torch.autocast
+    plain = kind.__init__
+
+    def __init__(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        known = "cpu" if device_type == "meta" and not enabled else device_type
+        plain(self, known, dtype, enabled, cache_enabled)
+
+    kind.__init__ = __init__
+    try:
+        yield
+    finally:
+        kind.__init__ = plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,18 +21,38 @@ def masks_as_in_a_run(values: Values) -> Iterator[None]:
     their heads. It takes every fake tensor for one of a trace, whose values nobody knows.
     """
     module: Any = sys.modules.get("transformers.masking_utils")
-    plain = getattr(module, "is_tracing", None)
-    if plain is None:
+    if hasattr(module, "is_tracing"):
+        names, replacement = ["is_tracing"], _is_tracing
+    else:  # transformers 4 looks at every mask, whose values a simulation may not know
+        names = ["_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"]
+        replacement = _ignores_mask
+    plain = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name, function in plain.items():
+        setattr(module, name, replacement(function, values))
+    try:
         yield
-        return
+    finally:
+        for name, function in plain.items():
+            setattr(module, name, function)
+
+
+def _is_tracing(plain: Callable[..., Any], values: Values) -> Callable[..., bool]:
+    """Return `is_tracing` of transformers 5, false for fake tensors whose values are known."""
 
     def is_tracing(tensor: Any = None) -> bool:
         if isinstance(tensor, FakeTensor) and values.read(tensor) is not None:
             return False
         return bool(plain(tensor))
 
-    module.is_tracing = is_tracing
-    try:
-        yield
-    finally:
-        module.is_tracing = plain
+    return is_tracing
+
+
+def _ignores_mask(plain: Callable[..., Any], values: Values) -> Callable[..., bool]:
+    """Return a function of transformers 4, false for masks whose values are not known."""
+
+    def ignores_mask(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+        if isinstance(padding_mask, FakeTensor) and values.read(padding_mask) is None:
+            return False
+        return bool(plain(padding_mask, *args, **kwargs))
+
+    return ignores_mask

@@ -1,3 +1,6 @@
+import os
+import sys
+
 import pytest
 import torch
 
@@ -10,3 +13,13 @@ def batch():
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, :3] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.fixture(autouse=True)
+def no_state_of_accelerate():
+    """Trainer of transformers 4 keeps the mixed precision of an earlier one in the process."""
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)

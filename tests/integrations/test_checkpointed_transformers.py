@@ -44,6 +44,12 @@ def gradients(model, ids):
 def test_gradients_with_the_default_use_cache(layer, mode):
     model, ids = MODELS[layer]().train(), torch.randint(V, (2, 32))
     expected, right = gradients(model, ids)
+    if layer == "Gemma3DecoderLayer" and tf.__version__ < "5":
+        assert expected.past_key_values is None  # it makes no cache in training
+        so.apply_activation_checkpoint(model, {"layer_classes": [layer], **MODES[mode]})
+        out, grads = gradients(model, ids)
+        torch.testing.assert_close((out.loss, grads), (expected.loss, right))
+        return
     assert expected.past_key_values.get_seq_length() == 32
     caches._warn_once.cache_clear()
     so.apply_activation_checkpoint(model, {"layer_classes": [layer], **MODES[mode]})
@@ -65,8 +71,9 @@ def test_what_does_not_train_has_its_cache(layer):
     torch.testing.assert_close((out.loss, grads), (expected.loss, right))
     assert out.past_key_values.get_seq_length() == 8
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), text)
-    with torch.no_grad():
-        assert model.train()(ids).past_key_values.get_seq_length() == 8
+    if layer != "Gemma3DecoderLayer" or tf.__version__ >= "5":
+        with torch.no_grad():
+            assert model.train()(ids).past_key_values.get_seq_length() == 8
 
 
 def test_fit_with_a_cache_that_is_given_by_place():

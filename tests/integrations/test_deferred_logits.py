@@ -274,7 +274,35 @@ def autocast_loss(z, t):
         return flat_loss(z, t)
 
 
+def entropies(z, t):
+    """As TRL's entropy_from_logits, with gradients and without."""
+    found = 0
+    for chunk in z.reshape(-1, V).split(4, dim=0):
+        log_p = F.log_softmax(chunk, dim=-1)
+        found += (torch.exp(log_p) * log_p).sum(-1).square().sum()
+    log_p = z.detach().log_softmax(-1)
+    return found * torch.sum(log_p * log_p.exp(), -1).mean()
+
+
+def along(z, t):
+    """As the log-probabilities of OnlineDPOTrainer."""
+    log_p = z[:, 1:].log_softmax(dim=-1)
+    return torch.take_along_dim(log_p, t[:, 1:].unsqueeze(-1), dim=2).square().sum()
+
+
+def logged(z, t):
+    """Means of logits have no gradients."""
+    first, rest = z[:1].detach(), torch.split(z, [1, 2])[1].chunk(2)[0].detach()
+    with torch.no_grad():
+        third = z.mean()
+    return flat_loss(z, t) * (first.mean() + rest.mean(-1).square().sum() + third)
+
+
 RETURNED = {
+    "entropies": entropies,
+    "along a dimension": along,
+    "logged means": logged,
+    "detached": lambda z, t: flat_loss(z, t) * flat_loss(z.detach() * BIAS, t),
     "cross-entropy": flat_loss,
     "flattened": lambda z, t: F.cross_entropy(input=z.flatten(0, -2), target=t.flatten()),
     "of some tokens": lambda z, t: F.cross_entropy(z[t != 3].float(), t[t != 3]),
@@ -362,7 +390,15 @@ REFUSED_OF_RETURNED = {
     "operator /=": lambda z, t: operator.itruediv(z, 2),
     "operator +=": lambda z, t: operator.iadd(z, BIAS),
     "'softmax'": lambda z, t: F.softmax(z, -1),
-    "'detach'": lambda z, t: z.detach(),
+    "'clone'": lambda z, t: z.clone(),
+    "a mean of logits, with gradients,": lambda z, t: z.mean(),
+    "exp of anything but log_softmax": lambda z, t: z.exp(),
+    "chunk in dimension -1": lambda z, t: z.chunk(2, -1),
+    "take_along_dim without": lambda z, t: torch.take_along_dim(z, t),
+    "a product with other tensors": lambda z, t: z.log_softmax(-1).exp() * BIAS,
+    "the attribute 'sum'": lambda z, t: z.log_softmax(-1).exp().sum(),
+    "the function 'log'": lambda z, t: torch.log(z.log_softmax(-1).exp()),
+    "storage_ops.linear_kl_div": lambda z, t: F.kl_div(z.log_softmax(-1), z.formed()),
     "a sum of logits": lambda z, t: z.sum(-1),
     "a sum over None": lambda z, t: z.log_softmax(-1).sum(),
     "gather in dimension 1": lambda z, t: z.gather(1, t.unsqueeze(-1)),

@@ -14,10 +14,10 @@ from storage_ops.integrations import lightning_callback, trainer_callback
 transformers = pytest.importorskip("transformers")
 
 
-def tiny():
+def tiny(vocabulary=64):
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=64, use_cache=False,
+        num_key_value_heads=2, vocab_size=vocabulary, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).train()
 
@@ -105,6 +105,35 @@ def test_what_a_trainer_sets_on_the_model_is_no_difference(tmp_path, options):
         assert seen and all(each is bool(callbacks) for each in seen)
         weights.append(list(model.parameters()))
     assert all(map(torch.equal, *weights))
+
+
+def test_a_plan_with_the_loss_in_mixed_precision(tmp_path):
+    """Accelerate has wrapped the forward of the model before the callback patches the model."""
+    pytest.importorskip("accelerate")
+    data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(4)]
+    batch = {key: torch.arange(32).expand(2, 32) for key in data[0]}
+    with torch.autocast("cpu", torch.bfloat16):
+        fitted = tiny(4096)
+        budget = int(0.8 * storage_ops.memory.simulate_step(fitted, batch).peak_bytes)
+        plan = storage_ops.fit(fitted, batch, budget, actions=["linear_cross_entropy"])
+        plan.save(tmp_path / "fit.json")
+    found = []
+    for callbacks in ([], [trainer_callback(tmp_path / "fit.json")]):
+        torch.manual_seed(0)
+        model, seen = tiny(4096), []
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, report_to=[], use_cpu=True, save_strategy="no", bf16=True,
+            per_device_train_batch_size=2, logging_steps=1, optim="sgd", learning_rate=0.1,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=callbacks)
+        model.register_forward_hook(lambda *given, seen=seen: seen.append(given[2].logits))
+        trainer.train()
+        assert len(seen) == 3 and all((logits is None) is bool(callbacks) for logits in seen)
+        found.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
+        assert type(model) is transformers.LlamaForCausalLM
+        assert not hasattr(vars(model).get("forward"), "_over")
+        assert model(**batch).logits is not None
+    assert found[0] == pytest.approx(found[1], rel=1e-2)
 
 
 @pytest.mark.slow

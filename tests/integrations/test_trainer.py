@@ -65,6 +65,10 @@ def test_training_and_metrics(adapted, tmp_path):
         assert measured[name] == pytest.approx(metrics[name], rel=1e-2)
 
 
+@pytest.mark.skipif(
+    tf.__version__ < "5",
+    reason="label smoothing of transformers 4 divides by another number of tokens than its loss",
+)
 def test_label_smoothing_without_logits(tmp_path):
     model = make("Llama")
     other = copy.deepcopy(model)

@@ -8,7 +8,7 @@ from torch import nn
 
 import storage_ops
 
-from .models import GROUPED, MODELS, V, check_against_plain, loss_and_gradients, make, tf
+from .models import GROUPED, MODELS, SIZES, V, check_against_plain, loss_and_gradients, make, tf
 
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -72,6 +72,21 @@ def test_positional_arguments(batch):
     names = list(inspect.signature(model.forward).parameters)
     args = [batch.get(name) for name in names[: names.index("labels") + 1]]
     check_against_plain(model, lambda model: model(*args))
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Albert"])
+def test_a_loss_that_needs_another_label_too(kind, batch):
+    config = getattr(tf, f"{kind}Config")(**SIZES, embedding_size=16)
+    model = getattr(tf, f"{kind}ForPreTraining")(config).eval()
+    name = {"Bert": "next_sentence_label", "Albert": "sentence_order_label"}[kind]
+    given = {**batch, name: torch.tensor([0, 1, 1])}
+    expected = model(**given)
+    storage_ops.patch_causal_lm(model, logits="never")
+    outputs = model(**given)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    assert outputs.prediction_logits is None
+    with pytest.raises(NotImplementedError, match=f"It may need {name} too"):
+        model(**batch)
 
 
 def test_every_label_ignored(batch):

@@ -6,6 +6,8 @@ import inspect
 import pickle
 import subprocess
 import sys
+import types
+import warnings
 import weakref
 
 import pytest
@@ -182,6 +184,39 @@ def test_a_forward_that_another_wrapper_has_kept_follows_the_undo(batch):
     assert model(**batch).logits is None
     storage_ops.unpatch_causal_lm(model)
     assert model(**batch).logits is not None
+
+
+def test_a_forward_that_is_replaced_later(batch):
+    """A warning says, at the first call in training, that the patch has no effect."""
+
+    def other(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.model(input_ids, attention_mask).last_hidden_state
+        return self.loss_function(hidden @ self.lm_head.weight.T, labels, V)
+
+    model = make("Llama")
+    storage_ops.patch_causal_lm(model)
+    before = dict(vars(model))
+    model.forward = types.MethodType(other, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model(**batch)
+        copied = copy.deepcopy(model)
+        with pytest.raises(UserWarning, match=r"LlamaForCausalLM has no effect.*<locals>\.other"):
+            model(**batch)
+        model(**batch)  # says so once
+        with pytest.raises(UserWarning, match="use_liger_kernel"):
+            copied(**batch)
+        model.forward = types.MethodType(type(model).forward, model)
+        assert model(**batch).logits is None
+        model.forward = types.MethodType(other, model)
+        storage_ops.unpatch_causal_lm(model)
+        model(**batch)
+    storage_ops.patch_causal_lm(copied)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    del model.forward
+    storage_ops.patch_causal_lm(model)
+    assert vars(model).keys() == before.keys()
 
 
 def test_a_new_output_layer(batch):

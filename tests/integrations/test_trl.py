@@ -1,11 +1,13 @@
 """Trainers of TRL with patched models, unchanged: parameters and metrics are as without."""
 
 import copy
+import importlib
 
 import pytest
 import torch
 
 import storage_ops
+from storage_ops.integrations.deferred_logits import DeferredLogits
 
 from .models import SIZES, V, make, tf
 
@@ -38,6 +40,11 @@ def lengths(completions, **kwargs):
     return [len(set(text)) / 10 for text in completions]
 
 
+EXPERIMENTAL = {
+    "ORPO": "orpo", "CPO": "cpo", "TPO": "tpo", "OnlineDPO": "online_dpo", "GKD": "gkd"
+}  # fmt: skip
+
+
 def a_trainer(kind, model, folder, tokenizer, data, options):
     """One of TRL's, for three steps of SGD, which takes small gradients for small."""
     given = {
@@ -49,13 +56,23 @@ def a_trainer(kind, model, folder, tokenizer, data, options):
     more = {}
     if kind in ("DPO", "KTO"):
         more["ref_model"] = copy.deepcopy(model) if config is None else None
-    if kind in ("GRPO", "RLOO"):
+    if kind in ("GRPO", "RLOO", "OnlineDPO"):
         more["reward_funcs"] = lengths
-    arguments = getattr(trl, f"{kind}Config")(**{**given, **options})
-    return getattr(trl, f"{kind}Trainer")(
+    if kind == "GKD":
+        more["teacher_model"] = copy.deepcopy(model)
+    place = trl
+    if kind in EXPERIMENTAL:
+        place = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[kind]}")
+    arguments = getattr(place, f"{kind}Config")(**{**given, **options})
+    return getattr(place, f"{kind}Trainer")(
         model, args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=config,
         **more,
     )  # fmt: skip
+
+
+def check_deferred(model, args, outputs):
+    wanted = model.training and torch.is_grad_enabled()
+    assert isinstance(outputs.logits, DeferredLogits if wanted else torch.Tensor)
 
 
 def rows_for(kind):
@@ -66,8 +83,13 @@ def rows_for(kind):
             row["completion"] = text(3 + k % 4)
         if kind == "KTO":
             row["label"] = k % 3 != 0
-        if kind == "DPO":
+        if kind in ("DPO", "ORPO", "CPO", "TPO"):
             row |= {"chosen": text(3 + k % 4), "rejected": text(5)}
+        if kind == "TPO":
+            row["reference"] = text(6)
+        if kind == "GKD":
+            words = {"user": text(4), "assistant": text(3)}
+            row = {"messages": [{"role": role, "content": words[role]} for role in words]}
         rows.append(row)
     return datasets.Dataset.from_list(rows)
 
@@ -86,7 +108,17 @@ CASES = {
     "GRPO": ("GRPO", "Llama", {"temperature": 0.8, "beta": 0.1, "num_generations": 2,
                                "max_completion_length": 5, "top_entropy_quantile": 0.6}),
     "RLOO": ("RLOO", "Llama", {"num_generations": 2, "max_completion_length": 5}),
+    "ORPO": ("ORPO", "Llama", {}),
+    "ORPO, mixed precision": ("ORPO", "Gemma 2, soft-cap", {"bf16": True}),
+    "CPO": ("CPO", "Cohere, scale", {}),
+    "TPO": ("TPO", "Gemma 2, soft-cap", {}),
+    "OnlineDPO": ("OnlineDPO", "Llama", {"max_new_tokens": 5, "missing_eos_penalty": None}),
 }  # fmt: skip
+
+PATCHED_BEFORE = {
+    "SFT", "SFT, LoRA", "DPO, LoRA", "DPO, mixed precision", "KTO", "GRPO", "RLOO", "ORPO", "TPO",
+}  # fmt: skip
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,14 +129,20 @@ def test_training(case, tokenizer, tmp_path, monkeypatch):
         options = {**options, "peft_config": config}
     make(name).save_pretrained(tmp_path / "model")  # GRPO loads its reference from there
     data, found = rows_for(kind), []
+    before = case in PATCHED_BEFORE
     for patched in (False, True):
         model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        if patched and before:
+            storage_ops.patch_causal_lm(model, logits="deferred")
         trainer = a_trainer(kind, model, tmp_path, tokenizer, data, dict(options))
         if patched:
-            storage_ops.patch_causal_lm(trainer.model, logits="deferred")  # nothing may need them
+            if not before:
+                storage_ops.patch_causal_lm(trainer.model, logits="deferred")
             if getattr(trainer, "ref_model", None) is not None:
-                storage_ops.patch_causal_lm(trainer.ref_model)
+                storage_ops.patch_causal_lm(trainer.ref_model, logits="deferred")
             monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", None)  # is not called
+            if kind in EXPERIMENTAL:
+                trainer.model.register_forward_hook(check_deferred)
         trainer.train()
         parameters = {n: p.detach() for n, p in trainer.model.named_parameters()}
         metrics = [
@@ -115,7 +153,8 @@ def test_training(case, tokenizer, tmp_path, monkeypatch):
     (right, lines), (ours, own) = found
     exact = not options.get("bf16")
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=2e-4 if exact else 1e-2)
-    assert len(lines) == 3 and any("entropy" in line for line in lines)
+    assert len(lines) == 3
+    assert kind in EXPERIMENTAL or any("entropy" in line for line in lines)
     for line, mine in zip(lines, own, strict=True):
         assert line.keys() == mine.keys()
         line.pop("rewards/accuracies", None)  # in the first line they are of rewards that are 0
@@ -124,6 +163,16 @@ def test_training(case, tokenizer, tmp_path, monkeypatch):
             assert mine[key] == pytest.approx(
                 value, rel=2e-3 if exact else 0.1, abs=1e-4 if exact else 0.15, nan_ok=True
             ), key
+
+
+def test_a_divergence_of_two_models_is_not_supported(tokenizer, tmp_path):
+    model = make("Llama")
+    storage_ops.patch_causal_lm(model, logits="deferred")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    trainer = a_trainer("GKD", model, tmp_path, tokenizer, rows_for("GKD"), {"lmbda": 0.0})
+    with pytest.raises(NotImplementedError, match=r"as GKDTrainer of TRL .*linear_kl_div"):
+        trainer.train()
 
 
 def a_fused_model(**options):
@@ -165,16 +214,18 @@ def test_results_per_token_and_gradients(batch):
     torch.testing.assert_close(model(**batch).log_probs, right[0].log_probs)
 
 
-def test_patched_before_and_after_the_trainer_was_made(batch):
+def test_patched_before_the_fused_head_was_made(batch, monkeypatch):
     model = make("Llama")
+    theirs = copy.deepcopy(model)
+    trl.trainer.add_fused_lm_head(theirs)
+    expected = theirs(**batch, fused_lm_head=True).log_probs
     storage_ops.patch_causal_lm(model)
     trl.trainer.add_fused_lm_head(model)
-    theirs = model(**batch, fused_lm_head=True)
-    storage_ops.patch_causal_lm(model)
     ours = vars(model)["forward"]
     storage_ops.patch_causal_lm(model)
     assert vars(model)["forward"] == ours
-    torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, theirs.log_probs)
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", None)  # is not called
+    torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, expected)
     with pytest.raises(ValueError, match="without labels"):
         model(batch["input_ids"], fused_lm_head=True)
 

@@ -46,9 +46,9 @@ def measured(model, batch):
 @pytest.mark.parametrize("masked", ["none", "ones", "padded", "packed"])
 def test_a_mask_is_there_where_a_run_has_one(masked):
     model, batch = llama(), batch_of(masked)
-    before = transformers.masking_utils.is_tracing
+    before = dict(vars(transformers.masking_utils))
     step = simulate_step(model, batch)
-    assert transformers.masking_utils.is_tracing is before
+    assert vars(transformers.masking_utils) == before
     assert step.peak_bytes == pytest.approx(measured(copy.deepcopy(model), batch), rel=1e-3)
 
 
@@ -64,4 +64,7 @@ def test_on_the_meta_device():
     batch["attention_mask"] = batch["labels"]
     masked = simulate_step(half, batch, device="h100")
     workspaces = masked.by_owner["workspaces of cuBLAS"]
-    assert masked.peak_bytes - workspaces > 1.02 * (plain - workspaces)
+    if transformers.__version__ < "5":  # it makes a mask in every case
+        assert masked.peak_bytes == plain
+    else:
+        assert masked.peak_bytes - workspaces > 1.02 * (plain - workspaces)

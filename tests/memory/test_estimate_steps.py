@@ -224,3 +224,21 @@ def test_compiled_functions_run_op_by_op():
     x = torch.randn(MIB)
     fn = torch.compile(lambda x: (x + 1).sin(), fullgraph=True)
     assert estimate(fn, x).peak_bytes == 12 * MIB
+
+
+def test_a_run_after_a_simulation_in_one_autocast_block():
+    """Autocast does not give the run the casts of parameters that the simulation has made."""
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
+
+    def loss(out):
+        return out.float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        right = loss(model(x))
+        peaks = [so.memory.simulate_step(model, x, loss=loss).peak_bytes for _ in "ab"]
+        found = loss(model(x))
+        found.backward()
+    torch.testing.assert_close(found, right)
+    assert peaks[0] == peaks[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert so.memory.simulate_step(model, x, loss=loss).peak_bytes == peaks[0]

@@ -1,0 +1,73 @@
+"""Probabilities of deferred logits, which exist for the entropy of tokens alone.
+
+Code that has logits computes it as `-(log_p.exp() * log_p).sum(-1)`. Each step of that has an
+object here, and anything else is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from storage_ops.integrations.deferred_logits import DeferredLogits
+
+
+class _Step:
+    """A step of the entropy of `log_p`, the log-probabilities of deferred logits."""
+
+    _methods: frozenset[Any] = frozenset()
+
+    def __init__(self, log_p: DeferredLogits) -> None:
+        self._log_p = log_p
+
+    def _refuse(self, what: str) -> Any:
+        raise self._log_p._error(f"{what} of probabilities that are not for the entropy")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # probed by Python itself, which expects this error
+            raise AttributeError(name)
+        return self._refuse(f"the attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Stand in for the tensor in `torch.sum(p * log_p, -1)`."""
+        step = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, _Step))
+        if func in step._methods and step is args[0]:
+            return getattr(step, func.__name__)(*args[1:], **(kwargs or {}))
+        return step._refuse(f"the function {getattr(func, '__name__', func)!r}")
+
+
+class Probabilities(_Step):
+    """exp(log_p), to be multiplied by log_p."""
+
+    _methods = frozenset((torch.mul,))
+
+    def mul(self, other: Any) -> _Products:
+        """Return the terms of the entropy, with the minus sign left out."""
+        if other is not self._log_p:
+            return self._refuse("a product with other tensors")  # type: ignore[no-any-return]
+        return _Products(self._log_p)
+
+    __mul__ = mul
+
+
+class _Products(_Step):
+    """exp(log_p) * log_p, to be summed over the classes."""
+
+    _methods = frozenset((torch.sum,))
+
+    def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """Return minus the entropy of each token."""
+        self._log_p._over_classes(f"a sum over {dim}", dim)
+        entropy = -self._log_p.entropy()
+        return entropy.unsqueeze(-1) if keepdim else entropy
