@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import fx
 
 from storage_ops.autochunk.chunk_op import in_body
+from storage_ops.autochunk.double_backward import connect, disconnect
 from storage_ops.autochunk.edit import Undo, retire
 from storage_ops.autochunk.joint_sums import Term, add_up
 from storage_ops.autochunk.lattice import Conflict, same
@@ -117,6 +118,7 @@ def chunk_graph(
     """
     if in_body():
         return Report(reason="it is a chunk itself")
+    connected = disconnect(graph)
     graph.eliminate_dead_code()
     report, undo = Report(), Undo(graph)
     try:
@@ -129,6 +131,8 @@ def chunk_graph(
         report.reason = ""
     else:
         undo()
+    if report.chunked or connected:
+        connect(graph)
     return report
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.autochunk.chunk_op import in_body
 from storage_ops.autochunk.edit import Undo
@@ -76,7 +77,9 @@ def recognise(
     for product in products(graph)[:TRIES]:
         size, largest = numel(product), max(largest, numel(product))
         small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
-        if small or size * LARGE <= largest or not size:
+        # A transform of torch.func wraps its tensors: such a graph is left to the joint pass.
+        wrapped = not isinstance(product.meta["example_value"], FakeTensor)
+        if small or wrapped or size * LARGE <= largest or not size:
             continue
         with _tried(graph, product):
             forward = slice_of(gm, product)
