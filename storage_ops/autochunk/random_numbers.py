@@ -46,8 +46,9 @@ def _below_one(graph: fx.Graph) -> bool:
     budgets = [config.activation_memory_budget]
     if budgets == [0]:
         next(iter(graph.nodes)).meta.setdefault("memory_budget", _LEAST)
-    modules = [m for m in graph.owning_module.modules() if isinstance(m, fx.GraphModule)]
-    for node in (node for m in modules for node in m.graph.nodes):
+    owner = graph.owning_module
+    modules = [] if owner is None else list(owner.modules())
+    for node in (n for m in modules if isinstance(m, fx.GraphModule) for n in m.graph.nodes):
         custom = node.meta.get("custom") or {}
         for meta, key in ((node.meta, "memory_budget"), (custom, region)):
             if isinstance(meta.get(key), float):
