@@ -13,7 +13,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from storage_ops.autochunk.edit import Calls
-from storage_ops.autochunk.values import nbytes
+from storage_ops.autochunk.values import leading_to, nbytes
 
 _LOSSES = {
     F.cross_entropy: ("input", "target", "weight", "size_average", "ignore_index", "reduce",
@@ -36,7 +36,6 @@ def classes_last(gm: fx.GraphModule, least: int) -> None:
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             if _is_wanted(given, least):
                 _rewrite(node, given)
-    gm.graph.eliminate_dead_code()
 
 
 def _is_wanted(given: dict[str, Any], least: int) -> bool:
@@ -53,9 +52,11 @@ def _rewrite(node: fx.Node, given: dict[str, Any]) -> None:
     graph: fx.Graph = node.graph
     call = Calls(graph, given["input"], before=node, key="example_value")
     with torch.set_grad_enabled(node.meta["example_value"].requires_grad):
-        logits = _turned(call, given.pop("input"))
+        old = given.pop("input")
+        logits = _turned(call, old)
         if logits is None:
             return
+        turned = leading_to([old])
         target = given.pop("target")
         logits = call(torch.flatten, logits, 0, -2)
         loss: Any = node.target
@@ -63,13 +64,20 @@ def _rewrite(node: fx.Node, given: dict[str, Any]) -> None:
         if given.get("reduction") == "none":
             made = call(torch.ops.aten.view_as.default, made, target)
     node.replace_all_uses_with(made)
-    graph.erase_node(node)
+    unused = [node]
+    while unused:  # no other dead node: one may be there for what it writes
+        dead = unused.pop()
+        read = [a for a in dead.all_input_nodes if a.op != "placeholder"]
+        graph.erase_node(dead)
+        unused += [a for a in read if not a.users and a in turned]
 
 
 def _turned(call: Calls, node: Any) -> fx.Node | None:
     """Return logits with dimension 1 as the last one, or None if that takes a copy."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return None
+    # At the place of the node: what it reads may be changed in place after it.
+    call = Calls(node.graph, node, before=node, key="example_value")
     name = str(getattr(node.target, "__name__", node.target))
     value, (base, *rest) = node.meta["example_value"], node.args or (None,)
     if not isinstance(base, (fx.Node, str)):
