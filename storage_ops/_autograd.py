@@ -1,15 +1,15 @@
-"""What ops that make their gradients in the forward share: used once, in place, in torch.func.
+"""Shared autograd code of the ops that compute their gradients in the forward.
 
 Such an op returns its gradients beside its result. Its backward multiplies them by the upstream
-gradient, in place where nobody else sees their memory. They are first derivatives: whoever would
-differentiate them again gets an error, not zeros.
+gradient, in place if no other tensor shares their memory. The gradients are first derivatives. A
+second differentiation raises an error instead of returning zeros.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.library import register_autograd, register_fake
 
+from storage_ops import _schemas
 from storage_ops.matmul.full_sums import full_sums
 
 _OPS = torch.ops.storage_ops
@@ -86,6 +88,41 @@ def roots(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
         return []
     with torch.enable_grad():
         return [_Root.apply(t) for t in tensors if t is not None and t.requires_grad]  # type: ignore[no-untyped-call]
+
+
+def sources_of(tensors: Iterable[Tensor | None], outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return what a backward that AOTAutograd traces must read for `connect` to work.
+
+    Args:
+        tensors: the arguments of the op. Inputs of the traced graph, and what views of an input
+            are views of, lead to the gradients of that input.
+        outputs: the differentiable results of the op. An output that the graph returns as it is
+            leads to all inputs of the graph.
+
+    Returns:
+        Tensors for `ctx` itself: an output that `save_for_backward` keeps is detached in a trace.
+        An empty list outside of a trace.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
+        return []
+    given = [t for t in tensors if t is not None and t.requires_grad]
+    bases: list[Tensor] = [t._base if t._base is not None else t for t in given]
+    inputs = [t for t in bases if t.grad_fn is None or not t.grad_fn.next_functions]
+    return [*dict.fromkeys(inputs), *(t for t in outputs if t.numel())]
+
+
+def connect(upstream: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return upstream gradients that a compiled backward computes from `sources` in name.
+
+    AOTAutograd raises for a second derivative only if a tensor that the backward reads leads to
+    the tensor that the caller asks for. Gradients that the forward has computed lead nowhere: the
+    second derivative would be zero without an error.
+    """
+    given = list(upstream)
+    first = next((i for i, g in enumerate(given) if g is not None), None)
+    if sources and first is not None:
+        given[first] = _OPS._connect(given[first], list(sources))
+    return given
 
 
 def once(grads: list[Tensor | None], sources: list[Tensor | None]) -> list[Tensor | None]:
@@ -181,3 +218,12 @@ def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
             return kernel(*args)
 
     return run
+
+
+def _connect(upstream: Tensor, sources: list[Tensor]) -> Tensor:
+    return upstream.clone()
+
+
+_schemas.library.impl("_connect", _connect, "CompositeExplicitAutograd")
+register_fake("storage_ops::_connect", _connect, lib=_schemas.library)
+register_autograd("storage_ops::_connect", raise_not_twice, lib=_schemas.library)

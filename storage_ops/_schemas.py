@@ -63,6 +63,7 @@ SCHEMAS: dict[str, str] = {
     ),
     "_product_kind": "() -> (str, int)",
     "_scale": "(Tensor(a!) self, Tensor factor) -> ()",
+    "_connect": "(Tensor upstream, Tensor[] sources) -> Tensor",
     "_check_ranks": (
         "(Tensor every, int[] assumed, str group, int[] like, bool every_time) -> Tensor"
     ),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import storage_ops
-from storage_ops import _schemas
+from storage_ops import _autograd, _schemas
 from storage_ops.autochunk import chunk_op as chunks
 from storage_ops.divergence import reference as divergence_reference
 from storage_ops.divergence import rows
@@ -39,6 +39,7 @@ REFERENCES = {
     "_product_kind": "product_kind",
     "_scale": "scale",
     "_check_ranks": "check",
+    "_connect": "_connect",
     "linear_cross_entropy_backward": "linear_cross_entropy",
     "linear_cross_entropy_backward_kept": "linear_cross_entropy",
     "linear_cross_entropy_backward_into": "linear_cross_entropy",
@@ -64,7 +65,16 @@ def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
     assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None
     if name not in NATIVE_ONLY:
         known = REFERENCES.get(name, name)
-        places = (reference, loss_reference, divergence_reference, rows, products, chunks, ranks)
+        places = (
+            _autograd,
+            reference,
+            loss_reference,
+            divergence_reference,
+            rows,
+            products,
+            chunks,
+            ranks,
+        )
         assert any(hasattr(m, known) for m in places)
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         assert has(qualified, "CompositeExplicitAutograd")

@@ -150,6 +150,7 @@ CASES = {
     "_product_scratch": [(100, 200, 5000, 2, rounded, False) for rounded in (False, True)],
     "_product_kind": [()],
     "_check_ranks": [(torch.tensor([[5, *range(8)]] * 2), [5, 5], "", [5, 0, 1, 2], False)],
+    "_connect": [(torch.randn(3), [torch.randn(2, 2), torch.randn(())])],
     "_scale": [
         (torch.randn(3, 4).to(dtype), torch.tensor(by, dtype=wide))
         for dtype, wide in [

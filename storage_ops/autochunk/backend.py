@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from storage_ops import matmul
+from storage_ops.autochunk import random_numbers
 from storage_ops.autochunk.driver import ChunkError, Report, chunk_graph
 from storage_ops.autochunk.inductor import mended
 from storage_ops.autochunk.log import Words, log, warn
@@ -31,6 +32,7 @@ GraphT = TypeVar("GraphT", bound=fx.GraphModule | fx.Graph)
 _reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
 OPTIONS: dict[str, Any] = {"num_chunks": None, "memory_budget": None, "strict": False}
 _PASS, _LATER = "joint_custom_pre_pass", "post_grad_custom_pre_pass"
+_LAST = "joint_custom_post_pass"
 
 
 @contextmanager
@@ -224,15 +226,12 @@ def _circumstances() -> list[Any]:
 
 
 def _make_pass(
-    options: tuple[int | None, int | None, bool], visible: int, earlier: Any,
+    options: tuple[int | None, int | None, bool], visible: int,
     recognised: Recognised = NOTHING, words: Words | None = None, graph_break: str = "",
 ) -> Any:  # fmt: skip
     """A pass for Inductor's joint graph, with an id that its caches can keep."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     def run(graph: fx.Graph) -> None:
-        if earlier is not None:
-            earlier(graph)
         with (words or Words()).heard() as reasons:
             reasons.append(apply(graph, *options, visible, recognised, graph_break).reason)
 
@@ -241,11 +240,27 @@ def _make_pass(
             return None  # explain must see the graph, which a cache would keep from it
         logs = log.isEnabledFor(logging.DEBUG)  # what was not said cannot be repeated
         known = options, visible, astuple(recognised), _circumstances(), logs, graph_break
-        own = f"{_source_hash()}{json.dumps(known)}"
-        if earlier is None:
-            return own
+        return f"{_source_hash()}{json.dumps(known)}"
+
+    return _pass(run, uuid)
+
+
+def _after(earlier: Any, last: Any) -> Any:
+    """A pass that runs those of the user, one or several, and then `last`."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    if earlier is None:
+        return last
+    passes = [*(earlier if isinstance(earlier, (list, tuple)) else [earlier]), last]
+
+    def run(graph: fx.Graph) -> None:
+        for each in passes:
+            each(graph)
+
+    def uuid() -> str | None:
         # A plain function has no id: then nothing is kept, as when it is used alone.
-        return f"{own}{earlier.uuid()}" if isinstance(earlier, CustomGraphPass) else None
+        ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in passes]
+        return None if None in ids else "".join(map(str, ids))
 
     return _pass(run, uuid)
 
@@ -306,10 +321,13 @@ def backend(
     chosen, given = taken({} if options is None else options)
     patches = {**(list_mode_options(mode) if mode else {}), **given}
     visible = len(returned(gm.graph))
-    earlier = patches.get(_PASS, getattr(config, _PASS))
     recognised = recognise(gm, chosen[0], chosen[1])
     words = Words()
-    patches[_PASS] = _make_pass(chosen, visible, earlier, recognised, words, _graph_break(gm))
+    for name, last in (
+        (_PASS, _make_pass(chosen, visible, recognised, words, _graph_break(gm))),
+        (_LAST, _pass(random_numbers.keep, lambda: "storage_ops.random_numbers")),
+    ):
+        patches[name] = _after(patches.get(name, getattr(config, name)), last)
     if patches.get(_LATER, getattr(config, _LATER)) is None:  # else a warm cache says nothing
         patches[_LATER] = _pass(lambda graph: words.count(), lambda: "storage_ops.autochunk")
     compiled: Any = compile_fx(

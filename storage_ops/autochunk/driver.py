@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import fx
 
 from storage_ops.autochunk.chunk_op import in_body
+from storage_ops.autochunk.double_backward import connect, disconnect
 from storage_ops.autochunk.edit import Undo, retire
 from storage_ops.autochunk.joint_sums import Term, add_up
 from storage_ops.autochunk.lattice import Conflict, same
@@ -117,6 +118,7 @@ def chunk_graph(
     """
     if in_body():
         return Report(reason="it is a chunk itself")
+    connected = disconnect(graph)
     graph.eliminate_dead_code()
     report, undo = Report(), Undo(graph)
     try:
@@ -129,6 +131,8 @@ def chunk_graph(
         report.reason = ""
     else:
         undo()
+    if report.chunked or connected:
+        connect(graph)
     return report
 
 
@@ -178,7 +182,7 @@ class _Work:
                 report.num_chunks = max([report.num_chunks, *counts])
                 report.num_passes = max(report.num_passes, len(counts))
             tried |= {found[0], *self.parts.get(found[0], ())}
-        report.reason = report.reason or "no matrix product is larger than its input"
+        report.reason = report.reason or _nothing_amplifies(graph)
 
     def whole(self, amplifier: fx.Node) -> int:
         """Elements of a product, or of the one that it was taken from."""
@@ -259,6 +263,15 @@ class _Work:
         counts = rewrite(graph, span, ordered, Limits(count, budget), terms)
         mutations.check_order(graph)
         return counts
+
+
+def _nothing_amplifies(graph: fx.Graph) -> str:
+    """Return why a graph without a product that is larger than its input is not chunked."""
+    for node in graph.nodes:
+        if name_of(node) == "aten.convolution.default" and numel(node) > numel(node.args[0]):
+            reason = "a convolution is no matrix product; use F.linear with the channels last"
+            return describe(Conflict(reason, node))
+    return "no matrix product is larger than its input"
 
 
 def _check_saving(graph: fx.Graph, elements: int) -> None:

@@ -67,12 +67,21 @@ class Emitter:
         splice = self.splice = Splice(self.forward, tail.loss)
         call, copy = splice.call, splice.copy
         # The weights of the tokens do not depend on the rows, of which only zeros are to be had.
-        given = list(tail.leaves)
+        given, marks = list(tail.leaves), None if tail.uniform else self.marks(head)
         for row in head.rows:
-            options = {"dtype": arithmetic(row.meta["val"].dtype), "device": row.meta["val"].device}
-            given.append(call(_ATEN.full.default, self.numbers(shape(row)), 0.0, **options))
+            dtype, sizes = arithmetic(row.meta["val"].dtype), self.numbers(shape(row))
+            if marks is None:
+                device = row.meta["val"].device
+                zeros = call(_ATEN.full.default, sizes, 0.0, dtype=dtype, device=device)
+            else:
+                zeros = call(_ATEN._to_copy.default, marks, dtype=dtype)
+                zeros = call(_ATEN.reshape.default, zeros, sizes)
+            given.append(zeros)
         splice.env.update(zip(tail.inputs, given, strict=True))
         token_weights, at_zero = copy(tail.weight), copy(tail.total)
+        if marks is not None:  # else the op would leave tokens out that make the loss nan
+            lost = call(_ATEN.where.ScalarOther, call(_ATEN.isnan.default, at_zero), marks, 0.0)
+            token_weights = call(_ATEN.add.Tensor, token_weights, lost)
         made = self.op(
             [head],
             copy(head.targets[0]) if head.dense else self.flat(head.targets[0]),
@@ -87,6 +96,16 @@ class Emitter:
         new = call(_ATEN.add.Tensor, new, at_zero)
         tail.loss.replace_all_uses_with(self.like(new, tail.loss.meta["example_value"]))
         return self.emitted
+
+    def marks(self, head: Head) -> fx.Node:
+        """Return 0 per token, and nan where the hidden state is not finite.
+
+        A token that the loss multiplies by 0 has a weight of 0, as one that it ignores. The tail
+        of these numbers tells them apart: 0 * nan is nan.
+        """
+        call = self.splice.call
+        hidden = call(_ATEN.detach.default, self.splice.copy(head.input))
+        return call(_ATEN.sum.dim_IntList, call(_ATEN.mul.Tensor, hidden, 0.0), [-1])
 
     def rows(self) -> Emitted:
         """Write the rows, which lead to what is read elsewhere."""

@@ -50,14 +50,26 @@ def _hinted(value: torch.Tensor | None) -> torch.Tensor | None:
 def plan_of(
     call: Call, num_chunks: int | None, budget: int | None
 ) -> tuple[int | None, planner.Plan]:
-    """The op's memory_budget (given, that of so many chunks, or its own default), and its plan."""
-    p = _problem(call)
-    if num_chunks is not None:
+    """Return the op's memory_budget and its plan.
+
+    The budget is the given one, that of `num_chunks` chunks, or the op's default. Chunks of few
+    tokens are raised to a budget whose plan has at most as many tiles as there are tokens.
+    """
+    p, rates = _problem(call), rates_of(call.input.device)
+    if num_chunks is None:
+        budget = budget if budget is None else max(budget, planner.smallest_budget(p))
+        return budget, planner.choose(p, budget, rates)
+    tokens = max(p.tokens, 1)
+    count = min(num_chunks, tokens)
+    while True:
         # A chunk of tokens, padding and products included; the few numbers per token on top.
-        share = parts(p.tokens, num_chunks) * padded(p.vocab)
+        share = parts(p.tokens, count) * padded(p.vocab)
         budget = share * p.itemsize * 51 // 50 + cost.token_bytes(p)
-    budget = budget if budget is None else max(budget, planner.smallest_budget(p))
-    return budget, planner.choose(p, budget, rates_of(call.input.device))
+        budget = max(budget, planner.smallest_budget(p))
+        plan = planner.choose(p, budget, rates)
+        if count == 1 or plan.num_chunks * plan.num_slices <= tokens:
+            return budget, plan
+        count = -(-count // 2)
 
 
 def scratch(node: fx.Node) -> int:

@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.autochunk.chunk_op import in_body
+from storage_ops.autochunk.classes_last import classes_last
 from storage_ops.autochunk.edit import Undo
 from storage_ops.autochunk.emit import Emitted, Emitter
 from storage_ops.autochunk.forward import (
@@ -73,10 +75,17 @@ def recognise(
     if in_body():
         return found
     forget_bounds(graph)
+    least = 0 if num_chunks is not None else budget_of(0, memory_budget)
+    try:
+        classes_last(gm, least)
+    except Exception as error:
+        log.debug("classes are left in dimension 1", exc_info=error)
     for product in products(graph)[:TRIES]:
         size, largest = numel(product), max(largest, numel(product))
         small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
-        if small or size * LARGE <= largest or not size:
+        # A transform of torch.func wraps its tensors: such a graph is left to the joint pass.
+        wrapped = not isinstance(product.meta["example_value"], FakeTensor)
+        if small or wrapped or size * LARGE <= largest or not size:
             continue
         with _tried(graph, product):
             forward = slice_of(gm, product)

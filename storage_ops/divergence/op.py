@@ -70,6 +70,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     )
     ctx.call = call.with_tensors()
     ctx.roots = _autograd.roots(call.tensors()) if ctx.ready else []
+    ctx.sources = _autograd.sources_of(call.tensors(), output[:1])
     # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
     saved = [g.detach() for g in grads] if ctx.ready else [state.detach(), *call.tensors()]
     ctx.save_for_backward(*saved)
@@ -78,6 +79,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _gradients(ctx: Any, upstream: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
     needs, keep = _needs(ctx), _autograd.retained()
     saved = ctx.saved_tensors  # once: a checkpoint gives them once
+    (upstream,) = _autograd.connect([upstream], ctx.sources)
     made: list[Tensor | None] = [None] * 3
     with torch.no_grad():
         if upstream is None:

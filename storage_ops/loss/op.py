@@ -22,6 +22,7 @@ from storage_ops import _schemas
 from storage_ops._autograd import (
     batched,
     call_once,
+    connect,
     exact,
     looped,
     once,
@@ -29,6 +30,7 @@ from storage_ops._autograd import (
     raise_not_twice,
     retained,
     roots,
+    sources_of,
     times,
     transforming,
 )
@@ -160,6 +162,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     tile = grads[0].detach() if call.keeps else None
     ctx.kept = kept.keep(tile) if tile is not None and tile.numel() else None
     ctx.roots = roots(call.tensors()) if ctx.ready else []
+    ctx.sources = sources_of(call.tensors(), output[: 1 if ctx.ready else _DIFFERENTIABLE])
     if ctx.ready:
         # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
         ctx.save_for_backward(*(g.detach() for g in grads))
@@ -174,6 +177,7 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     # Outputs that were not asked for are empty, whatever someone differentiates them by.
     asked = [True, *ctx.call.wants[:3], ctx.picks]
     given = [g if want else None for g, want in zip(upstream, asked, strict=False)]
+    given = connect(given, ctx.sources)
     saved = ctx.saved_tensors  # once: a checkpoint gives them once
     with torch.no_grad():
         if ctx.ready:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from storage_ops._autograd import refuse_forward_mode, transforming
 from storage_ops.loss.call import arithmetic
 from storage_ops.loss.checks import (
     check_devices,
@@ -75,14 +76,17 @@ def loss_of_positions(
         dtype = arithmetic(input.dtype)
         total = total_weight(target, 1, weight, token_weight, ignored, dtype)
         options["divisor"], reduction = total, "sum"
+    refuse_forward_mode(input)
+    inputs = _shared(input, len(targets := _unbound(target, 2 if dense else 1)))
     weights, biases = _unbound(linear_weight, 1, -1), _unbound(linear_bias, 1)
-    targets = _unbound(target, 2 if dense else 1)
     made = [
         loss(
-            input, w, t, linear_bias=b, weight=weight, token_weight=a, reduction=reduction,
+            x, w, t, linear_bias=b, weight=weight, token_weight=a, reduction=reduction,
             ignore_index=ignore_index, returns=returns, **options,
         )
-        for w, t, b, a in zip(weights, targets, biases, _unbound(token_weight, 1), strict=False)
+        for x, w, t, b, a in zip(
+            inputs, weights, targets, biases, _unbound(token_weight, 1), strict=False
+        )
     ]  # fmt: skip
     results = [(each,) if len(returns) == 1 else each for each in made]
     together = tuple(
@@ -90,6 +94,47 @@ def loss_of_positions(
         for i, name in enumerate(returns)
     )
     return together[0] if len(together) == 1 else together
+
+
+def _shared(input: Tensor, count: int) -> list[Tensor]:
+    """Return the input for each position, so that its 16-bit gradients are summed in float32."""
+    narrow = input.dtype.itemsize < 4 and count > 1
+    if not narrow or not input.requires_grad or not torch.is_grad_enabled() or transforming():
+        return [input] * count
+    total = _Total.apply(input)  # type: ignore[no-untyped-call]
+    return [_Part.apply(total, input.detach()) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+
+class _Total(torch.autograd.Function):
+    """Stands for an input whose gradient autograd sums in float32. It has no memory."""
+
+    @staticmethod
+    def forward(input: Tensor) -> Tensor:
+        return input.new_zeros((), dtype=torch.float32).expand(input.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.to(ctx.dtype)
+
+
+class _Part(torch.autograd.Function):
+    """The input, whose gradient goes to its `total`."""
+
+    @staticmethod
+    def forward(total: Tensor, input: Tensor) -> Tensor:
+        return input.view_as(input)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(torch.float32), None
 
 
 def _unbound(t: Tensor | None, start: int, stop: int | None = None) -> Any:

@@ -284,16 +284,18 @@ def test_misspelt_options_of_explain():
 
 
 def test_the_id_of_the_pass_is_stable():
-    one, two = (backends._make_pass((8, None, True), 1, None) for _ in range(2))
-    other = backends._make_pass((4, None, True), 1, None)
+    one, two = (backends._make_pass((8, None, True), 1) for _ in range(2))
+    other = backends._make_pass((4, None, True), 1)
     assert one.uuid() == two.uuid() != other.uuid()
-    after, plain = (backends._make_pass((8, None, True), 1, f) for f in (one, lambda graph: None))
-    assert after.uuid() == backends._make_pass((8, None, True), 1, two).uuid() != one.uuid()
+    after, several = backends._after(one, other), backends._after([one, two], other)
+    assert after.uuid() == backends._after(two, other).uuid() != other.uuid()
+    assert several.uuid() not in (after.uuid(), other.uuid())
+    plain = backends._after(lambda graph: None, other)
     assert plain.uuid() is None  # then Inductor's caches are not used
 
 
 def test_what_the_plan_depends_on_is_in_the_id_of_the_pass(monkeypatch):
-    one = backends._make_pass((8, None, True), 1, None)
+    one = backends._make_pass((8, None, True), 1)
     before, threads = one.uuid(), torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:

@@ -48,6 +48,42 @@ def test_a_penalty_on_a_gradient(problem, of):
         penalised().backward()
 
 
+COMPILED = pytest.raises(RuntimeError, match="does not currently support double backward")
+
+
+def divergence(x, w, target):
+    return so.linear_kl_div(x, w, torch.ones(6, 3), torch.linspace(-1, 1, 27).view(9, 3))
+
+
+def of_views(loss, x, w, target):
+    """The graph returns another number than the op."""
+    return 3 * loss(x.view(6, 4), w, target)
+
+
+def of_others(loss, x, w, target):
+    """The argument of the op is no input of the graph."""
+    return loss(x.exp(), w, target)
+
+
+@pytest.mark.parametrize(
+    "loss, f",
+    [(early, of_views), (early, of_others), (several, of_views), (divergence, of_views)],
+)
+def test_compiled(loss, f):
+    """A compiled gradient has no second derivative, whichever tensor the caller asks for."""
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    target = torch.randint(9, (6,))
+    torch.compiler.reset()
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    for of in (x, w):
+        for asked in ([x], [w], [x, w]):
+            result = compiled(loss, x, w, target)
+            (first,) = grad(result, of, create_graph=True)
+            torch.testing.assert_close(first, grad(f(loss, x, w, target), of)[0])
+            with COMPILED:
+                grad(result + first.square().sum(), asked)
+
+
 def test_torch_autograd_functional(problem):
     loss, x, w, target = problem
     x, w = x.detach(), w.detach()

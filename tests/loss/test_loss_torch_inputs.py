@@ -97,3 +97,20 @@ def test_wrong_arguments_of_positions():
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
             so.linear_cross_entropy(**{"input": x, "linear_weight": w, "target": t, **changed})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_many_positions_are_summed_in_float32(compiled):
+    x, w = torch.randn(8, 16).bfloat16().requires_grad_(), torch.randn(4, 96, 16).bfloat16()
+    target = torch.randint(4, (8, 96))
+
+    def of_x(x):
+        return so.linear_cross_entropy(x, w, target, reduction="sum")
+
+    loss = torch.compile(of_x, backend="aot_eager", fullgraph=True) if compiled else of_x
+    (found,) = torch.autograd.grad(loss(x), x)
+    wide = x.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(
+        so.linear_cross_entropy(wide, w.double(), target, reduction="sum"), wide
+    )
+    assert (found - want).norm() < 0.004 * want.norm()  # a bfloat16 sum is 0.01 off
