@@ -315,10 +315,11 @@ class Region:
         log = OpLog() if self._log else None
         hooks = saved_tensors_hooks(pack, tensors.__getitem__)
         parameters = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
+        modes = self._state.modes.again()
         writes = self._state.effects.without_repeated_writes(self.name, checks)
         outputs: list[Any] = []
         try:
-            with parameters, self._state, writes, hooks, around, log or _NOTHING:
+            with parameters, self._state, modes, writes, hooks, around, log or _NOTHING:
                 outputs = leaves_of(self._fn(*args, **kwargs))
             for leaf in outputs:
                 wait_for(leaf)

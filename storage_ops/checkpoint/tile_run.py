@@ -178,13 +178,14 @@ class _TiledCall:
         self._inputs.forget_new_hooks()
         sums = [_Sum(p, needs) for p, needs in zip(parameters, needed[1:], strict=True)]
         gradient_of_x = torch.empty_like(x) if needed[0] else None
+        leaves_out = not self._state.modes.see_ops  # a mode may change the result of every op
         at = 0
         with self._state, writes, self._with([each.leaf for each in sums]):
             for tile in pieces.of(x.detach()):
                 where = (pieces.dim, at, tile.shape[pieces.dim])
                 at += where[2]
-                tile = tile.detach().requires_grad_(needed[0])
-                with _LastProductLeftOut() as mode:
+                tile = _of_class(type(x), tile.detach()).requires_grad_(needed[0])
+                with self._state.modes.again(), _LastProductLeftOut(leaves_out) as mode:
                     out = pieces.output_of(tile)
                 mode.finish(weakref.ref(out))
                 pieces.check_leaves(out, [tile, *(each.leaf for each in sums)])
@@ -208,9 +209,10 @@ class _LastProductLeftOut(LightMode):
     saved it, or a hook, may read it in backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaves_out: bool) -> None:
         super().__init__()
         self._left: tuple[Any, Any, Tensor] | None = None
+        self._leaves_out = leaves_out
 
     def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run an op, after the product before it, or leave it out if it is a product."""
@@ -220,7 +222,8 @@ class _LastProductLeftOut(LightMode):
         if left is not None:
             product, factors, out = left
             product(*factors, out=out)
-        if op not in _PRODUCTS or kwargs or any(type(t) not in _PLAIN for t in args):
+        leaves_out = self._leaves_out and op in _PRODUCTS and not kwargs
+        if not leaves_out or any(type(t) not in _PLAIN for t in args):
             return op(*args, **kwargs)
         first, second = args[-2:]
         made: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
@@ -274,11 +277,19 @@ class _Host(nn.Module):
         return self._forward(self.module, piece)
 
 
+def _of_class(cls: type[Tensor], t: Tensor) -> Tensor:
+    """Return a detached tensor as one of `cls`.
+
+    torch returns plain tensors of every class while it runs `backward` of a tensor subclass.
+    """
+    return t if cls in (type(t), nn.Parameter) else t.as_subclass(cls)
+
+
 class _Sum:
     """A parameter as tiles see it, and the sum of the gradients that they give."""
 
     def __init__(self, parameter: Tensor, needed: bool) -> None:
-        self.leaf = parameter.detach().requires_grad_(needed)
+        self.leaf = _of_class(type(parameter), parameter.detach()).requires_grad_(needed)
         self._wide: Tensor | None = None
         if needed and parameter.dtype in (torch.bfloat16, torch.float16):
             self.leaf.register_post_accumulate_grad_hook(self._add)
