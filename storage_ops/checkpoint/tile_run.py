@@ -262,6 +262,7 @@ _PRODUCTS = {
     _aten.bmm.default: _aten.bmm.out,
 }
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Host(nn.Module):
@@ -365,12 +366,27 @@ def can_check_tokens(pieces: Pieces, x: Tensor) -> bool:
     return seen and not torch._C._len_torch_dispatch_stack()
 
 
+def _has_zeros(p: Tensor) -> bool:
+    if type(p) is not nn.Parameter or p.dtype not in _FLOATS or p.numel() == 0:
+        return False
+    # The norm of order -inf is the smallest magnitude; torch finds it without a temporary tensor.
+    return not torch.linalg.vector_norm(p.detach().flatten(), -torch.inf)
+
+
+def _without_zeros(t: Tensor) -> Tensor:
+    """Return a detached copy of a tensor with positive random numbers in place of zeros."""
+    t = t.detach()
+    random = torch.rand_like(t).add_(0.5).div_(max(t.shape[-1:], default=1) ** 0.5)
+    return torch.where(t == 0, random, t)
+
+
 def check_tokens(pieces: Pieces, x: Tensor) -> bool:
     """Refuse a module whose output at a token depends on other tokens; whether that was seen.
 
     The gradient of outputs at the token in the middle of three, with respect to the input at the
-    other two, is zero in a token-wise module, whatever its random numbers are. It is not seen where
-    the output needs no gradient.
+    other two, is zero in a token-wise module, whatever its random numbers are. A parameter that is
+    zero at first, such as a gate, would hide a dependence, so the check replaces zeros in
+    parameters and in the input. A dependence is not seen where the output needs no gradient.
 
     Raises:
         ValueError: it is not zero. RuntimeError: the module uses a tensor that needs a gradient and
@@ -379,12 +395,16 @@ def check_tokens(pieces: Pieces, x: Tensor) -> bool:
     parameters = list(pieces.host.parameters())
     state = ExecutionState(Surroundings.of(pieces.host.run, (), [x]), preserve_rng_state=True)
     copies = {b: b.clone() for b in pieces.host.buffers()}
-    places = [(where, name, copies[t]) for where, name, t in places_of(pieces.host) if t in copies]
     own = saved_tensors_hooks(_as_it_is, _as_it_is)  # those around it count what is saved
-    with state, torch.enable_grad(), own, replaced(places):
-        piece = x.detach().narrow(pieces.dim, 0, 3).clone().requires_grad_()
-        out = pieces.output_of(piece)
-        pieces.check_leaves(out, [piece, *parameters])
+    with state, torch.enable_grad(), own:
+        for p in filter(_has_zeros, parameters):
+            copies[p] = _without_zeros(p).requires_grad_(p.requires_grad)
+        places = [(at, name, copies[t]) for at, name, t in places_of(pieces.host) if t in copies]
+        piece = x.detach().narrow(pieces.dim, 0, 3)
+        piece = (_without_zeros(piece) if type(x) in _PLAIN else piece.clone()).requires_grad_()
+        with replaced(places):
+            out = pieces.output_of(piece)
+        pieces.check_leaves(out, [piece, *parameters, *copies.values()])
         if not out.requires_grad:
             return False
         middle = out.narrow(pieces.dim, 1, 1)
