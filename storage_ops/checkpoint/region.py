@@ -71,9 +71,13 @@ def is_repeatable() -> bool:
     """Whether calls can be regions now.
 
     Not without grad, nor where checkpoints are disabled, nor under a transform of torch.func, which
-    has no hooks of saved tensors, nor in a trace of torch.jit.
+    has no hooks of saved tensors, nor in a trace of torch.jit. Not in
+    `torch.autograd.graph.allow_mutation_on_saved_tensors` either: it copies what is saved before a
+    write, which it cannot do for tensors that a recompute saves.
     """
     if not torch.is_grad_enabled() or is_disabled():
+        return False
+    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
         return False
     traced = torch._C._get_tracing_state() is not None
     return not traced and torch._C._functorch.peek_interpreter_stack() is None
