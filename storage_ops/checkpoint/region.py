@@ -33,6 +33,7 @@ from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
+from storage_ops.checkpoint.rows import SavedBytes
 from storage_ops.checkpoint.saved import Saved, compare, drop_graphs, fail
 from storage_ops.checkpoint.versions import check_unread
 from storage_ops.storage.storage import discard_storage, share_storage, wait_for
@@ -52,6 +53,7 @@ class Options:
     context_fn: ContextFn | None = None
     early_stop: bool = True
     discards: bool = True
+    counts_saved: bool = False
 
 
 class _AsFarAsNeeded(BaseException):
@@ -113,8 +115,9 @@ class Region:
         self._parameters: list[weakref.ref[Tensor]] = []  # captured ones, which FSDP may shard
         self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
-        self._producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
+        self.producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
         self._saved: list[Saved] = []
+        self.allocated = SavedBytes() if options.counts_saved else None
         self._results: dict[int, Saved] = {}  # the outputs, where they are compared
         # For the backward in progress: its task, what is not read yet, and whether to keep it all.
         self._task: Any = None
@@ -160,6 +163,8 @@ class Region:
             self._parameters = [weakref.ref(t) for t in self._captured if _is_parameter(t)]
         if self.options.discards:
             self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
+            if self.allocated is not None:
+                self.allocated.finish(self._inputs.tensors, self.made)
             # Whatever is discarded here: what is held, and kept, may differ between ranks.
             self._communicates = collectives.number_issued() != issued
             for leaf in leaves if self._communicates else ():
@@ -253,7 +258,7 @@ class Region:
         found: set[Region] = set()
         stack = [self]
         while stack:
-            missing = {r for r in stack.pop()._producers if r._discarded} - found
+            missing = {r for r in stack.pop().producers if r._discarded} - found
             found |= missing
             stack += missing
         return sorted(found, key=lambda region: region._serial)
@@ -418,13 +423,15 @@ class Region:
         """Let go of what one backward recomputed, and of everything when no other can follow."""
         self._task, self._reread, self._recomputed = None, False, {}
         if not retained and not self._unreleased and not self._running:
-            self._fn, self._inputs, self._state, self._producers = None, None, None, set()
+            self._fn, self._inputs, self._state, self.producers = None, None, None, set()
             self._contexts = ()
 
     def _pack(self, t: Tensor) -> int:
         maker = maker_of(t)
         if maker is not None and maker._serial < self._serial:
-            self._producers.add(maker)  # reached by a closure, not as an argument
+            self.producers.add(maker)  # reached by a closure, not as an argument
+        elif self.allocated is not None:
+            self.allocated.add(t)
         self._saved.append(Saved(t, self._checksums))
         return len(self._saved) - 1
 
