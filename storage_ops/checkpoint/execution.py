@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import _symbolic_trace as fx_trace
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from storage_ops.checkpoint.calls import Calls
@@ -131,6 +133,13 @@ _switch = _Switch()
 def is_disabled() -> bool:
     """Whether this is inside of `disable_checkpointing`."""
     return _switch.off
+
+
+def is_traced_by_fx(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return True if a call has proxies of `torch.fx.symbolic_trace`, which are no tensors."""
+    if torch.compiler.is_compiling() or not fx_trace._is_fx_tracing_flag:  # make_fx sets it too
+        return False
+    return any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves((args, kwargs)))
 
 
 def _disable(off: bool) -> None:

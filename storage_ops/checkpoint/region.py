@@ -34,7 +34,7 @@ from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.rows import SavedBytes
-from storage_ops.checkpoint.saved import Saved, compare, drop_graphs, fail
+from storage_ops.checkpoint.saved import Saved, call_region, compare, drop_graphs, fail
 from storage_ops.checkpoint.versions import check_unread
 from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
@@ -150,7 +150,7 @@ class Region:
         around = self._contexts[0] if self._contexts else _NOTHING
         self._running = True
         with saved_tensors_hooks(self._pack, self._unpack), around, self._log or _NOTHING:
-            outputs = self._fn(*args, **kwargs)
+            outputs = call_region(self.name, self._fn, args, kwargs)
         self._running = False
         self._state.effects.finish()
         self._unreleased = set(range(len(self._saved)))

@@ -22,6 +22,24 @@ def fail(what: str) -> NoReturn:
     raise RuntimeError(f"checkpoint: {what}")
 
 
+def call_region(name: str, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return `fn(*args, **kwargs)`, the forward of region `name`.
+
+    Raises:
+        RuntimeError: `fn` calls a transform of `torch.func`, which allows no saved-tensor hooks.
+    """
+    try:
+        return fn(*args, **kwargs)
+    except RuntimeError as error:
+        if "yet support saved tensor hooks" not in str(error):
+            raise
+    fail(
+        f"{name} calls a transform of torch.func, such as grad or vjp, which cannot run in a "
+        "checkpoint. Expected torch.autograd.grad(..., create_graph=True), or the call outside of "
+        "checkpointed layers"
+    )
+
+
 def without_graph(t: Tensor) -> Tensor:
     """A tensor to keep: detached, if it has autograd nodes or is a view of what has.
 
