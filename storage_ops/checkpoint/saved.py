@@ -88,6 +88,11 @@ class Saved:
         self.parameter = id(root) if is_parameter else None
         self.version = t._version
 
+    @property
+    def is_jagged(self) -> bool:
+        """Whether a size of the tensor is a symbol, as of jagged nested tensors."""
+        return any(isinstance(size, torch.SymInt) for size in self.layout[0])
+
     def is_like(self, other: Saved) -> bool:
         """Whether shape, strides, dtype, device and the checksums, where taken, are equal."""
         if self.layout != other.layout:
@@ -179,6 +184,12 @@ def compare(
                 "region does not reach"
             )
         if not before.is_like(after):
+            if before.is_jagged and after.is_jagged:
+                fail(
+                    f"tensor {index} that {name} saves is a jagged tensor, {before} in forward and "
+                    f"{after} when it is recomputed: {name} makes its offsets, and torch takes new "
+                    "offsets for other sizes. Expected offsets that are made outside of the region"
+                )
             fail(
                 f"tensor {index} that {name} saves was {before} in forward and is {after} when it "
                 f"is recomputed, different metadata or contents{hint()}"

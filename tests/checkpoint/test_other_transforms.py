@@ -43,3 +43,35 @@ def test_convolutions_cannot_be_tiled(module):
     with pytest.raises(TypeError, match="is a convolution, whose channels are in dimension 1"):
         so.tile(module, 2)
     assert not isinstance(module, so.checkpoint.tile.Tiled)
+
+
+def test_inference_tensors_as_arguments():
+    with torch.inference_mode():
+        other = torch.randn(3, 4)
+
+    class Shift(nn.Module):
+        def forward(self, x, other):
+            return (x.sin() + other).exp()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    right = torch.autograd.grad(Shift()(x, other).sin().sum(), x)
+    for run in (so.CheckpointWrapper(Shift()), so.output_discard(Shift(), lambda h: h)):
+        assert torch.equal(torch.autograd.grad(run(x, other).sin().sum(), x)[0], right[0])
+    with so.OutputDiscardChain() as chain:
+        y = chain.checkpoint(Shift(), chain.checkpoint(torch.neg, -x), other).sin().sum()
+    assert torch.equal(torch.autograd.grad(y, x)[0], right[0])
+
+
+def test_jagged_tensors_of_offsets_from_outside_and_from_inside():
+    offsets = torch.tensor([0, 1, 3])
+
+    def region(x, offsets):
+        return torch.nested.nested_tensor_from_jagged(x.sin(), offsets).exp().values()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    right = torch.autograd.grad(region(x, offsets).sum(), x)
+    y = so.output_discard(region, torch.sum)(x, offsets)
+    assert torch.equal(torch.autograd.grad(y, x)[0], right[0])
+    y = so.output_discard(lambda x: region(x, offsets.clone()), torch.sum)(x)
+    with pytest.raises(RuntimeError, match=r"is a jagged tensor.*offsets that are made outside"):
+        y.backward()
