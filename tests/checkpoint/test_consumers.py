@@ -325,7 +325,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_a_consumer_was_given_in_a_container(path, name):
-    x = torch.randn(6, 4, requires_grad=True)
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     held = []
     tensors(so.output_discard(lambda x: {"h": x.exp()}, GIVEN[name])(x), held)
     tensors(KEPT, held)
@@ -337,7 +337,7 @@ def test_what_a_consumer_was_given_in_a_container(path, name):
 
 
 def test_a_container_that_nobody_keeps_is_freed(path):
-    x, inside = torch.randn(6, 4, requires_grad=True), []
+    x, inside = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), []
 
     def consumer(d):
         inside.append(weakref.ref(d["h"]))
