@@ -2,18 +2,19 @@
 
 A *region* is one call that can be repeated in backward (`region.py`). Its *inputs* are kept as
 autograd keeps tensors (`inputs.py`). What it depends on besides is found by following what its code
-names (`reachable.py`): random numbers and modes, which are those of the forward again
-(`execution.py`), hooks of modules (`calls.py`), and places that it may write, whose contents are
-what the forward found and afterwards what it left (`effects.py`, with `containers.py`). A write
-that cannot be repeated is left out or refused (`repeated_writes.py`). What it saves the second time
-is compared with the first (`saved.py`, `versions.py`, `op_log.py`).
+names (`reachable.py`): random numbers, settings and Python modes, which are those of the forward
+again (`execution.py`, `modes.py`), hooks of modules (`calls.py`), and places that it may write,
+whose contents are what the forward found and afterwards what it left (`effects.py`, with
+`containers.py`). A write that cannot be repeated is left out or refused (`repeated_writes.py`).
+What it saves the second time is compared with the first (`saved.py`, `versions.py`, `op_log.py`).
 
 A region that discards frees the *outputs* that it made (`made.py`) once their *consumers* have run.
 Consumers are found by what they saved (`consumers.py`); who else holds an output is counted, and
 then it is kept (`holders.py`). `output_discard.py` and `chain.py` are the API on that,
-`discard_scope.py` is that of a module around layers, `guard.py` and `makers.py` know discarded
-storages. Its recompute comes before the backward of its module, and on other ranks as well:
-`fsdp.py` gathers parameters for it, `collectives.py` tells whether others take part in it.
+`discard_scope.py` is that of a module around layers, `rows.py` keeps outputs that are not worth
+freeing, `guard.py` and `makers.py` know discarded storages. The recompute of a region comes before
+the backward of its module, and on other ranks as well: `fsdp.py` gathers parameters for it,
+`collectives.py` tells whether others take part in it.
 
 Layers are modules of another class (`wrapper.py`), chosen by `config.py` and `transform.py`; what a
 policy saves in them is in `policies.py` and `selective.py`, with `config_policy.py` and

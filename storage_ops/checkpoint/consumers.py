@@ -47,11 +47,15 @@ class ConsumerHooks:
         regions: the regions; the list may grow in the block.
         variables: whether those of the functions that run around the block do not count, since it
             is by them that a caller names what is to be freed.
+        named: whether the caller names the outputs of `regions` after the block. If not, every name
+            of an output by then holds the output, also a dictionary that the consumer was given.
     """
 
-    def __init__(self, regions: list[Region], variables: bool = True) -> None:
+    def __init__(self, regions: list[Region], variables: bool = True, named: bool = True) -> None:
         self._regions = regions
         self._variables = variables
+        self._named = named
+        self._outputs: dict[int, Tensor] = {}
 
     def __enter__(self) -> ConsumerHooks:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -65,6 +69,10 @@ class ConsumerHooks:
         pack.keeps_others = outer is None  # type: ignore[attr-defined]
         self.start = torch._C._autograd._get_sequence_nr()
         self._before = {id(m): Holders.of(r, m) for r in self._regions for m in r.made}
+        if not self._named:  # the block names each once, and nobody else needs to
+            alive = (m.output() for r in self._regions for m in r.made)
+            self._outputs = {id(t): t for t in alive if t is not None}
+            self._before = {m: now._replace(names=1) for m, now in self._before.items()}
         self._hooks: Any = saved_tensors_hooks(pack, _read)
         self._hooks.__enter__()
         return self
@@ -74,6 +82,7 @@ class ConsumerHooks:
         self._hooks, self._end = None, torch._C._autograd._get_sequence_nr()
         if error[0] is None:
             self.keep_what_is_held()
+        self._outputs = {}
 
     @property
     def end(self) -> int:

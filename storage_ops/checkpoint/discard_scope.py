@@ -10,18 +10,21 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from typing_extensions import Unpack
 
 from storage_ops._subclass import Replaced
 from storage_ops.checkpoint.chain import OutputDiscardChain
 from storage_ops.checkpoint.consumers import ConsumerHooks
 from storage_ops.checkpoint.guard import by_storage, storage_key
 from storage_ops.checkpoint.inputs import leaves_of
+from storage_ops.checkpoint.options import DiscardOptions
+from storage_ops.checkpoint.rows import keep_ends_of_rows
 
 
 class _Scope(OutputDiscardChain):
@@ -29,10 +32,15 @@ class _Scope(OutputDiscardChain):
 
     _variables = False
 
+    def __init__(self, **options: Unpack[DiscardOptions]) -> None:
+        super().__init__(**options)
+        self._options = replace(self._options, counts_saved=True)
+
     def _discard_used(self, block: ConsumerHooks, hook_tensors: tuple[Tensor, ...]) -> None:
         for region in self._regions:
             for made in region.made:
                 made.is_held = made.is_held or made.is_modified  # by the holder, as it may
+        keep_ends_of_rows(self._regions)
         super()._discard_used(block, hook_tensors)
 
 

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import _symbolic_trace as fx_trace
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from storage_ops.checkpoint.calls import Calls
 from storage_ops.checkpoint.effects import Effects
+from storage_ops.checkpoint.modes import active_modes
 from storage_ops.checkpoint.reachable import Surroundings
 
 _Source = tuple[Callable[[], Any], Callable[[Any], object]]  # get and set a piece of state
@@ -109,6 +113,14 @@ def _set_deterministic(state: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(state[0], warn_only=state[1])
 
 
+def _attention() -> Any:
+    return F.scaled_dot_product_attention
+
+
+def _set_attention(attention: Any) -> None:
+    F.scaled_dot_product_attention = attention
+
+
 class _Switch(threading.local):
     """Whether checkpoints of this thread are plain calls."""
 
@@ -121,6 +133,13 @@ _switch = _Switch()
 def is_disabled() -> bool:
     """Whether this is inside of `disable_checkpointing`."""
     return _switch.off
+
+
+def is_traced_by_fx(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return True if a call has proxies of `torch.fx.symbolic_trace`, which are no tensors."""
+    if torch.compiler.is_compiling() or not fx_trace._is_fx_tracing_flag:  # make_fx sets it too
+        return False
+    return any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves((args, kwargs)))
 
 
 def _disable(off: bool) -> None:
@@ -166,6 +185,8 @@ _SETTINGS: tuple[_Source, ...] = (
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    # Context parallelism exchanges this function for the forward.
+    (_attention, _set_attention),
 )
 
 
@@ -180,6 +201,7 @@ class ExecutionState:
         types = {"cpu", *(device.type for device in devices)}
         self._autocast = {name: _autocast(name) for name in types}
         self._device = _device()
+        self.modes = active_modes()  # a recompute enters them around the call alone
         self._current = torch.cuda.current_device() if "cuda" in types else -1
         self._settings = [get() for get, _ in _SETTINGS]
         self._training = [(module, module.training) for module in around.modules]

@@ -57,7 +57,8 @@ class Inputs:
         ours = top is not None and getattr(top[0], "keeps_others", False)
         self._same: dict[int, tuple[Tensor, int]] = {}
         for i, t in enumerate(self.tensors if top is not None else ()):
-            if (t.requires_grad and t.is_leaf) or (ours and maker_of(t) is None):
+            own = ours and not t.is_inference() and maker_of(t) is None
+            if (t.requires_grad and t.is_leaf) or own:
                 self._same[i] = (t, t._version)
         self._kept = _hold([] if ours and len(self._same) == len(self.tensors) else self.tensors)
 
@@ -155,13 +156,26 @@ def _strided(t: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:
     """Save the inputs as autograd saves tensors; return what gives a reader of each."""
+    # Autograd saves no inference tensors, and nothing writes them outside of inference mode.
+    if any(t.is_inference() for t in inputs):
+        held = _hold([t for t in inputs if not t.is_inference()])
+
+        def readers() -> list[Callable[[], Tensor]]:
+            rest = iter(held())
+            return [partial(_same, t) if t.is_inference() else next(rest) for t in inputs]
+
+        return readers
     save = getattr(torch._C._autograd, "_make_saved_tensor", None)
     if save is None:  # torch 2.10 and 2.11: at the price of a node, alive as long as its result
         anchor = torch.empty(0, requires_grad=True)
         result: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
-        return lambda: [partial(lambda t: t, t) for t in result.grad_fn.saved_tensors]
+        return lambda: [partial(_same, t) for t in result.grad_fn.saved_tensors]
     saved = [save(t, False) for t in inputs]
     return lambda: [s.unpack for s in saved]
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 # Trees are slow to walk in Python, and most calls take and return plain tensors.

@@ -277,9 +277,10 @@ def output_discard(
         middle, region = run_region(producer, args, kwargs, how)
         if region is None:
             return consumer(middle)
-        with ConsumerHooks([region]):
+        with ConsumerHooks([region], named=False):
             outputs = consumer(middle)
-        region.discard()  # what is returned is held, and kept
+            del middle  # an output that still has a name is held, and kept
+        region.discard()
         return outputs
 
     return run

@@ -102,7 +102,7 @@ class _ReentrantCall:
             like = iter(self._like)
             again = [next(like).make(t) if isinstance(t, Tensor) else t for t in leaves]
             args, kwargs = tree_unflatten(again, self._spec)
-            with self._state, writes:
+            with self._state, self._state.modes.again(), writes:
                 outputs = self._fn(*args, **kwargs)
         flat, self.result = tree_flatten(outputs)
         return tuple(flat)

@@ -33,7 +33,8 @@ from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
-from storage_ops.checkpoint.saved import Saved, compare, drop_graphs, fail
+from storage_ops.checkpoint.rows import SavedBytes
+from storage_ops.checkpoint.saved import Saved, call_region, compare, drop_graphs, fail
 from storage_ops.checkpoint.versions import check_unread
 from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
@@ -52,6 +53,7 @@ class Options:
     context_fn: ContextFn | None = None
     early_stop: bool = True
     discards: bool = True
+    counts_saved: bool = False
 
 
 class _AsFarAsNeeded(BaseException):
@@ -71,9 +73,13 @@ def is_repeatable() -> bool:
     """Whether calls can be regions now.
 
     Not without grad, nor where checkpoints are disabled, nor under a transform of torch.func, which
-    has no hooks of saved tensors, nor in a trace of torch.jit.
+    has no hooks of saved tensors, nor in a trace of torch.jit. Not in
+    `torch.autograd.graph.allow_mutation_on_saved_tensors` either: it copies what is saved before a
+    write, which it cannot do for tensors that a recompute saves.
     """
     if not torch.is_grad_enabled() or is_disabled():
+        return False
+    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
         return False
     traced = torch._C._get_tracing_state() is not None
     return not traced and torch._C._functorch.peek_interpreter_stack() is None
@@ -109,8 +115,9 @@ class Region:
         self._parameters: list[weakref.ref[Tensor]] = []  # captured ones, which FSDP may shard
         self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
-        self._producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
+        self.producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
         self._saved: list[Saved] = []
+        self.allocated = SavedBytes() if options.counts_saved else None
         self._results: dict[int, Saved] = {}  # the outputs, where they are compared
         # For the backward in progress: its task, what is not read yet, and whether to keep it all.
         self._task: Any = None
@@ -143,7 +150,7 @@ class Region:
         around = self._contexts[0] if self._contexts else _NOTHING
         self._running = True
         with saved_tensors_hooks(self._pack, self._unpack), around, self._log or _NOTHING:
-            outputs = self._fn(*args, **kwargs)
+            outputs = call_region(self.name, self._fn, args, kwargs)
         self._running = False
         self._state.effects.finish()
         self._unreleased = set(range(len(self._saved)))
@@ -156,6 +163,8 @@ class Region:
             self._parameters = [weakref.ref(t) for t in self._captured if _is_parameter(t)]
         if self.options.discards:
             self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
+            if self.allocated is not None:
+                self.allocated.finish(self._inputs.tensors, self.made)
             # Whatever is discarded here: what is held, and kept, may differ between ranks.
             self._communicates = collectives.number_issued() != issued
             for leaf in leaves if self._communicates else ():
@@ -249,7 +258,7 @@ class Region:
         found: set[Region] = set()
         stack = [self]
         while stack:
-            missing = {r for r in stack.pop()._producers if r._discarded} - found
+            missing = {r for r in stack.pop().producers if r._discarded} - found
             found |= missing
             stack += missing
         return sorted(found, key=lambda region: region._serial)
@@ -315,10 +324,11 @@ class Region:
         log = OpLog() if self._log else None
         hooks = saved_tensors_hooks(pack, tensors.__getitem__)
         parameters = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
+        modes = self._state.modes.again()
         writes = self._state.effects.without_repeated_writes(self.name, checks)
         outputs: list[Any] = []
         try:
-            with parameters, self._state, writes, hooks, around, log or _NOTHING:
+            with parameters, self._state, modes, writes, hooks, around, log or _NOTHING:
                 outputs = leaves_of(self._fn(*args, **kwargs))
             for leaf in outputs:
                 wait_for(leaf)
@@ -413,13 +423,15 @@ class Region:
         """Let go of what one backward recomputed, and of everything when no other can follow."""
         self._task, self._reread, self._recomputed = None, False, {}
         if not retained and not self._unreleased and not self._running:
-            self._fn, self._inputs, self._state, self._producers = None, None, None, set()
+            self._fn, self._inputs, self._state, self.producers = None, None, None, set()
             self._contexts = ()
 
     def _pack(self, t: Tensor) -> int:
         maker = maker_of(t)
         if maker is not None and maker._serial < self._serial:
-            self._producers.add(maker)  # reached by a closure, not as an argument
+            self.producers.add(maker)  # reached by a closure, not as an argument
+        elif self.allocated is not None:
+            self.allocated.add(t)
         self._saved.append(Saved(t, self._checksums))
         return len(self._saved) - 1
 

@@ -22,6 +22,24 @@ def fail(what: str) -> NoReturn:
     raise RuntimeError(f"checkpoint: {what}")
 
 
+def call_region(name: str, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return `fn(*args, **kwargs)`, the forward of region `name`.
+
+    Raises:
+        RuntimeError: `fn` calls a transform of `torch.func`, which allows no saved-tensor hooks.
+    """
+    try:
+        return fn(*args, **kwargs)
+    except RuntimeError as error:
+        if "yet support saved tensor hooks" not in str(error):
+            raise
+    fail(
+        f"{name} calls a transform of torch.func, such as grad or vjp, which cannot run in a "
+        "checkpoint. Expected torch.autograd.grad(..., create_graph=True), or the call outside of "
+        "checkpointed layers"
+    )
+
+
 def without_graph(t: Tensor) -> Tensor:
     """A tensor to keep: detached, if it has autograd nodes or is a view of what has.
 
@@ -69,6 +87,11 @@ class Saved:
         is_parameter = type(root) is not Tensor and isinstance(root, torch.nn.Parameter)
         self.parameter = id(root) if is_parameter else None
         self.version = t._version
+
+    @property
+    def is_jagged(self) -> bool:
+        """Whether a size of the tensor is a symbol, as of jagged nested tensors."""
+        return any(isinstance(size, torch.SymInt) for size in self.layout[0])
 
     def is_like(self, other: Saved) -> bool:
         """Whether shape, strides, dtype, device and the checksums, where taken, are equal."""
@@ -161,6 +184,12 @@ def compare(
                 "region does not reach"
             )
         if not before.is_like(after):
+            if before.is_jagged and after.is_jagged:
+                fail(
+                    f"tensor {index} that {name} saves is a jagged tensor, {before} in forward and "
+                    f"{after} when it is recomputed: {name} makes its offsets, and torch takes new "
+                    "offsets for other sizes. Expected offsets that are made outside of the region"
+                )
             fail(
                 f"tensor {index} that {name} saves was {before} in forward and is {after} when it "
                 f"is recomputed, different metadata or contents{hint()}"

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint import tile_run
-from storage_ops.checkpoint.execution import is_disabled
+from storage_ops.checkpoint.execution import is_disabled, is_traced_by_fx
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region import is_repeatable
 from storage_ops.checkpoint.tile_run import Pieces, fail
@@ -51,6 +51,8 @@ class Tiling:
 
     def run(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         """Call a module; `original` is the forward of its class."""
+        if is_traced_by_fx(args, kwargs):
+            return original(module, *args, **kwargs)
         x, forward = _input_of(module, original, args, kwargs)
         dim = self._dim_of(module, x)
         tokens = x.shape[dim]
@@ -282,6 +284,14 @@ def tile(
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         fail(name, "is a ScriptModule; expected a module in Python", TypeError)
+    parts = module if isinstance(module, nn.Sequential) else [module]
+    if any(isinstance(part, nn.modules.conv._ConvNd) for part in parts):
+        fail(
+            name,
+            "is a convolution, whose channels are in dimension 1; expected a module with features "
+            "in the last dimension, such as nn.Linear for a convolution of kernel size 1",
+            TypeError,
+        )
     if "forward" in vars(module):
         fail(name, "has a forward on the instance; expected that of its class")
     now = tiling_of(module)

@@ -178,13 +178,14 @@ class _TiledCall:
         self._inputs.forget_new_hooks()
         sums = [_Sum(p, needs) for p, needs in zip(parameters, needed[1:], strict=True)]
         gradient_of_x = torch.empty_like(x) if needed[0] else None
+        leaves_out = not self._state.modes.see_ops  # a mode may change the result of every op
         at = 0
         with self._state, writes, self._with([each.leaf for each in sums]):
             for tile in pieces.of(x.detach()):
                 where = (pieces.dim, at, tile.shape[pieces.dim])
                 at += where[2]
-                tile = tile.detach().requires_grad_(needed[0])
-                with _LastProductLeftOut() as mode:
+                tile = _of_class(type(x), tile.detach()).requires_grad_(needed[0])
+                with self._state.modes.again(), _LastProductLeftOut(leaves_out) as mode:
                     out = pieces.output_of(tile)
                 mode.finish(weakref.ref(out))
                 pieces.check_leaves(out, [tile, *(each.leaf for each in sums)])
@@ -208,9 +209,10 @@ class _LastProductLeftOut(LightMode):
     saved it, or a hook, may read it in backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaves_out: bool) -> None:
         super().__init__()
         self._left: tuple[Any, Any, Tensor] | None = None
+        self._leaves_out = leaves_out
 
     def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run an op, after the product before it, or leave it out if it is a product."""
@@ -220,7 +222,8 @@ class _LastProductLeftOut(LightMode):
         if left is not None:
             product, factors, out = left
             product(*factors, out=out)
-        if op not in _PRODUCTS or kwargs or any(type(t) not in _PLAIN for t in args):
+        leaves_out = self._leaves_out and op in _PRODUCTS and not kwargs
+        if not leaves_out or any(type(t) not in _PLAIN for t in args):
             return op(*args, **kwargs)
         first, second = args[-2:]
         made: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
@@ -259,6 +262,7 @@ _PRODUCTS = {
     _aten.bmm.default: _aten.bmm.out,
 }
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Host(nn.Module):
@@ -274,11 +278,19 @@ class _Host(nn.Module):
         return self._forward(self.module, piece)
 
 
+def _of_class(cls: type[Tensor], t: Tensor) -> Tensor:
+    """Return a detached tensor as one of `cls`.
+
+    torch returns plain tensors of every class while it runs `backward` of a tensor subclass.
+    """
+    return t if cls in (type(t), nn.Parameter) else t.as_subclass(cls)
+
+
 class _Sum:
     """A parameter as tiles see it, and the sum of the gradients that they give."""
 
     def __init__(self, parameter: Tensor, needed: bool) -> None:
-        self.leaf = parameter.detach().requires_grad_(needed)
+        self.leaf = _of_class(type(parameter), parameter.detach()).requires_grad_(needed)
         self._wide: Tensor | None = None
         if needed and parameter.dtype in (torch.bfloat16, torch.float16):
             self.leaf.register_post_accumulate_grad_hook(self._add)
@@ -354,12 +366,27 @@ def can_check_tokens(pieces: Pieces, x: Tensor) -> bool:
     return seen and not torch._C._len_torch_dispatch_stack()
 
 
+def _has_zeros(p: Tensor) -> bool:
+    if type(p) is not nn.Parameter or p.dtype not in _FLOATS or p.numel() == 0:
+        return False
+    # The norm of order -inf is the smallest magnitude; torch finds it without a temporary tensor.
+    return not torch.linalg.vector_norm(p.detach().flatten(), -torch.inf)
+
+
+def _without_zeros(t: Tensor) -> Tensor:
+    """Return a detached copy of a tensor with positive random numbers in place of zeros."""
+    t = t.detach()
+    random = torch.rand_like(t).add_(0.5).div_(max(t.shape[-1:], default=1) ** 0.5)
+    return torch.where(t == 0, random, t)
+
+
 def check_tokens(pieces: Pieces, x: Tensor) -> bool:
     """Refuse a module whose output at a token depends on other tokens; whether that was seen.
 
     The gradient of outputs at the token in the middle of three, with respect to the input at the
-    other two, is zero in a token-wise module, whatever its random numbers are. It is not seen where
-    the output needs no gradient.
+    other two, is zero in a token-wise module, whatever its random numbers are. A parameter that is
+    zero at first, such as a gate, would hide a dependence, so the check replaces zeros in
+    parameters and in the input. A dependence is not seen where the output needs no gradient.
 
     Raises:
         ValueError: it is not zero. RuntimeError: the module uses a tensor that needs a gradient and
@@ -368,12 +395,16 @@ def check_tokens(pieces: Pieces, x: Tensor) -> bool:
     parameters = list(pieces.host.parameters())
     state = ExecutionState(Surroundings.of(pieces.host.run, (), [x]), preserve_rng_state=True)
     copies = {b: b.clone() for b in pieces.host.buffers()}
-    places = [(where, name, copies[t]) for where, name, t in places_of(pieces.host) if t in copies]
     own = saved_tensors_hooks(_as_it_is, _as_it_is)  # those around it count what is saved
-    with state, torch.enable_grad(), own, replaced(places):
-        piece = x.detach().narrow(pieces.dim, 0, 3).clone().requires_grad_()
-        out = pieces.output_of(piece)
-        pieces.check_leaves(out, [piece, *parameters])
+    with state, torch.enable_grad(), own:
+        for p in filter(_has_zeros, parameters):
+            copies[p] = _without_zeros(p).requires_grad_(p.requires_grad)
+        places = [(at, name, copies[t]) for at, name, t in places_of(pieces.host) if t in copies]
+        piece = x.detach().narrow(pieces.dim, 0, 3)
+        piece = (_without_zeros(piece) if type(x) in _PLAIN else piece.clone()).requires_grad_()
+        with replaced(places):
+            out = pieces.output_of(piece)
+        pieces.check_leaves(out, [piece, *parameters, *copies.values()])
         if not out.requires_grad:
             return False
         middle = out.narrow(pieces.dim, 1, 1)

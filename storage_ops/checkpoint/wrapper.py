@@ -22,7 +22,7 @@ from storage_ops.checkpoint import discard_scope
 from storage_ops.checkpoint.caches import warn_once, without_cache
 from storage_ops.checkpoint.config import ActivationCheckpointConfig, Mode
 from storage_ops.checkpoint.config_policy import policy_of
-from storage_ops.checkpoint.execution import is_disabled
+from storage_ops.checkpoint.execution import is_disabled, is_traced_by_fx
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.options import LayerOptions
 from storage_ops.checkpoint.policies import Policy
@@ -70,6 +70,8 @@ class Checkpointing:
         """Call the plain forward of a module in a checkpoint."""
         name, options = type(module).__name__, self.options
         discards = self.mode == "output_discard"
+        if is_traced_by_fx(args, kwargs):
+            return fn(*args, **kwargs)
         if torch.is_grad_enabled() and not is_disabled():
             given = kwargs
             args, kwargs = without_cache(module, args, kwargs)

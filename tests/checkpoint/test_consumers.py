@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
+from storage_ops.checkpoint.makers import makers
 
 
 class Stash(torch.autograd.Function):
@@ -312,6 +313,56 @@ def test_what_a_consumer_keeps_can_be_read(path, name):
     tensors(KEEP[name](x.exp()), right)
     assert torch.equal(x.grad, torch.autograd.grad(sum(t.sum() for t in right), x)[0])
     KEPT.clear()
+
+
+GIVEN = {
+    "returned": lambda d: d.update(y=d["h"].sin()) or d,
+    "in another": lambda d: {"y": d["h"].sin(), "all": [d]},
+    "elsewhere": lambda d: (d["h"].sin(), KEPT.update(d=d))[:1],
+    "without it": lambda d: (d["h"].sin(), d.pop("h")),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_a_consumer_was_given_in_a_container(path, name):
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    held = []
+    tensors(so.output_discard(lambda x: {"h": x.exp()}, GIVEN[name])(x), held)
+    tensors(KEPT, held)
+    KEPT.clear()
+    assert len(held) == 2 and not any(map(so.is_discarded, held))
+    sum(t.sum() for t in held).backward()
+    h = x.detach().exp()
+    assert torch.allclose(x.grad, h * h.cos() + h)
+
+
+def test_a_container_that_nobody_keeps_is_freed(path):
+    x, inside = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), []
+
+    def consumer(d):
+        inside.append(weakref.ref(d["h"]))
+        return d["h"].sin()
+
+    y = so.output_discard(lambda x: {"h": x.exp()}, consumer)(x)
+    region = next(r for m in makers.values() if (r := m()) is not None)
+    assert inside[0]() is None and region._discarded
+    y.sum().backward()
+    assert torch.allclose(x.grad, x.detach().exp() * x.detach().exp().cos())
+
+
+def test_saved_tensors_that_may_be_modified(path):
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    producer = lambda x: (x @ w).exp().mul_(2).sin()  # noqa: E731
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return producer(x) @ w
+
+    for run in (so.output_discard(producer, lambda h: h @ w), so.CheckpointWrapper(Layer())):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            right = torch.autograd.grad((producer(x) @ w).sum(), (x, w))
+            found = torch.autograd.grad(run(x).sum(), (x, w))
+        assert all(map(torch.equal, found, right))
 
 
 def tensors(value, found):

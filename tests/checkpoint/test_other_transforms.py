@@ -1,0 +1,77 @@
+"""Checkpointed and tiled modules under torch.fx, and torch.func inside of regions."""
+
+import pytest
+import torch
+from torch import nn
+
+import storage_ops as so
+
+
+@pytest.mark.parametrize("way", ["full", "selective", "output_discard", "reentrant", "tile"])
+def test_symbolic_traces_are_those_of_the_plain_model(way):
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4))
+    plain = torch.fx.symbolic_trace(model).graph
+    if way == "tile":
+        so.tile(inner, 2, dim=0)
+    else:
+        how = {"use_reentrant": True} if way == "reentrant" else {"mode": way}
+        if way == "selective":
+            how["policy"] = "matmuls"
+        so.apply_activation_checkpoint(model, {"layer_names": ["1"], **how})
+    traced, x = torch.fx.symbolic_trace(model), torch.randn(4, 4)
+    assert str(traced.graph) == str(plain)
+    assert torch.allclose(traced(x), model(x))
+
+
+def test_transforms_of_torch_func_in_a_region_are_refused_by_name():
+    class Forces(nn.Module):
+        def forward(self, x):
+            return torch.func.grad(lambda t: t.sin().sum())(x)
+
+    x = torch.randn(4, requires_grad=True)
+    for run in (so.CheckpointWrapper(Forces()), so.output_discard(Forces(), torch.square)):
+        with pytest.raises(RuntimeError, match=r"Forces calls a transform of torch.func.*Expected"):
+            run(x)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Conv1d(4, 4, 1), nn.Sequential(nn.Conv2d(4, 8, 1), nn.GELU())]
+)
+def test_convolutions_cannot_be_tiled(module):
+    with pytest.raises(TypeError, match="is a convolution, whose channels are in dimension 1"):
+        so.tile(module, 2)
+    assert not isinstance(module, so.checkpoint.tile.Tiled)
+
+
+def test_inference_tensors_as_arguments():
+    with torch.inference_mode():
+        other = torch.randn(3, 4)
+
+    class Shift(nn.Module):
+        def forward(self, x, other):
+            return (x.sin() + other).exp()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    right = torch.autograd.grad(Shift()(x, other).sin().sum(), x)
+    for run in (so.CheckpointWrapper(Shift()), so.output_discard(Shift(), lambda h: h)):
+        assert torch.equal(torch.autograd.grad(run(x, other).sin().sum(), x)[0], right[0])
+    with so.OutputDiscardChain() as chain:
+        y = chain.checkpoint(Shift(), chain.checkpoint(torch.neg, -x), other).sin().sum()
+    assert torch.equal(torch.autograd.grad(y, x)[0], right[0])
+
+
+def test_jagged_tensors_of_offsets_from_outside_and_from_inside():
+    offsets = torch.tensor([0, 1, 3])
+
+    def region(x, offsets):
+        return torch.nested.nested_tensor_from_jagged(x.sin(), offsets).exp().values()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    right = torch.autograd.grad(region(x, offsets).sum(), x)
+    y = so.output_discard(region, torch.sum)(x, offsets)
+    assert torch.equal(torch.autograd.grad(y, x)[0], right[0])
+    y = so.output_discard(lambda x: region(x, offsets.clone()), torch.sum)(x)
+    with pytest.raises(RuntimeError, match=r"is a jagged tensor.*offsets that are made outside"):
+        y.backward()
