@@ -16,11 +16,9 @@ exchanged between forward and backward (`functional_call`, the variable of a loo
 forward had it.
 
 Names and contents cost references. Bytes have to be copied before it is known whether they will be
-written. Small tensors are copied at each forward: not every write moves a version counter (those of
-batch norm and of `.data` do not). A larger buffer is copied until a forward has left it alone, and
-from the first forward on that writes it after that. What was not copied and is written all the
-same, parameters and what is larger still, cannot be repeated, and the recompute says so. Only an
-embedding with `max_norm` may write its weight: the recompute leaves that out (`repeated_writes`).
+written (`contents`). What was not copied and is written all the same, parameters and what is larger
+still, cannot be repeated, and the recompute says so. Only an embedding with `max_norm` may write
+its weight: the recompute leaves that out (`repeated_writes`).
 """
 
 from __future__ import annotations
@@ -37,24 +35,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
+from storage_ops.checkpoint.code_writes import IN_PLACE, UNSEEN, WITHOUT_GRAD
 from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, put, set_item
+from storage_ops.checkpoint.contents import BUDGET, LARGE_BUDGET, SMALL, Contents
+from storage_ops.checkpoint.contents import looked_at as _looked_at
+from storage_ops.checkpoint.contents import written as _written
 from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings, is_of_torch
 from storage_ops.checkpoint.repeated_writes import RepeatedWrites, fail_parameter
-from storage_ops.checkpoint.saved import fail, set_versions
+from storage_ops.checkpoint.saved import fail
 from storage_ops.checkpoint.uses import Use
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region import Region
 
-_SMALL = 256 << 10  # bytes of a tensor that is copied at every forward
-_LARGE = 64 << 20  # of one that is never copied
 _MANY = 4096  # items of a container beyond which it is data
+_TO_PARAMETERS = IN_PLACE | WITHOUT_GRAD
 _COPIED = (Tensor, nn.Parameter, nn.Buffer)
-
-# Whether larger buffers are left alone, by their names and whether the module is in training.
-_quiet: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
-_quiet = weakref.WeakKeyDictionary()
 
 
 class Effects:
@@ -76,9 +73,7 @@ class Effects:
                 self._attributes.append((buffers, dict(buffers)))
                 self._slots += [(buffers, n, b, -1) for n, b in buffers.items() if b is not None]
         self._bytes = list(_bytes(around))
-        self._unkept: list[_Bytes] = []
         self._written: list[tuple[Tensor, int]] = []  # parameters, and their versions before
-        self._uncopied: list[tuple[weakref.ref[Tensor], int]] = []
         self._running = True
 
     def finish(self) -> None:
@@ -94,34 +89,33 @@ class Effects:
         self._written = self._find_written()
         if self._written:
             self._slots = [(held, n, t, min(v, 0) or t._version) for held, n, t, v in self._slots]
-        kept = []
         for each in self._bytes:
             each.finish()
-            if each.before is not None:
-                kept.append(each)
-            elif each.after != each.version:
-                self._unkept.append(each)
-            else:
-                self._uncopied.append((weakref.ref(each.tensor), each.after))
-        self._bytes = kept
 
     def _find_written(self) -> list[tuple[Tensor, int]]:
         """Return the parameters that the forward has written so far, and their versions before."""
-        written = {id(t): (t, v) for _, _, t, v in self._slots if v >= 0 and t._version != v}
-        return list(written.values())
+        moved = {id(t): (t, v) for _, _, t, v in self._slots if v >= 0 and t._version != v}
+        copied = self._copied() if moved else ()
+        return [(t, v) for key, (t, v) in moved.items() if key not in copied]
+
+    def _copied(self) -> set[int]:
+        """Return the identities of the tensors of which there is a copy."""
+        for each in self._bytes:
+            each.settle(wait=True)
+        return {id(each.tensor) for each in self._bytes if each.tensor is not None}
 
     def check(self, region: str) -> None:
         """Raise if the forward has written what was not copied."""
-        for each in self._unkept:
-            t = each.tensor
-            advice = f"expected a buffer of at most {_LARGE >> 20} MiB, which is copied"
-            if each.key is not None and t.nbytes <= _LARGE:
-                advice = "expected a write from the first forward on; it is copied from the next on"
-            fail(
-                f"{region} itself modifies a tensor of shape {tuple(t.shape)} in place, of which "
-                f"no copy is kept for the recompute; {advice}. Or make a new tensor in place of "
-                "the write, or write outside of the region"
-            )
+        for each in self._bytes:
+            t = each.lost()
+            if t is not None:
+                fail(
+                    f"{region} itself modifies a tensor of shape {tuple(t.shape)} in place, of "
+                    "which no copy is kept for the recompute: it was not written before, and a "
+                    f"region copies {BUDGET >> 20} MiB of such tensors; it is copied from the next "
+                    "forward on. Or make a new tensor in place of the write, or write outside of "
+                    "the region"
+                )
 
     def without_repeated_writes(self, region: str, checks: bool) -> Any:
         """Return what is active in a recompute, so that it writes no parameter again.
@@ -133,19 +127,20 @@ class Effects:
         Raises:
             RuntimeError: a parameter was written more than once, or again since the forward.
         """
-        written = self._find_written() if self._running else self._written
-        uncopied = [(t, version) for ref, version in self._uncopied if (t := ref()) is not None]
-        changed = [t for t, version in uncopied if t._version != version]
-        if not written and not changed:
+        moved = self._find_written() if self._running else self._written
+        changed = [t for each in self._bytes if (t := each.changed()) is not None]
+        if not moved and not changed:
             return contextlib.nullcontext()
-        for t, version in written:
+        for t, version in moved:
             if checks and t._version != version + 1:
                 fail_parameter(region, t)
-        return RepeatedWrites(region, [t for t, _ in written], changed, checks)
+        return RepeatedWrites(region, [t for t, _ in moved], changed, checks)
 
     def modified(self) -> list[Tensor]:
-        """The parameters that were modified in place since the forward."""
-        return [t for _, _, t, v in self._slots if 0 <= v != t._version]
+        """The parameters that were modified in place since the forward, and are not restored."""
+        moved = [t for _, _, t, v in self._slots if 0 <= v != t._version]
+        copied = self._copied() if moved else ()
+        return [t for t in moved if id(t) not in copied]
 
     def exchanged(self) -> list[Tensor]:
         """The parameters and buffers that are not in their places any more."""
@@ -198,54 +193,6 @@ def _named(value: Any) -> Any:
     return value if maker is None else _Output(value, maker)
 
 
-class _Bytes:
-    """A tensor that may be written, and a copy of it where one was made."""
-
-    __slots__ = ("after", "before", "key", "tensor", "trusted", "version")
-
-    def __init__(
-        self, t: Tensor, trusted: bool, key: tuple[nn.Module, str] | None, copied: bool
-    ) -> None:
-        """A tensor, and where it is from.
-
-        Args:
-            t: the tensor.
-            trusted: whether its version says if it was written.
-            key: the module and the name, if it is a larger buffer.
-            copied: whether to copy it.
-        """
-        self.tensor, self.trusted, self.key = t, trusted, key
-        self.version = self.after = t._version
-        self.before = _memory(t).clone() if copied else None
-
-    def finish(self) -> None:
-        """Remember whether a larger buffer was left alone, and let go of its copy if it was."""
-        t, self.after = self.tensor, self.tensor._version
-        if self.key is None:
-            return
-        module, name = self.key
-        known, place = _quiet.setdefault(module, {}), (name, module.training)
-        if self.after != self.version:
-            known[place] = False
-        if self.before is None or known.get(place) is False:
-            return
-        if t.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # what is in it cannot be asked
-        same = isinstance(t, FakeTensor) or t.is_meta or torch.equal(_memory(t), self.before)
-        known[place] = same
-        if same:
-            self.before = None
-
-    def restore(self, undo: Undo, running: bool) -> None:
-        """Put the copy into the tensor. Versions are as in the forward, and what others wrote
-        since then still counts."""
-        t, now = self.tensor, self.tensor._version
-        if self.before is None or (self.trusted and now == self.version):
-            return
-        undo.append(_Write(t, _memory(t).clone(), now))
-        _Write(t, self.before, self.version if running else self.version + now - self.after)()
-
-
 def _named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters and the buffers of a module itself; copies where it is TorchScript's, which
     exchanges none."""
@@ -255,40 +202,59 @@ def _named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(parameters.items()), dict(buffers.items())
 
 
-def _bytes(around: Surroundings) -> Iterator[_Bytes]:
+def _bytes(around: Surroundings) -> Iterator[Contents]:
+    """Yield the contents of what the region may write, copied or not."""
     seen: set[int] = set()
+    unseen = around.writes & UNSEEN != 0
+    left = LARGE_BUDGET if unseen else BUDGET
 
-    def may_change(t: Any) -> bool:
-        if not isinstance(t, Tensor) or id(t) in seen or t.requires_grad:
-            return False
+    def contents(t: Any, trusted: bool = False, summed: bool = unseen) -> Iterator[Contents]:
+        nonlocal left
+        if not isinstance(t, Tensor) or id(t) in seen:
+            return
         seen.add(id(t))
         plain = type(t) in _COPIED or isinstance(t, FakeTensor)
         if not plain or t.layout is not torch.strided or t.is_quantized or t.is_inference():
-            return False
-        return maker_of(t) is None  # what a region can make again it restores itself
+            return
+        if maker_of(t) is not None:  # what a region can make again it restores itself
+            return
+        nbytes = t.nbytes
+        known = len(_written) > 0 and t in _written and not isinstance(t, nn.Parameter)
+        copied = nbytes <= SMALL or known
+        if not copied and nbytes <= left:
+            left -= nbytes
+            copied = True
+        yield Contents(t, trusted, copied, summed)
 
     for module in around.modules:
         _, buffers = _named_tensors(module)
-        if not buffers:
-            continue
-        own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
-        quiet = _quiet.get(module, {})
-        for name, t in buffers.items():
-            if may_change(t):
-                assert t is not None
-                if t.nbytes <= _SMALL:
-                    yield _Bytes(t, not own, None, True)
-                else:
-                    left_alone = quiet.get((name, module.training), False)
-                    copied = t.nbytes <= _LARGE and not left_alone
-                    yield _Bytes(t, True, (module, name), copied)
-    for held in (*around.attributes, *around.given):
-        for t in _values(held):
-            if may_change(t) and not isinstance(t, nn.Parameter):
-                yield _Bytes(t, False, None, t.nbytes <= _SMALL)
-    for t in around.tensors:
-        if may_change(t) and not isinstance(t, nn.Parameter):
-            yield _Bytes(t, False, None, t.nbytes <= _SMALL)
+        if buffers:
+            own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
+            for t in buffers.values():
+                if t is not None and not t.requires_grad:
+                    yield from contents(t, not own)
+    for module in around.modules:
+        if _may_write_parameters(module, around.writes):
+            for t in _named_tensors(module)[0].values():
+                if not isinstance(t, nn.UninitializedParameter):
+                    yield from contents(t)
+    captured = (t for held in (*around.attributes, *around.given) for t in _values(held))
+    for t in (*captured, *around.tensors):
+        if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and not t.requires_grad:
+            yield from contents(t)
+
+
+def _may_write_parameters(module: nn.Module, writes: int) -> bool:
+    """Return True if the parameters of a module have to be copied in this forward."""
+    if writes & UNSEEN:
+        return True
+    may_write = module.__dict__.get("max_norm") is not None  # an embedding
+    if not may_write and writes & _TO_PARAMETERS != _TO_PARAMETERS:
+        return False
+    if module not in _looked_at:
+        _looked_at.add(module)
+        return True
+    return any(p in _written for p in module.parameters(recurse=False))
 
 
 def _values(held: Any) -> Any:
@@ -296,32 +262,6 @@ def _values(held: Any) -> Any:
     if len(held) > _MANY:
         return ()
     return held.values() if type(held) in MAPPINGS else held
-
-
-def _memory(t: Tensor) -> Tensor:
-    """A tensor without what an expanded one repeats; what is written to it moves no version."""
-    t = t.data
-    for dim, stride in enumerate(t.stride()):
-        if stride == 0:
-            t = t.narrow(dim, 0, min(1, t.shape[dim]))
-    return t
-
-
-class _Write:
-    """Gives a tensor contents and a version."""
-
-    __slots__ = ("contents", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, contents: Tensor, version: int) -> None:
-        self.tensor, self.contents, self.version = tensor, contents, version
-
-    def __call__(self) -> None:
-        memory = _memory(self.tensor)
-        if memory.shape == self.contents.shape:
-            memory.copy_(self.contents)
-        else:  # resized, as observers of ranges do at their first call
-            self.tensor.data = self.contents.clone()
-        set_versions((self.tensor,), (self.version,))
 
 
 def _is_state(value: Any) -> bool:

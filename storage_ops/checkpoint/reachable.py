@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from storage_ops.checkpoint import code_writes
+
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
@@ -35,6 +37,7 @@ class Surroundings:
             modules in them.
         attributes: those of modules and other objects that are reached and are not torch's own.
         given: those of objects that are given, and containers in them.
+        writes: how code among all this may write tensors (`code_writes`).
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -44,6 +47,7 @@ class Surroundings:
     names: list[Name] = field(default_factory=list)
     attributes: list[dict[str, Any]] = field(default_factory=list)
     given: list[Any] = field(default_factory=list)
+    writes: int = 0
 
     @staticmethod
     def of(fn: Callable[..., Any], given: Iterable[Any], tensors: Iterable[Tensor]) -> Surroundings:
@@ -112,10 +116,11 @@ class Surroundings:
             elif isinstance(value, torch.Generator):
                 self.generators[value] = None
             else:
-                attributes = _attributes(value)
-                if attributes and not is_of_torch(type(value)):
-                    inside = self._add_attributes(attributes, given)
                 cls: Any = type(value)
+                attributes = _attributes(value)
+                if attributes and not is_of_torch(cls):
+                    inside = self._add_attributes(attributes, given)
+                    self.writes |= code_writes.of_class(cls, True)
                 inside += _calls(cls)
             if depth < _DEEP:
                 stack += [(v, depth + 1, given) for v in inside]
@@ -134,9 +139,11 @@ class Surroundings:
                     inside += [value for value in found if not isinstance(value, nn.Module)]
         for cls in types:
             inside += _calls(cls)
+            self.writes |= code_writes.of_class(cls)
         return inside
 
     def _inside_function(self, fn: FunctionType) -> list[Any]:
+        self.writes |= code_writes.of_code(fn.__code__)
         names = [*_cells(fn), *_globals(fn)]
         self.names += [n for n in names if isinstance(n[2], (Tensor, nn.Module))]
         defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
