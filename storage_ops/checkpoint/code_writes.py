@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Iterable
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -54,28 +53,16 @@ def _assigns(code: CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def of_class(cls: Any, all_methods: bool = False) -> int:
+def of_class(cls: Any, called: frozenset[str] = frozenset()) -> int:
     """Return how calls of an object may write tensors.
 
     Args:
         cls: the class of the object.
-        all_methods: whether others call its methods. Otherwise only `forward` and `__call__` are
-            called, and the methods that these name.
+        called: names of methods that other code calls.
     """
-    methods: dict[str, FunctionType] = {}
-    entries: list[FunctionType] = []
-    for each in reversed(cls.__mro__):
-        if not _is_of_torch(each):
-            own = {name: fn for name, value in vars(each).items() if (fn := _function(value))}
-            entries += [fn for name, fn in own.items() if name in _ENTRIES]
-            methods |= own
-    if all_methods:
-        entries += [fn for name, fn in methods.items() if name != "__init__"]
-    return _of(entries, methods)
-
-
-def _of(roots: Iterable[FunctionType], methods: dict[str, FunctionType]) -> int:
-    found, stack, seen = 0, list(roots), set[FunctionType]()
+    methods = _methods(cls)
+    more = [fn for name, fn in methods.items() if name in called and name != "__init__"]
+    found, stack, seen = 0, [*run_by(cls), *more], set[FunctionType]()
     while stack:
         fn = stack.pop()
         if fn in seen:
@@ -87,7 +74,7 @@ def _of(roots: Iterable[FunctionType], methods: dict[str, FunctionType]) -> int:
         if _is_of_torch(fn):
             continue
         found |= of_code(fn.__code__)
-        for name in _names(fn.__code__):
+        for name in names_of_code(fn.__code__):
             for named in (fn.__globals__.get(name), methods.get(name)):
                 if isinstance(named, FunctionType):
                     stack.append(named)
@@ -95,9 +82,39 @@ def _of(roots: Iterable[FunctionType], methods: dict[str, FunctionType]) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> frozenset[str]:
-    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+def run_by(cls: Any) -> tuple[FunctionType, ...]:
+    """Return the methods that calls of an object run in Python, but for what torch defines."""
+    methods = _methods(cls)
+    mine = [vars(c) for c in cls.__mro__ if not _is_of_torch(c)]
+    found = [fn for c in mine for name in _ENTRIES if (fn := _function(c.get(name)))]
+    for fn in found:  # grows
+        codes = [fn.__code__]
+        if isinstance(inner := getattr(fn, "__wrapped__", None), FunctionType):
+            codes.append(inner.__code__)
+        for name in {name for code in codes for name in names_of_code(code)}:
+            if name in methods and methods[name] not in found:
+                found.append(methods[name])
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _methods(cls: Any) -> dict[str, FunctionType]:
+    mine = [c for c in reversed(cls.__mro__) if not _is_of_torch(c)]
+    return {n: fn for c in mine for n, value in vars(c).items() if (fn := _function(value))}
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of_code(code: CodeType) -> frozenset[str]:
+    """Return the names of attributes and globals that code uses."""
+    inner = (names_of_code(const) for const in code.co_consts if isinstance(const, CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of_classes(classes: tuple[Any, ...]) -> frozenset[str]:
+    """Return the names of attributes and globals that the methods of classes use."""
+    methods = {fn.__code__ for cls in classes for fn in (*_methods(cls).values(), *run_by(cls))}
+    return frozenset[str]().union(*map(names_of_code, methods))
 
 
 def _function(value: Any) -> FunctionType | None:

@@ -24,7 +24,6 @@ its weight: the recompute leaves that out (`repeated_writes`).
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,13 +40,13 @@ from storage_ops.checkpoint.contents import BUDGET, LARGE_BUDGET, SMALL, Content
 from storage_ops.checkpoint.contents import looked_at as _looked_at
 from storage_ops.checkpoint.contents import written as _written
 from storage_ops.checkpoint.makers import maker_of
+from storage_ops.checkpoint.places import Attributes, Items, Remembered, is_same, value_of
 from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings, is_of_torch
 from storage_ops.checkpoint.repeated_writes import RepeatedWrites, fail_parameter
 from storage_ops.checkpoint.saved import fail
-from storage_ops.checkpoint.uses import Use
 
 if TYPE_CHECKING:
-    from storage_ops.checkpoint.region import Region
+    pass
 
 _MANY = 4096  # items of a container beyond which it is data
 _TO_PARAMETERS = IN_PLACE | WITHOUT_GRAD
@@ -61,7 +60,10 @@ class Effects:
         """Look, and copy what may be written; `finish` when the forward has run."""
         self._names = [(place, name, _named(value)) for place, name, value in around.names]
         self._contents = [(c, copy_of(c)) for c in around.given if len(c) <= _MANY]
-        self._attributes = [(held, dict(held)) for held in around.attributes]
+        self._attributes = [Attributes(held, around.reads) for held in around.attributes]
+        self._attributes += [Attributes(held, _always) for held in around.objects]
+        self._items = [Items(c) for c in around.containers if Items.may_be_replaced(c)]
+        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
         for module in around.modules:
             parameters, buffers = _named_tensors(module)
@@ -70,7 +72,7 @@ class Effects:
                     version = -1 if t.is_inference() else t._version
                     self._slots.append((parameters, name, t, version))
             if buffers:
-                self._attributes.append((buffers, dict(buffers)))
+                self._buffers.append((buffers, dict(buffers)))
                 self._slots += [(buffers, n, b, -1) for n, b in buffers.items() if b is not None]
         self._bytes = list(_bytes(around))
         self._written: list[tuple[Tensor, int]] = []  # parameters, and their versions before
@@ -79,13 +81,12 @@ class Effects:
     def finish(self) -> None:
         """Let go of what the forward has left alone."""
         self._running = False
-        changes = [(held, _changed(before, held)) for held, before in self._attributes]
-        # Without their graphs, which hold what the region before has kept, and that the one before.
-        self._attributes = [
-            (held, {name: _without_graph(value) for name, value in changed.items()})
-            for held, changed in changes
-            if changed
-        ]
+        for attributes in self._attributes:
+            attributes.finish()
+        for items in self._items:
+            items.finish()
+        changes = [(held, _changed(before, held)) for held, before in self._buffers]
+        self._buffers = [(held, changed) for held, changed in changes if changed]
         self._written = self._find_written()
         if self._written:
             self._slots = [(held, n, t, min(v, 0) or t._version) for held, n, t, v in self._slots]
@@ -149,10 +150,8 @@ class Effects:
     def restore(self, undo: Undo) -> None:
         """Make all what it was before the forward; `undo` gets what puts back what is now."""
         for place, name, value in self._names:
-            if not isinstance(value, _Output):
-                _set_name(place, name, value, undo)
-            elif not value.is_in(place, name):
-                _set_name(place, name, value.read(), undo)
+            if not is_same(value, _value_of(place, name)):
+                _set_name(place, name, value_of(value), undo)
         for held, name, t, _ in self._slots:
             now = held.get(name)
             if now is t or now is None:
@@ -160,7 +159,11 @@ class Effects:
             # Not if it is in another layout: sharded, or gathered, by who looks after that.
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
                 set_item(held, name, t, undo)
-        for held, before in self._attributes:
+        for attributes in self._attributes:
+            attributes.restore(undo, self._running)
+        for items in self._items:
+            items.restore(undo)
+        for held, before in self._buffers:
             changed = _changed(before, held) if self._running else before
             for name, value in changed.items():
                 set_item(held, name, value, undo)
@@ -172,25 +175,13 @@ class Effects:
             each.restore(undo, self._running)
 
 
-class _Output:
-    """An output of another region that a variable names; to remember it is not to hold it."""
-
-    def __init__(self, t: Tensor, maker: Region) -> None:
-        self._ref, self._use, self._needs_grad = weakref.ref(t), Use(t, maker), t.requires_grad
-
-    def is_in(self, place: Any, name: str) -> bool:
-        """Whether the variable still names it."""
-        output = self._ref()
-        return output is not None and _value_of(place, name) is output
-
-    def read(self) -> Tensor:
-        """The output, made again where it was discarded."""
-        return self._use.read().detach().requires_grad_(self._needs_grad)
-
-
 def _named(value: Any) -> Any:
-    maker = maker_of(value) if isinstance(value, Tensor) else None
-    return value if maker is None else _Output(value, maker)
+    is_output = isinstance(value, Tensor) and maker_of(value) is not None
+    return Remembered(value) if is_output else value
+
+
+def _always(_: str) -> bool:
+    return True
 
 
 def _named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -238,7 +229,9 @@ def _bytes(around: Surroundings) -> Iterator[Contents]:
             for t in _named_tensors(module)[0].values():
                 if not isinstance(t, nn.UninitializedParameter):
                     yield from contents(t)
-    captured = (t for held in (*around.attributes, *around.given) for t in _values(held))
+    captured = (
+        t for held in (*around.attributes, *around.objects, *around.given) for t in _values(held)
+    )
     for t in (*captured, *around.tensors):
         if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and not t.requires_grad:
             yield from contents(t)
@@ -264,28 +257,14 @@ def _values(held: Any) -> Any:
     return held.values() if type(held) in MAPPINGS else held
 
 
-def _is_state(value: Any) -> bool:
-    """Whether a value is a tensor, or a tuple with some in it, as a recurrent layer's state is."""
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_is_state, value)))
-
-
-def _without_graph(value: Any) -> Any:
-    if isinstance(value, tuple) and _is_state(value):
-        parts = map(_without_graph, value)
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, Tensor) and value.grad_fn is not None:
-        return value.detach().requires_grad_()
-    return value
-
-
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What was under the names that have, or had, another state; `MISSING` where nothing was."""
+    """What was under the names of buffers that have, or had, another one; `MISSING` for nothing."""
     if has(now, before):
         return {}
     changed = {}
     for name in {**before, **now}:
         then, value = before.get(name, MISSING), now.get(name, MISSING)
-        if then is not value and (_is_state(then) or _is_state(value)):
+        if then is not value:
             changed[name] = then
     return changed
 

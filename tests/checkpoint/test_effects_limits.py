@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import storage_ops as so
 from storage_ops.checkpoint import effects
@@ -126,3 +127,44 @@ def test_a_large_tensor_that_is_written_late_is_written_once(place, how, kind):
         got, right = steps(fn, model, inputs), steps(plain, plain_model, inputs)
         assert all(map(equal, got[0], right[0]))
         assert torch.equal(model.layer.table, plain_model.layer.table)
+
+
+class Interrupt(TorchDispatchMode):
+    """Raises at one op."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.ops = at, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops += 1
+        if self.ops == self.at + 1:
+            raise KeyboardInterrupt
+        return op(*args, **(kwargs or {}))
+
+
+def test_an_interrupt_at_any_op_of_the_backward_leaves_the_buffers():
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 6)
+            self.register_buffer("state", torch.rand(6))
+
+        def forward(self, x):
+            y = super().forward(x) * self.state.clone()
+            self.state.mul_(0.5).add_(y.detach().mean(0))
+            return y.sin()
+
+    raised = 0
+    for at in range(200):
+        layer = so.CheckpointWrapper(Counts())
+        y = layer(torch.randn(3, 4))
+        state = layer.state.clone()
+        try:
+            with Interrupt(at) as mode:
+                y.sum().backward()
+        except KeyboardInterrupt:
+            raised += 1
+        assert torch.equal(layer.state, state), at
+        if mode.ops <= at:
+            break
+    assert raised > 20

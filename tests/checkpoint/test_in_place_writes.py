@@ -107,7 +107,9 @@ def test_rows_that_are_no_longer_those_of_the_forward(monkeypatch, copied, how, 
             call(given * 2)
         weight = each.layer.table.weight.detach().clone()
         if each is model and not copied:
-            with pytest.raises(RuntimeError, match=r"call it once in the region|was modified in pl"):
+            with pytest.raises(
+                RuntimeError, match=r"call it once in the region|was modified in pl"
+            ):
                 y.sum().backward()
             assert given.grad is None
         else:
