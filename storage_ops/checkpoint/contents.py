@@ -24,6 +24,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from storage_ops.checkpoint.containers import Undo
@@ -167,6 +168,29 @@ class Contents:
             return
         undo.append(_Write(t, memory_of(t).clone(), now))
         _Write(t, before, self.version if running else self.version + now - self.after)()
+
+
+class Uninitialized(Contents):
+    """A lazy buffer, to which the forward gives a shape. The recompute must not write it again."""
+
+    __slots__ = ()
+
+    def __init__(self, t: Tensor) -> None:
+        """Remember the buffer, which has no contents yet."""
+        self._ref, self._tensor, self._before, self._comparison = weakref.ref(t), None, None, None
+        self._sums, self.version, self.after = [], 0, 0
+
+    def finish(self) -> None:
+        """Do nothing: there is nothing to compare with."""
+
+    def changed(self) -> Tensor | None:
+        """Return None: training reads the statistics of the batch."""
+
+    def restore(self, undo: Undo, running: bool) -> None:
+        """Have the contents of now put back after the recompute."""
+        t = self._ref()
+        if t is not None and not is_lazy(t):
+            undo.append(_Write(t, memory_of(t).clone(), t._version))
 
 
 class _Comparison:

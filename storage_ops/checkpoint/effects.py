@@ -33,14 +33,23 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from storage_ops.checkpoint.code_writes import IN_PLACE, UNSEEN, WITHOUT_GRAD
 from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, put, set_item
-from storage_ops.checkpoint.contents import BUDGET, LARGE_BUDGET, SMALL, Contents
+from storage_ops.checkpoint.contents import BUDGET, LARGE_BUDGET, SMALL, Contents, Uninitialized
 from storage_ops.checkpoint.contents import looked_at as _looked_at
 from storage_ops.checkpoint.contents import written as _written
 from storage_ops.checkpoint.makers import maker_of
-from storage_ops.checkpoint.places import Attributes, Items, Remembered, is_same, value_of
+from storage_ops.checkpoint.places import (
+    Attributes,
+    Items,
+    Remembered,
+    is_same,
+    remembered,
+    value_of,
+)
 from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings, is_of_torch
 from storage_ops.checkpoint.repeated_writes import RepeatedWrites, fail_parameter
 from storage_ops.checkpoint.saved import fail
@@ -48,6 +57,7 @@ from storage_ops.checkpoint.saved import fail
 if TYPE_CHECKING:
     pass
 
+_parametrize: Any = parametrize
 _MANY = 4096  # items of a container beyond which it is data
 _TO_PARAMETERS = IN_PLACE | WITHOUT_GRAD
 _COPIED = (Tensor, nn.Parameter, nn.Buffer)
@@ -65,12 +75,15 @@ class Effects:
         self._items = [Items(c) for c in around.containers if Items.may_be_replaced(c)]
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._needed_grad: list[tuple[Tensor, bool]] = []  # parameters, frozen or not
+        self._cached = dict(_parametrize._cache) if _parametrize._cache_enabled else None
         for module in around.modules:
             parameters, buffers = _named_tensors(module)
             for name, t in parameters.items():
                 if t is not None and not isinstance(t, nn.UninitializedParameter):
                     version = -1 if t.is_inference() else t._version
                     self._slots.append((parameters, name, t, version))
+                    self._needed_grad.append((t, t.requires_grad))
             if buffers:
                 self._buffers.append((buffers, dict(buffers)))
                 self._slots += [(buffers, n, b, -1) for n, b in buffers.items() if b is not None]
@@ -81,6 +94,8 @@ class Effects:
     def finish(self) -> None:
         """Let go of what the forward has left alone."""
         self._running = False
+        if self._cached:
+            self._cached = {key: remembered(value) for key, value in self._cached.items()}
         for attributes in self._attributes:
             attributes.finish()
         for items in self._items:
@@ -159,6 +174,11 @@ class Effects:
             # Not if it is in another layout: sharded, or gathered, by who looks after that.
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
                 set_item(held, name, t, undo)
+        for t, needed_grad in self._needed_grad:
+            if t.requires_grad != needed_grad and t.is_leaf:
+                undo.append(partial(t.requires_grad_, not needed_grad))
+                t.requires_grad_(needed_grad)
+        self._restore_parametrizations(undo)
         for attributes in self._attributes:
             attributes.restore(undo, self._running)
         for items in self._items:
@@ -173,6 +193,20 @@ class Effects:
                 put(container, contents)
         for each in self._bytes:
             each.restore(undo, self._running)
+
+    def _restore_parametrizations(self, undo: Undo) -> None:
+        """Compute parametrized weights as often as in the forward.
+
+        In `torch.nn.utils.parametrize.cached()` the first use computes a weight for all.
+        """
+        if self._cached is not None or _parametrize._cache_enabled:
+            undo.append(partial(_cache, _parametrize._cache_enabled, _parametrize._cache))
+            cached = {key: value_of(kept) for key, kept in (self._cached or {}).items()}
+            _cache(int(self._cached is not None), cached)
+
+
+def _cache(enabled: int, values: dict[Any, Any]) -> None:
+    _parametrize._cache_enabled, _parametrize._cache = enabled, values
 
 
 def _named(value: Any) -> Any:
@@ -222,7 +256,9 @@ def _bytes(around: Surroundings) -> Iterator[Contents]:
         if buffers:
             own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
             for t in buffers.values():
-                if t is not None and not t.requires_grad:
+                if is_lazy(t):
+                    yield Uninitialized(t)
+                elif t is not None and not t.requires_grad:
                     yield from contents(t, not own)
     for module in around.modules:
         if _may_write_parameters(module, around.writes):

@@ -264,3 +264,68 @@ def test_a_logged_output_in_a_list_keeps_no_earlier_step():
         y.sum().backward()
         del y
     assert [ref() is not None for ref in refs] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "reentrant"])
+@pytest.mark.parametrize("thaws", [False, True])
+def test_a_parameter_that_is_frozen_or_thawed_before_the_backward(thaws, kind):
+    make = lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6))  # noqa: E731
+    plain, plain_model, fn, model = pair(kind, make)
+    found, x = [], torch.randn(3, 4)
+    for call, each in ((plain, plain_model), (fn, model)):
+        weights = each.layer[0].weight, each.layer[2].weight
+        for weight in weights:
+            weight.requires_grad_(not thaws)
+        y = call(x.clone().requires_grad_())
+        for weight in weights:
+            weight.requires_grad_(thaws)
+        y.square().sum().backward()
+        assert all(weight.requires_grad == thaws for weight in weights)
+        found.append([p.grad for p in each.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
+@pytest.mark.parametrize("when", ["forward", "backward", "both"])
+def test_weights_that_parametrizations_cache(when, kind):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            linear = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+            self.first, self.linear = nn.Linear(4, 6), linear
+
+        def forward(self, x):
+            return self.linear(self.linear(self.first(x)).tanh()).tanh()
+
+    plain, plain_model, fn, model = pair(kind, Twice)
+    found, x = [], torch.randn(3, 4)
+    cached = nn.utils.parametrize.cached
+    for call, each in ((plain, plain_model), (fn, model)):
+        with cached() if when != "backward" else contextlib.nullcontext():
+            y = call(x) + call(x * 2)
+            if when == "both":
+                y.sum().backward()
+        with cached() if when == "backward" else contextlib.nullcontext():
+            if when != "both":
+                y.sum().backward()
+        found.append([p.grad for p in each.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    assert nn.utils.parametrize._cache_enabled == 0 and not nn.utils.parametrize._cache
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_lazy_norm_counts_its_first_batch_once(mode):
+    def trained(checkpointed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Tanh()))
+        if checkpointed:
+            save = {"ops_to_save": ["aten.addmm"]} if mode == "selective" else {}
+            so.apply_activation_checkpoint(model, {"layer_names": ["0"], "mode": mode, **save})
+        for x in inputs:
+            model(x).square().sum().backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+    inputs = [torch.randn(5, 4) for _ in range(2)]
+    assert all(map(torch.equal, trained(True), trained(False)))
