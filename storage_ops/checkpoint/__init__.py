@@ -4,8 +4,10 @@ A *region* is one call that can be repeated in backward (`region.py`). Its *inpu
 autograd keeps tensors (`inputs.py`). What it depends on besides is found by following what its code
 names (`reachable.py`): random numbers and modes, which are those of the forward again
 (`execution.py`), hooks of modules (`calls.py`), and places that it may write, whose contents are
-what the forward found and afterwards what it left (`effects.py`, with `containers.py`). A write
-that cannot be repeated is left out or refused (`repeated_writes.py`). What it saves the second time
+what the forward found and afterwards what it left (`effects.py`, with `contents.py` for bytes,
+`places.py` for attributes and items, and `containers.py`). Whether code may write a tensor is told
+by its names (`code_writes.py`). A write that cannot be repeated is left out or refused
+(`repeated_writes.py`). What it saves the second time
 is compared with the first (`saved.py`, `versions.py`, `op_log.py`).
 
 A region that discards frees the *outputs* that it made (`made.py`) once their *consumers* have run.

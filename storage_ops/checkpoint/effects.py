@@ -2,23 +2,23 @@
 
 Three kinds of places are looked after, wherever a region reaches them:
 
-- bytes: buffers, and other tensors without a gradient that are attributes, also of objects that are
-  given, or captured;
-- names: the parameters and buffers of modules, tensors and tuples of them that are attributes,
-  tensors and modules in variables that its code reads;
+- bytes: buffers, parameters that its code can write, and other tensors without a gradient that are
+  attributes, also of objects that are given, or captured (`contents`);
+- names: the parameters and buffers of modules, attributes of modules and objects, items of lists
+  and mappings (`places`), tensors and modules in variables that its code reads;
 - all that objects have that are given as arguments, such as a cache of keys and values, and the
   contents of lists, dictionaries, sets and deques in them. (Containers that are given themselves
   are made anew for the recompute.)
 
 A recompute finds in them what the forward found, and when it ends they hold what they held when it
 began. So what a forward does to them happens once, however often it is recomputed, and what is
-exchanged between forward and backward (`functional_call`, the variable of a loop) is used as the
-forward had it.
+exchanged between forward and backward (`functional_call`, the variable of a loop, a tensor that a
+hypernetwork sets on a layer) is used as the forward had it.
 
 Names and contents cost references. Bytes have to be copied before it is known whether they will be
-written (`contents`). What was not copied and is written all the same, parameters and what is larger
-still, cannot be repeated, and the recompute says so. Only an embedding with `max_norm` may write
-its weight: the recompute leaves that out (`repeated_writes`).
+written. What was not copied and is written all the same cannot be repeated, and the recompute says
+so. Only an embedding with `max_norm` may write its weight without a copy: the recompute leaves the
+write out (`repeated_writes`).
 """
 
 from __future__ import annotations
