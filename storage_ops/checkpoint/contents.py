@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from storage_ops.checkpoint.containers import Undo
-from storage_ops.checkpoint.saved import INTEGERS, checksum, set_versions
+from storage_ops.checkpoint.saved import INTEGERS, checksum_of, set_versions
 
 SMALL = 256 << 10
 BUDGET = 64 << 20
@@ -251,7 +251,7 @@ def _sums(t: Tensor) -> Tensor:
     row = 8 * _WIDTH
     whole = len(data) // row * row
     words = data[:whole].view(torch.int64).view(-1, _WIDTH)
-    return torch.stack([checksum(each) for each in (words.sum(0), words.sum(1), data[whole:])])
+    return torch.stack([checksum_of(each) for each in (words.sum(0), words.sum(1), data[whole:])])
 
 
 class _Write:

@@ -57,10 +57,10 @@ class Saved:
 
     __slots__ = ("checksum", "is_leaf", "layout", "parameter", "version")
 
-    def __init__(self, t: Tensor, sums: bool = False) -> None:
+    def __init__(self, t: Tensor, checksum: bool = False) -> None:
         """Describe a tensor."""
         self.layout = (shape_of(t), stride_of(t), t.dtype, t.device)
-        self.checksum = checksum(t) if sums else None
+        self.checksum = checksum_of(t) if checksum else None
         # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
         base = t._base
         root = t if base is None else base
@@ -113,7 +113,7 @@ def _hex(checksum: Tensor) -> str:
     return f"{int(checksum) & (1 << 64) - 1:016x}"
 
 
-def checksum(t: Tensor) -> Tensor:
+def checksum_of(t: Tensor) -> Tensor:
     """64 bits that depend on every bit of a tensor and on its place; no sync with a device.
 
     The sum of SplitMix64 (Steele, Lea and Flood 2014) of every element and its index. A mere xor of
