@@ -15,6 +15,7 @@ from torch import Tensor
 
 from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, set_item
 from storage_ops.checkpoint.makers import maker_of
+from storage_ops.checkpoint.matching import ORIGIN
 from storage_ops.checkpoint.reachable import MAPPINGS
 from storage_ops.checkpoint.uses import Use
 
@@ -116,11 +117,13 @@ def _set_index(container: list[Any], index: int, value: Any) -> None:
 class Remembered:
     """A tensor that is remembered without its graph."""
 
-    __slots__ = ("_needs_grad", "_ref", "_use", "_value")
+    __slots__ = ("_needs_grad", "_origin", "_ref", "_use", "_value")
 
     def __init__(self, t: Tensor) -> None:
         maker = maker_of(t)
         self._ref, self._needs_grad = weakref.ref(t), t.requires_grad
+        node = (t if t._base is None else t._base).grad_fn
+        self._origin = None if node is None else node.name()
         # To remember an output that another region can make again is not to hold it.
         self._use = None if maker is None else Use(t, maker)
         self._value = t.detach() if maker is None else None
@@ -134,7 +137,10 @@ class Remembered:
         value = self._value if self._use is None else self._use.read()
         assert value is not None
         t = self._ref()
-        return value.detach().requires_grad_(self._needs_grad) if t is None else t
+        if t is None:
+            t = value.detach().requires_grad_(self._needs_grad)
+            vars(t)[ORIGIN] = self._origin
+        return t
 
 
 class _RememberedTuple:
