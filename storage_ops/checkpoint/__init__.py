@@ -5,8 +5,10 @@ autograd keeps tensors (`inputs.py`). What it depends on besides is found by fol
 names (`reachable.py`): random numbers, settings and Python modes, which are those of the forward
 again (`execution.py`, `modes.py`), hooks of modules (`calls.py`), and places that it may write,
 whose contents are what the forward found and afterwards what it left (`effects.py`, with
-`containers.py`). A write that cannot be repeated is left out or refused (`repeated_writes.py`).
-What it saves the second time is compared with the first (`saved.py`, `versions.py`, `op_log.py`).
+`contents.py` for bytes, `places.py` for attributes and items, and `containers.py`). The names in
+its code tell whether it may write a tensor (`code_writes.py`). A write that cannot be repeated is
+left out or refused (`repeated_writes.py`). What it saves the second time is compared with the first
+(`saved.py`, `versions.py`, `op_log.py`).
 
 A region that discards frees the *outputs* that it made (`made.py`) once their *consumers* have run.
 Consumers are found by what they saved (`consumers.py`); who else holds an output is counted, and

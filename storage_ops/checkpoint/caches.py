@@ -29,7 +29,7 @@ def without_cache(
     if not (given and (module.training or always)):
         return args, kwargs
     layer = next((m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")), 0)
-    empty = [cache for cache in given if not cache.get_seq_length(layer)]
+    empty = [cache for cache in given if _is_empty(cache, layer)]
     if not empty:
         return args, kwargs
 
@@ -39,6 +39,15 @@ def without_cache(
     switched = {"use_cache": False} if "use_cache" in kwargs else {}
     named = {name: without(value) for name, value in kwargs.items()}
     return tuple(map(without, args)), {**named, **switched}
+
+
+def _is_empty(cache: Any, layer: Any) -> bool:
+    """Return True if a cache holds nothing of a layer."""
+    try:
+        return not cache.get_seq_length(layer)
+    except ValueError:  # a layer such as Mamba's, which has states in place of a length
+        states = getattr(cache.layers[layer], "has_previous_state", False)
+        return not (any(states.values()) if isinstance(states, dict) else states)
 
 
 def _is_cache(value: Any) -> bool:

@@ -2,31 +2,28 @@
 
 Three kinds of places are looked after, wherever a region reaches them:
 
-- bytes: buffers, and other tensors without a gradient that are attributes, also of objects that are
-  given, or captured;
-- names: the parameters and buffers of modules, tensors and tuples of them that are attributes,
-  tensors and modules in variables that its code reads;
+- bytes: buffers, parameters that its code can write, and other tensors without a gradient that are
+  attributes, also of objects that are given, or captured (`contents`);
+- names: the parameters and buffers of modules, attributes of modules and objects, items of lists
+  and mappings (`places`), tensors and modules in variables that its code reads;
 - all that objects have that are given as arguments, such as a cache of keys and values, and the
   contents of lists, dictionaries, sets and deques in them. (Containers that are given themselves
   are made anew for the recompute.)
 
 A recompute finds in them what the forward found, and when it ends they hold what they held when it
 began. So what a forward does to them happens once, however often it is recomputed, and what is
-exchanged between forward and backward (`functional_call`, the variable of a loop) is used as the
-forward had it.
+exchanged between forward and backward (`functional_call`, the variable of a loop, a tensor that a
+hypernetwork sets on a layer) is used as the forward had it.
 
 Names and contents cost references. Bytes have to be copied before it is known whether they will be
-written. Small tensors are copied at each forward: not every write moves a version counter (those of
-batch norm and of `.data` do not). A larger buffer is copied until a forward has left it alone, and
-from the first forward on that writes it after that. What was not copied and is written all the
-same, parameters and what is larger still, cannot be repeated, and the recompute says so. Only an
-embedding with `max_norm` may write its weight: the recompute leaves that out (`repeated_writes`).
+written. What was not copied and is written all the same cannot be repeated, and the recompute says
+so. Only an embedding with `max_norm` may write its weight without a copy: the recompute leaves the
+write out (`repeated_writes`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,25 +33,34 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
+from storage_ops.checkpoint.code_writes import IN_PLACE, UNSEEN, WITHOUT_GRAD
 from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, put, set_item
+from storage_ops.checkpoint.contents import BUDGET, LARGE_BUDGET, SMALL, Contents, Uninitialized
+from storage_ops.checkpoint.contents import looked_at as _looked_at
+from storage_ops.checkpoint.contents import written as _written
 from storage_ops.checkpoint.makers import maker_of
+from storage_ops.checkpoint.places import (
+    Attributes,
+    Items,
+    Remembered,
+    is_same,
+    remembered,
+    value_of,
+)
 from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings, is_of_torch
 from storage_ops.checkpoint.repeated_writes import RepeatedWrites, fail_parameter
-from storage_ops.checkpoint.saved import fail, set_versions
-from storage_ops.checkpoint.uses import Use
+from storage_ops.checkpoint.saved import fail
 
 if TYPE_CHECKING:
-    from storage_ops.checkpoint.region import Region
+    pass
 
-_SMALL = 256 << 10  # bytes of a tensor that is copied at every forward
-_LARGE = 64 << 20  # of one that is never copied
+_parametrize: Any = parametrize
 _MANY = 4096  # items of a container beyond which it is data
+_TO_PARAMETERS = IN_PLACE | WITHOUT_GRAD
 _COPIED = (Tensor, nn.Parameter, nn.Buffer)
-
-# Whether larger buffers are left alone, by their names and whether the module is in training.
-_quiet: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
-_quiet = weakref.WeakKeyDictionary()
 
 
 class Effects:
@@ -64,64 +70,68 @@ class Effects:
         """Look, and copy what may be written; `finish` when the forward has run."""
         self._names = [(place, name, _named(value)) for place, name, value in around.names]
         self._contents = [(c, copy_of(c)) for c in around.given if len(c) <= _MANY]
-        self._attributes = [(held, dict(held)) for held in around.attributes]
+        self._attributes = [Attributes(held, around.reads) for held in around.attributes]
+        self._attributes += [Attributes(held, _always) for held in around.objects]
+        self._items = [Items(c) for c in around.containers if Items.may_be_replaced(c)]
+        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._needed_grad: list[tuple[Tensor, bool]] = []  # parameters, frozen or not
+        self._cached = dict(_parametrize._cache) if _parametrize._cache_enabled else None
         for module in around.modules:
             parameters, buffers = _named_tensors(module)
             for name, t in parameters.items():
                 if t is not None and not isinstance(t, nn.UninitializedParameter):
                     version = -1 if t.is_inference() else t._version
                     self._slots.append((parameters, name, t, version))
+                    self._needed_grad.append((t, t.requires_grad))
             if buffers:
-                self._attributes.append((buffers, dict(buffers)))
+                self._buffers.append((buffers, dict(buffers)))
                 self._slots += [(buffers, n, b, -1) for n, b in buffers.items() if b is not None]
         self._bytes = list(_bytes(around))
-        self._unkept: list[_Bytes] = []
         self._written: list[tuple[Tensor, int]] = []  # parameters, and their versions before
-        self._uncopied: list[tuple[weakref.ref[Tensor], int]] = []
         self._running = True
 
     def finish(self) -> None:
         """Let go of what the forward has left alone."""
         self._running = False
-        changes = [(held, _changed(before, held)) for held, before in self._attributes]
-        # Without their graphs, which hold what the region before has kept, and that the one before.
-        self._attributes = [
-            (held, {name: _without_graph(value) for name, value in changed.items()})
-            for held, changed in changes
-            if changed
-        ]
+        if self._cached:
+            self._cached = {key: remembered(value) for key, value in self._cached.items()}
+        for attributes in self._attributes:
+            attributes.finish()
+        for items in self._items:
+            items.finish()
+        changes = [(held, _changed(before, held)) for held, before in self._buffers]
+        self._buffers = [(held, changed) for held, changed in changes if changed]
         self._written = self._find_written()
         if self._written:
             self._slots = [(held, n, t, min(v, 0) or t._version) for held, n, t, v in self._slots]
-        kept = []
         for each in self._bytes:
             each.finish()
-            if each.before is not None:
-                kept.append(each)
-            elif each.after != each.version:
-                self._unkept.append(each)
-            else:
-                self._uncopied.append((weakref.ref(each.tensor), each.after))
-        self._bytes = kept
 
     def _find_written(self) -> list[tuple[Tensor, int]]:
         """Return the parameters that the forward has written so far, and their versions before."""
-        written = {id(t): (t, v) for _, _, t, v in self._slots if v >= 0 and t._version != v}
-        return list(written.values())
+        moved = {id(t): (t, v) for _, _, t, v in self._slots if v >= 0 and t._version != v}
+        copied = self._copied() if moved else ()
+        return [(t, v) for key, (t, v) in moved.items() if key not in copied]
+
+    def _copied(self) -> set[int]:
+        """Return the identities of the tensors of which there is a copy."""
+        for each in self._bytes:
+            each.settle(wait=True)
+        return {id(each.tensor) for each in self._bytes if each.tensor is not None}
 
     def check(self, region: str) -> None:
         """Raise if the forward has written what was not copied."""
-        for each in self._unkept:
-            t = each.tensor
-            advice = f"expected a buffer of at most {_LARGE >> 20} MiB, which is copied"
-            if each.key is not None and t.nbytes <= _LARGE:
-                advice = "expected a write from the first forward on; it is copied from the next on"
-            fail(
-                f"{region} itself modifies a tensor of shape {tuple(t.shape)} in place, of which "
-                f"no copy is kept for the recompute; {advice}. Or make a new tensor in place of "
-                "the write, or write outside of the region"
-            )
+        for each in self._bytes:
+            t = each.lost()
+            if t is not None:
+                fail(
+                    f"{region} itself modifies a tensor of shape {tuple(t.shape)} in place, of "
+                    "which no copy is kept for the recompute: it was not written before, and a "
+                    f"region copies {BUDGET >> 20} MiB of such tensors; it is copied from the next "
+                    "forward on. Or make a new tensor in place of the write, or write outside of "
+                    "the region"
+                )
 
     def without_repeated_writes(self, region: str, checks: bool) -> Any:
         """Return what is active in a recompute, so that it writes no parameter again.
@@ -133,19 +143,20 @@ class Effects:
         Raises:
             RuntimeError: a parameter was written more than once, or again since the forward.
         """
-        written = self._find_written() if self._running else self._written
-        uncopied = [(t, version) for ref, version in self._uncopied if (t := ref()) is not None]
-        changed = [t for t, version in uncopied if t._version != version]
-        if not written and not changed:
+        moved = self._find_written() if self._running else self._written
+        changed = [t for each in self._bytes if (t := each.changed()) is not None]
+        if not moved and not changed:
             return contextlib.nullcontext()
-        for t, version in written:
+        for t, version in moved:
             if checks and t._version != version + 1:
                 fail_parameter(region, t)
-        return RepeatedWrites(region, [t for t, _ in written], changed, checks)
+        return RepeatedWrites(region, [t for t, _ in moved], changed, checks)
 
     def modified(self) -> list[Tensor]:
-        """The parameters that were modified in place since the forward."""
-        return [t for _, _, t, v in self._slots if 0 <= v != t._version]
+        """The parameters that were modified in place since the forward, and are not restored."""
+        moved = [t for _, _, t, v in self._slots if 0 <= v != t._version]
+        copied = self._copied() if moved else ()
+        return [t for t in moved if id(t) not in copied]
 
     def exchanged(self) -> list[Tensor]:
         """The parameters and buffers that are not in their places any more."""
@@ -154,10 +165,8 @@ class Effects:
     def restore(self, undo: Undo) -> None:
         """Make all what it was before the forward; `undo` gets what puts back what is now."""
         for place, name, value in self._names:
-            if not isinstance(value, _Output):
-                _set_name(place, name, value, undo)
-            elif not value.is_in(place, name):
-                _set_name(place, name, value.read(), undo)
+            if not is_same(value, _value_of(place, name)):
+                _set_name(place, name, value_of(value), undo)
         for held, name, t, _ in self._slots:
             now = held.get(name)
             if now is t or now is None:
@@ -165,7 +174,16 @@ class Effects:
             # Not if it is in another layout: sharded, or gathered, by who looks after that.
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
                 set_item(held, name, t, undo)
-        for held, before in self._attributes:
+        for t, needed_grad in self._needed_grad:
+            if t.requires_grad != needed_grad and t.is_leaf:
+                undo.append(partial(t.requires_grad_, not needed_grad))
+                t.requires_grad_(needed_grad)
+        self._restore_parametrizations(undo)
+        for attributes in self._attributes:
+            attributes.restore(undo, self._running)
+        for items in self._items:
+            items.restore(undo)
+        for held, before in self._buffers:
             changed = _changed(before, held) if self._running else before
             for name, value in changed.items():
                 set_item(held, name, value, undo)
@@ -176,74 +194,28 @@ class Effects:
         for each in self._bytes:
             each.restore(undo, self._running)
 
+    def _restore_parametrizations(self, undo: Undo) -> None:
+        """Compute parametrized weights as often as in the forward.
 
-class _Output:
-    """An output of another region that a variable names; to remember it is not to hold it."""
+        In `torch.nn.utils.parametrize.cached()` the first use computes a weight for all.
+        """
+        if self._cached is not None or _parametrize._cache_enabled:
+            undo.append(partial(_cache, _parametrize._cache_enabled, _parametrize._cache))
+            cached = {key: value_of(kept) for key, kept in (self._cached or {}).items()}
+            _cache(int(self._cached is not None), cached)
 
-    def __init__(self, t: Tensor, maker: Region) -> None:
-        self._ref, self._use, self._needs_grad = weakref.ref(t), Use(t, maker), t.requires_grad
 
-    def is_in(self, place: Any, name: str) -> bool:
-        """Whether the variable still names it."""
-        output = self._ref()
-        return output is not None and _value_of(place, name) is output
-
-    def read(self) -> Tensor:
-        """The output, made again where it was discarded."""
-        return self._use.read().detach().requires_grad_(self._needs_grad)
+def _cache(enabled: int, values: dict[Any, Any]) -> None:
+    _parametrize._cache_enabled, _parametrize._cache = enabled, values
 
 
 def _named(value: Any) -> Any:
-    maker = maker_of(value) if isinstance(value, Tensor) else None
-    return value if maker is None else _Output(value, maker)
+    is_output = isinstance(value, Tensor) and maker_of(value) is not None
+    return Remembered(value) if is_output else value
 
 
-class _Bytes:
-    """A tensor that may be written, and a copy of it where one was made."""
-
-    __slots__ = ("after", "before", "key", "tensor", "trusted", "version")
-
-    def __init__(
-        self, t: Tensor, trusted: bool, key: tuple[nn.Module, str] | None, copied: bool
-    ) -> None:
-        """A tensor, and where it is from.
-
-        Args:
-            t: the tensor.
-            trusted: whether its version says if it was written.
-            key: the module and the name, if it is a larger buffer.
-            copied: whether to copy it.
-        """
-        self.tensor, self.trusted, self.key = t, trusted, key
-        self.version = self.after = t._version
-        self.before = _memory(t).clone() if copied else None
-
-    def finish(self) -> None:
-        """Remember whether a larger buffer was left alone, and let go of its copy if it was."""
-        t, self.after = self.tensor, self.tensor._version
-        if self.key is None:
-            return
-        module, name = self.key
-        known, place = _quiet.setdefault(module, {}), (name, module.training)
-        if self.after != self.version:
-            known[place] = False
-        if self.before is None or known.get(place) is False:
-            return
-        if t.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # what is in it cannot be asked
-        same = isinstance(t, FakeTensor) or t.is_meta or torch.equal(_memory(t), self.before)
-        known[place] = same
-        if same:
-            self.before = None
-
-    def restore(self, undo: Undo, running: bool) -> None:
-        """Put the copy into the tensor. Versions are as in the forward, and what others wrote
-        since then still counts."""
-        t, now = self.tensor, self.tensor._version
-        if self.before is None or (self.trusted and now == self.version):
-            return
-        undo.append(_Write(t, _memory(t).clone(), now))
-        _Write(t, self.before, self.version if running else self.version + now - self.after)()
+def _always(_: str) -> bool:
+    return True
 
 
 def _named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -255,40 +227,63 @@ def _named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(parameters.items()), dict(buffers.items())
 
 
-def _bytes(around: Surroundings) -> Iterator[_Bytes]:
+def _bytes(around: Surroundings) -> Iterator[Contents]:
+    """Yield the contents of what the region may write, copied or not."""
     seen: set[int] = set()
+    unseen = around.writes & UNSEEN != 0
+    left = LARGE_BUDGET if unseen else BUDGET
 
-    def may_change(t: Any) -> bool:
-        if not isinstance(t, Tensor) or id(t) in seen or t.requires_grad:
-            return False
+    def contents(t: Any, trusted: bool = False, summed: bool = unseen) -> Iterator[Contents]:
+        nonlocal left
+        if not isinstance(t, Tensor) or id(t) in seen:
+            return
         seen.add(id(t))
         plain = type(t) in _COPIED or isinstance(t, FakeTensor)
         if not plain or t.layout is not torch.strided or t.is_quantized or t.is_inference():
-            return False
-        return maker_of(t) is None  # what a region can make again it restores itself
+            return
+        if maker_of(t) is not None:  # what a region can make again it restores itself
+            return
+        nbytes = t.nbytes
+        known = len(_written) > 0 and t in _written and not isinstance(t, nn.Parameter)
+        copied = nbytes <= SMALL or known
+        if not copied and nbytes <= left:
+            left -= nbytes
+            copied = True
+        yield Contents(t, trusted, copied, summed)
 
     for module in around.modules:
         _, buffers = _named_tensors(module)
-        if not buffers:
-            continue
-        own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
-        quiet = _quiet.get(module, {})
-        for name, t in buffers.items():
-            if may_change(t):
-                assert t is not None
-                if t.nbytes <= _SMALL:
-                    yield _Bytes(t, not own, None, True)
-                else:
-                    left_alone = quiet.get((name, module.training), False)
-                    copied = t.nbytes <= _LARGE and not left_alone
-                    yield _Bytes(t, True, (module, name), copied)
-    for held in (*around.attributes, *around.given):
-        for t in _values(held):
-            if may_change(t) and not isinstance(t, nn.Parameter):
-                yield _Bytes(t, False, None, t.nbytes <= _SMALL)
-    for t in around.tensors:
-        if may_change(t) and not isinstance(t, nn.Parameter):
-            yield _Bytes(t, False, None, t.nbytes <= _SMALL)
+        if buffers:
+            own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
+            for t in buffers.values():
+                if is_lazy(t):
+                    yield Uninitialized(t)
+                elif t is not None and not t.requires_grad:
+                    yield from contents(t, not own)
+    for module in around.modules:
+        if _may_write_parameters(module, around.writes):
+            for t in _named_tensors(module)[0].values():
+                if not isinstance(t, nn.UninitializedParameter):
+                    yield from contents(t)
+    captured = (
+        t for held in (*around.attributes, *around.objects, *around.given) for t in _values(held)
+    )
+    for t in (*captured, *around.tensors):
+        if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and not t.requires_grad:
+            yield from contents(t)
+
+
+def _may_write_parameters(module: nn.Module, writes: int) -> bool:
+    """Return True if the parameters of a module have to be copied in this forward."""
+    if writes & UNSEEN:
+        return True
+    may_write = module.__dict__.get("max_norm") is not None  # an embedding
+    if not may_write and writes & _TO_PARAMETERS != _TO_PARAMETERS:
+        return False
+    if module not in _looked_at:
+        _looked_at.add(module)
+        return True
+    return any(p in _written for p in module.parameters(recurse=False))
 
 
 def _values(held: Any) -> Any:
@@ -298,54 +293,14 @@ def _values(held: Any) -> Any:
     return held.values() if type(held) in MAPPINGS else held
 
 
-def _memory(t: Tensor) -> Tensor:
-    """A tensor without what an expanded one repeats; what is written to it moves no version."""
-    t = t.data
-    for dim, stride in enumerate(t.stride()):
-        if stride == 0:
-            t = t.narrow(dim, 0, min(1, t.shape[dim]))
-    return t
-
-
-class _Write:
-    """Gives a tensor contents and a version."""
-
-    __slots__ = ("contents", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, contents: Tensor, version: int) -> None:
-        self.tensor, self.contents, self.version = tensor, contents, version
-
-    def __call__(self) -> None:
-        memory = _memory(self.tensor)
-        if memory.shape == self.contents.shape:
-            memory.copy_(self.contents)
-        else:  # resized, as observers of ranges do at their first call
-            self.tensor.data = self.contents.clone()
-        set_versions((self.tensor,), (self.version,))
-
-
-def _is_state(value: Any) -> bool:
-    """Whether a value is a tensor, or a tuple with some in it, as a recurrent layer's state is."""
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(_is_state, value)))
-
-
-def _without_graph(value: Any) -> Any:
-    if isinstance(value, tuple) and _is_state(value):
-        parts = map(_without_graph, value)
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, Tensor) and value.grad_fn is not None:
-        return value.detach().requires_grad_()
-    return value
-
-
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What was under the names that have, or had, another state; `MISSING` where nothing was."""
+    """What was under the names of buffers that have, or had, another one; `MISSING` for nothing."""
     if has(now, before):
         return {}
     changed = {}
     for name in {**before, **now}:
         then, value = before.get(name, MISSING), now.get(name, MISSING)
-        if then is not value and (_is_state(then) or _is_state(value)):
+        if then is not value:
             changed[name] = then
     return changed
 

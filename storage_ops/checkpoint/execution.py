@@ -256,7 +256,8 @@ class ExecutionState:
             if module.training != training:
                 put = functools.partial(setattr, module, "training")
                 self._set(put, training, module.training)
-        self._calls.restore(self._undo)
-        self.effects.restore(self._undo)
+        # Before the effects, which may reach what a tracker returns and is given.
         for get, put, state in self._rng:
             self._set(put, state, get())
+        self._calls.restore(self._undo)
+        self.effects.restore(self._undo)

@@ -26,6 +26,10 @@ _ADVICE = (
 Call = list[Any]
 
 
+# Attribute of a leaf that stands for a tensor with a history: the name of the tensor's node.
+ORIGIN = "_storage_ops_origin"
+
+
 def describe_call(args: Any, kwargs: Any) -> Call:
     """Describe the arguments of an op: numbers, and shape, dtype and origin of each tensor."""
     found: Call = []
@@ -47,7 +51,7 @@ def _describe(values: Any, found: Call) -> None:
             elif type(root) is not Tensor and isinstance(root, nn.Parameter):
                 origin = id(root)
             else:
-                origin = root.requires_grad
+                origin = root.requires_grad and vars(root).get(ORIGIN, True)
             found.append((shape_of(value), value.dtype, origin))
         elif type(value) in _PLAIN:
             found.append(value if value == value else "nan")

@@ -49,13 +49,13 @@ class OutputDiscardCheckpoint:
 
     The region runs again in backward, and what it changes besides returning tensors happens once:
     the recompute finds what the forward found, and leaves what it finds. This holds for buffers of
-    the modules that it reaches (running statistics, a recurrent state, counters) and other tensors
-    without a gradient, up to 64 MiB each (256 KiB where they are no buffers); for tensors that are
-    attributes, or in tuples that are; and for what it is given: lists, dictionaries and sets, and
-    objects such as a cache of keys and values. Parameters that were exchanged since, by
-    `torch.func.functional_call` or an assignment, are used as the forward had them. What Python
-    does beyond that, to numbers, lists of its own, files or other processes, happens twice, and
-    inputs must not be modified in place.
+    the modules that it reaches (running statistics, a recurrent state, counters), parameters that
+    its code writes, and other tensors without a gradient, up to 64 MiB in a region; and for what it
+    is given: lists, dictionaries and sets, and objects such as a cache of keys and values.
+    Attributes, items and parameters that the caller exchanged since, by an assignment or
+    `torch.func.functional_call`, are used as the forward had them. What Python does beyond that, to
+    numbers that the forward counts, files or other processes, happens twice, and inputs must not be
+    modified in place.
     Random numbers are those of the process: a region that draws them in several threads at once
     cannot be repeated. After a backward with retain_graph=True the output stays in memory.
 

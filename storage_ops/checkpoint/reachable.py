@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -13,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from storage_ops.checkpoint import code_writes
+
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
+_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
+# Packages whose objects hold no state of a forward.
+_PASSED_OVER = frozenset(
+    {"asyncio", "concurrent", "logging", "multiprocessing", "re", "storage_ops", "threading"}
+)
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
 _DEEP = 4  # functions that call one another, containers in containers
@@ -33,8 +41,12 @@ class Surroundings:
         devices: of tensors, given or not, but the CPU.
         names: variables of enclosing functions, and globals, that its code reads, with tensors and
             modules in them.
-        attributes: those of modules and other objects that are reached and are not torch's own.
-        given: those of objects that are given, and containers in them.
+        attributes: those of modules that are reached and are not torch's own.
+        objects: the attributes of other objects that are reached and are not torch's own.
+        containers: short ones that are reached and not given.
+        given: the attributes of objects that are given, and containers in them.
+        writes: how code among all this may write tensors (`code_writes`).
+        code: the names that code among all this uses.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -43,7 +55,11 @@ class Surroundings:
     devices: set[torch.device] = field(default_factory=set)
     names: list[Name] = field(default_factory=list)
     attributes: list[dict[str, Any]] = field(default_factory=list)
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
     given: list[Any] = field(default_factory=list)
+    writes: int = 0
+    code: list[frozenset[str]] = field(default_factory=list)
 
     @staticmethod
     def of(fn: Callable[..., Any], given: Iterable[Any], tensors: Iterable[Tensor]) -> Surroundings:
@@ -51,7 +67,8 @@ class Surroundings:
         found = Surroundings()
         for t in tensors:
             found._add_device(t)
-        roots = [(fn, 0, False), *((value, 0, True) for value in given)]
+        nothing = frozenset[str]()
+        roots = [(fn, 0, False, nothing), *((value, 0, True, nothing) for value in given)]
         found._reach(roots, {id(t) for t in tensors})
         return found
 
@@ -59,34 +76,46 @@ class Surroundings:
         if not (t.is_cpu or t.is_meta):
             self.devices.add(t.device)
 
-    def _add_attributes(self, attributes: dict[str, Any], given: bool) -> list[Any]:
-        """Note what an object has; return its containers and modules."""
-        (self.given if given else self.attributes).append(attributes)
+    def reads(self, name: str) -> bool:
+        """Return True if the code may read an attribute of this name."""
+        return any(name in names for names in self.code)
+
+    def _inside_attributes(self, attributes: dict[str, Any], names: frozenset[str]) -> list[Any]:
+        """Note the generators among attributes; return the values that code may use further.
+
+        Args:
+            attributes: of a module or another object.
+            names: those that the code around uses; objects under other names are passed over.
+        """
         inside = []
         for name, value in attributes.items():
-            if type(value) is torch.Generator:
+            kind = type(value)
+            if kind in _ATOMS:
+                continue
+            if kind is torch.Generator:
                 self.generators[value] = None
-            elif type(value) in CONTAINERS:
+            elif kind in CONTAINERS:
                 if name not in _OF_EVERY_MODULE:
                     inside.append(value)
-            elif isinstance(value, nn.Module):
+            elif isinstance(value, nn.Module) or (name in names and not isinstance(value, Tensor)):
                 inside.append(value)
         return inside
 
-    def _reach(self, stack: list[tuple[Any, int, bool]], seen: set[int]) -> None:
+    def _reach(self, stack: list[tuple[Any, int, bool, frozenset[str]]], seen: set[int]) -> None:
         """Note what calls of these may read, but for what was seen.
 
         That is: what is in the closure of a function, in its defaults, in the globals that its code
         names, and what it is bound to; the modules in a module; and all this of the functions among
-        them, of the forward or __call__ of an object, and of what short containers hold.
+        them, of the methods that an object runs, of the attributes of objects that code names, and
+        of what short containers hold.
 
         Args:
-            stack: values, how far each is from the call, and whether it is given, by itself or as a
-                part of an object or container that is.
+            stack: values, how far each is from the call, whether it is given, by itself or as a
+                part of an object or container that is, and the names that the code around uses.
             seen: the identities of values to pass over.
         """
         while stack:
-            value, depth, given = stack.pop()
+            value, depth, given, names = stack.pop()
             if isinstance(value, _PLAIN) or id(value) in seen:
                 continue
             seen.add(id(value))
@@ -101,46 +130,80 @@ class Surroundings:
             elif isinstance(value, FunctionType):
                 if not is_of_torch(value):
                     inside = self._inside_function(value)
+                    names = code_writes.names_of_code(value.__code__)
                 given = False
             elif isinstance(value, nn.Module):
-                inside, given = self._inside_module(value, seen), False
+                (inside, names), given = self._inside_module(value, seen), False
             elif type(value) in CONTAINERS or isinstance(value, tuple):
                 if given and type(value) in CONTAINERS:
                     self.given.append(value)
                 if len(value) <= LONG:
                     inside = list(value.values() if type(value) in MAPPINGS else value)
+                    if not given and type(value) in CONTAINERS:
+                        self.containers.append(value)
             elif isinstance(value, torch.Generator):
                 self.generators[value] = None
+            elif isinstance(value, weakref.ref):
+                inside = [value()]
             else:
-                attributes = _attributes(value)
-                if attributes and not is_of_torch(type(value)):
-                    inside = self._add_attributes(attributes, given)
-                cls: Any = type(value)
-                inside += _calls(cls)
-            if depth < _DEEP:
-                stack += [(v, depth + 1, given) for v in inside]
+                inside = self._inside_object(value, given, names)
+            if depth < _DEEP and inside:
+                # A partial or a method is the call itself.
+                depth += not isinstance(value, (functools.partial, MethodType))
+                stack += [(v, depth, given, names) for v in inside]
 
-    def _inside_module(self, root: nn.Module, seen: set[int]) -> list[Any]:
+    def _inside_object(self, value: Any, given: bool, names: frozenset[str]) -> list[Any]:
+        cls: Any = type(value)
         inside: list[Any] = []
-        types: dict[Any, None] = {}
-        for module in root.modules():
-            if module is root or id(module) not in seen:
-                seen.add(id(module))
-                self.modules.append(module)
-                types[type(module)] = None
-                if not is_of_torch(type(module)):
-                    found = self._add_attributes(vars(module), False)
-                    # A module that is an attribute but no part is the model around, mostly.
-                    inside += [value for value in found if not isinstance(value, nn.Module)]
+        package = (cls.__module__ or "").partition(".")[0]
+        if not is_of_torch(cls) and package not in _PASSED_OVER:
+            attributes = _attributes(value)
+            if attributes:
+                (self.given if given else self.objects).append(attributes)
+                inside = self._inside_attributes(attributes, _Everything)
+                self.writes |= code_writes.of_class(cls, names)
+            inside += _in_slots(value, cls)
+        return inside + list(code_writes.run_by(cls))
+
+    def _inside_module(self, root: nn.Module, seen: set[int]) -> tuple[list[Any], frozenset[str]]:
+        modules = [m for m in root.modules() if m is root or id(m) not in seen]
+        self.modules += modules
+        types = dict.fromkeys(map(type, modules))
+        names = code_writes.names_of_classes(tuple(types))
+        self.code.append(names)
+        own = {cls for cls in types if not is_of_torch(cls)}
+        inside: list[Any] = []
+        for module in modules:
+            seen.add(id(module))
+            if type(module) in own:
+                self.attributes.append(vars(module))
+                found = self._inside_attributes(vars(module), names)
+                # A module that is an attribute but no part is the model around, mostly.
+                inside += [value for value in found if not isinstance(value, nn.Module)]
+            if module._forward_pre_hooks or module._forward_hooks:
+                inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         for cls in types:
-            inside += _calls(cls)
-        return inside
+            inside += code_writes.run_by(cls)
+            self.writes |= code_writes.of_class(cls)
+        return inside, names
 
     def _inside_function(self, fn: FunctionType) -> list[Any]:
+        self.writes |= code_writes.of_code(fn.__code__)
+        self.code.append(code_writes.names_of_code(fn.__code__))
         names = [*_cells(fn), *_globals(fn)]
         self.names += [n for n in names if isinstance(n[2], (Tensor, nn.Module))]
         defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
         return [value for _, _, value in names] + list(defaults)
+
+
+class _EveryName(frozenset[str]):
+    """Has every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+_Everything = _EveryName()
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -157,12 +220,21 @@ def is_of_torch(value: Any) -> bool:
     return (value.__module__ or "").startswith("torch.")
 
 
+def _in_slots(value: Any, cls: Any) -> list[Any]:
+    """The values of the slots of an object."""
+    found = []
+    for name in _slots_of(cls):
+        try:
+            found.append(object.__getattribute__(value, name))
+        except AttributeError:
+            continue
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
-def _calls(cls: Any) -> tuple[FunctionType, ...]:
-    """What calls of an object of a class run in Python, but for what torch defines."""
-    mine = [vars(c) for c in cls.__mro__ if not is_of_torch(c)]
-    found = [c.get(name) for c in mine for name in ("forward", "__call__")]
-    return tuple(f for f in found if isinstance(f, FunctionType))
+def _slots_of(cls: Any) -> tuple[str, ...]:
+    slots = [vars(c).get("__slots__", ()) for c in cls.__mro__]
+    return tuple(n for s in slots for n in ((s,) if isinstance(s, str) else s) if n[:2] != "__")
 
 
 def _cells(fn: FunctionType) -> Iterator[Name]:

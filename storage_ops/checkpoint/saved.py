@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # elements that are mixed at a time
 # Of SplitMix64, as signed numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -78,7 +78,7 @@ class Saved:
     def __init__(self, t: Tensor, checksum: bool = False) -> None:
         """Describe a tensor."""
         self.layout = (shape_of(t), stride_of(t), t.dtype, t.device)
-        self.checksum = _checksum(t) if checksum else None
+        self.checksum = checksum_of(t) if checksum else None
         # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
         base = t._base
         root = t if base is None else base
@@ -136,7 +136,7 @@ def _hex(checksum: Tensor) -> str:
     return f"{int(checksum) & (1 << 64) - 1:016x}"
 
 
-def _checksum(t: Tensor) -> Tensor:
+def checksum_of(t: Tensor) -> Tensor:
     """64 bits that depend on every bit of a tensor and on its place; no sync with a device.
 
     The sum of SplitMix64 (Steele, Lea and Flood 2014) of every element and its index. A mere xor of
@@ -147,7 +147,7 @@ def _checksum(t: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
-    bits = t.resolve_neg().contiguous().view(-1).view(_INTEGERS[t.element_size()])
+    bits = t.resolve_neg().contiguous().view(-1).view(INTEGERS[t.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for start in range(0, len(bits), _PIECE):
         piece = bits[start : start + _PIECE]

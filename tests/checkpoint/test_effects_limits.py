@@ -5,32 +5,50 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import storage_ops as so
+from storage_ops.checkpoint import effects
 
 from .test_effects import KINDS, pair, steps
 
 
+@pytest.fixture
+def no_copies(monkeypatch):
+    """Regions copy nothing that may be written."""
+    monkeypatch.setattr(effects, "SMALL", 0)
+    monkeypatch.setattr(effects, "BUDGET", 0)
+    monkeypatch.setattr(effects, "LARGE_BUDGET", 0)
+
+
+class Late(nn.Linear):
+    """Begins to write a large buffer in a later step."""
+
+    writes = False
+
+    def __init__(self, inputs, outputs, how="add_"):
+        super().__init__(inputs, outputs)
+        self.register_buffer("table", torch.randn(300, 300))
+        self.how = how
+
+    def forward(self, x):
+        factor = self.table[0, 0].item()
+        if self.writes and self.how == "add_":
+            self.table.add_(1)
+        elif self.writes:
+            self.table.data.mul_(0.5)
+        return super().forward(x * factor).sin()
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_larger_buffer_that_is_written_late_is_an_error_once(kind):
-    class Late(nn.Linear):
-        writes = False
-
-        def forward(self, x):
-            factor = self.table[0, 0].item()
-            if self.writes:
-                self.table.add_(1)
-            return super().forward(x * factor).sin()
-
+def test_without_a_copy_a_late_write_is_an_error_once(no_copies, kind):
     plain, plain_model, fn, model = pair(kind, lambda: Late(4, 6))
-    for each in (plain_model, model):
-        each.layer.register_buffer("table", torch.ones(300, 300))
     inputs = [torch.randn(2, 4)]
     assert all(map(torch.equal, steps(fn, model, inputs)[0], steps(plain, plain_model, inputs)[0]))
     plain_model.layer.writes = model.layer.writes = True
     plain(inputs[0])
     y = fn(inputs[0].clone().requires_grad_())
-    with pytest.raises(RuntimeError, match=r"itself modifies a tensor .* copied from the next on"):
+    with pytest.raises(RuntimeError, match=r"itself modifies a tensor .* copied from the next"):
         y.sum().backward()
     got, right = steps(fn, model, inputs), steps(plain, plain_model, inputs)
     equal = partial(torch.allclose, atol=1e-6) if kind == "reentrant" else torch.equal
@@ -39,8 +57,23 @@ def test_a_larger_buffer_that_is_written_late_is_an_error_once(kind):
     )
 
 
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard"])
+@pytest.mark.parametrize("change", [lambda t: t.mul_(2), lambda t: t.copy_(t.roll(1, 0))])
+def test_without_a_copy_a_write_that_moves_no_version_is_an_error(no_copies, change, kind):
+    class Unseen(nn.Linear):
+        def forward(self, x):
+            change(self.table.data)
+            return super().forward(x * self.table[0, 0]).sin()
+
+    _, _, fn, model = pair(kind, lambda: Unseen(4, 6))
+    model.layer.register_buffer("table", torch.randn(300, 301))
+    y = fn(torch.randn(3, 4, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"itself modifies a tensor of shape \(300, 301\)"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_region_that_writes_what_cannot_be_copied_says_so(kind):
+def test_a_region_that_writes_what_cannot_be_copied_says_so(no_copies, kind):
     class Clipped(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
@@ -76,3 +109,62 @@ def test_a_parameter_that_was_exchanged_out_of_reach_is_an_error(way):
     with pytest.raises(RuntimeError, match=r"another parameter of shape .* was exchanged since"):
         h.sum().backward()
     assert x.grad is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["add_", "data"])
+@pytest.mark.parametrize("place", ["buffer", "attribute"])
+def test_a_large_tensor_that_is_written_late_is_written_once(place, how, kind):
+    plain, plain_model, fn, model = pair(kind, lambda: Late(4, 6, how))
+    if place == "attribute":
+        for each in (plain_model.layer, model.layer):
+            table = each._buffers.pop("table")
+            each.table = table
+    inputs = [torch.randn(2, 4)]
+    equal = partial(torch.allclose, atol=1e-6) if kind == "reentrant" else torch.equal
+    for writes in (False, True, True, False):
+        plain_model.layer.writes = model.layer.writes = writes
+        got, right = steps(fn, model, inputs), steps(plain, plain_model, inputs)
+        assert all(map(equal, got[0], right[0]))
+        assert torch.equal(model.layer.table, plain_model.layer.table)
+
+
+class Interrupt(TorchDispatchMode):
+    """Raises at one op."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.ops = at, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops += 1
+        if self.ops == self.at + 1:
+            raise KeyboardInterrupt
+        return op(*args, **(kwargs or {}))
+
+
+def test_an_interrupt_at_any_op_of_the_backward_leaves_the_buffers():
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 6)
+            self.register_buffer("state", torch.rand(6))
+
+        def forward(self, x):
+            y = super().forward(x) * self.state.clone()
+            self.state.mul_(0.5).add_(y.detach().mean(0))
+            return y.sin()
+
+    raised = 0
+    for at in range(200):
+        layer = so.CheckpointWrapper(Counts())
+        y = layer(torch.randn(3, 4))
+        state = layer.state.clone()
+        try:
+            with Interrupt(at) as mode:
+                y.sum().backward()
+        except KeyboardInterrupt:
+            raised += 1
+        assert torch.equal(layer.state, state), at
+        if mode.ops <= at:
+            break
+    assert raised > 20

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import storage_ops as so
 from storage_ops import graph
+from storage_ops.checkpoint import effects
 
 from .test_effects import KINDS, pair
 
@@ -53,9 +54,13 @@ class Embeds(nn.Module):
         return self.linear(y.sin()) * x.sum(1, keepdim=True).to(y.dtype)
 
 
+def _trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def train(fn, model, inputs, retain=False):
     """The gradients of some steps of an optimizer, with one forward each."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, found = torch.optim.SGD(_trained(model), lr=0.1), []
     for x in inputs:
         optimizer.zero_grad()
         x = x.clone().requires_grad_()
@@ -63,7 +68,7 @@ def train(fn, model, inputs, retain=False):
         if retain:
             loss.backward(retain_graph=True)
         loss.backward()
-        found.append([x.grad.clone(), *(p.grad.clone() for p in model.parameters())])
+        found.append([x.grad.clone(), *(p.grad.clone() for p in _trained(model))])
         optimizer.step()
     return found
 
@@ -85,17 +90,72 @@ def test_an_embedding_with_max_norm_scales_its_rows_once(how, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["twice", "read before", "again"])
-def test_rows_that_are_no_longer_those_of_the_forward_are_an_error(how, kind):
-    _, _, fn, model = pair(kind, lambda: Embeds(how))
-    x = torch.randn(30, 4, requires_grad=True)
-    y = fn(x)
-    if how == "again":
-        fn(x * 2)
-    weight = model.layer.table.weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"call it once in the region, before other uses"):
-        y.sum().backward()
-    assert torch.equal(model.layer.table.weight, weight) and x.grad is None
+@pytest.mark.parametrize("copied", [True, False])
+def test_rows_that_are_no_longer_those_of_the_forward(monkeypatch, copied, how, kind):
+    """A copy is kept, and an error where there is none."""
+    if (kind, how) == ("reentrant", "again"):
+        copied = False  # autograd counts the write of the other forward
+    if not copied:
+        monkeypatch.setattr(effects, "SMALL", 0)
+        monkeypatch.setattr(effects, "BUDGET", 0)
+    plain, plain_model, fn, model = pair(kind, lambda: Embeds(how))
+    found, x = [], torch.randn(30, 4)
+    for call, each in ((plain, plain_model), (fn, model)):
+        given = x.clone().requires_grad_()
+        y = call(given)
+        if how == "again":
+            call(given * 2)
+        weight = each.layer.table.weight.detach().clone()
+        if each is model and not copied:
+            with pytest.raises(
+                RuntimeError, match=r"call it once in the region|was modified in pl"
+            ):
+                y.sum().backward()
+            assert given.grad is None
+        else:
+            y.sum().backward()
+            found.append([given.grad, *(p.grad for p in each.parameters()), weight])
+        assert torch.equal(each.layer.table.weight, weight)
     assert torch._C._len_torch_dispatch_stack() == 0
+    equal = partial(torch.allclose, atol=1e-6) if kind == "reentrant" else torch.equal
+    assert not copied or all(map(equal, *found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["clamp", "normalise", "momentum", "data", "exchange", "set"])
+def test_a_parameter_that_the_forward_writes_is_written_once(how, kind):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.slow = nn.Linear(4, 6), nn.Linear(4, 6).requires_grad_(False)
+
+        def forward(self, x):
+            y = F.linear(x, self.slow.weight.clone(), self.slow.bias)
+            self.write()
+            return torch.tanh(self.linear(x)) * self.slow(x) + y
+
+        @torch.no_grad()
+        def write(self):
+            if how in ("clamp", "normalise"):
+                w = self.linear.weight
+                w.clamp_(-0.1, 0.1) if how == "clamp" else w.copy_(F.normalize(w, dim=0))
+            for a, b in zip(self.linear.parameters(), self.slow.parameters(), strict=True):
+                if how == "momentum":
+                    b.mul_(0.5).add_(a, alpha=0.5)
+                elif how == "data":
+                    b.data.copy_(b * 0.5 + a * 0.5)
+                elif how == "exchange":
+                    b.data = b.data * 0.5 + a.data * 0.5
+                elif how == "set":
+                    b.set_(b * 0.5 + a * 0.5)
+
+    plain, plain_model, fn, model = pair(kind, Writes)
+    inputs = [torch.randn(5, 4) for _ in range(3)]
+    right, got = train(plain, plain_model, inputs), train(fn, model, inputs)
+    equal = partial(torch.allclose, atol=1e-6) if kind == "reentrant" else torch.equal
+    for a, b in zip(got, right, strict=True):
+        assert all(map(equal, a, b))
+    assert all(map(torch.equal, model.parameters(), plain_model.parameters()))
 
 
 def test_without_checks_rows_are_scaled_once():
@@ -147,7 +207,7 @@ def test_max_norm_in_a_simulation():
             model(x).square().sum().backward()
 
         found.append(so.memory.estimate(step, torch.randn(30, 4)).peak_bytes)
-    assert found[0] == found[1] and torch.equal(model.table.weight, weight)
+    assert found[1] - found[0] <= 2 * weight.nbytes and torch.equal(model.table.weight, weight)
 
 
 def test_tiles_scale_rows_more_than_once_which_is_an_error():
@@ -210,12 +270,6 @@ def test_a_rolling_cache_in_an_object(mode, size):
     for each in (plain, model):
         x, cache = torch.ones(3, 4, requires_grad=True), Cache(keys.clone())
         y = each(x, cache)
-        if each is model and size > 7:
-            left = cache.keys[0].clone()
-            with pytest.raises(RuntimeError, match=r"itself modifies a tensor .* buffer of at mo"):
-                y.sum().backward()
-            assert torch.equal(cache.keys[0], left)
-            return
         y.square().sum().backward()
         found.append([cache.keys[0], x.grad, *(p.grad for p in each.parameters())])
     equal = partial(torch.allclose, atol=1e-6) if mode == "reentrant" else torch.equal

@@ -230,6 +230,36 @@ def test_reading_a_discarded_output_names_the_region(device):
 
 
 @each_device
+def test_a_large_buffer_is_compared_without_a_wait_and_written_once(device):
+    class Codes(nn.Linear):
+        writes = False
+
+        def forward(self, x):
+            y = super().forward(x) * self.codes[:64].mean(0)
+            if self.writes:
+                self.codes.data.mul_(0.5)
+            return y.sin()
+
+    plain = Codes(64, 64).to(device)
+    plain.register_buffer("codes", torch.randn(4096, 64, device=device))
+    layer = so.CheckpointWrapper(copy.deepcopy(plain))
+    x = torch.randn(8, 64, device=device)
+    for writes in (False, True, True, False):
+        plain.writes = layer.writes = writes
+        plain(x).sum().backward()
+        if device != "cpu":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            y = layer(x)
+        finally:
+            if device != "cpu":
+                torch.cuda.set_sync_debug_mode("default")
+        y.sum().backward()
+        torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+        assert torch.equal(layer.codes, plain.codes)
+
+
+@each_device
 def test_checksums_find_a_region_that_does_not_repeat_itself(device):
     x = torch.randn(64, device=device, requires_grad=True)
     calls = []

@@ -61,6 +61,32 @@ def test_gradients_with_the_default_use_cache(layer, mode):
         assert gradients(model, ids)[0].past_key_values.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("mode", ["full", "output_discard"])
+@pytest.mark.parametrize("name", ["jamba", "mamba2"])
+@pytest.mark.filterwarnings("ignore:.*is checkpointed, and its model was")
+def test_layers_that_have_states_in_place_of_keys(name, mode):
+    if not hasattr(tf.DynamicCache, "update_conv_state"):
+        pytest.skip("this version of transformers has caches of its own for these models")
+    if name == "jamba":
+        options = {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4}
+        cfg = tf.JambaConfig(**{**SMALL, "num_hidden_layers": 3}, num_experts=1, **options)
+        model, layers = tf.JambaForCausalLM(cfg), ["JambaMambaDecoderLayer"]
+        layers += ["JambaAttentionDecoderLayer"]
+    else:
+        sizes = {"state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}
+        cfg = tf.Mamba2Config(hidden_size=32, vocab_size=V, num_hidden_layers=2, **sizes)
+        model, layers = tf.Mamba2ForCausalLM(cfg), ["Mamba2Block"]
+    ids, found = torch.randint(1, V, (2, 16)), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            so.apply_activation_checkpoint(model.train(), {"layer_classes": layers, "mode": mode})
+        model.zero_grad()
+        loss = model(ids, labels=ids, use_cache=True).loss
+        loss.backward()
+        found.append([loss, *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("layer", list(MODELS))
 def test_what_does_not_train_has_its_cache(layer):
     model, ids = MODELS[layer](), torch.randint(1, V, (2, 8))

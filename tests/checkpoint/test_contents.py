@@ -1,0 +1,108 @@
+"""Copies of tensors that a region may write: when they are dropped, and code that can write."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from storage_ops.checkpoint import code_writes, contents
+from storage_ops.checkpoint.contents import Contents
+
+
+class Comparison:
+    """A comparison of a GPU, which ends when the test says so."""
+
+    def __init__(self, differs):
+        self.differs, self.ready, self.waited, self.event = differs, False, False, self
+
+    def query(self):
+        return self.ready
+
+    def synchronize(self):
+        self.waited = not self.ready
+
+
+def compared(differs):
+    t = torch.zeros(contents.SMALL)  # four times the bytes of a small tensor
+    held = Contents(t, False, True)
+    held._comparison = Comparison(differs)
+    return t, held, held._comparison
+
+
+def test_a_copy_is_dropped_when_the_device_has_compared_it():
+    queue = contents._Compared()
+    first, second, third = (compared(differs) for differs in (False, True, False))
+    for _, held, _ in (first, second):
+        queue.append(held)
+    assert first[1].nbytes and second[1].nbytes  # the device has not ended
+    first[2].ready = second[2].ready = True
+    queue.append(third[1])
+    assert first[1].nbytes == 0 and second[1].nbytes and third[1].nbytes
+    assert third[1].changed() is None and third[1].nbytes == 0 and third[2].waited
+    assert second[0] in contents.written and first[0] not in contents.written
+
+
+def test_copies_that_wait_for_the_device_keep_to_the_budget(monkeypatch):
+    monkeypatch.setattr(contents, "BUDGET", 9 * contents.SMALL)
+    queue, each = contents._Compared(), [compared(False) for _ in range(4)]
+    dropped = weakref.ref(compared(False)[1])
+    queue._waiting.append(dropped)
+    for _, held, _ in each:
+        queue.append(held)
+    assert [held.nbytes > 0 for _, held, _ in each] == [False, False, True, True]
+    assert dropped() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.T, lambda t: t[::2], lambda t: t.conj()])
+def test_a_nan_has_not_changed_and_a_bit_has(dtype, view):
+    t = view(torch.randn(300, 400).to(dtype))
+    if dtype.is_floating_point:
+        t[0, 0] = float("nan")
+    for change in (False, True):
+        held = Contents(t, False, True)
+        held._is_small = False
+        sums = Contents(t, False, False, summed=True)
+        if change:
+            last = t.data[-1, -1]
+            last.copy_(~last if dtype is torch.bool else last + 1)
+        held.finish(), sums.finish()
+        assert (held.nbytes > 0) is change and (sums.lost() is not None) is change
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return self.helper(x)
+
+    def helper(self, x):
+        return x + 1
+
+    def reset(self):
+        self.weight.data.fill_(0)
+
+
+class Writes(Plain):
+    @torch.no_grad()
+    def helper(self, x):
+        x[0] = 1
+        return x
+
+
+def write_unseen(t):
+    t.data.mul_(2)
+
+
+class Unseen(Plain):
+    def helper(self, x):
+        write_unseen(self.state)
+        return x
+
+
+@pytest.mark.parametrize(
+    "cls, found",
+    [(Plain, 0), (Writes, code_writes.IN_PLACE | code_writes.WITHOUT_GRAD),
+     (Unseen, code_writes.IN_PLACE | code_writes.UNSEEN), (nn.Linear, 0)],
+)  # fmt: skip
+def test_how_code_that_the_forward_runs_may_write(cls, found):
+    assert code_writes.of_class(cls) == found
