@@ -22,9 +22,14 @@ from .losses import (
 
 OP, GENERAL = "storage_ops.linear_cross_entropy.default", "storage_ops._chunked_span.default"
 BACKWARD = "storage_ops.linear_cross_entropy_backward.default"
+CONNECT = "storage_ops._connect.default"  # makes second derivatives raise, for some losses
 CLASSES = torch.linspace(0.5, 2, V)
 TOKENS = torch.linspace(0, 1, B * T).roll(3)  # one of them is zero
 Q = torch.softmax(torch.linspace(-2, 2, B * T * V).sin().view(B * T, V), -1)
+
+
+def kinds(ops):
+    return set(ops) - {CONNECT}
 
 
 def z(x, w):
@@ -264,7 +269,7 @@ def check(loss, dtype, op):
     exact = run(loss, *(a.double() if a.is_floating_point() else a for a in given))
     plain = run(loss, *given)
     got = run(interpreted(loss, ops=ops), *given)
-    assert op in ops and set(ops) <= {op, BACKWARD}
+    assert op in ops and kinds(ops) <= {op, BACKWARD}
     floor = 1e-2 if dtype.itemsize == 2 else 1e-5
     for ours, eager, want in zip(got, plain, exact, strict=True):
         size = want.double().norm()
@@ -289,7 +294,7 @@ def test_under_autocast():
     torch._dynamo.reset()
     given, ops = arguments(), []
     got = run(interpreted(under_autocast, ops=ops), *given)
-    assert set(ops) == {OP}
+    assert kinds(ops) == {OP}
     for ours, eager in zip(got, run(under_autocast, *given), strict=True):
         torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-4)
 
@@ -307,7 +312,7 @@ def test_read_twice():
     for f in (interpreted(twice, ops=ops), twice):
         first, second = f(x, w, t)
         results.append(torch.autograd.grad(first * 3 - second, (x, w)))
-    assert set(ops) == {OP}
+    assert kinds(ops) == {OP}
     torch.testing.assert_close(*results)
 
 
@@ -337,7 +342,7 @@ def test_rows_under_a_dynamic_size():
     for tokens in (8, 5):
         given = x[:, :tokens].detach(), w, t[:, :tokens]
         torch.testing.assert_close(run(compiled, *given), run(capped_entropy, *given))
-    assert set(ops) == {OP, BACKWARD}
+    assert kinds(ops) == {OP, BACKWARD}
 
 
 def test_a_class_that_is_none():
@@ -386,7 +391,7 @@ def test_of_one_token():
             x, w, t = arguments()
             t[0, 2], ops = target, []
             torch.testing.assert_close(run(interpreted(loss, ops=ops), x, w, t), run(loss, x, w, t))
-            assert set(ops) == expected
+            assert kinds(ops) == expected
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, smoothed, class_weights, z_loss])
