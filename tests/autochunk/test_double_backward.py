@@ -48,7 +48,8 @@ def test_second_derivatives_raise(f, compiled):
 
 def test_transforms_inside():
     """torch.func differentiates before the graph is compiled: a second derivative is right."""
-    x, w = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
+    x = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
     t = torch.randint(V, (N,))
 
     def penalised(x, w):
