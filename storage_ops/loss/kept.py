@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import TensorWeakRef
 
-from storage_ops.storage.storage import GUARD
+from storage_ops.storage.storage import GUARD, is_own
 
 _kept: dict[object, tuple[tuple[bool, torch.device], TensorWeakRef]] = {}
 
@@ -40,7 +40,7 @@ def free(tile: Tensor) -> None:
     Memory that torch cannot resize is given back when nobody holds the tile any more.
     """
     storage = tile.untyped_storage()
-    if tile.numel() and storage.nbytes() and storage.resizable():
+    if tile.numel() and storage.nbytes() and is_own(tile):
         torch.ops.storage_ops.discard_storage(tile, GUARD)
 
 

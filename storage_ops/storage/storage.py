@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.storage.reference import can_resize
+
 _OPS = torch.ops.storage_ops
 GUARD = (
     "this tensor was discarded by storage_ops.discard_storage and has no bytes to read; bind new "
@@ -47,7 +49,7 @@ def locals_of(op: str, name: str, t: object) -> list[Tensor]:
 
 def is_own(t: Tensor) -> bool:
     """Return True if torch allocated the bytes of a tensor and shows them to no other code."""
-    return is_traceable_wrapper_subclass(t) or t.untyped_storage().resizable()
+    return is_traceable_wrapper_subclass(t) or can_resize(t.untyped_storage())
 
 
 def wait_for(value: object) -> None:
