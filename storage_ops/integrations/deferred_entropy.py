@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from storage_ops.integrations.deferred_forward import StandIn
+
 if TYPE_CHECKING:
+    from storage_ops.integrations.deferred_forward import Refused
     from storage_ops.integrations.deferred_logits import DeferredLogits
 
 
-class _Step:
+class _Step(StandIn):
     """A step of the entropy of `log_p`, the log-probabilities of deferred logits."""
 
     _methods: frozenset[Any] = frozenset()
@@ -24,13 +27,8 @@ class _Step:
     def __init__(self, log_p: DeferredLogits) -> None:
         self._log_p = log_p
 
-    def _refuse(self, what: str) -> Any:
-        raise self._log_p._error(f"{what} of probabilities that are not for the entropy")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # probed by Python itself, which expects this error
-            raise AttributeError(name)
-        return self._refuse(f"the attribute {name!r}")
+    def _error(self, what: str) -> Refused:
+        return self._log_p._error(f"{what} of probabilities that are not for the entropy")
 
     @classmethod
     def __torch_function__(
@@ -44,7 +42,7 @@ class _Step:
         step = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, _Step))
         if func in step._methods and step is args[0]:
             return getattr(step, func.__name__)(*args[1:], **(kwargs or {}))
-        return step._refuse(f"the function {getattr(func, '__name__', func)!r}")
+        raise step._error(f"the function {getattr(func, '__name__', func)!r}")
 
 
 class Probabilities(_Step):
@@ -55,7 +53,7 @@ class Probabilities(_Step):
     def mul(self, other: Any) -> _Products:
         """Return the terms of the entropy, with the minus sign left out."""
         if other is not self._log_p:
-            return self._refuse("a product with other tensors")  # type: ignore[no-any-return]
+            raise self._error("a product with other tensors")
         return _Products(self._log_p)
 
     __mul__ = mul

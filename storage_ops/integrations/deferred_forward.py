@@ -39,6 +39,19 @@ class Refused(NotImplementedError):
     """The model does something to its logits that cannot be done without them."""
 
 
+class StandIn:
+    """Base of objects in the place of tensors: an attribute that they lack is an error."""
+
+    if TYPE_CHECKING:
+
+        def _error(self, what: str) -> Refused: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # probed by Python itself, which expects this error
+            raise AttributeError(name)
+        raise self._error(f"the attribute {name!r}")
+
+
 class Forward:
     """One forward of a model, in which its output layer returns deferred logits.
 

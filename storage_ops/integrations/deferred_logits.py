@@ -184,11 +184,6 @@ class DeferredLogits(Tokens):
             "the model its own loss back"
         )
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # probed by Python itself, which expects this error
-            raise AttributeError(name)
-        raise self._error(f"the attribute {name!r}")
-
     @classmethod
     def __torch_function__(
         cls,

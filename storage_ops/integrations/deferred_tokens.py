@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from storage_ops.integrations.deferred_forward import StandIn
+
 if TYPE_CHECKING:
-    from storage_ops.integrations.deferred_forward import Origin, Refused
+    from storage_ops.integrations.deferred_forward import Origin
 
 
-class Tokens:
+class Tokens(StandIn):
     """Base of `DeferredLogits`: dimensions of the tokens, which the hidden states share."""
 
     if TYPE_CHECKING:
@@ -22,8 +24,6 @@ class Tokens:
         _row_of: tuple[Self, Any] | None
 
         def _like(self, **changed: Any) -> Self: ...
-
-        def _error(self, what: str) -> Refused: ...
 
     @property
     def shape(self) -> torch.Size:
