@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from storage_ops.checkpoint.code_writes import is_of_torch
 from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, put, set_item
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, is_of_torch
+from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
 
 _OF_A_MODULE = (
     "_forward_pre_hooks",

@@ -71,7 +71,7 @@ def of_class(cls: Any, called: frozenset[str] = frozenset()) -> int:
         inner = getattr(fn, "__wrapped__", None)
         if isinstance(inner, FunctionType):
             stack.append(inner)
-        if _is_of_torch(fn):
+        if is_of_torch(fn):
             continue
         found |= of_code(fn.__code__)
         for name in names_of_code(fn.__code__):
@@ -85,7 +85,7 @@ def of_class(cls: Any, called: frozenset[str] = frozenset()) -> int:
 def run_by(cls: Any) -> tuple[FunctionType, ...]:
     """Return the methods that calls of an object run in Python, but for what torch defines."""
     methods = _methods(cls)
-    mine = [vars(c) for c in cls.__mro__ if not _is_of_torch(c)]
+    mine = [vars(c) for c in cls.__mro__ if not is_of_torch(c)]
     found = [fn for c in mine for name in _ENTRIES if (fn := _function(c.get(name)))]
     for fn in found:  # grows
         codes = [fn.__code__]
@@ -99,7 +99,7 @@ def run_by(cls: Any) -> tuple[FunctionType, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _methods(cls: Any) -> dict[str, FunctionType]:
-    mine = [c for c in reversed(cls.__mro__) if not _is_of_torch(c)]
+    mine = [c for c in reversed(cls.__mro__) if not is_of_torch(c)]
     return {n: fn for c in mine for n, value in vars(c).items() if (fn := _function(value))}
 
 
@@ -125,5 +125,6 @@ def _function(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-def _is_of_torch(value: Any) -> bool:
+def is_of_torch(value: Any) -> bool:
+    """Return True if torch defines a class or a function."""
     return (value.__module__ or "").startswith("torch.")

@@ -36,7 +36,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from storage_ops.checkpoint.code_writes import IN_PLACE, UNSEEN, WITHOUT_GRAD
+from storage_ops.checkpoint.code_writes import IN_PLACE, UNSEEN, WITHOUT_GRAD, is_of_torch
 from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, put, set_item
 from storage_ops.checkpoint.contents import BUDGET, LARGE_BUDGET, SMALL, Contents, Uninitialized
 from storage_ops.checkpoint.contents import looked_at as _looked_at
@@ -50,7 +50,7 @@ from storage_ops.checkpoint.places import (
     remembered,
     value_of,
 )
-from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings, is_of_torch
+from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings
 from storage_ops.checkpoint.repeated_writes import RepeatedWrites, fail_parameter
 from storage_ops.checkpoint.saved import fail
 
@@ -109,7 +109,10 @@ class Effects:
             each.finish()
 
     def _find_written(self) -> list[tuple[Tensor, int]]:
-        """Return the parameters that the forward has written so far, and their versions before."""
+        """Return the parameters written since their versions were noted, and these versions.
+
+        Parameters of which there is a copy are left out.
+        """
         moved = {id(t): (t, v) for _, _, t, v in self._slots if v >= 0 and t._version != v}
         copied = self._copied() if moved else ()
         return [(t, v) for key, (t, v) in moved.items() if key not in copied]
@@ -154,9 +157,7 @@ class Effects:
 
     def modified(self) -> list[Tensor]:
         """The parameters that were modified in place since the forward, and are not restored."""
-        moved = [t for _, _, t, v in self._slots if 0 <= v != t._version]
-        copied = self._copied() if moved else ()
-        return [t for t in moved if id(t) not in copied]
+        return [t for t, _ in self._find_written()]
 
     def exchanged(self) -> list[Tensor]:
         """The parameters and buffers that are not in their places any more."""

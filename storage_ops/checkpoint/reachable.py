@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint import code_writes
+from storage_ops.checkpoint.code_writes import is_of_torch
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
@@ -213,11 +214,6 @@ def _attributes(value: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found
-
-
-def is_of_torch(value: Any) -> bool:
-    """Whether a class or a function is defined by torch."""
-    return (value.__module__ or "").startswith("torch.")
 
 
 def _in_slots(value: Any, cls: Any) -> list[Any]:
