@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 READY := $(VENV)/installed $(VENV)/built
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
-.PHONY: demo test test-all test-transformers-4 test-oldest sanitize build lint types format bench results docs wheel test-wheel lock clean
+.PHONY: demo test test-all test-transformers-4 test-oldest sanitize build lint types format bench results docs wheel test-wheel lock clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## train a small GPT with and without storage_ops
@@ -50,24 +50,28 @@ SANITIZE_ENV = OMP_WAIT_POLICY=passive LD_PRELOAD="$$($(CXX) -print-file-name=li
 SANITIZE_LOADED = from storage_ops import info; i = info(); \
   assert 'libstorage_ops_cpu.so' in i['loaded'] and i['storage_path'] == 'binding', i
 
-sanitize: $(VENV)/installed  ## run the tests of the ops with the address and UB sanitizers
-	rm -rf build/sanitize
-	STORAGE_OPS_SANITIZE=1 FORCE_CUDA=0 $(BIN)/python setup.py -q build --build-lib build/sanitize
-	cp -r tests build/sanitize
-	cd build/sanitize && export $(SANITIZE_ENV) && \
-	  $(abspath $(BIN))/python -c "$(SANITIZE_LOADED)" && \
-	  $(abspath $(BIN))/python -m pytest -n 2 --dist worksteal --capture=sys \
-	    tests/storage tests/loss tests/divergence tests/matmul -k "$(SANITIZE_NOT)"
+# With the thread sanitizer only what the package does itself is watched, and a race ends the run.
+THREADS_ENV = LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) OMP_NUM_THREADS=1 PYTHONPATH=. \
+  TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1"
+SANITIZED = cd build/sanitize-$(1) && $(2) $(abspath $(BIN))/python -c "$(SANITIZE_LOADED)" && \
+  $(2) $(abspath $(BIN))/python -m pytest --capture=sys
+
+build/sanitize-%: $(VENV)/installed FORCE
+	rm -rf $@
+	STORAGE_OPS_SANITIZE=$* FORCE_CUDA=0 $(BIN)/python setup.py -q build --build-lib $@
+	cp -r tests $@
+
+sanitize: build/sanitize-address build/sanitize-thread  ## run the tests of the ops with sanitizers
+	$(call SANITIZED,address,$(SANITIZE_ENV)) -n 2 --dist worksteal \
+	  tests/storage tests/loss tests/divergence tests/matmul -k "$(SANITIZE_NOT)"
+	$(call SANITIZED,thread,$(THREADS_ENV)) tests/storage/test_storage_threads.py
 	$(EMULATED_IN_THREADS)
 	$(EMULATED_IN_MEMORY)
 
-# The kernels for a GPU, compiled for the CPU. In a report of threads, each is one of CUDA's; what
-# torch does in its own threads is none of its business, and a race ends the run.
+# The kernels for a GPU, compiled for the CPU. In a report of threads, each is one of CUDA's.
 EMULATED = $(BIN)/python -m pytest --capture=sys -k "not 50257" \
   tests/cuda_emulation/test_row_kernel.py tests/cuda_emulation/test_scale.py
-EMULATED_IN_THREADS = LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) \
-  TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1" OMP_NUM_THREADS=1 \
-  STORAGE_OPS_EMULATION_SANITIZER=thread $(EMULATED)
+EMULATED_IN_THREADS = $(THREADS_ENV) STORAGE_OPS_EMULATION_SANITIZER=thread $(EMULATED)
 EMULATED_IN_MEMORY = $(SANITIZE_ENV) STORAGE_OPS_EMULATION_SANITIZER=address $(EMULATED)
 
 CXX_SOURCES = $(wildcard csrc/*.* csrc/*/* cuda/* $(addprefix tests/,other_device/*.cpp \

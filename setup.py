@@ -2,7 +2,7 @@
 
 Environment: FORCE_CUDA=0/1, TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS, NVCC_THREADS, DEBUG=1, CXX,
 LDFLAGS, STORAGE_OPS_NO_NATIVE=1 (pure Python) or 0 (never), STORAGE_OPS_WERROR=1,
-STORAGE_OPS_SANITIZE=1, STORAGE_OPS_BINDING_TORCHES, STORAGE_OPS_TORCH_HEADERS and
+STORAGE_OPS_SANITIZE, STORAGE_OPS_BINDING_TORCHES, STORAGE_OPS_TORCH_HEADERS and
 STORAGE_OPS_PREBUILT_LIBS, explained in docs/installing.md. The flags of the compilers are in
 build_tools/ninja_file.py.
 """
@@ -112,7 +112,7 @@ class BuildNative(build_ext):
 
     def build_extensions(self) -> None:
         info, cxx, ninja = self.build_info(), toolchain.compiler(), toolchain.ninja()
-        kind = "sanitize" if ninja_file.on("STORAGE_OPS_SANITIZE") else "native"
+        kind = ninja_file.sanitizer() or "native"
         build = ROOT / "build" / f"{kind}-{sys.implementation.cache_tag}{sys.abiflags}"
         build.mkdir(parents=True, exist_ok=True)
         ninja_file.write(build, self.extensions, cxx, info)

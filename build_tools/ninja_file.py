@@ -17,7 +17,10 @@ ALIAS_STABLE = "-DTORCH_TARGET_VERSION=0x020c000000000000"
 ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 HOST = "-std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra"  # torch 2.15 headers need C++20
 OPTIMISE = "-O3 -fno-math-errno -fno-trapping-math -fopenmp-simd"
-SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
+SANITIZERS = {
+    "address": "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
+    "thread": "-fsanitize=thread",
+}
 DEVICE = "-O3 -std=c++17 --expt-relaxed-constexpr -lineinfo -cudart=static -Xptxas=-v"
 DEVICE_HOST = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"
 DEPFILE = "  depfile = $out.d\n  deps = gcc"
@@ -26,6 +29,14 @@ assert STABLE.endswith("{:02x}{:02x}000000000000".format(*TARGET))
 
 def on(variable: str) -> bool:
     return os.environ.get(variable) == "1"
+
+
+def sanitizer() -> str:
+    """The value of STORAGE_OPS_SANITIZE, a key of `SANITIZERS` or nothing."""
+    name = os.environ.get("STORAGE_OPS_SANITIZE", "")
+    if name and name not in SANITIZERS:
+        raise SystemExit(f"STORAGE_OPS_SANITIZE is {name}; expected one of {', '.join(SANITIZERS)}")
+    return name
 
 
 def digest_of_sources() -> str:
@@ -55,13 +66,14 @@ def gencode(listed: str) -> list[str]:
 
 
 def rules(cxx: str, gpus: str) -> list[str]:
-    sanitize, debug, werror = map(on, ("STORAGE_OPS_SANITIZE", "DEBUG", "STORAGE_OPS_WERROR"))
+    debug, werror = map(on, ("DEBUG", "STORAGE_OPS_WERROR"))
+    sanitize = SANITIZERS.get(sanitizer(), "")
     host = [HOST, "-O0 -g -fopenmp-simd" if debug else OPTIMISE, "-Werror" if werror else ""]
-    host += [f"{SANITIZERS} -g -O1"] if sanitize else []
+    host += [f"{sanitize} -fno-omit-frame-pointer -g -O1"] if sanitize else []
     device = [DEVICE, *gencode(gpus), "-Werror=all-warnings" if werror else ""]
     device += [DEVICE_HOST, f"--threads={os.environ.get('NVCC_THREADS', '2')}"]
     common = "-I../../csrc -I../../cuda $flags -c $in -o $out"
-    link = SANITIZERS if sanitize else "" if debug else "-Xlinker -s"
+    link = sanitize or ("" if debug else "-Xlinker -s")
     return [
         "rule cxx",  # error messages name files of the source tree
         f"  command = {cxx} -MMD -MF $out.d -ffile-prefix-map=../../= {' '.join(host)} {common}",

@@ -1,9 +1,7 @@
 """Bytes that other code may use: each way in which torch makes a storage, and who frees it."""
 
 import mmap
-from concurrent.futures import ThreadPoolExecutor
 from statistics import median
-from threading import Barrier
 from time import perf_counter
 
 import numpy as np
@@ -167,48 +165,3 @@ def test_a_share_costs_the_same_however_long_the_chain_is(path):
     last = chain[-1]
     del chain
     assert last.sum() == 12
-
-
-def test_threads_share_from_one_source(path):
-    """Both find that the source does not share its bytes yet, at the same time."""
-    sources = [torch.full((16,), float(i)) for i in range(1000)]
-    results = [[torch.zeros(16) for _ in sources] for _ in range(3)]
-    ready = Barrier(4)
-
-    def share(number):
-        ready.wait()
-        op = torch.ops.storage_ops.share_storage.default
-        for dst, src in zip(results[number], sources, strict=True):
-            op(dst, src)
-
-    def read():
-        ready.wait()
-        return all((src + 0).sum() == 16 * i for i, src in enumerate(sources))
-
-    with ThreadPoolExecutor(4) as threads:
-        reader = threads.submit(read)
-        for done in [threads.submit(share, number) for number in range(3)]:
-            done.result()
-        assert reader.result()
-    for tensors in [*results, sources]:
-        assert all((t == i).all() for i, t in enumerate(tensors))
-
-
-def test_threads_discard_and_share_the_same_storage(path):
-    dst, src = torch.ones(64), torch.full((64,), 2.0)
-    ready = Barrier(3)
-
-    def work(number):
-        ready.wait()
-        for _ in range(1000):
-            if number:
-                so.share_storage(dst, src)
-            else:
-                so.discard_storage(dst)
-            so.is_discarded(dst)
-
-    with ThreadPoolExecutor(3) as threads:
-        for done in [threads.submit(work, number) for number in range(3)]:
-            done.result()
-    so.share_storage(dst, src)
-    assert torch.equal(dst, src)
