@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.in_turn
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = {p.name for p in EXAMPLES.glob("*.py")} - {"report.py"}
 NEEDS = {"finetune_transformers.py": "accelerate", "lightning_module.py": "lightning"}

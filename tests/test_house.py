@@ -102,6 +102,7 @@ def test_no_file_is_longer_than_500_lines():
     assert lengths["setup.py"] <= 200
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
@@ -157,6 +158,7 @@ def test_the_examples_of_the_readme_run(run_examples):
 
 
 # What traced-steps.md prints is compared by a test of its own.
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "name",
     [

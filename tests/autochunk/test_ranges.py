@@ -10,6 +10,8 @@ from storage_ops.memory import measure
 
 from . import losses
 
+pytestmark = pytest.mark.in_turn
+
 B, T, D, V = 8, 64, 64, 4000  # as in an issue that was filed: shares of one logits buffer count
 N, BETA = B * T, 0.1
 
@@ -332,7 +334,6 @@ def test_many_sequences():
     assert reports[0].chunked
 
 
-@pytest.mark.in_turn
 def test_consecutive_tokens_stay_whole():
     """Ranges of single tokens would be too many: chunks are whole sequences."""
 

@@ -6,6 +6,8 @@ import torch
 from ..borrow import borrowed
 from ..cuda import test_scale as on_gpu
 
+pytestmark = pytest.mark.in_turn
+
 OF_OTHER_KERNELS = frozenset(
     {"test_errors", "test_losses_that_are_scaled_before_backward",
      "test_a_factor_of_one_is_no_product"}

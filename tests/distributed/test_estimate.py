@@ -30,7 +30,10 @@ from storage_ops.memory.estimate_wrappers import inside
 
 from ..ranks import run_in_processes, run_on_ranks
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+pytestmark = [
+    pytest.mark.in_turn,
+    pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed"),
+]
 WIDTH, LAYERS, VOCAB = 64, 3, 512
 TOKENS = (4, 32)
 ROUNDS = 40
@@ -221,7 +224,6 @@ def test_the_peak_of_a_rank_is_estimated_within_a_percent():
     run_on_ranks(every_way, 2)
 
 
-@pytest.mark.in_turn
 def test_the_peak_on_a_mesh_is_estimated_within_a_percent():
     run_on_ranks(every_mesh, 4)
 
@@ -416,7 +418,6 @@ def test_plans_of_one_rank():
     on_no_ranks(plans)
 
 
-@pytest.mark.in_turn
 def test_alike_layers_of_fsdp_are_simulated_once():
     on_no_ranks(once_for_all)
 

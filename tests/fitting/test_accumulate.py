@@ -9,6 +9,8 @@ from storage_ops.memory import explain_oom, limit, simulate_step, will_it_fit
 from tests.memory.models import MODELS, made, run
 from tests.memory.test_step import checkpointed, levels, measured
 
+pytestmark = pytest.mark.in_turn
+
 ADAM = torch.optim.AdamW
 
 
@@ -36,7 +38,6 @@ def gpt():
     return made("gpt", torch.float32)
 
 
-@pytest.mark.in_turn
 def test_plans(gpt):
     model, batch, loss = gpt
     search = Search(model, batch, loss, ADAM, accumulate=True)

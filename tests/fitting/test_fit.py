@@ -21,6 +21,8 @@ from storage_ops.memory.step import arguments, loss_of
 
 from .models import MODELS, GatedMLP, LlamaBlock, gpt, llama
 
+pytestmark = pytest.mark.in_turn
+
 ADAM = torch.optim.AdamW
 SHARES = (0.0, 0.4, 0.85) if os.environ.get("CI") else [i / 19 for i in range(20)]
 # What oneDNN's convolutions allocate besides their results is not simulated.
@@ -117,7 +119,6 @@ def test_what_is_changed_in_place_is_known_by_its_storage():
     assert [op.saveable for op in products] == [True] * 20 + [False]
 
 
-@pytest.mark.in_turn
 def test_no_assignment_of_actions_is_faster(asking_is_free):
     model, batch = MODELS["mixtral"]()
     search = Search(model, batch, optimizer=ADAM)
@@ -239,7 +240,6 @@ def test_parameters_that_a_step_does_not_use_have_no_state():
     assert plan.peak_bytes <= budget and plan.seconds == used.plan(budget - more).seconds
 
 
-@pytest.mark.in_turn
 def test_what_the_caller_froze_stays_frozen():
     model, batch = llama()
     try:
@@ -254,7 +254,6 @@ def test_what_the_caller_froze_stays_frozen():
         gc.freeze()  # as the module's fixture did
 
 
-@pytest.mark.in_turn
 def test_tiles_go_lower_and_are_said():
     model, batch = llama()
     for block in model.layers:

@@ -11,6 +11,8 @@ from storage_ops import cli
 
 from .. import hf_config
 
+pytestmark = pytest.mark.in_turn
+
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": 256}
@@ -22,7 +24,6 @@ def command(tmp_path):
     return ["fit", "--hf-config", path, "--batch", "2", "--seq", "128", "--dtype", "fp32"]
 
 
-@pytest.mark.in_turn
 def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture, saved = tmp_path / "fit.png", tmp_path / "fit.json"
@@ -82,7 +83,6 @@ def test_a_plan_is_for_the_model_that_is_loaded(tmp_path, kind, options):
     model(**batch).loss.backward()
 
 
-@pytest.mark.in_turn
 def test_json(command, capsys):
     seconds = []
     for budget in ("70.5MiB", "71MiB", "1GiB"):
@@ -96,7 +96,6 @@ def test_json(command, capsys):
     assert {action["mode"] for action in facts["actions"]} == {"full"}
 
 
-@pytest.mark.in_turn
 def test_it_cannot_fit(command, tmp_path, capsys):
     saved = tmp_path / "fit.json"
     for more in ([], ["--json", "--save", str(saved)]):

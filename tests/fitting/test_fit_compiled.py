@@ -16,6 +16,8 @@ from storage_ops.fitting.fit import Search
 from .models import gpt, llama
 from .test_fit import gradients
 
+pytestmark = pytest.mark.in_turn
+
 ADAM = torch.optim.AdamW
 
 
@@ -156,7 +158,6 @@ class Attention(nn.Module):
         return x + nn.functional.dropout(self.down(weights @ v), 0.1)
 
 
-@pytest.mark.in_turn
 def test_products_are_kept_and_what_is_fused_is_free():
     model, x = nn.Sequential(*(Attention() for _ in range(4))), torch.randn(2, 256, 32)
     highest = storage_ops.memory.simulate_step(model, x).peak_bytes

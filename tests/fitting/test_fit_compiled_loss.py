@@ -12,6 +12,8 @@ from tests.memory.test_estimate_compiled import losses, made, measured_peak
 
 from .test_fit_heads import smallest_of
 
+pytestmark = pytest.mark.in_turn
+
 made = made  # a fixture
 ACTIONS = ["full", "selective", "linear_cross_entropy"]
 
@@ -54,7 +56,6 @@ def test_measured_peaks(made, name):
     assert measured_peak(*made, loss) == pytest.approx(none, rel=1e-3)
 
 
-@pytest.mark.in_turn
 def test_saved_and_loaded(made, tmp_path):
     model, x, head, labels = made
     loss = compiled(losses(head, labels)["recognised"])

@@ -13,6 +13,8 @@ from storage_ops.fitting import actions
 from storage_ops.fitting.fit import Search
 from storage_ops.memory import measure, simulate_step
 
+pytestmark = pytest.mark.in_turn
+
 ADAM = torch.optim.AdamW
 ACTIONS = ["output_discard", "selective", "full", "linear_cross_entropy"]
 VOCAB, WIDTH = 4096, 64

@@ -12,6 +12,8 @@ from storage_ops.fitting import choices
 from storage_ops.fitting.fit import Search
 from storage_ops.memory import simulate_step
 
+pytestmark = pytest.mark.in_turn
+
 ADAM = torch.optim.AdamW
 
 
@@ -187,7 +189,6 @@ def test_second_derivatives_are_refused():
         storage_ops.fit(Force(), torch.randn(8, 16, 32), "1GiB")
 
 
-@pytest.mark.in_turn
 def test_a_model_as_from_pretrained_returns_it():
     """In eval mode, where layers write into the cache that the model makes by default."""
     transformers = pytest.importorskip("transformers")
@@ -215,7 +216,6 @@ def mlps():
     )
 
 
-@pytest.mark.in_turn
 def test_another_plan_leaves_the_first_one_applied(tmp_path):
     model, x = (
         nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(4))),

@@ -11,6 +11,8 @@ from storage_ops.fitting.fit import Search
 from storage_ops.memory import simulate_step
 from tests.fitting.test_fit import measured_peak
 
+pytestmark = pytest.mark.in_turn
+
 transformers = pytest.importorskip("transformers")
 
 ADAM = torch.optim.AdamW
@@ -35,7 +37,6 @@ def searched():
     return model, batch, Search(model, batch, optimizer=ADAM, actions=ACTIONS)
 
 
-@pytest.mark.in_turn
 @pytest.mark.kernels
 def test_plans_with_the_loss(searched):
     model, batch, search = searched
@@ -106,7 +107,6 @@ def test_where_the_loss_cannot_be_replaced():
     refuses("without get_output_embeddings", torch.nn.Linear(4, 4), {"labels": batch["labels"]})
 
 
-@pytest.mark.in_turn
 def test_the_error_names_the_loss_that_needs_no_logits():
     model, batch = llama()
     with pytest.raises(

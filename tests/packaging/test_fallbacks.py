@@ -12,6 +12,8 @@ import torch
 
 import storage_ops
 
+pytestmark = pytest.mark.in_turn
+
 PACKAGE = Path(storage_ops.__file__).parent
 MINOR = "_".join(torch.__version__.split(".")[:2])
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
