@@ -60,7 +60,8 @@ class _AsFarAsNeeded(BaseException):
     """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
 
 
-_FREED = "out of bounds for storage of size 0"  # as torch says it
+# How torch says that a tensor has no bytes: of views, and of what a kernel reads.
+_FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
 _NOTHING = contextlib.nullcontext()
 _serials = itertools.count()
 # It saves its noise, which its kernel has not written by then, and its input.
@@ -335,7 +336,7 @@ class Region:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if _FREED in str(error):
+            if any(message in str(error) for message in _FREED):
                 fail(
                     f"{self.name} is repeated where the memory of a tensor that it reads was "
                     "freed. FullyShardedDataParallel (FSDP1) does so to parameters: expected "
