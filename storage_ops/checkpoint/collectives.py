@@ -1,14 +1,19 @@
-"""Collectives in a region: every rank has to repeat them, and in the same order.
+"""Collectives in a region: every rank must repeat them, and in the same order.
 
-One rank may need an output that another has no use for, whose consumer is frozen. So where a region
-has communicated, each rank repeats all of it, at the latest when the gradient of an output comes.
+What autograd saves can differ between ranks: a rank without tokens skips its experts, and a rank
+with a frozen consumer does not need an output. So the first saved tensor that backward reads, and
+the last one that the recompute must reach, lie before a collective on one rank and behind it on
+another. Where a region has communicated, each rank therefore repeats all of it, when the gradient
+of the first output comes and before any node of the region runs its backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _WORLD: Any = None
 if torch.distributed.is_available():
@@ -24,3 +29,13 @@ def number_issued() -> int:
         except RuntimeError:  # a backend without ranks to wait for, such as "fake"
             continue
     return total
+
+
+def call_before_backward(outputs: Iterable[Any], fn: Callable[[Any], None]) -> None:
+    """Call `fn` with the gradients of each node that made an output, before the node runs.
+
+    Hooks of the outputs, by which FSDP gathers parameters, come before that.
+    """
+    nodes = [t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn is not None]
+    for node in dict.fromkeys(nodes):
+        node.register_prehook(fn)

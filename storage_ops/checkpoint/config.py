@@ -76,7 +76,8 @@ class ActivationCheckpointConfig:
             what the forward saved, and whether parameters were modified in place in between;
             "none" does not, and "checksum" compares the bytes as well.
         early_stop: end a recompute with the last tensor that backward needs; False runs it to the
-            end. Without meaning for what is reentrant or discards outputs.
+            end. Without meaning for what is reentrant, discards outputs or communicates with other
+            ranks.
         debug: when a recompute differs from the forward, the error names the first op that differs
             and its line, which costs time per op; with mode "output_discard", as of
             `OutputDiscardCheckpoint`.

@@ -60,7 +60,8 @@ class _AsFarAsNeeded(BaseException):
     """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
 
 
-_FREED = "out of bounds for storage of size 0"  # as torch says it
+# How torch says that a tensor has no bytes: of views, and of what a kernel reads.
+_FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
 _NOTHING = contextlib.nullcontext()
 _serials = itertools.count()
 # It saves its noise, which its kernel has not written by then, and its input.
@@ -146,7 +147,7 @@ class Region:
         """Run the function on the arguments of this region; return what it returns."""
         assert self._fn is not None and self._state is not None and self._inputs is not None
         start = torch._C._autograd._get_sequence_nr()
-        issued = collectives.number_issued() if self.options.discards else 0
+        issued = collectives.number_issued()
         around = self._contexts[0] if self._contexts else _NOTHING
         self._running = True
         with saved_tensors_hooks(self._pack, self._unpack), around, self._log or _NOTHING:
@@ -165,11 +166,9 @@ class Region:
             self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
             if self.allocated is not None:
                 self.allocated.finish(self._inputs.tensors, self.made)
-            # Whatever is discarded here: what is held, and kept, may differ between ranks.
-            self._communicates = collectives.number_issued() != issued
-            for leaf in leaves if self._communicates else ():
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(self.trigger())
+        self._communicates = collectives.number_issued() != issued
+        if self._communicates:
+            collectives.call_before_backward(leaves, self.trigger())
         self._captured = []
         self._inputs.forget()
         self.end = torch._C._autograd._get_sequence_nr()
@@ -337,7 +336,7 @@ class Region:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if _FREED in str(error):
+            if any(message in str(error) for message in _FREED):
                 fail(
                     f"{self.name} is repeated where the memory of a tensor that it reads was "
                     "freed. FullyShardedDataParallel (FSDP1) does so to parameters: expected "

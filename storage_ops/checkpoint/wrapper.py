@@ -3,7 +3,8 @@
 Such a module changes its class for a subclass of it, as FSDP2 and torch.nn.utils.parametrize do, so
 names, state dict, hooks, attributes and isinstance are what they were. Its hooks run outside of the
 checkpoint, once. A forward set on the instance would keep the module in a reference cycle, and
-would not survive a copy.
+would not survive a copy. Where another library has set one before, as torchtitan's `parallelize`
+does, the checkpoint takes it from the instance and repeats it.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class CheckpointWrapper(Replaced):
     Raises:
         TypeError: `module` is not a module whose class can change. ValueError: an unknown or
             wrong option.
-        RuntimeError: its forward was replaced on the instance, or it is checkpointed differently.
+        RuntimeError: accelerate has replaced its forward and will put it back, or it is
+            checkpointed differently.
 
     Example:
         >>> block = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU())
@@ -138,6 +140,8 @@ class CheckpointWrapper(Replaced):
 
     # None on an instance: its forward is the plain one.
     _checkpointing: Checkpointing | None = None
+    # A forward that was set on the instance before, which runs in place of that of the class.
+    _own_forward: Callable[..., Any] | None = None
 
     if TYPE_CHECKING:  # the type of the module itself stands for its new class, a subclass
 
@@ -169,12 +173,18 @@ class CheckpointWrapper(Replaced):
 
         @like(original)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            how = self._checkpointing
-            if how is None:
-                return original(self, *args, **kwargs)
-            return how.run(self, functools.partial(original, self), args, kwargs)
+            how, own = self._checkpointing, self._own_forward
+            plain = functools.partial(original, self)
+            if own is not None:
+                plain = functools.partial(_call_own, self, own)
+            return plain(*args, **kwargs) if how is None else how.run(self, plain, args, kwargs)
 
         return forward
+
+
+def _call_own(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of an instance. A region must reach `module`, which `own` may not name."""
+    return own(*args, **kwargs)
 
 
 def _wrapped(module: nn.Module, context_fn: ContextFn | None = None, **options: Any) -> nn.Module:
@@ -213,7 +223,8 @@ def check(module: Any, how: Checkpointing) -> None:
 
     Raises:
         TypeError: its class cannot change.
-        RuntimeError: its forward was replaced on the instance, or it is checkpointed differently.
+        RuntimeError: accelerate has replaced its forward and will put it back, or it is
+            checkpointed differently.
     """
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
@@ -221,10 +232,11 @@ def check(module: Any, how: Checkpointing) -> None:
             f"{name} is a ScriptModule, whose forward cannot be replaced; expected a module in "
             "Python"
         )
-    if "forward" in vars(module):
+    if "forward" in vars(module) and "_old_forward" in vars(module):
         raise RuntimeError(
-            f"the forward of {name} was replaced on the instance; expected that of its class. "
-            "Checkpoint a module before torch.compile or other libraries wrap it"
+            f"accelerate has replaced the forward of {name} on the instance, and will put the old "
+            "one back, without a checkpoint; expected a module that is checkpointed before "
+            "accelerate adds its hook"
         )
     now = checkpointing_of(module)
     if now is not None and now != how:
@@ -243,6 +255,9 @@ def set_checkpointing(module: Any, how: Checkpointing) -> None:
     """Checkpoint a module; `check` has passed."""
     if not isinstance(module, CheckpointWrapper):
         CheckpointWrapper.change(module)
+    if "forward" in vars(module) and module._checkpointing is None:
+        module._own_forward = module.forward
+        del module.forward
     module._checkpointing = how
 
 
@@ -250,3 +265,6 @@ def unset_checkpointing(module: Any) -> None:
     """Give a module its plain forward back, and its class unless another one was put above it."""
     vars(module).pop("_checkpointing", None)
     CheckpointWrapper.change_back(module)
+    if "_own_forward" in vars(module) and "forward" not in vars(module):
+        module.forward = module._own_forward
+        del module._own_forward

@@ -343,10 +343,43 @@ def test_a_mapping_will_do_as_config():
         so.apply_activation_checkpoint(Model(), {"layer_clases": ["Block"]})
 
 
-def test_a_forward_replaced_on_the_instance_is_refused_and_nothing_changes():
+@pytest.mark.parametrize(
+    "how", [{}, {"mode": "output_discard"}, {"policy": "matmuls"}, {"use_reentrant": True}]
+)
+def test_a_forward_that_was_set_on_the_instance_is_checkpointed_and_put_back(how):
+    """As `parallelize` of torchtitan sets it, whose checkpoints come later."""
+
+    def model():
+        torch.manual_seed(0)
+        model = Model().double()
+        for block in model.layers:
+            block.forward = lambda x, scale=2.0, own=block.forward: 3 * own(x / 3, scale)
+        return model
+
+    def gradients(model):
+        torch.manual_seed(1)
+        x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+        model(x).sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    ours, plain = model(), model()
+    forwards = [block.forward for block in ours.layers]
+    so.apply_activation_checkpoint(ours, Config(["Block"], **how))
+    calls = []
+    ours.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert all(map(torch.equal, gradients(ours), gradients(plain)))
+    assert len(calls) == 2
+    so.remove_activation_checkpoint(ours)
+    assert [vars(block)["forward"] for block in ours.layers] == forwards
+    assert not any(isinstance(m, so.CheckpointWrapper) for m in ours.modules())
+    assert "_own_forward" not in vars(ours.layers[0])
+
+
+def test_a_forward_that_accelerate_puts_back_is_refused_and_nothing_changes():
     model = Model()
-    model.layers[2].forward = lambda x: x
-    with pytest.raises(RuntimeError, match="the forward of Block was replaced on the instance"):
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model.layers[2], hooks.ModelHook())
+    with pytest.raises(RuntimeError, match="accelerate has replaced the forward of Block"):
         so.apply_activation_checkpoint(model, Config(["Block"]))
     assert not any(isinstance(m, so.CheckpointWrapper) for m in model.modules())
 

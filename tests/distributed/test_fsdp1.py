@@ -36,13 +36,24 @@ class Mlp(nn.Module):
         return y
 
 
+class Norm(nn.Module):
+    """So small that its output is freed in a row of layers too."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
 def sharded(module, **how):
     return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **how)
 
 
-def trained(way, rank, **how):
+def trained(way, rank, kind=Mlp, **how):
     torch.manual_seed(0)
-    net = nn.Sequential(*(Mlp(way) for _ in range(4))).double()
+    net = nn.Sequential(*(kind(way) for _ in range(4))).double()
     config = {"layer_names": ["0", "1"], "mode": "output_discard"}
     if way == "before":
         so.apply_activation_checkpoint(net, config)
@@ -73,6 +84,9 @@ def every_way(rank):
                         trained(way, rank, **how)
                 else:
                     assert torch.equal(trained(way, rank, **how), right), (way, how)
+    with pytest.raises(RuntimeError, match=r"FSDP1.*expected fully_shard"):
+        trained("before", rank, Norm)
+    assert torch.equal(trained("after", rank, Norm), trained("plain", rank, Norm))
 
 
 def test_discarding_under_fsdp1_is_right_or_refused():
