@@ -16,6 +16,7 @@ from storage_ops import _autograd, _schemas
 from storage_ops.divergence.call import DivergenceCall
 from storage_ops.divergence.run import DivergenceRun
 from storage_ops.loss import formulas, kept
+from storage_ops.loss.call import count_of
 
 _OPS = torch.ops.storage_ops
 _NAME = "storage_ops::linear_kl_div"
@@ -132,10 +133,11 @@ def _fake_grads(call: DivergenceCall, made: bool) -> tuple[Tensor, ...]:
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     call = DivergenceCall(*args)
     shape = list(call.input.shape[:-1])
-    if call.shift and not (isinstance(shape[-1], int) and shape[-1] == 0):
-        shape[-1] -= 1
+    if call.shift:
+        shape[-1] = torch.sym_max(shape[-1] - 1, 0)
     loss = call.input.new_empty(shape if call.reduction == "none" else (), dtype=call.wide)
-    state = call.input.new_empty((call.state_rows, call.input.shape[:-1].numel()), dtype=call.wide)
+    tokens = count_of(call.input.shape[:-1])
+    state = call.input.new_empty((call.state_rows, tokens), dtype=call.wide)
     return loss, state, *_fake_grads(call, call.in_forward)
 
 

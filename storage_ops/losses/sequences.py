@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.loss.call import count_of
 from storage_ops.loss.checks import INDICES, check_head, class_indices
 from storage_ops.loss.names import Result
 
@@ -127,7 +128,7 @@ def score(
     if second_target is not None:
         second_mask = _predicted(second_target, shift) != ignore_index
         second, logps = logps, results["selected"].squeeze(-1)
-    owners, sequences = None, logps.shape[:-1].numel()
+    owners, sequences = None, count_of(logps.shape[:-1])
     if cu_seqlens is not None:
         ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # of the tokens that are scored
         places = torch.arange(logps.numel(), device=logps.device)
