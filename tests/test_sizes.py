@@ -164,3 +164,45 @@ def test_two_graphs_serve_all_sizes_of_every_loss(call):
     sizes = [(count, length) for count, length in SIZES if count != 2]  # a pair, whose half is one
     compare(lambda *args: list(call(*args)), counter, batches(sizes, call is packed))
     assert counter.frame_count <= 2
+
+
+class Exported(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.teacher = torch.nn.Linear(D, V), torch.nn.Linear(E, V)
+
+    def forward(self, x, target):
+        w, b = self.head.weight, self.head.bias
+        teacher = x.repeat(1, 1, 2)[..., :E]
+        wide = w.unflatten(0, (-1, 1)).expand(-1, 2, -1)
+        return (
+            so.linear_cross_entropy(x, w, target, linear_bias=b, shift=True, max_valid=x.numel()),
+            so.linear_cross_entropy(x, w, target, returns=("nll", "entropy", "argmax")),
+            so.linear_cross_entropy(x[:, 0], wide, target[:, -2:]),
+            so.linear_kl_div(x, w, teacher, self.teacher.weight, reduction="none"),
+            losses.orpo(x, w, target, nll_target=target),
+        )
+
+
+def exported(model):
+    """Export a model for any number of sequences and tokens."""
+    sequences = 2 * torch.export.Dim("pairs", min=2, max=64)
+    sizes = {0: sequences, 1: torch.export.Dim("length", min=3, max=4096)}
+    shapes = {"x": sizes, "target": sizes}
+    return torch.export.export(model, tokens(4, 9), dynamic_shapes=shapes, strict=False)
+
+
+@pytest.mark.parametrize(
+    "package", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["export", "AOTInductor"]
+)
+def test_export_with_dims(package, tmp_path):
+    model = Exported()
+    program = exported(model)
+    run = program.module()
+    if package:
+        path = str(tmp_path / "model.pt2")
+        path = torch._inductor.aoti_compile_and_package(program, package_path=path)
+        run = torch._inductor.aoti_load_package(path)
+    for shape in ((4, 9), (6, 30), (10, 4)):
+        arguments = tokens(*shape)
+        torch.testing.assert_close(run(*arguments), model(*arguments))

@@ -96,6 +96,7 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
 def count_of(sizes: Iterable[int]) -> int:
     """Return the product of sizes, which may be symbolic.
 
-    `torch.Size.numel` makes constants of symbolic sizes, so that each size compiles a graph.
+    `torch.Size.numel` makes constants of symbolic sizes, as `len` of a tensor does in an export.
+    Each size would compile a graph.
     """
     return math.prod(sizes)

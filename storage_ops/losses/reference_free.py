@@ -240,8 +240,8 @@ def _of_chosen(
     separated("orpo", target, cu_seqlens, False, ignore_index)  # checks the arguments
     if cu_seqlens is None:
         rows = torch.arange(count_of(target.shape[:-1]), device=target.device)
-        rejected = (rows >= len(rows) // 2).view(*target.shape[:-1], 1)
+        rejected = (rows >= rows.shape[0] // 2).view(*target.shape[:-1], 1)
     else:
         places = torch.arange(target.shape[-1], device=target.device)
-        rejected = places >= cu_seqlens[(len(cu_seqlens) - 1) // 2]
+        rejected = places >= cu_seqlens[(cu_seqlens.shape[0] - 1) // 2]
     return class_indices(nll_target).masked_fill(rejected, ignore_index)

@@ -132,7 +132,7 @@ def score(
     if cu_seqlens is not None:
         ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # of the tokens that are scored
         places = torch.arange(logps.numel(), device=logps.device)
-        owners, sequences = torch.searchsorted(ends, places, right=True), len(ends)
+        owners, sequences = torch.searchsorted(ends, places, right=True), ends.shape[0]
     elif logps.dim() < 2:
         rule = "(S, T) for S sequences, or cu_seqlens"
         raise wrong(loss, ValueError, "target has shape", tuple(target.shape), rule)
@@ -164,7 +164,7 @@ def separated(
         kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
         raise wrong(loss, TypeError, "cu_seqlens is", kind, "an int32 or int64 tensor")
     count = target.shape[-1] if target.dim() else 0
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         rule = "(S + 1,) bounds of S sequences"
         raise wrong(loss, ValueError, "cu_seqlens has shape", tuple(cu_seqlens.shape), rule)
     if target.dim() not in (1, 2) or target.numel() != count:
