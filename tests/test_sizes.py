@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import storage_ops as so
 from storage_ops import losses
+
+from .checkpoint.blocks import MLP
 
 V, D, E = 61, 16, 24
 # Sequences and tokens of each; all differ, or Dynamo takes two for the same symbol.
@@ -166,10 +169,63 @@ def test_two_graphs_serve_all_sizes_of_every_loss(call):
     assert counter.frame_count <= 2
 
 
-class Exported(torch.nn.Module):
+class Layers(nn.Module):
     def __init__(self):
         super().__init__()
-        self.head, self.teacher = torch.nn.Linear(D, V), torch.nn.Linear(E, V)
+        self.layers = nn.ModuleList(MLP(D, 0.0) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loss = so.LinearCrossEntropyLoss(D, V, bias=True)
+
+    def forward(self, x):
+        return self.loss(x, x[..., 0].abs().long())
+
+
+def checkpointed(**options):
+    config = so.ActivationCheckpointConfig(layer_classes=["MLP"], **options)
+    return so.apply_activation_checkpoint(Layers(), config)
+
+
+def in_place(x):
+    h = x * 2
+    y = h.sin()
+    so.discard_storage(h)
+    so.share_storage(h, x * 2)
+    return y * h
+
+
+MODULES = {
+    "loss": Loss,
+    "storage ops": lambda: in_place,
+    "full": checkpointed,
+    "reentrant": lambda: checkpointed(use_reentrant=True),
+    "selective": lambda: checkpointed(ops_to_save=["aten.mm"]),
+    "discarding": lambda: checkpointed(mode="output_discard"),
+    "output_discard": lambda: so.output_discard(nn.Linear(D, E), nn.Linear(E, D)),
+    "tiles": lambda: so.tile(MLP(D, 0.0), tiles=3),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_two_graphs_serve_all_sizes_of_a_module(name):
+    counter, function = CompileCounterWithBackend("aot_eager"), MODULES[name]()
+    given = ([torch.randn(*shape, D, requires_grad=True)] for shape in SIZES)
+    compare(lambda x: [function(x)], counter, given)
+    assert counter.frame_count <= 2
+
+
+class Exported(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.teacher = nn.Linear(D, V), nn.Linear(E, V)
 
     def forward(self, x, target):
         w, b = self.head.weight, self.head.bias
