@@ -198,11 +198,27 @@ def looped(op: Callable[..., Any]) -> Callable[..., Any]:
                 for a, dim in zip(args, in_dims, strict=True)
             ]
 
+        if not info.batch_size:
+            made = _empty(op, in_dims, args)
+            return made, (0,) * len(made)
         results = [op(*one(index)) for index in range(info.batch_size)]
         stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
         return stacked, (0,) * len(stacked)
 
     return rule
+
+
+def _empty(
+    op: Callable[..., Any], in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """Return the results of an op for an empty batch; tensors without memory tell their shapes."""
+    given = list(args)
+    for place, (a, dim) in enumerate(zip(args, in_dims, strict=True)):
+        if isinstance(a, Tensor):
+            sizes = [n for d, n in enumerate(a.shape) if d != dim]
+            given[place] = a.new_empty(sizes, device="meta")
+    like = next(a for a in args if isinstance(a, Tensor))
+    return tuple(like.new_empty((0, *made.shape), dtype=made.dtype) for made in op(*given))
 
 
 def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
