@@ -118,9 +118,13 @@ class _Transformable(torch.autograd.Function):
 
 def apply(call: DivergenceCall) -> Tensor:
     """The loss, by an op that eager code, torch.compile and torch.func all take."""
+    loss: Tensor
+    if _autograd.needs_no_graph():
+        loss = _autograd.without_graph(apply, call._replace(in_forward=False))
+        return loss
     if _autograd.transforming():
         return _Transformable.apply(*call)[0]  # type: ignore[no-any-return, no-untyped-call]
-    loss: Tensor = _OPS.linear_kl_div(*call)[0]
+    loss = _OPS.linear_kl_div(*call)[0]
     return loss
 
 

@@ -25,6 +25,7 @@ from storage_ops._autograd import (
     connect,
     exact,
     looped,
+    needs_no_graph,
     once,
     raise_not_forward,
     raise_not_twice,
@@ -33,6 +34,7 @@ from storage_ops._autograd import (
     sources_of,
     times,
     transforming,
+    without_graph,
 )
 from storage_ops.loss import formulas, kept, pieces, ranks, reference
 from storage_ops.loss.call import Call, arithmetic, count_of
@@ -259,6 +261,8 @@ def _may_keep(call: Call) -> bool:
 
 def apply(call: Call) -> tuple[Tensor, ...]:
     """The forward op, in a form that eager code, torch.compile and torch.func all take."""
+    if needs_no_graph():
+        return tuple(without_graph(apply, call._replace(in_forward=False)))
     bare, keeps = keeping(call.plan, False), _may_keep(call)
     if not bare or not keeps:
         call = call._replace(plan=keeping(bare, keeps))

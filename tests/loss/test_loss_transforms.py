@@ -184,3 +184,20 @@ def test_vmap_of_an_empty_batch():
     assert torch.vmap(divergence)(x, torch.empty(0, 5, 31)).shape == (0, 5)
     grad = torch.func.grad(lambda x: so.linear_kl_div(x, w, x @ w[:7].T, h))
     assert torch.vmap(grad)(x).shape == x.shape
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
+def test_func_grad_in_torch_compile_runs_without_a_graph(transform):
+    x, w, target = torch.randn(3, 5, 8), torch.randn(31, 8), torch.randint(31, (5,))
+
+    def loss(x):
+        divergence = so.linear_kl_div(x, w, x.detach() @ w[:7].T, w[:, :7])
+        return so.linear_cross_entropy(x, w, target) + divergence
+
+    step = torch.func.grad(loss)
+    step, x = (step, x[0]) if transform == "grad" else (torch.vmap(step), x)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"inside torch\.func\.grad.*expected fullgraph=False"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(x), step(x))
