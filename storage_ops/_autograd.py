@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -31,6 +33,10 @@ _NOT_TWICE = (
 NOT_FORWARD = (
     "linear_cross_entropy or linear_kl_div: an argument carries a tangent; forward-mode AD is not "
     f"supported, {_INSTEAD} for it"
+)
+_NO_GRAPH = (
+    "linear_cross_entropy or linear_kl_div is inside torch.func.grad, which torch.compile runs "
+    "without a graph; expected fullgraph=False, or torch.autograd.grad of the compiled loss"
 )
 
 
@@ -188,6 +194,25 @@ def transforming() -> bool:
     return not torch.compiler.is_compiling() and bool(torch._C._are_functorch_transforms_active())
 
 
+def needs_no_graph() -> bool:
+    """Return True if torch.compile must call a loss without a graph, by `without_graph`.
+
+    Dynamo cannot run an op's own autograd formula in torch.func.grad. A vmap alone has a rule.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and torch._C._are_functorch_transforms_active()
+        and retrieve_current_functorch_interpreter().key() != TransformType.Vmap
+    )
+
+
+def _call(apply: Callable[..., Any], call: Any) -> Any:
+    return apply(call)
+
+
+without_graph = torch.compiler.disable(_call, reason=_NO_GRAPH)
+
+
 def looped(op: Callable[..., Any]) -> Callable[..., Any]:
     """A vmap rule that calls an op once for every element of the batch."""
 
@@ -198,11 +223,27 @@ def looped(op: Callable[..., Any]) -> Callable[..., Any]:
                 for a, dim in zip(args, in_dims, strict=True)
             ]
 
+        if not info.batch_size:
+            made = _empty(op, in_dims, args)
+            return made, (0,) * len(made)
         results = [op(*one(index)) for index in range(info.batch_size)]
         stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
         return stacked, (0,) * len(stacked)
 
     return rule
+
+
+def _empty(
+    op: Callable[..., Any], in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """Return the results of an op for an empty batch; tensors without memory tell their shapes."""
+    given = list(args)
+    for place, (a, dim) in enumerate(zip(args, in_dims, strict=True)):
+        if isinstance(a, Tensor):
+            sizes = [n for d, n in enumerate(a.shape) if d != dim]
+            given[place] = a.new_empty(sizes, device="meta")
+    like = next(a for a in args if isinstance(a, Tensor))
+    return tuple(like.new_empty((0, *made.shape), dtype=made.dtype) for made in op(*given))
 
 
 def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:

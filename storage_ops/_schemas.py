@@ -9,11 +9,11 @@ import torch
 _LOSS_ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
     "Tensor? token_weight, Tensor? accumulate_into, str reduction, int ignore_index, "
-    "float label_smoothing, float z_loss, float softcap, float logit_scale, int shift, "
-    "int? max_valid, ScalarType? accumulate_dtype, int? memory_budget, str plan, str group, "
+    "float label_smoothing, float z_loss, float softcap, float logit_scale, SymInt shift, "
+    "SymInt? max_valid, ScalarType? accumulate_dtype, SymInt? memory_budget, str plan, str group, "
     "bool early, bool[3] grad_mask, bool[4] wants, int? valid_classes=None, "
     "str input_grad='replicate', bool check_ranks=False, Tensor? divisor=None, "
-    "ScalarType? logits_dtype=None, Tensor? selected_ids=None, int top_k=0"
+    "ScalarType? logits_dtype=None, Tensor? selected_ids=None, SymInt top_k=0"
 )
 
 _LOSS_RESULTS = (
@@ -36,7 +36,7 @@ _KL_ARGUMENTS = (
     "Tensor? linear_bias, Tensor? teacher_bias, Tensor? token_weight, Tensor? log_probs, "
     "Tensor? ids, str divergence, float beta, float temperature, float softcap, "
     "float teacher_softcap, bool tail, str reduction, bool shift, int? valid_classes, "
-    "int? max_valid, int? memory_budget, str group, bool early, "
+    "SymInt? max_valid, SymInt? memory_budget, str group, bool early, "
     "bool[3] grad_mask, Tensor? target=None, float target_weight=0.0"
 )
 

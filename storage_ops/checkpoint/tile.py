@@ -67,8 +67,7 @@ class Tiling:
             call = partial(forward, module)
             if torch.is_grad_enabled():
                 call = partial(_compiled, call)
-            cut = torch.tensor_split(x, min(self.tiles, tokens), dim)
-            return torch.cat([call(t) for t in cut], dim)
+            return torch.cat([call(t) for t in _cut(x, min(self.tiles, tokens), dim)], dim)
         pieces, leaves = Pieces(module, forward, dim, 1), tree_leaves((args, kwargs))
         with tile_run.lock_of(module):
             pieces.tiles = self._number_for(pieces, x, (len(args), *kwargs, *map(_choice, leaves)))
@@ -119,6 +118,15 @@ class Tiling:
 def _choice(leaf: Any) -> Any:
     """What tells an argument that is no tensor from others: numbers with a point do not choose."""
     return leaf if isinstance(leaf, (int, str, torch.dtype, type(None))) else type(leaf)
+
+
+def _cut(x: Tensor, tiles: int, dim: int) -> tuple[Tensor, ...]:
+    """Cut a tensor into tiles by bounds, which serve every symbolic number of tokens.
+
+    `torch.tensor_split` with a number of tiles compiles a graph for each remainder.
+    """
+    tokens = x.shape[dim]
+    return torch.tensor_split(x, [tokens * k // tiles for k in range(1, tiles)], dim)
 
 
 def _compiled(call: Any, piece: Tensor) -> Any:

@@ -16,6 +16,7 @@ from storage_ops import _autograd, _schemas
 from storage_ops.divergence.call import DivergenceCall
 from storage_ops.divergence.run import DivergenceRun
 from storage_ops.loss import formulas, kept
+from storage_ops.loss.call import count_of
 
 _OPS = torch.ops.storage_ops
 _NAME = "storage_ops::linear_kl_div"
@@ -117,9 +118,13 @@ class _Transformable(torch.autograd.Function):
 
 def apply(call: DivergenceCall) -> Tensor:
     """The loss, by an op that eager code, torch.compile and torch.func all take."""
+    loss: Tensor
+    if _autograd.needs_no_graph():
+        loss = _autograd.without_graph(apply, call._replace(in_forward=False))
+        return loss
     if _autograd.transforming():
         return _Transformable.apply(*call)[0]  # type: ignore[no-any-return, no-untyped-call]
-    loss: Tensor = _OPS.linear_kl_div(*call)[0]
+    loss = _OPS.linear_kl_div(*call)[0]
     return loss
 
 
@@ -132,10 +137,11 @@ def _fake_grads(call: DivergenceCall, made: bool) -> tuple[Tensor, ...]:
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     call = DivergenceCall(*args)
     shape = list(call.input.shape[:-1])
-    if call.shift and not (isinstance(shape[-1], int) and shape[-1] == 0):
-        shape[-1] -= 1
+    if call.shift:
+        shape[-1] = torch.sym_max(shape[-1] - 1, 0)
     loss = call.input.new_empty(shape if call.reduction == "none" else (), dtype=call.wide)
-    state = call.input.new_empty((call.state_rows, call.input.shape[:-1].numel()), dtype=call.wide)
+    tokens = count_of(call.input.shape[:-1])
+    state = call.input.new_empty((call.state_rows, tokens), dtype=call.wide)
     return loss, state, *_fake_grads(call, call.in_forward)
 
 

@@ -147,6 +147,7 @@ def _patched(head: Any, name: str) -> Any:
     _check_variants(head, name)
     if not isinstance(head, PatchedHead):
         head.__class__ = PatchedHead.over(type(head))
+        head._deferred_in = None  # torch.compile compiles twice if the first call adds it
     return head
 
 

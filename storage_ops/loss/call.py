@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,3 +91,12 @@ class Call(NamedTuple):
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     """The dtype of everything but matrix products: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def count_of(sizes: Iterable[int]) -> int:
+    """Return the product of sizes, which may be symbolic.
+
+    `torch.Size.numel` makes constants of symbolic sizes, as `len` of a tensor does in an export.
+    Each size would compile a graph.
+    """
+    return math.prod(sizes)

@@ -54,7 +54,7 @@ def total_weight(
         valid = target != ignore_index
         each = valid.to(dtype)
         if class_weight is not None:
-            classes = torch.where(valid, target, 0).long().clamp(0, len(class_weight) - 1)
+            classes = torch.where(valid, target, 0).long().clamp(0, class_weight.shape[0] - 1)
             each = each * class_weight.to(dtype)[classes]
     return (each if token_weight is None else each * token_weight.to(dtype)).sum()
 

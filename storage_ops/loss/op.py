@@ -25,6 +25,7 @@ from storage_ops._autograd import (
     connect,
     exact,
     looped,
+    needs_no_graph,
     once,
     raise_not_forward,
     raise_not_twice,
@@ -33,9 +34,10 @@ from storage_ops._autograd import (
     sources_of,
     times,
     transforming,
+    without_graph,
 )
 from storage_ops.loss import formulas, kept, pieces, ranks, reference
-from storage_ops.loss.call import Call, arithmetic
+from storage_ops.loss.call import Call, arithmetic, count_of
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.planner import keeping
 from storage_ops.loss.run import Run
@@ -259,6 +261,8 @@ def _may_keep(call: Call) -> bool:
 
 def apply(call: Call) -> tuple[Tensor, ...]:
     """The forward op, in a form that eager code, torch.compile and torch.func all take."""
+    if needs_no_graph():
+        return tuple(without_graph(apply, call._replace(in_forward=False)))
     bare, keeps = keeping(call.plan, False), _may_keep(call)
     if not bare or not keeps:
         call = call._replace(plan=keeping(bare, keeps))
@@ -334,7 +338,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     whole = call.target.shape if call.input_grad == "reduce_scatter" else input.shape[:-1]
     shape = list(whole)
     if call.shift:
-        shape[-1] = max(shape[-1] - call.shift, 0)
+        shape[-1] = torch.sym_max(shape[-1] - call.shift, 0)
     per_token = [input.new_empty(shape if want else (0,), dtype=wide) for want in wants[:3]]
     selected = 0 if call.selected_ids is None else call.selected_ids.shape[-1]
     picks = bool(call.top_k) or call.selected_ids is not None
@@ -342,7 +346,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     top_ids = input.new_empty((*shape, call.top_k) if picks else (0,), dtype=torch.int64)
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
     loss = input.new_empty(shape if call.reduction == "none" else (), dtype=wide)
-    state = input.new_empty((STATE_ROWS, whole.numel()), dtype=wide)
+    state = input.new_empty((STATE_ROWS, count_of(whole)), dtype=wide)
     made = tuple(call.in_forward and have for have in call.grad_mask)
     grads = _fake_grads(call._replace(grad_mask=made))
     if call.keeps:

@@ -57,8 +57,8 @@ def loss_of_positions(
         rule = f"(N, D) with a linear_weight of shape {tuple(linear_weight.shape)}"
         raise wrong(ValueError, "input has shape", tuple(input.shape), rule)
     check_head("linear_cross_entropy", {"input": input, "linear_weight": linear_weight})
-    dense, tokens = target.is_floating_point(), (len(input), *places)
-    shape = (len(input), classes, *places) if dense else tokens
+    dense, tokens = target.is_floating_point(), (input.shape[0], *places)
+    shape = (input.shape[0], classes, *places) if dense else tokens
     for name, t, right in (
         ("target", target, shape),
         ("token_weight", token_weight, tokens),

@@ -248,7 +248,7 @@ def tell_of_refusal(process_group: Any, t: Any) -> None:
 
     Nothing is waited for. On a GPU ranks do not compare every call, and may not be listening.
     """
-    looked_at = traced() or torch.compiler.is_compiling() or isinstance(t, FakeTensor)
+    looked_at = torch.compiler.is_compiling() or traced() or isinstance(t, FakeTensor)
     if not is_group(process_group) or looked_at or t.device.type != "cpu":
         return
     # The group may be gone, or have no backend for a CPU: the error itself is what is raised.

@@ -137,9 +137,9 @@ FORMULAS: dict[LossType, Callable[[Pairs], Tensor]] = {
 
 def halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
     """Split values of sequences into those of chosen and those of rejected completions."""
-    if len(values) % 2:
+    if values.shape[0] % 2:
         rule = "an even number: the chosen ones, then the rejected ones"
-        raise wrong(loss, ValueError, "the number of sequences is", len(values), rule)
+        raise wrong(loss, ValueError, "the number of sequences is", values.shape[0], rule)
     chosen, rejected = values.tensor_split(2)
     return chosen, rejected
 

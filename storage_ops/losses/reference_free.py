@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
+from storage_ops.loss.call import count_of
 from storage_ops.loss.checks import class_indices
 from storage_ops.losses.options import ContrastiveOptions, MarginOptions, OddsOptions
 from storage_ops.losses.pairs import halves, metrics_of_pairs, nll_of_chosen, smoothed
@@ -238,9 +239,9 @@ def _of_chosen(
     check_values("orpo", "nll_target", nll_target, tuple(target.shape), target)
     separated("orpo", target, cu_seqlens, False, ignore_index)  # checks the arguments
     if cu_seqlens is None:
-        rows = torch.arange(target.shape[:-1].numel(), device=target.device)
-        rejected = (rows >= len(rows) // 2).view(*target.shape[:-1], 1)
+        rows = torch.arange(count_of(target.shape[:-1]), device=target.device)
+        rejected = (rows >= rows.shape[0] // 2).view(*target.shape[:-1], 1)
     else:
         places = torch.arange(target.shape[-1], device=target.device)
-        rejected = places >= cu_seqlens[(len(cu_seqlens) - 1) // 2]
+        rejected = places >= cu_seqlens[(cu_seqlens.shape[0] - 1) // 2]
     return class_indices(nll_target).masked_fill(rejected, ignore_index)

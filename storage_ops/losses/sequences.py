@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.loss.call import count_of
 from storage_ops.loss.checks import INDICES, check_head, class_indices
 from storage_ops.loss.names import Result
 
@@ -127,11 +128,11 @@ def score(
     if second_target is not None:
         second_mask = _predicted(second_target, shift) != ignore_index
         second, logps = logps, results["selected"].squeeze(-1)
-    owners, sequences = None, logps.shape[:-1].numel()
+    owners, sequences = None, count_of(logps.shape[:-1])
     if cu_seqlens is not None:
         ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # of the tokens that are scored
         places = torch.arange(logps.numel(), device=logps.device)
-        owners, sequences = torch.searchsorted(ends, places, right=True), len(ends)
+        owners, sequences = torch.searchsorted(ends, places, right=True), ends.shape[0]
     elif logps.dim() < 2:
         rule = "(S, T) for S sequences, or cu_seqlens"
         raise wrong(loss, ValueError, "target has shape", tuple(target.shape), rule)
@@ -163,7 +164,7 @@ def separated(
         kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
         raise wrong(loss, TypeError, "cu_seqlens is", kind, "an int32 or int64 tensor")
     count = target.shape[-1] if target.dim() else 0
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         rule = "(S + 1,) bounds of S sequences"
         raise wrong(loss, ValueError, "cu_seqlens has shape", tuple(cu_seqlens.shape), rule)
     if target.dim() not in (1, 2) or target.numel() != count:

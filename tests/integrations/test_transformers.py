@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import storage_ops
 
@@ -35,6 +36,19 @@ def test_compiled(name, fullgraph, batch):
     torch.testing.assert_close(patched_grads, grads, rtol=1e-5, atol=1e-6)
     assert outputs.logits is None
     assert compiled(batch["input_ids"]).logits.shape == (3, 9, V)
+
+
+def test_one_graph_serves_all_sizes():
+    torch._dynamo.reset()
+    model, counter = make("Llama"), CompileCounter()
+    storage_ops.patch_causal_lm(model)
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for shape in ((3, 11), (6, 9), (12, 7), (8, 18)):
+        ids = torch.randint(2, V, shape)
+        torch.testing.assert_close(
+            compiled(input_ids=ids, labels=ids).loss, model(input_ids=ids, labels=ids).loss
+        )
+    assert counter.frame_count == 1
 
 
 @pytest.mark.in_turn

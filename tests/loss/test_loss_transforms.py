@@ -160,3 +160,44 @@ def test_a_batch_of_upstream_gradients(reduction):
             for loss in losses
         ]
         torch.testing.assert_close(*found)
+
+
+def test_vmap_of_an_empty_batch():
+    x, w, h = torch.empty(0, 5, 8), torch.randn(31, 8), torch.randn(31, 7)
+    target, whole = torch.empty(0, 5, dtype=torch.int64), torch.randint(31, (5,))
+
+    def loss(x, w):
+        return so.linear_cross_entropy(x, w, whole)
+
+    def per_token(x, target):
+        names = "nll", "argmax"
+        return so.linear_cross_entropy(x, w, target, shift=True, returns=names)
+
+    def divergence(x, scores):
+        return so.linear_kl_div(x, w, teacher_topk=scores.log_softmax(-1).topk(4), reduction="none")
+
+    assert torch.vmap(loss, (1, None))(x.movedim(0, 1), w).shape == (0,)
+    grads = torch.vmap(torch.func.grad(loss, (0, 1)), (0, None))(x, w)
+    assert [g.shape for g in grads] == [(0, 5, 8), (0, 31, 8)]
+    nll, argmax = torch.vmap(per_token)(x, target)
+    assert nll.shape == argmax.shape == (0, 4) and argmax.dtype == torch.int64
+    assert torch.vmap(divergence)(x, torch.empty(0, 5, 31)).shape == (0, 5)
+    grad = torch.func.grad(lambda x: so.linear_kl_div(x, w, x @ w[:7].T, h))
+    assert torch.vmap(grad)(x).shape == x.shape
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
+def test_func_grad_in_torch_compile_runs_without_a_graph(transform):
+    x, w, target = torch.randn(3, 5, 8), torch.randn(31, 8), torch.randint(31, (5,))
+
+    def loss(x):
+        divergence = so.linear_kl_div(x, w, x.detach() @ w[:7].T, w[:, :7])
+        return so.linear_cross_entropy(x, w, target) + divergence
+
+    step = torch.func.grad(loss)
+    step, x = (step, x[0]) if transform == "grad" else (torch.vmap(step), x)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"inside torch\.func\.grad.*expected fullgraph=False"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(x), step(x))
