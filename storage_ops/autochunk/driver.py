@@ -168,6 +168,7 @@ class _Work:
                      and (is_product(n) or not report.reason)]  # fmt: skip
             if not found:
                 break
+            found.sort(key=is_product, reverse=True)  # a spread gradient is in its span, or remains
             undo, parts = Undo(graph), dict(self.parts)
             try:
                 counts = self.chunk(found)

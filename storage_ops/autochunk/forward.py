@@ -20,7 +20,15 @@ from storage_ops.autochunk.edit import Calls
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.prepare import decompose
 from storage_ops.autochunk.spans import is_product
-from storage_ops.autochunk.values import hint, is_hinted, leading_to, numel, owner, reached, returned
+from storage_ops.autochunk.values import (
+    hint,
+    is_hinted,
+    leading_to,
+    numel,
+    owner,
+    reached,
+    returned,
+)
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph

@@ -51,16 +51,18 @@ def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> lis
 
 
 def join_batches(graph: fx.Graph) -> set[fx.Node]:
-    """Write products of a batch by a matrix that it repeats as one; the nodes that they replace.
+    """Write a batch of products by one matrix as one product. Return the replaced nodes.
 
     torch forms `x[:, :-1] @ w` as a batch of products if w, as a teacher's weight, needs no
     gradient. Tokens of all sequences are the rows of one product then: (b n, k) x (k, m).
+    An einsum is a batch of one product.
     """
     joined = set[fx.Node]()
     for node in [n for n in graph.nodes if name_of(n) == "aten.bmm.default" and _values(n)]:
         x, repeated = node.args
         matrix, turned = _repeated(repeated)
-        if matrix is None:
+        single = matrix is None and same(shape(node)[0], 1)
+        if matrix is None and not single:
             continue
         call = Calls(graph, node, before=node)
         size = SizeNodes(call, _with_sizes(graph, node))
@@ -69,7 +71,10 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
             hidden = size(shape(x)[2])
         except Conflict:
             continue
-        matrix = call(_ATEN.permute.default, matrix, [1, 0]) if turned else matrix
+        if single:
+            matrix = call(_ATEN.squeeze.dim, repeated, 0)
+        elif turned:
+            matrix = call(_ATEN.permute.default, matrix, [1, 0])
         made = call(_ATEN.mm.default, call(_ATEN.reshape.default, x, [-1, hidden]), matrix)
         node.replace_all_uses_with(call(_ATEN.reshape.default, made, sizes))
         joined.add(node)

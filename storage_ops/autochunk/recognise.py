@@ -37,7 +37,7 @@ from storage_ops.autochunk.head import Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of
-from storage_ops.autochunk.prepare import own_sizes
+from storage_ops.autochunk.prepare import join_batches, own_sizes
 from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.spans import LARGE, TRIES, is_product, propagate
 from storage_ops.autochunk.tail import Tail
@@ -89,6 +89,7 @@ def recognise(
             continue
         with _tried(graph, product):
             forward = slice_of(gm, product)
+            join_batches(forward.graph)
             amplifier = _amplifier(forward)
             own_sizes(forward.graph, amplifier)
             heads = heads_of(forward, take_apart(forward.graph, amplifier))
