@@ -23,6 +23,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.autochunk.chunk_op import in_body
+from storage_ops.autochunk.class_dimension import move_classes_last
 from storage_ops.autochunk.classes_last import classes_last
 from storage_ops.autochunk.edit import Undo
 from storage_ops.autochunk.emit import Emitted, Emitter
@@ -92,6 +93,7 @@ def recognise(
             join_batches(forward.graph)
             amplifier = _amplifier(forward)
             own_sizes(forward.graph, amplifier)
+            move_classes_last(forward.graph, amplifier)
             heads = heads_of(forward, take_apart(forward.graph, amplifier))
             emitted = emit(forward, heads, num_chunks, memory_budget)
             graph.lint()
