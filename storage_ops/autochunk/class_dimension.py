@@ -112,17 +112,26 @@ class _Moving:
 
     def last(self, node: fx.Node, dim: int) -> fx.Node:
         """Return a value with a dimension moved to the end."""
-        end, key = len(shape(node)) - 1, (node, dim)
-        if dim == end and (node in self.unchanged or node not in self.places):
+        key = node, dim
+        if dim == len(shape(node)) - 1 and (node in self.unchanged or node not in self.places):
             return node
         if key not in self.moved:
             made = self.apply(node, dim) if self.is_made_again(node) else None
             if made is None:
                 source = self.first(node) if node in self.places else node
-                order = [d for d in range(end + 1) if d != dim]
-                made = self.permuted(source, [*order, dim])
+                made = self.to_end(source, dim)
             self.moved[key] = made
         return self.moved[key]
+
+    def to_end(self, node: fx.Node, dim: int) -> fx.Node:
+        """Move a dimension of a value to the end: one element alone without a permutation."""
+        if same(shape(node)[dim], 1):
+            return self.reshaped(node, _to_end(shape(node), dim))
+        return self.permuted(node, _to_end(range(len(shape(node))), dim))
+
+    def reshaped(self, node: fx.Node, sizes: list[Size]) -> fx.Node:
+        call, size = self.builder.call, self.builder.size
+        return call(_ATEN.reshape.default, node, list(map(size, sizes)))
 
     def is_made_again(self, node: fx.Node) -> bool:
         """Return True if a value is computed with other dimensions, and not permuted.
@@ -210,7 +219,7 @@ class _Moving:
             sizes, x = shape(node), self.last(x, dim)
         else:
             return None
-        return self.builder.call(_ATEN.reshape.default, x, list(map(self.builder.size, sizes)))
+        return self.reshaped(x, sizes)
 
 
 def _kind(node: fx.Node) -> str:
