@@ -194,7 +194,7 @@ class _Moving:
         return call(node.target, *args, **kwargs)
 
     def aligned(self, arg: fx.Node, dim: int, rank: int) -> fx.Node:
-        """Return an argument of an op that broadcasts, with a dimension of the result at the end."""
+        """Return an argument of an op that broadcasts, with one dimension of the result last."""
         if not is_tensor(arg) or not shape(arg):
             return arg
         place = dim - (rank - len(shape(arg)))
