@@ -68,7 +68,7 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
         node.replace_all_uses_with(made)
         return True
     for user in list(node.users):
-        user.replace_all_uses_with(made[user.args[1]])  # type: ignore[index]
+        user.replace_all_uses_with(made[user.args[1]])
     return True
 
 
@@ -91,7 +91,7 @@ def _variance(
     apart = call(_ATEN.pow.Tensor_Scalar, call(_ATEN.sub.Tensor, mean, center), 2)
     total = call(_ATEN.sum.dim_IntList, call(_ATEN.add.Tensor, each, apart), dims, keep)
     total = call(_ATEN.mul.Tensor, total, size(classes))
-    correction = node.kwargs.get("correction")
+    correction: Any = node.kwargs.get("correction")
     correction = 1 if correction is None else correction
     if not isinstance(count, int):
         raise Conflict("has a count without a number")
