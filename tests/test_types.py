@@ -60,9 +60,18 @@ SCORED = (LOSS - REFUSED) | {"cu_seqlens"}
             LOSS - keywords(so.losses.sft) - {"selected_ids", "top_k"},
         ),
         (
+            of_losses.SftOptions,
+            (LOSS - {"selected_ids", "top_k"}) | keywords(so.losses.sft, *RETURNS),
+        ),
+        (
             of_losses.DistillationOptions,
             keywords(so.linear_kl_div, "reduction", "token_weight", "scale_by_temperature")
             - keywords(so.losses.kd) - {"target", "target_weight"},
+        ),
+        (
+            of_losses.KdOptions,
+            (keywords(so.linear_kl_div, "reduction", "token_weight", "scale_by_temperature")
+             - {"target", "target_weight"}) | keywords(so.losses.kd, *RETURNS),
         ),
         (options.DiscardOptions, arguments(so.OutputDiscardCheckpoint)),
         (options.LayerOptions, arguments(so.ActivationCheckpointConfig) - OF_LAYERS),

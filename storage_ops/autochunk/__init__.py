@@ -24,7 +24,8 @@ token that it is made of are those of linear cross-entropy, which has an op of i
 Every other loss is chunked in the joint graph of forward and backward::
 
     for amplifier in the largest products, and spread gradients:   # driver
-        write ops without a rule as ops that have one              # prepare
+        write ops without a rule as ops that have one              # prepare, reductions
+        put the classes into the last dimension                    # class_dimension
         form it in the ranges of tokens that are sliced after it,  # selections, token_ranges,
             or of the tokens that a mask keeps                     # ranges
         for each range:

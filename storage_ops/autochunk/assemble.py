@@ -10,6 +10,7 @@ from torch import Tensor
 
 from storage_ops import matmul
 from storage_ops.autochunk.program import Output, Slice
+from storage_ops.autochunk.values import are_one
 from storage_ops.loss.devices import device_kind, on_gpu
 from storage_ops.loss.problem import parts
 from storage_ops.loss.schedule import unpadded
@@ -35,13 +36,22 @@ class Input:
             # a chunk that differs in nothing else is not compiled anew.
             while self.lo and tensor.shape[self.lo - 1] == 1:
                 self.lo -= 1
-            self.tensor = tensor.flatten(self.lo, cut.hi - 1)
+            self.rows = tensor.shape[self.lo : cut.hi]
+            # Strides may not let all rows be one dimension: then each chunk copies its own rows.
+            self.copies = not are_one(tensor, self.lo, cut.hi)
+            self.tensor = tensor if self.copies else tensor.flatten(self.lo, cut.hi - 1)
 
     def __call__(self, begin: int, end: int) -> Tensor:
         """The slice for the groups from begin to end."""
         if self.cut is None:
             return self.tensor
-        part = self.tensor.narrow(self.lo, begin * self.per, (end - begin) * self.per)
+        first, last = begin * self.per, end * self.per
+        if self.copies:
+            places = torch.arange(first, last, device=self.tensor.device)
+            index = [slice(None)] * self.lo + list(torch.unravel_index(places, self.rows))
+            part = self.tensor[tuple(index)]
+        else:
+            part = self.tensor.narrow(self.lo, first, last - first)
         for _ in range(self.cut.hi - self.lo - 1):
             part = part.unsqueeze(self.lo)
         return part

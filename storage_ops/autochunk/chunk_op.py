@@ -236,6 +236,7 @@ class _Run:
         chunks = list(itertools.pairwise(ends))
         first = [cut(*chunks[0]) for cut in self.cuts]
         width = sum(product.group_bytes(first, *chunks[0]) for product in products)
+        del first
         device = self.cuts[0].tensor.device
         places = [
             blocks(end - begin, width, device) if p.in_blocks else [0, end - begin]
@@ -249,7 +250,7 @@ class _Run:
             formed = [product(tensors, begin, end, largest) for product in products]
             values = self._values(formed, begin, each)
             self._multiply(values, tensors, begin, end)
-            del values, formed  # before the next chunk makes its own
+            del values, formed, tensors  # before the next chunk makes its own
 
     def _values(self, products: list[Tensor], begin: int, places: list[int]) -> list[Tensor]:
         """Run the body, in blocks where nothing but products leaves it as a whole."""

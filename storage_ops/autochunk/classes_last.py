@@ -1,4 +1,5 @@
 """Cross-entropy whose classes are in dimension 1, written with the classes in the last dimension.
+And convolutions that make logits, written as products.
 
 The tokens of logits of shape (N, C, H, W) do not lie side by side: a chunk would be whole images.
 Logits of shape (N * H * W, C) can be cut anywhere. The loss of both is the same.
@@ -13,7 +14,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from storage_ops.autochunk.edit import Calls
-from storage_ops.autochunk.values import leading_to, nbytes
+from storage_ops.autochunk.values import leading_to, nbytes, numel, reached
 
 _LOSSES = {
     F.cross_entropy: ("input", "target", "weight", "size_average", "ignore_index", "reduce",
@@ -36,6 +37,26 @@ def classes_last(gm: fx.GraphModule, least: int) -> None:
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             if _is_wanted(given, least):
                 _rewrite(node, given)
+    for node in list(gm.graph.nodes):
+        if node.target in _CONVOLUTIONS and nbytes(node) > least and _is_head(node):
+            _replace_convolution(node)
+
+
+def _is_head(node: fx.Node) -> bool:
+    """Return True if a convolution makes more channels than it reads, and no layer follows it."""
+    layers = {*_CONVOLUTIONS, F.linear, torch.matmul, torch.bmm}
+    x: Any = node.args[0] if node.args else node.kwargs["input"]
+    return numel(node) > numel(x) and not any(n.target in layers for n in reached([node]))
+
+
+def _replace_convolution(node: fx.Node) -> None:
+    """Write a convolution that is a product as one, if it is."""
+    call = Calls(node.graph, node, before=node, key="example_value")
+    with torch.set_grad_enabled(node.meta["example_value"].requires_grad):
+        product = _as_product(call, node)
+        if product is not None:
+            node.replace_all_uses_with(call(torch.movedim, product, -1, 1))
+            node.graph.erase_node(node)
 
 
 def _is_wanted(given: dict[str, Any], least: int) -> bool:

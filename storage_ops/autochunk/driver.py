@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import fx
 
 from storage_ops.autochunk.chunk_op import in_body
+from storage_ops.autochunk.class_dimension import move_classes_last
 from storage_ops.autochunk.double_backward import connect, disconnect
 from storage_ops.autochunk.edit import Undo, retire
 from storage_ops.autochunk.joint_sums import Term, add_up
@@ -168,6 +169,7 @@ class _Work:
                      and (is_product(n) or not report.reason)]  # fmt: skip
             if not found:
                 break
+            found.sort(key=is_product, reverse=True)  # a spread gradient is in its span, or remains
             undo, parts = Undo(graph), dict(self.parts)
             try:
                 counts = self.chunk(found)
@@ -198,6 +200,8 @@ class _Work:
         self.check(amplifier)
         for product in found:
             tangents = prepare(self.graph, product, self.tangents) or tangents
+            if is_product(product):
+                move_classes_last(self.graph, product)
             if product not in self.parts and is_product(product):
                 parts = take_apart(self.graph, product)
                 self.parts.update(dict.fromkeys([product, *parts], parts))

@@ -20,7 +20,15 @@ from storage_ops.autochunk.edit import Calls
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.prepare import decompose
 from storage_ops.autochunk.spans import is_product
-from storage_ops.autochunk.values import hint, is_hinted, leading_to, numel, reached, returned
+from storage_ops.autochunk.values import (
+    hint,
+    is_hinted,
+    leading_to,
+    numel,
+    owner,
+    reached,
+    returned,
+)
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph
@@ -58,6 +66,15 @@ class ForwardSlice:
         """Whether a value of the ATen graph depends on an input that has a gradient."""
         return any(learns(self.inputs[n]) for n in leading_to([node]) if n in self.inputs)
 
+    def is_given(self, node: fx.Node) -> bool:
+        """Return True if a value of the ATen graph is an input of the function, or a view of one.
+
+        Such a tensor is in memory before and after the call. A chunk saves nothing on it.
+        """
+        source = self.inputs.get(owner(node))
+        given = [n for n in self.gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+        return source is not None and any(_shares_storage(source, n) for n in given)
+
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
@@ -70,6 +87,14 @@ def learns(node: fx.Node) -> bool:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(_value(node), Tensor)
+
+
+def _shares_storage(one: fx.Node, other: fx.Node) -> bool:
+    """Return True if the values of two nodes of Dynamo are views of the same storage."""
+    if not (_is_tensor(one) and _is_tensor(other)):
+        return False
+    storages = (_value(node).untyped_storage() for node in (one, other))
+    return len({storage._cdata for storage in storages}) == 1
 
 
 def _is_integral(node: fx.Node) -> bool:

@@ -133,6 +133,8 @@ class Head:
                 self.targets += [] if known else [arg]
                 return f"target {known[0] if known else len(self.targets) - 1}"
         if rows and wide and len(sizes) == 2 and not self.targets:
+            if not self.forward.is_given(arg):  # chunks make their part of them, the op needs all
+                raise Conflict(f"{arg} is made by the function itself", arg)
             self.targets.append(arg)
             return "probabilities"
         if vector and self.classes in (None, bare(arg)):

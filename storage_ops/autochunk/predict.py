@@ -31,6 +31,8 @@ _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad"
 _REDUCTIONS = ("sum", "reduce")
 _WRITTEN = ("aten.cat.default", "aten.scatter_add.default")  # into memory of their own, on a CPU
 _HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
+_ALIASES = ("alias", "detach")  # like slices, they read a tensor in memory without a copy
+_ELSEWHERE = {"sum", "along"}  # kinds of ops whose loops Inductor does not fuse
 _VIEWS = ("view", "expand", "permute", "getitem")
 
 
@@ -94,7 +96,7 @@ def _reads(
         reads[node] = read
         base = owner(node)
         exists = base is not node and (base.op == "placeholder" or base in stored)
-        part = exists and kind in ("along", "select")  # a view of what is there
+        part = exists and (kind in ("along", "select") or short_name(node) in _ALIASES)
         if not part and _is_stored(node, backward, heavy):
             stored.add(node)
             there.update(_results(node))
@@ -117,7 +119,8 @@ def _is_stored(node: fx.Node, backward: Container[fx.Node], heavy: Container[fx.
         readers = [fusion_kind(u) for u in _readers(node)]
         if kind == "expand":  # no product reads one number as a matrix
             return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
-        once = "sum" in readers and node in heavy and evaluated_once(node, backward)
+        apart = not _ELSEWHERE.isdisjoint(readers)
+        once = apart and node in heavy and evaluated_once(node, backward)
         return "product" in readers or "opaque" in readers or once
     return kind not in _VIEWS
 

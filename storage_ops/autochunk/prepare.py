@@ -17,12 +17,14 @@ from torch import fx
 from storage_ops.autochunk.edit import Builder, Calls, SizeNodes, retire, sort
 from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
+from storage_ops.autochunk.reductions import by_classes
 from storage_ops.autochunk.rules import RULES
 from storage_ops.autochunk.spans import LARGE, is_product, stops
 from storage_ops.autochunk.values import (
     argument,
     ends,
     is_tensor,
+    is_zero,
     leading_to,
     name_of,
     numel,
@@ -51,16 +53,18 @@ def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> lis
 
 
 def join_batches(graph: fx.Graph) -> set[fx.Node]:
-    """Write products of a batch by a matrix that it repeats as one; the nodes that they replace.
+    """Write a batch of products by one matrix as one product. Return the replaced nodes.
 
     torch forms `x[:, :-1] @ w` as a batch of products if w, as a teacher's weight, needs no
     gradient. Tokens of all sequences are the rows of one product then: (b n, k) x (k, m).
+    An einsum is a batch of one product.
     """
     joined = set[fx.Node]()
     for node in [n for n in graph.nodes if name_of(n) == "aten.bmm.default" and _values(n)]:
         x, repeated = node.args
         matrix, turned = _repeated(repeated)
-        if matrix is None:
+        single = matrix is None and same(shape(node)[0], 1)
+        if matrix is None and not single:
             continue
         call = Calls(graph, node, before=node)
         size = SizeNodes(call, _with_sizes(graph, node))
@@ -69,7 +73,10 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
             hidden = size(shape(x)[2])
         except Conflict:
             continue
-        matrix = call(_ATEN.permute.default, matrix, [1, 0]) if turned else matrix
+        if single:
+            matrix = call(_ATEN.squeeze.dim, repeated, 0)
+        elif turned:
+            matrix = call(_ATEN.permute.default, matrix, [1, 0])
         made = call(_ATEN.mm.default, call(_ATEN.reshape.default, x, [-1, hidden]), matrix)
         node.replace_all_uses_with(call(_ATEN.reshape.default, made, sizes))
         joined.add(node)
@@ -104,7 +111,7 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         if node.op != "call_function" or not _values(node):
             continue
         with graph.inserting_before(node):
-            written = any(f(graph, node) for f in (_rows_indexed, _selected, _taken, _stacked))
+            written = any(f(graph, node) for f in _WRITERS)
             if not written and name_of(node) not in RULES:
                 _inline(graph, node)
 
@@ -241,12 +248,39 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
         made = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
     else:
         values = args[2]
-        if shape(values) != shape(columns) or not (len(args) > 3 and args[3]):
-            return False
-        value = call(_ATEN.unsqueeze.default, values, 1)
-        made = call(_ATEN.scatter_add.default, x, 1, column, value)
+        added = len(args) > 3 and args[3]  # each row has one index: nothing is written twice
+        if not added and is_zero(values):
+            made = call(_ATEN.scatter.value, x, 1, column, 0)
+        else:
+            if shape(values) != shape(columns):  # one number for all rows
+                like = call(_ATEN.zeros_like.default, columns, dtype=values.meta["val"].dtype)
+                values = call(_ATEN.add.Tensor, like, values)
+            op = _ATEN.scatter_add.default if added else _ATEN.scatter.src
+            made = call(op, x, 1, column, call(_ATEN.unsqueeze.default, values, 1))
     node.replace_all_uses_with(made)
     return True
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> bool:
+    """Write what a copy leaves in its destination: the source. Return False for another op."""
+    if name_of(node) != "aten.copy.default":
+        return False
+    source: Any = node.args[1]
+    value, call = node.meta["val"], Calls(graph, node)
+    if shape(source) != shape(node):
+        try:
+            sizes = list(map(SizeNodes(call, _with_sizes(graph, node)), shape(node)))
+        except Conflict:
+            return False
+        source = call(_ATEN.expand.default, source, sizes)
+    if source.meta["val"].dtype != value.dtype:
+        source = call(torch.ops.prims.convert_element_type.default, source, value.dtype)
+    node.replace_all_uses_with(source)
+    return True
+
+
+def _reduced(graph: fx.Graph, node: fx.Node) -> bool:
+    return by_classes(graph, node, _with_sizes(graph, node))
 
 
 def _selected(graph: fx.Graph, node: fx.Node) -> bool:
@@ -329,6 +363,9 @@ def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
     seen = [call(_ATEN.unsqueeze.default, p, dim) for p in parts]
     node.replace_all_uses_with(call(_ATEN.cat.default, seen, dim))
     return True
+
+
+_WRITERS = _rows_indexed, _selected, _taken, _stacked, _copied, _reduced
 
 
 def _is_range(node: fx.Node, size: Any) -> bool:

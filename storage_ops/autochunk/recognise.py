@@ -23,6 +23,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.autochunk.chunk_op import in_body
+from storage_ops.autochunk.class_dimension import move_classes_last
 from storage_ops.autochunk.classes_last import classes_last
 from storage_ops.autochunk.edit import Undo
 from storage_ops.autochunk.emit import Emitted, Emitter
@@ -37,7 +38,7 @@ from storage_ops.autochunk.head import Head
 from storage_ops.autochunk.lattice import Conflict
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.op_plan import budget_of
-from storage_ops.autochunk.prepare import own_sizes
+from storage_ops.autochunk.prepare import join_batches, own_sizes
 from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.spans import LARGE, TRIES, is_product, propagate
 from storage_ops.autochunk.tail import Tail
@@ -89,8 +90,10 @@ def recognise(
             continue
         with _tried(graph, product):
             forward = slice_of(gm, product)
+            join_batches(forward.graph)
             amplifier = _amplifier(forward)
             own_sizes(forward.graph, amplifier)
+            move_classes_last(forward.graph, amplifier)
             heads = heads_of(forward, take_apart(forward.graph, amplifier))
             emitted = emit(forward, heads, num_chunks, memory_budget)
             graph.lint()

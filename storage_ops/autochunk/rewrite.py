@@ -14,12 +14,20 @@ import storage_ops.autochunk.chunk_op  # noqa: F401  registers the op
 from storage_ops.autochunk.body import Body, share
 from storage_ops.autochunk.edit import Builder, sort
 from storage_ops.autochunk.joint_sums import Term
-from storage_ops.autochunk.lattice import Partial
+from storage_ops.autochunk.lattice import Partial, Rows
 from storage_ops.autochunk.passes import Passes
 from storage_ops.autochunk.predict import evaluated_once, fusion_kind, peak
 from storage_ops.autochunk.program import Program, encode, encode_graph
 from storage_ops.autochunk.spans import Span, is_product
-from storage_ops.autochunk.values import hint, leading_to, nbytes, shape, short_name, values_of
+from storage_ops.autochunk.values import (
+    are_one,
+    hint,
+    leading_to,
+    nbytes,
+    shape,
+    short_name,
+    values_of,
+)
 
 _ATEN = torch.ops.aten
 
@@ -111,6 +119,11 @@ def group_bytes(span: Span, body: Body, program: Program) -> tuple[int, int]:
     if not program.in_blocks:  # else a block is small; what is summed at once stays in a cache
         exps = [n for n in body.env if n in span.large and short_name(n) == "exp"]
         kept |= {n for n in exps if evaluated_once(n) and "sum" not in map(fusion_kind, n.users)}
+    kept |= {
+        arg
+        for arg, layout, _ in body.inputs  # each chunk copies its rows of them
+        if isinstance(layout, Rows) and not are_one(arg.meta["val"], layout.lo, layout.hi)
+    }
     groups = max(hint(span.groups), 1)
     return -(-sum(map(nbytes, kept)) // groups), -(-inside // groups)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -150,6 +151,13 @@ def numel(node: fx.Node) -> int:
 def nbytes(node: fx.Node) -> int:
     """Bytes of all values of a node."""
     return sum(elements(v) * v.element_size() for v in values_of(node))
+
+
+def are_one(value: torch.Tensor, lo: int, hi: int) -> bool:
+    """Return True if dimensions lo to hi - 1 can be one dimension without a copy."""
+    sizes, strides = map(hint, value.shape[lo:hi]), map(hint, value.stride()[lo:hi])
+    kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    return all(one[1] == size * step for one, (size, step) in itertools.pairwise(kept))
 
 
 def tangents_of(graph: fx.Graph) -> list[fx.Node]:

@@ -135,6 +135,15 @@ class SupervisedOptions(Options, SumOptions, total=False):
     accumulate_into: Tensor | None
 
 
+class SftOptions(SupervisedOptions, total=False):
+    """Keyword arguments of `sft`, but `return_metrics`."""
+
+    token_weight: Tensor | None
+    cu_seqlens: Tensor | None
+    shift: bool
+    ignore_index: int
+
+
 class DistillationOptions(TypedDict, total=False):
     """Options of `kd`, which are those of `linear_kl_div`."""
 
@@ -148,3 +157,15 @@ class DistillationOptions(TypedDict, total=False):
     softcap: float | None
     teacher_softcap: float | None
     process_group: Any
+
+
+class KdOptions(DistillationOptions, total=False):
+    """Keyword arguments of `kd`, but `return_metrics`."""
+
+    alpha: float
+    temperature: float
+    linear_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    shift: bool
+    ignore_index: int
+    memory_budget: int | float | str | None

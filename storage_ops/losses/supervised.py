@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from storage_ops.divergence.api import linear_kl_div
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.losses.options import DistillationOptions, SupervisedOptions
-from storage_ops.losses.sequences import IGNORED, separated, within, wrong
+from storage_ops.losses.options import KdOptions, SftOptions
+from storage_ops.losses.sequences import IGNORED, check_returns, separated, within, wrong
 
+_OF_TOKENS = "nll", "entropy", "correct"  # what metrics are made of
 _LEAST = 1e-6  # with less of the teacher, the targets' share of it may be out of range
 
 
+@overload
+def sft(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    return_metrics: Literal[False] = False, **options: Unpack[SftOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def sft(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    return_metrics: Literal[True], **options: Unpack[SftOptions],
+) -> tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
+@overload
+def sft(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    return_metrics: bool, **options: Unpack[SftOptions],
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
 def sft(
     input: Tensor,
     linear_weight: Tensor,
@@ -25,8 +42,9 @@ def sft(
     cu_seqlens: Tensor | None = None,
     shift: bool = False,
     ignore_index: int = IGNORED,
-    **options: Unpack[SupervisedOptions],
-) -> Tensor:
+    return_metrics: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Supervised fine-tuning: the mean nll of the targets, weighted by tokens.
 
         sum_i a_i (-log pi(target_i)) / sum_i a_i
@@ -40,10 +58,15 @@ def sft(
         cu_seqlens: (S + 1,) bounds of packed sequences.
         shift: the token at position i is scored with target i + 1.
         ignore_index: targets without a loss.
+        return_metrics: return the loss and a dictionary of detached tensors: "logps", the
+            log-probability of each target, 0 where it is ignored; and the means over the tokens
+            that are not ignored "nll_loss", "entropy" and "mean_token_accuracy". The backward then
+            forms the logits once more.
         options: of `storage_ops.linear_cross_entropy`, reduction among them.
 
     Returns:
-        The loss: 0-dimensional, unless reduction="none".
+        The loss: 0-dimensional, unless reduction="none". With return_metrics the loss and the
+        metrics.
 
     Example:
         >>> hidden, head = torch.randn(9, 16, requires_grad=True), torch.randn(100, 16)
@@ -55,13 +78,36 @@ def sft(
     """
     if "returns" in options:
         raise wrong("sft", TypeError, "returns", "is given", "storage_ops.linear_cross_entropy")
+    check_returns("sft", False, return_metrics)
     target = separated("sft", target, cu_seqlens, shift, ignore_index)
-    return linear_cross_entropy(
-        input, linear_weight, target, token_weight=token_weight, shift=shift,
+    call = functools.partial(
+        linear_cross_entropy, input, linear_weight, target, token_weight=token_weight, shift=shift,
         ignore_index=ignore_index, **options,
     )  # fmt: skip
+    if not return_metrics:
+        return call()
+    loss, *values = call(returns=("loss", *_OF_TOKENS))
+    return loss, _metrics(target[..., int(shift) :] != ignore_index, *values)
 
 
+@overload
+def kd(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor | None,
+    teacher_weight: Tensor | None, target: Tensor, *,
+    return_metrics: Literal[False] = False, **options: Unpack[KdOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def kd(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor | None,
+    teacher_weight: Tensor | None, target: Tensor, *,
+    return_metrics: Literal[True], **options: Unpack[KdOptions],
+) -> tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
+@overload
+def kd(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor | None,
+    teacher_weight: Tensor | None, target: Tensor, *,
+    return_metrics: bool, **options: Unpack[KdOptions],
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]: ...  # fmt: skip
 def kd(
     input: Tensor,
     linear_weight: Tensor,
@@ -76,8 +122,9 @@ def kd(
     shift: bool = False,
     ignore_index: int = IGNORED,
     memory_budget: int | float | str | None = None,
-    **options: Unpack[DistillationOptions],
-) -> Tensor:
+    return_metrics: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Knowledge distillation: a teacher's distributions, and the targets themselves.
 
         alpha T^2 D(teacher, student at temperature T) + (1 - alpha) nll(target)
@@ -95,10 +142,13 @@ def kd(
         linear_bias: (V,), of the student.
         cu_seqlens, shift, ignore_index: as in `sft`.
         memory_budget: of both, whose logits are the same; with a process_group of each.
+        return_metrics: return the loss and a dictionary of detached tensors: those of `sft`, and
+            "kd_loss", the mean of T^2 D (nan if alpha is 0). They form the student's logits once
+            more.
         options: of `storage_ops.linear_kl_div`: divergence, beta, teacher_bias, teacher_topk, ...
 
     Returns:
-        The loss, 0-dimensional.
+        The loss, 0-dimensional. With return_metrics the loss and the metrics.
 
     Example:
         >>> hidden, head = torch.randn(2, 9, 16, requires_grad=True), torch.randn(100, 16)
@@ -110,6 +160,7 @@ def kd(
         >>> loss.backward()
     """
     within("kd", "alpha", alpha, 0, 1 + 1e-12)
+    check_returns("kd", False, return_metrics)
     for name in ("reduction", "token_weight", "scale_by_temperature", "target_weight"):
         if name in options:
             raise wrong("kd", TypeError, name, "is given", "an option that the loss does not set")
@@ -123,20 +174,40 @@ def kd(
         linear_kl_div, input, linear_weight, teacher_input, teacher_weight,
         temperature=temperature, scale_by_temperature=True, **own, **options,
     )  # fmt: skip
+    # What both must agree in.
+    shared = ("softcap", "process_group", "valid_classes", "max_valid")
+    nll = functools.partial(
+        linear_cross_entropy, input, linear_weight, target, ignore_index=ignore_index, **own,
+        **{name: value for name, value in options.items() if name in shared},
+    )  # fmt: skip
+    counted = target[..., int(shift) :] != ignore_index
+    loss: Tensor
     if _LEAST <= alpha < 1 and options.get("process_group") is None:  # of the same logits
         if ignore_index != IGNORED:  # which linear_kl_div would ignore: it is no class
             target = target.masked_fill(target == IGNORED, IGNORED - 1)
         target = target.masked_fill(target == ignore_index, IGNORED)
-        loss: Tensor = alpha * soft(target=target, target_weight=(1 - alpha) / alpha)
+        loss = alpha * soft(target=target, target_weight=(1 - alpha) / alpha)
+    else:
+        parts = []
+        if alpha > 0:
+            parts.append(alpha * soft(token_weight=target != ignore_index))
+        if alpha < 1:
+            parts.append((1 - alpha) * nll())
+        loss = sum(parts[1:], start=parts[0])
+    if not return_metrics:
         return loss
-    # What both must agree in.
-    shared = ("softcap", "process_group", "valid_classes", "max_valid")
-    own |= {name: value for name, value in options.items() if name in shared}
-    parts = []
-    if alpha > 0:
-        parts.append(alpha * soft(token_weight=target != ignore_index))
-    if alpha < 1:
-        parts.append((1 - alpha) * linear_cross_entropy(
-            input, linear_weight, target, ignore_index=ignore_index, **own
-        ))  # fmt: skip
-    return sum(parts[1:], start=parts[0])
+    with torch.no_grad():
+        metrics = _metrics(counted, *nll(returns=_OF_TOKENS))
+        rest = loss.detach() - (1 - alpha) * metrics["nll_loss"]
+        metrics["kd_loss"] = rest / alpha if alpha else torch.full_like(rest, float("nan"))
+    return loss, metrics
+
+
+def _metrics(counted: Tensor, nll: Tensor, entropy: Tensor, correct: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of tokens, of which `counted` are not ignored."""
+    count = counted.sum()
+    return {
+        "logps": -nll.detach(), "nll_loss": nll.detach().sum() / count,
+        "entropy": entropy.detach().sum() / count,
+        "mean_token_accuracy": correct.sum() / count,
+    }  # fmt: skip

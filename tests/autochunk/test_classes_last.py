@@ -1,4 +1,4 @@
-"""Logits with their classes in dimension 1: the loss becomes the op, and keeps to a budget."""
+"""Logits with their classes in dimension 1: chunks are cut inside of images, whatever the loss."""
 
 import pytest
 import torch
@@ -8,7 +8,11 @@ from torch.nn import functional as F
 from storage_ops.autochunk import explain
 from storage_ops.autochunk.recognise import recognise
 
+from .losses import interpreted
+
 N, H, W, D, C = 2, 3, 5, 4, 64
+Q = torch.linspace(-2, 2, N * C * H * W).sin().view(N, C, H, W).softmax(1)
+PIXELS = torch.linspace(0, 1, H * W).view(H, W)
 
 
 def permuted(x, w, t, c):
@@ -65,6 +69,100 @@ def test_losses(loss):
     assert found[0].num_chunks >= 6  # more than there are images
     torch.testing.assert_close(compiled, want)
     torch.testing.assert_close(grad(compiled, (x, w)), grad(want, (x, w)))
+
+
+def images(x, w):
+    return F.linear(x, w).permute(0, 3, 1, 2)
+
+
+def picked(z, t):
+    return F.log_softmax(z, 1).gather(1, t.clamp(min=0)[:, None]).squeeze(1)
+
+
+def focal(x, w, t, c):
+    p = picked(images(x, w), t)
+    return -((1 - p.exp()) ** 2 * p * PIXELS).mean()
+
+
+def focal_of_a_convolution(x, w, t, c):
+    p = picked(F.conv2d(x.permute(0, 3, 1, 2), weight=w[:, :, None, None], bias=c), t)
+    return -((1 - p.exp()) ** 2 * p).sum()
+
+
+def probabilities(x, w, t, c):
+    return F.cross_entropy(images(x, w), Q, label_smoothing=0.1)
+
+
+def distillation(x, w, t, c):
+    z = (images(x, w) + c[:, None, None]).flatten(2)
+    return F.kl_div(F.log_softmax(z, dim=1), Q.flatten(2), reduction="batchmean")
+
+
+def dice(x, w, t, c):
+    p, q = images(x, w).softmax(1), F.one_hot(t.clamp(min=0), C).movedim(-1, 1).float()
+    return 1 - (2 * (p * q).sum((0, 2, 3)) / (p + q).sum((0, 2, 3))).mean()
+
+
+def pixels(x, w, t, c):
+    q = F.one_hot(t.clamp(min=0), C).permute(0, 3, 1, 2).float()
+    return F.binary_cross_entropy_with_logits(images(x, w), q, weight=PIXELS)
+
+
+def largest_and_spread(x, w, t, c):
+    z = F.linear(x, w).flatten(1, 2).transpose(1, 2)
+    return (
+        z.amax(1).mean() + z.std(1, keepdim=True).mean() + (z * z.softmax(1)).sum(1).square().mean()
+    )
+
+
+def largest_index(x, w, t, c):
+    z = images(x, w)
+    return z.square().mean() + z.detach().argmax() + z.detach().argmax(1).float().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [focal, focal_of_a_convolution, probabilities, distillation, dice, pixels, largest_and_spread],
+)
+def test_any_loss(loss):
+    torch.compiler.reset()
+    (x, w, t, c), reports = data(), []
+    compiled = interpreted(loss, num_chunks=6, reports=reports)(x, w, t, c)
+    assert reports[0].num_chunks >= 6
+    want = loss(x, w, t, c)
+    torch.testing.assert_close(compiled, want)
+    torch.testing.assert_close(grad(compiled, (x, w)), grad(want, (x, w)))
+
+
+def test_an_index_of_all_elements_stays_right():
+    torch.compiler.reset()
+    x, w, t, c = data()
+    with pytest.warns(UserWarning, match="argmax"):
+        compiled = interpreted(largest_index, num_chunks=6, strict=False)(x, w, t, c)
+    torch.testing.assert_close(compiled, largest_index(x, w, t, c))
+
+
+def test_sizes_that_change():
+    torch.compiler.reset()
+    weight, reports = torch.nn.Parameter(torch.randn(C, D)), []
+    compiled = interpreted(lambda x, t: focal_of_rows(x, weight, t), 6, True, True, reports)
+    for rows in (3, 2, 5):
+        x, t = torch.randn(N, rows, W, D), torch.randint(C, (N, rows, W))
+        want = grad(focal_of_rows(x, weight, t), weight)
+        torch.testing.assert_close(grad(compiled(x, t), weight), want)
+    assert len(reports) <= 2
+
+
+def focal_of_rows(x, w, t):
+    p = torch.softmax(images(x, w), 1).gather(1, t[:, None])
+    return ((1 - p) ** 2).sum() + images(x, w).sigmoid().square().sum()
+
+
+def test_a_chunk_copies_its_part_of_targets_with_other_strides():
+    torch.compiler.reset()
+    (x, w, t, c), reports = data(), []
+    grad(interpreted(probabilities, num_chunks=6, reports=reports)(x, w, t, c), (x, w))
+    assert reports[0].peak_after < x.nbytes + w.nbytes + Q.nbytes
 
 
 def wide_kernel(x, w, t, c):

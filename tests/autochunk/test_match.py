@@ -105,6 +105,10 @@ def by_indices(x, w, t):
     return -log_p[torch.arange(B * T), t.clamp(min=0).flatten()].mean()
 
 
+def in_einsum(x, w, t):
+    return F.cross_entropy(torch.einsum("td,vd->tv", x.flatten(0, 1), w).float(), t.flatten())
+
+
 def everything(x, w, t):
     logits = F.linear(x, w, w[:, 0]).flatten(0, 1).float() * 1.5
     logits = 5 * torch.tanh(logits / 5)
@@ -126,7 +130,8 @@ FORMS = [
     cross_entropy, cross_entropy_sum, biased, softcap_scaled, smoothed, smoothed_sum, class_weights,
     class_weights_smoothed, token_weights, token_weights_smoothed, token_mask, probabilities,
     probabilities_smoothed_weighted, probabilities_token_weights, z_loss, z_loss_of_all,
-    log_likelihood, policy_gradient, by_indices, everything, squared,
+    log_likelihood, policy_gradient, by_indices, in_einsum, everything,
+    squared,
 ]  # fmt: skip
 IN_BF16 = [smoothed, class_weights, token_weights, probabilities, z_loss]
 
@@ -230,6 +235,21 @@ def under_no_grad(x, w, t):
     return -(log_p.gather(1, t.clamp(min=0).view(-1, 1))[:, 0] * entropy.exp()).mean()
 
 
+def mixup(x, w, t):
+    t = t.flatten().clamp(min=0)
+    q = 0.3 * F.one_hot(t, V) + 0.7 * F.one_hot(t.flip(0), V)
+    return -(q * torch.log_softmax(z(x, w), -1)).sum(-1).mean()
+
+
+def smoothed_one_hot(x, w, t):
+    one_hot = F.one_hot(t.flatten().clamp(min=0), V)
+    return F.cross_entropy(z(x, w), one_hot.float() * 0.9 + 0.1 / V)
+
+
+def softened(x, w, t):
+    return F.cross_entropy(z(x, w), torch.softmax(Q.view(B, T, V).flatten(0, 1) * 3, -1))
+
+
 def z_alone(x, w, t):
     return torch.logsumexp(z(x, w), -1).square().mean()
 
@@ -254,7 +274,8 @@ def unnormalised(x, w, t):
 
 RARELY = [saturated, saturated_by_a_choice, floored, finite]  # unlike cross-entropy
 OTHERS = [
-    brier, of_a_changed_input, sum_of_logits, weighed_logits, unnormalised, *RARELY,
+    brier, of_a_changed_input, sum_of_logits, weighed_logits, unnormalised, *RARELY, mixup,
+    smoothed_one_hot, softened,
 ]  # fmt: skip
 ROWS = [
     z_loss_without_mask, shown_without_weights, another_target, smoothing_without_weights,
@@ -319,6 +340,16 @@ def test_read_twice():
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda f: f.__name__)
 def test_stays_general(loss):
     check(loss, torch.float32, GENERAL)
+
+
+@pytest.mark.parametrize("loss", [mixup, smoothed_one_hot], ids=lambda f: f.__name__)
+def test_targets_that_the_function_computes_are_in_chunks(loss):
+    torch._dynamo.reset()
+    given, reports = arguments(), []
+    interpreted(loss, num_chunks=16, reports=reports)(*given)
+    (report,) = reports
+    gradients = sum(a.nbytes for a in given)
+    assert report.peak_after < gradients + 4 * B * T * V / 2  # half of the targets
 
 
 @pytest.mark.slow

@@ -72,7 +72,14 @@ def step(f, *given):
     sum(o.sum() for o in (out if isinstance(out, tuple) else (out,))).backward()
 
 
-def check(f, given):
+def moco(q, k, queue):
+    """A column in front of the logits, which are an einsum."""
+    one, others = torch.einsum("nc,nc->n", q, k)[:, None], torch.einsum("nc,ck->nk", q, queue)
+    target = torch.zeros(len(q), dtype=torch.long)
+    return F.cross_entropy(torch.cat([one, others], 1) / 0.07, target)
+
+
+def check(f, given, rel=0.05):
     torch._dynamo.reset()
     leaves = [a for a in given if a.requires_grad]
     compiled = torch.compile(f, backend=backend, options={"num_chunks": CHUNKS}, dynamic=False)
@@ -85,7 +92,7 @@ def check(f, given):
         step(compiled, *given)
     (report,) = reports
     assert report.chunked
-    assert report.peak_after == pytest.approx(m.peak_bytes, rel=0.05)
+    assert report.peak_after == pytest.approx(m.peak_bytes, rel=rel)
     assert report.peak_after < report.peak_before
 
 
@@ -111,3 +118,10 @@ def test_explain_says_the_same(sizes):
         options = {"num_chunks": CHUNKS}
         step(torch.compile(linear_sum, backend=backend, options=options, dynamic=False), *given)
     assert (found.peak_before, found.peak_after) == (reports[0].peak_before, reports[0].peak_after)
+
+
+@pytest.mark.slow
+def test_peak_beside_a_concatenated_column():
+    """Inductor also stores the log-probabilities of a block, which is not predicted."""
+    q = torch.randn(256, 32, requires_grad=True)
+    check(moco, (q, torch.randn(256, 32), torch.randn(32, 16384)), rel=0.2)

@@ -192,3 +192,32 @@ def test_losses_without_a_reference(given):
     right = [torch.cat(rewards), ratio.detach(), odds.detach()]
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_kto(given):
+    x, w, tokens, target, mask, logps, entropy = given
+    good = torch.tensor([True, False] * B)
+    reference = logps.detach().sum(1) + 3 * torch.randn(2 * B).double()
+    of_kl, its_reference = torch.randn(2, 2 * B).double() + torch.tensor([[0.5], [0.0]])
+    outputs = SimpleNamespace(log_probs=logps, entropy=entropy, mean_logits=entropy)
+    one = trainer(
+        loss_type="kto", beta=0.3, calculate_KL=True, precompute_ref_logps=True,
+        desirable_weight=1.2, undesirable_weight=0.7, _compute_kl_logps=lambda *_: of_kl,
+    )  # fmt: skip
+    inputs = {
+        "input_ids": tokens, "attention_mask": torch.ones_like(tokens), "label": good,
+        "completion_mask": F.pad(mask, (1, 0)).long(), "ref_logps": reference,
+        "ref_KL_logps": its_reference,
+    }  # fmt: skip
+    theirs = trl.KTOTrainer._compute_loss(one, lambda **_: outputs, inputs, False)
+    ours, metrics = losses.kto(
+        x, w, target, good, beta=0.3, kl=(of_kl - its_reference).mean().clamp(min=0),
+        desirable_weight=1.2, undesirable_weight=0.7, ref_logps=reference, shift=True,
+        return_metrics=True,
+    )  # fmt: skip
+    same(x, ours, theirs)
+    logs = one._metrics["train"]
+    shared = metrics.keys() & logs.keys()
+    assert {"kl", "rewards/chosen", "logps/rejected"} <= shared
+    for key in shared:
+        assert float(metrics[key]) == pytest.approx(logs[key][0], rel=1e-6), key

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from storage_ops import losses
 from tests.losses.problem import FORMS, Problem, S, compare
@@ -104,3 +105,34 @@ def test_policies(form, loss_type):
     call = p.x, p.w, p.target, a
     check(p, losses.grpo(*call, return_metrics=True, **given), losses.grpo(*call, **given),
           expected)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_targets_and_a_teacher(form):
+    p = Problem(form)
+    tokens = list(p.tokens())
+    logps = p.spread([logp for logp, *_ in tokens]).detach()
+    count = sum(mask.sum() for _, mask, _ in tokens)
+    nll = -logps.sum() / count
+    entropy = torch.cat([entropy.detach()[mask] for _, mask, entropy in tokens]).mean()
+    expected = {"logps": logps, "nll_loss": nll, "entropy": entropy}
+    call = p.x, p.w, p.target
+    loss, metrics = losses.sft(*call, return_metrics=True, **p.options)
+    best = F.linear(p.x, p.w, p.b).argmax(-1)
+    hits = 0
+    for row, span in p.parts:
+        found, target = (torch.atleast_2d(t)[row, span] for t in (best, p.target))
+        hits += (found[:-1] == target[1:] if p.shift else found == target).sum()
+    accuracy = metrics.pop("mean_token_accuracy")
+    assert accuracy == hits / count
+    check(p, (loss, metrics), losses.sft(*call, **p.options), expected)
+    call = p.x, p.w, *p.ref, p.target
+    for alpha in (0.0, 0.3, 1.0):
+        plain = losses.kd(*call, alpha=alpha, temperature=2.0, **p.options)
+        loss, metrics = losses.kd(
+            *call, alpha=alpha, temperature=2.0, return_metrics=True, **p.options
+        )
+        assert metrics.pop("mean_token_accuracy") == accuracy
+        soft = losses.kd(*call, alpha=1.0, temperature=2.0, **p.options).detach()
+        soft = soft if alpha else soft * float("nan")
+        check(p, (loss, metrics), plain, expected | {"kd_loss": soft})

@@ -1,0 +1,114 @@
+"""Reductions over all tokens, written as one over the classes and one over the tokens.
+
+A metric such as the largest of all logits mixes tokens. That of each token is a part of a chunk,
+and the reduction of these few numbers is left outside.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from storage_ops.autochunk.edit import Calls, SizeNodes
+from storage_ops.autochunk.lattice import Conflict
+from storage_ops.autochunk.rules import RULES, dims_of
+from storage_ops.autochunk.values import argument, name_of, shape
+
+_ATEN = torch.ops.aten
+_EXTREME = {
+    "aten.max.default": _ATEN.amax.default, "aten.min.default": _ATEN.amin.default,
+    "aten.amax.default": _ATEN.amax.default, "aten.amin.default": _ATEN.amin.default,
+}  # fmt: skip
+_TRUTH = {
+    "aten.any.default": _ATEN.any, "aten.any.dims": _ATEN.any,
+    "aten.all.default": _ATEN.all, "aten.all.dims": _ATEN.all,
+}  # fmt: skip
+_VARIANCE = {"aten.var.correction", "aten.var_mean.correction"}
+
+
+def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
+    """Write a reduction over classes and tokens as two. Return False if `node` is another op.
+
+    `sizes`: nodes that give sizes.
+    """
+    name = name_of(node)
+    if name not in {*_EXTREME, *_TRUTH, *_VARIANCE}:
+        return False
+    x: Any = node.args[0]
+    given = argument(node, 1, "dim", None)
+    dims, keep = dims_of(given, len(shape(x))), bool(argument(node, 2, "keepdim", False))
+    if name in _VARIANCE:
+        keep = bool(node.kwargs.get("keepdim", False))
+    if len(dims) == len(shape(x)) and not keep:
+        x = _below_views(x)  # the order of the elements does not matter
+        dims = list(range(len(shape(x))))
+    last = len(shape(x)) - 1
+    if len(dims) < 2 or last not in dims:
+        return False
+    call = Calls(graph, x)
+    if name in _EXTREME:
+        op: Any = _EXTREME[name]
+        made = call(op, call(op, x, [last], True), dims, keep)
+    elif name in _TRUTH:
+        op = _TRUTH[name]
+        each = call(op.dim, x, last, True)
+        made = call(op.default, each) if name.endswith("default") else call(
+            op.dims, each, dims, keep
+        )  # fmt: skip
+    else:
+        try:
+            size = SizeNodes(call, sizes)
+            made = _variance(call, size, x, node, dims, keep)
+        except Conflict:
+            return False
+    if isinstance(made, fx.Node):
+        node.replace_all_uses_with(made)
+        return True
+    for user in list(node.users):
+        user.replace_all_uses_with(made[user.args[1]])
+    return True
+
+
+def _variance(
+    call: Calls, size: SizeNodes, x: fx.Node, node: fx.Node, dims: list[int], keep: bool
+) -> Any:
+    """Return the variance over dimensions, from means and variances over the last of them.
+
+    Sums of squares of differences add up, with those of the means (Chan, Golub and LeVeque).
+    """
+    dtype = x.meta["val"].dtype
+    if not dtype.is_floating_point:
+        raise Conflict("is the variance of complex numbers")
+    if dtype.itemsize == 2:
+        x = call(torch.ops.prims.convert_element_type.default, x, torch.float32)
+    classes, count = shape(x)[-1], math.prod(shape(x)[d] for d in dims)
+    mean = call(_ATEN.mean.dim, x, [-1], True)
+    each = call(_ATEN.var.correction, x, [-1], correction=0, keepdim=True)
+    center = call(_ATEN.mean.dim, mean, dims, True)
+    apart = call(_ATEN.pow.Tensor_Scalar, call(_ATEN.sub.Tensor, mean, center), 2)
+    total = call(_ATEN.sum.dim_IntList, call(_ATEN.add.Tensor, each, apart), dims, keep)
+    total = call(_ATEN.mul.Tensor, total, size(classes))
+    correction: Any = node.kwargs.get("correction")
+    correction = 1 if correction is None else correction
+    if not isinstance(count, int):
+        raise Conflict("has a count without a number")
+    # A negative count, or none, is a division by zero, as in the op itself.
+    found = call(_ATEN.div.Tensor, total, max(count - correction, 0))
+    found = call(torch.ops.prims.convert_element_type.default, found, dtype)
+    if "var_mean" not in name_of(node):
+        return found
+    if not keep:
+        center = call(_ATEN.reshape.default, center, [size(s) for s in shape(found)])
+    return found, call(torch.ops.prims.convert_element_type.default, center, dtype)
+
+
+def _below_views(node: fx.Node) -> fx.Node:
+    """Return the value that a view, or a permutation, has all elements of."""
+    while node.op == "call_function" and name_of(node) in RULES:
+        if RULES[name_of(node)].kind not in ("view", "permute"):
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    return node

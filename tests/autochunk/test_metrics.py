@@ -1,0 +1,102 @@
+"""Logged numbers of all logits, and writes into logits, do not keep a loss from being chunked."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from .losses import V, arguments, flat, interpreted, logits, weighted
+
+
+def loss_of(z, t):
+    return F.cross_entropy(z.view(-1, V).float(), t.flatten().clamp(0, V - 10))
+
+
+def largest(x, w, t):
+    z = logits(x, w)
+    return (
+        loss_of(z, t),
+        z.detach().max(),
+        z.detach().flatten().min(),
+        z.detach().abs().amax((0, 2)),
+    )
+
+
+def spread(x, w, t):
+    z = logits(x, w)
+    d = z.detach()
+    return loss_of(z, t), d.std(), d.var(unbiased=False), *torch.var_mean(d, (1, 2), keepdim=True)
+
+
+def unusual(x, w, t):
+    z = flat(x, w)
+    return loss_of(z, t), z.isnan().any(), torch.isfinite(z).all(), z.isinf().sum()
+
+
+def in_the_loss(x, w, t):
+    z = logits(x, w).float()
+    return loss_of(z, t) + z.std() + 0.1 * z.max()
+
+
+def classes_left_out(x, w, t):
+    z = logits(x, w)
+    z[..., V - 9 :] = -1e4
+    return loss_of(z, t)
+
+
+def classes_changed(x, w, t):
+    z = flat(x, w).float() * 1.5
+    z[:, 5:9] = float("-inf")
+    z[:, 3] += 1
+    return F.softplus(z).mean()
+
+
+def margin(x, w, t):
+    z, rows, t = flat(x, w).float(), torch.arange(t.numel()), t.flatten().clamp(min=0)
+    z = z * 1
+    z[rows, t] = z[rows, t] - 0.35
+    return F.cross_entropy(z, t)
+
+
+def target_cleared(x, w, t):
+    z = flat(x, w).float() * 2
+    z[torch.arange(t.numel()), t.flatten()] = -5.0  # -100 is a place from the end
+    return torch.logsumexp(z, -1).square().mean()
+
+
+def margin_scattered(x, w, t):
+    z, t = flat(x, w).float(), t.flatten().clamp(min=0)[:, None]
+    z = z.scatter(1, t, z.gather(1, t) - 0.35)
+    return F.cross_entropy(z, t[:, 0])
+
+
+LOGGED = [largest, spread, unusual, in_the_loss]
+WRITTEN = [classes_left_out, classes_changed, margin, target_cleared, margin_scattered]
+
+
+@pytest.mark.parametrize("loss", [*LOGGED, *WRITTEN], ids=lambda f: f.__name__)
+def test_chunked(loss):
+    torch.compiler.reset()
+    given, reports = arguments(), []
+    got = weighted(interpreted(loss, num_chunks=8, reports=reports), *given)
+    x, w, t = given
+    exact = weighted(loss, x.double(), w.double(), t)
+    for ours, want in zip(got, exact, strict=True):
+        torch.testing.assert_close(ours, want.to(ours.dtype), rtol=1e-4, atol=1e-5)
+    assert reports[0].num_chunks == 8
+    assert reports[0].num_passes == (3 if loss is in_the_loss else 1)
+
+
+def test_logged_numbers_in_bf16():
+    torch.compiler.reset()
+    x, w, t = arguments(torch.bfloat16)
+    _, *got = interpreted(spread, num_chunks=8)(x, w, t)
+    _, *want = spread(x, w, t)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_nan_is_seen_in_any_chunk():
+    torch.compiler.reset()
+    x, w, t = arguments()
+    x.data[-1, -1, 0] = float("nan")
+    _, any_nan, all_finite, _ = interpreted(unusual, num_chunks=8)(x, w, t)
+    assert any_nan and not all_finite

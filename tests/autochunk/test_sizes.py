@@ -1,0 +1,23 @@
+"""Sizes that change from call to call: few graphs serve them all, for a given number of chunks."""
+
+import pytest
+import torch
+
+from . import losses
+from .losses import B, D, V, interpreted
+
+
+@pytest.mark.parametrize("loss", [losses.focal, losses.softmax_sum], ids=lambda f: f.__name__)
+def test_graphs(loss):
+    torch.compiler.reset()
+    weight, reports = torch.nn.Parameter(torch.randn(V, D) * 0.5), []
+
+    def of_head(x, t):
+        return loss(x, weight, t)
+
+    compiled = interpreted(of_head, num_chunks=4, dynamic=True, reports=reports)
+    for tokens in (8, 5, 12, 7, 3):
+        x, t = torch.randn(B, tokens, D), torch.randint(V, (B, tokens))
+        got = torch.autograd.grad(compiled(x, t), weight)
+        torch.testing.assert_close(got, torch.autograd.grad(loss(x, weight, t), weight))
+    assert len(reports) <= 3 and all(report.chunked for report in reports)
