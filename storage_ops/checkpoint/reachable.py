@@ -48,6 +48,9 @@ class Surroundings:
         given: the attributes of objects that are given, and containers in them.
         writes: how code among all this may write tensors (`code_writes`).
         code: the names that code among all this uses.
+        called: the names that each function that is reached uses.
+        classes: those of the modules and objects that are reached and are not torch's own.
+        elsewhere: classes and functions that these functions name (`code_writes.elsewhere_of`).
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -61,6 +64,9 @@ class Surroundings:
     given: list[Any] = field(default_factory=list)
     writes: int = 0
     code: list[frozenset[str]] = field(default_factory=list)
+    called: list[frozenset[str]] = field(default_factory=list)
+    classes: dict[Any, None] = field(default_factory=dict)
+    elsewhere: dict[Any, None] = field(default_factory=dict)
 
     @staticmethod
     def of(fn: Callable[..., Any], given: Iterable[Any], tensors: Iterable[Tensor]) -> Surroundings:
@@ -71,6 +77,8 @@ class Surroundings:
         nothing = frozenset[str]()
         roots = [(fn, 0, False, nothing), *((value, 0, True, nothing) for value in given)]
         found._reach(roots, {id(t) for t in tensors})
+        code = found.classes, found.called, found.elsewhere
+        found.writes |= code_writes.of_calls(*map(tuple, code))
         return found
 
     def _add_device(self, t: Tensor) -> None:
@@ -147,13 +155,13 @@ class Surroundings:
             elif isinstance(value, weakref.ref):
                 inside = [value()]
             else:
-                inside = self._inside_object(value, given, names)
+                inside = self._inside_object(value, given)
             if depth < _DEEP and inside:
                 # A partial or a method is the call itself.
                 depth += not isinstance(value, (functools.partial, MethodType))
                 stack += [(v, depth, given, names) for v in inside]
 
-    def _inside_object(self, value: Any, given: bool, names: frozenset[str]) -> list[Any]:
+    def _inside_object(self, value: Any, given: bool) -> list[Any]:
         cls: Any = type(value)
         inside: list[Any] = []
         package = (cls.__module__ or "").partition(".")[0]
@@ -162,7 +170,7 @@ class Surroundings:
             if attributes:
                 (self.given if given else self.objects).append(attributes)
                 inside = self._inside_attributes(attributes, _Everything)
-                self.writes |= code_writes.of_class(cls, names)
+                self.classes[cls] = None
             inside += _in_slots(value, cls)
         return inside + list(code_writes.run_by(cls))
 
@@ -185,12 +193,14 @@ class Surroundings:
                 inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         for cls in types:
             inside += code_writes.run_by(cls)
-            self.writes |= code_writes.of_class(cls)
+        self.classes.update(types)
         return inside, names
 
     def _inside_function(self, fn: FunctionType) -> list[Any]:
         self.writes |= code_writes.of_code(fn.__code__)
-        self.code.append(code_writes.names_of_code(fn.__code__))
+        self.called.append(code_writes.names_of_code(fn.__code__))
+        self.code.append(self.called[-1])
+        self.elsewhere.update(dict.fromkeys(code_writes.elsewhere_of(fn)))
         names = [*_cells(fn), *_globals(fn)]
         self.names += [n for n in names if isinstance(n[2], (Tensor, nn.Module))]
         defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
