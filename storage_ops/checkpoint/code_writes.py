@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Collection, Iterable
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -23,9 +23,47 @@ WITHOUT_GRAD = 4  # the code switches the grad mode off, so it can write paramet
 
 _UNSEEN = {"data", "numpy", "data_ptr", "untyped_storage", "from_dlpack"}
 _WITHOUT_GRAD = {"no_grad", "set_grad_enabled", "inference_mode"}
+_MANY = 4096  # pieces of code of which is remembered what they tell
 _ENTRIES = ("forward", "__call__")
 # Packages whose functions write no tensor of a model through `.data`, unless the code says so.
 _PASSED_OVER = frozenset({"torch", "numpy", "storage_ops", *sys.stdlib_module_names})
+
+
+class Facts(NamedTuple):
+    """What the instructions of code tell.
+
+    Attributes:
+        writes: how it may write tensors.
+        names: of the attributes and globals that it uses.
+        globals: of the globals that it reads.
+    """
+
+    writes: int
+    names: frozenset[str]
+    globals: tuple[str, ...]
+
+
+_facts: dict[int, tuple[CodeType, Facts]] = {}
+
+
+def facts_of(code: CodeType) -> Facts:
+    """Return what code tells. Looked up by identity, because the hash of code reads all of it."""
+    known = _facts.get(id(code))
+    if known is None:
+        if len(_facts) >= _MANY:
+            _facts.clear()
+        found = Facts(of_code(code), names_of_code(code), names_of_globals(code))
+        known = _facts[id(code)] = code, found
+    return known[1]
+
+
+def names_of_globals(code: CodeType) -> tuple[str, ...]:
+    """Return the names of globals that code reads, and functions in it."""
+    found = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            found.update(names_of_globals(const))
+    return tuple(sorted(found))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -108,22 +146,32 @@ def _called(classes: Iterable[Any], names: Collection[str]) -> list[FunctionType
     return [fn for name, fn in methods if name in names and name != "__init__"]
 
 
+_elsewhere: dict[tuple[int, int], tuple[CodeType, tuple[Any, ...]]] = {}
+
+
 def elsewhere_of(fn: FunctionType) -> tuple[Any, ...]:
     """Return the classes that a function names, and what it names in other Python modules.
 
     Classes of modules are left out: the region calls an instance, which it reaches.
     """
-    key = fn.__code__, fn.__module__
-    if key not in _elsewhere:
-        names, found = names_of_code(fn.__code__), []
-        for name in names:
-            value = fn.__globals__.get(name)
-            if isinstance(value, ModuleType) and _is_looked_into(value.__name__):
-                found += [v for n in names if _is_code(v := vars(value).get(n))]
-            elif isinstance(value, type) and _is_code(value):
-                found.append(value)
-        _elsewhere[key] = tuple(found)
-    return _elsewhere[key]
+    key = id(fn.__code__), id(fn.__globals__)
+    known = _elsewhere.get(key)
+    if known is None:
+        if len(_elsewhere) >= _MANY:
+            _elsewhere.clear()
+        known = _elsewhere[key] = fn.__code__, _find_elsewhere(fn)
+    return known[1]
+
+
+def _find_elsewhere(fn: FunctionType) -> tuple[Any, ...]:
+    names, found = names_of_code(fn.__code__), []
+    for name in names:
+        value = fn.__globals__.get(name)
+        if isinstance(value, ModuleType) and _is_looked_into(value.__name__):
+            found += [v for n in names if _is_code(v := vars(value).get(n))]
+        elif isinstance(value, type) and _is_code(value):
+            found.append(value)
+    return tuple(found)
 
 
 def _is_code(value: Any) -> bool:
@@ -134,9 +182,6 @@ def _is_code(value: Any) -> bool:
 
 def _is_looked_into(module: str | None) -> bool:
     return (module or "").partition(".")[0] not in _PASSED_OVER
-
-
-_elsewhere: dict[tuple[CodeType, str | None], tuple[Any, ...]] = {}
 
 
 @functools.lru_cache(maxsize=4096)
