@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import dis
 import functools
-from types import CodeType, FunctionType
-from typing import Any
+import sys
+from collections.abc import Collection, Iterable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
 
 # How code may write tensors. Plain integers, which are fast to combine.
 IN_PLACE = 1  # by an op that moves the version
@@ -19,7 +23,47 @@ WITHOUT_GRAD = 4  # the code switches the grad mode off, so it can write paramet
 
 _UNSEEN = {"data", "numpy", "data_ptr", "untyped_storage", "from_dlpack"}
 _WITHOUT_GRAD = {"no_grad", "set_grad_enabled", "inference_mode"}
+_MANY = 4096  # pieces of code of which is remembered what they tell
 _ENTRIES = ("forward", "__call__")
+# Packages whose functions write no tensor of a model through `.data`, unless the code says so.
+_PASSED_OVER = frozenset({"torch", "numpy", "storage_ops", *sys.stdlib_module_names})
+
+
+class Facts(NamedTuple):
+    """What the instructions of code tell.
+
+    Attributes:
+        writes: how it may write tensors.
+        names: of the attributes and globals that it uses.
+        globals: of the globals that it reads.
+    """
+
+    writes: int
+    names: frozenset[str]
+    globals: tuple[str, ...]
+
+
+_facts: dict[int, tuple[CodeType, Facts]] = {}
+
+
+def facts_of(code: CodeType) -> Facts:
+    """Return what code tells. Looked up by identity, because the hash of code reads all of it."""
+    known = _facts.get(id(code))
+    if known is None:
+        if len(_facts) >= _MANY:
+            _facts.clear()
+        found = Facts(of_code(code), names_of_code(code), names_of_globals(code))
+        known = _facts[id(code)] = code, found
+    return known[1]
+
+
+def names_of_globals(code: CodeType) -> tuple[str, ...]:
+    """Return the names of globals that code reads, and functions in it."""
+    found = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            found.update(names_of_globals(const))
+    return tuple(sorted(found))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -53,19 +97,34 @@ def _assigns(code: CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def of_class(cls: Any, called: frozenset[str] = frozenset()) -> int:
-    """Return how calls of an object may write tensors.
+def of_calls(
+    classes: tuple[Any, ...],
+    called: tuple[frozenset[str], ...] = (),
+    elsewhere: tuple[Any, ...] = (),
+) -> int:
+    """Return how the methods that a region can run may write tensors.
+
+    These are the methods that calls of an object run, and methods whose names other code that runs
+    refers to. A library defines more methods, for saving a model, for example, which write too.
 
     Args:
-        cls: the class of the object.
-        called: names of methods that other code calls.
+        classes: those of the objects and modules that the region reaches.
+        called: the names that each function uses that it reaches.
+        elsewhere: what these functions name elsewhere (`elsewhere_of`).
     """
-    methods = _methods(cls)
-    more = [fn for name, fn in methods.items() if name in called and name != "__init__"]
-    found, stack, seen = 0, [*run_by(cls), *more], set[FunctionType]()
+    known = dict.fromkeys(classes)
+    names = set[str]().union(*called)
+    found, seen = 0, set[FunctionType]()
+    stack: list[Any] = [*elsewhere, *(fn for cls in classes for fn in run_by(cls))]
+    stack += _called(known, names)
     while stack:
         fn = stack.pop()
-        if fn in seen:
+        if fn in seen or fn in known:
+            continue
+        if isinstance(fn, type):
+            known[fn] = None
+            stack += [*run_by(fn), *_called((fn,), names)]
+            stack += [m for name, m in _methods(fn).items() if name == "__init__"]
             continue
         seen.add(fn)
         inner = getattr(fn, "__wrapped__", None)
@@ -74,11 +133,55 @@ def of_class(cls: Any, called: frozenset[str] = frozenset()) -> int:
         if is_of_torch(fn):
             continue
         found |= of_code(fn.__code__)
-        for name in names_of_code(fn.__code__):
-            for named in (fn.__globals__.get(name), methods.get(name)):
-                if isinstance(named, FunctionType):
-                    stack.append(named)
+        new = names_of_code(fn.__code__) - names
+        names |= new
+        stack += [*_called(known, new), *elsewhere_of(fn)]
+        here = (fn.__globals__.get(name) for name in names_of_code(fn.__code__))
+        stack += [value for value in here if isinstance(value, FunctionType)]
     return found
+
+
+def _called(classes: Iterable[Any], names: Collection[str]) -> list[FunctionType]:
+    methods = (item for cls in classes for item in _methods(cls).items())
+    return [fn for name, fn in methods if name in names and name != "__init__"]
+
+
+_elsewhere: dict[tuple[int, int], tuple[CodeType, tuple[Any, ...]]] = {}
+
+
+def elsewhere_of(fn: FunctionType) -> tuple[Any, ...]:
+    """Return the classes that a function names, and what it names in other Python modules.
+
+    Classes of modules are left out: the region calls an instance, which it reaches.
+    """
+    key = id(fn.__code__), id(fn.__globals__)
+    known = _elsewhere.get(key)
+    if known is None:
+        if len(_elsewhere) >= _MANY:
+            _elsewhere.clear()
+        known = _elsewhere[key] = fn.__code__, _find_elsewhere(fn)
+    return known[1]
+
+
+def _find_elsewhere(fn: FunctionType) -> tuple[Any, ...]:
+    names, found = names_of_code(fn.__code__), []
+    for name in names:
+        value = fn.__globals__.get(name)
+        if isinstance(value, ModuleType) and _is_looked_into(value.__name__):
+            found += [v for n in names if _is_code(v := vars(value).get(n))]
+        elif isinstance(value, type) and _is_code(value):
+            found.append(value)
+    return tuple(found)
+
+
+def _is_code(value: Any) -> bool:
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return False
+    return isinstance(value, (type, FunctionType)) and _is_looked_into(value.__module__)
+
+
+def _is_looked_into(module: str | None) -> bool:
+    return (module or "").partition(".")[0] not in _PASSED_OVER
 
 
 @functools.lru_cache(maxsize=4096)

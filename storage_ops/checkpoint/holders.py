@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from storage_ops.checkpoint.code_writes import facts_of
 from storage_ops.checkpoint.guard import LIBRARIES, storage_key
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, names_of_globals
+from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.made import Made
@@ -155,7 +156,7 @@ def _variables(frame: FrameType) -> list[Any]:
     found = [value for name, value in values.items() if name in own or not of_function]
     # Before Python 3.13 a copy, which the frame keeps, and all in it. It is the function's own if
     # that asks for it.
-    asks = _ASKS_FOR_LOCALS.intersection(names_of_globals(code))
+    asks = _ASKS_FOR_LOCALS.intersection(facts_of(code).globals)
     if of_function and type(values) is dict and not asks:
         values.clear()
     return found

@@ -16,8 +16,10 @@ makers: dict[int, weakref.ref[Region]] = {}
 
 def maker_of(t: Any) -> Region | None:
     """The region that can make the bytes of a tensor again, if one can."""
-    if not makers:
-        return None
-    key = storage_key(t)
+    return maker_of_storage(storage_key(t)) if makers else None
+
+
+def maker_of_storage(key: int | None) -> Region | None:
+    """Return the region that can make the bytes of a storage again; None if no region can."""
     region = None if key is None else makers.get(key)
     return None if region is None else region()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import collections
-import dis
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +27,33 @@ CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can cha
 _DEEP = 4  # functions that call one another, containers in containers
 LONG = 256  # the items of a container of more are data
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# What a value is, as its class tells. To ask an object for its class may run code of its own.
+PLAIN, TENSOR, PARTIAL, METHOD, FUNCTION, MODULE, CONTAINER, TUPLE, GENERATOR, REFERENCE, OBJECT = (
+    range(11)
+)
+_KINDS = (
+    (_PLAIN, PLAIN),
+    (Tensor, TENSOR),
+    (functools.partial, PARTIAL),
+    (MethodType, METHOD),
+    (FunctionType, FUNCTION),
+    (nn.Module, MODULE),
+    (tuple, TUPLE),
+    (torch.Generator, GENERATOR),
+    (weakref.ref, REFERENCE),
+)
 Name = tuple[Any, str, Any]  # a cell or the globals, the name in it, what a function finds there
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_kind(cls: Any) -> int:
+    """Return what values of a class are, such as `TENSOR`."""
+    if cls in CONTAINERS:
+        return CONTAINER
+    return next((kind for classes, kind in _KINDS if issubclass(cls, classes)), OBJECT)
+
+
+kind_of: Callable[[Any], int] = _find_kind
 
 
 @dataclass
@@ -48,6 +73,9 @@ class Surroundings:
         given: the attributes of objects that are given, and containers in them.
         writes: how code among all this may write tensors (`code_writes`).
         code: the names that code among all this uses.
+        called: the names that each function that is reached uses.
+        classes: those of the modules and objects that are reached and are not torch's own.
+        elsewhere: classes and functions that these functions name (`code_writes.elsewhere_of`).
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -61,6 +89,9 @@ class Surroundings:
     given: list[Any] = field(default_factory=list)
     writes: int = 0
     code: list[frozenset[str]] = field(default_factory=list)
+    called: list[frozenset[str]] = field(default_factory=list)
+    classes: dict[Any, None] = field(default_factory=dict)
+    elsewhere: dict[Any, None] = field(default_factory=dict)
 
     @staticmethod
     def of(fn: Callable[..., Any], given: Iterable[Any], tensors: Iterable[Tensor]) -> Surroundings:
@@ -71,6 +102,8 @@ class Surroundings:
         nothing = frozenset[str]()
         roots = [(fn, 0, False, nothing), *((value, 0, True, nothing) for value in given)]
         found._reach(roots, {id(t) for t in tensors})
+        code = found.classes, found.called, found.elsewhere
+        found.writes |= code_writes.of_calls(*map(tuple, code))
         return found
 
     def _add_device(self, t: Tensor) -> None:
@@ -90,15 +123,16 @@ class Surroundings:
         """
         inside = []
         for name, value in attributes.items():
-            kind = type(value)
-            if kind in _ATOMS:
+            cls = type(value)
+            if cls in _ATOMS:
                 continue
-            if kind is torch.Generator:
+            kind = kind_of(cls)
+            if kind == GENERATOR:
                 self.generators[value] = None
-            elif kind in CONTAINERS:
+            elif kind == CONTAINER:
                 if name not in _OF_EVERY_MODULE:
                     inside.append(value)
-            elif isinstance(value, nn.Module) or (name in names and not isinstance(value, Tensor)):
+            elif kind == MODULE or (name in names and kind != TENSOR):
                 inside.append(value)
         return inside
 
@@ -117,43 +151,43 @@ class Surroundings:
         """
         while stack:
             value, depth, given, names = stack.pop()
-            if isinstance(value, _PLAIN) or id(value) in seen:
+            kind = kind_of(type(value))
+            if kind == PLAIN or id(value) in seen:
                 continue
             seen.add(id(value))
             inside: list[Any] = []
-            if isinstance(value, Tensor):
+            deeper = depth + 1
+            if kind == TENSOR:
                 self.tensors.append(value)
                 self._add_device(value)
-            elif isinstance(value, functools.partial):
+            elif kind == PARTIAL:
                 inside = [value.func, *value.args, *value.keywords.values()]
-            elif isinstance(value, MethodType):
-                inside = [value.__self__, value.__func__]
-            elif isinstance(value, FunctionType):
+                deeper = depth  # it is the call itself
+            elif kind == METHOD:
+                inside, deeper = [value.__self__, value.__func__], depth
+            elif kind == FUNCTION:
                 if not is_of_torch(value):
-                    inside = self._inside_function(value)
-                    names = code_writes.names_of_code(value.__code__)
+                    inside, names = self._inside_function(value)
                 given = False
-            elif isinstance(value, nn.Module):
+            elif kind == MODULE:
                 (inside, names), given = self._inside_module(value, seen), False
-            elif type(value) in CONTAINERS or isinstance(value, tuple):
-                if given and type(value) in CONTAINERS:
+            elif kind in (CONTAINER, TUPLE):
+                if given and kind == CONTAINER:
                     self.given.append(value)
                 if len(value) <= LONG:
                     inside = list(value.values() if type(value) in MAPPINGS else value)
-                    if not given and type(value) in CONTAINERS:
+                    if not given and kind == CONTAINER:
                         self.containers.append(value)
-            elif isinstance(value, torch.Generator):
+            elif kind == GENERATOR:
                 self.generators[value] = None
-            elif isinstance(value, weakref.ref):
+            elif kind == REFERENCE:
                 inside = [value()]
             else:
-                inside = self._inside_object(value, given, names)
+                inside = self._inside_object(value, given)
             if depth < _DEEP and inside:
-                # A partial or a method is the call itself.
-                depth += not isinstance(value, (functools.partial, MethodType))
-                stack += [(v, depth, given, names) for v in inside]
+                stack += [(v, deeper, given, names) for v in inside]
 
-    def _inside_object(self, value: Any, given: bool, names: frozenset[str]) -> list[Any]:
+    def _inside_object(self, value: Any, given: bool) -> list[Any]:
         cls: Any = type(value)
         inside: list[Any] = []
         package = (cls.__module__ or "").partition(".")[0]
@@ -162,7 +196,7 @@ class Surroundings:
             if attributes:
                 (self.given if given else self.objects).append(attributes)
                 inside = self._inside_attributes(attributes, _Everything)
-                self.writes |= code_writes.of_class(cls, names)
+                self.classes[cls] = None
             inside += _in_slots(value, cls)
         return inside + list(code_writes.run_by(cls))
 
@@ -180,21 +214,24 @@ class Surroundings:
                 self.attributes.append(vars(module))
                 found = self._inside_attributes(vars(module), names)
                 # A module that is an attribute but no part is the model around, mostly.
-                inside += [value for value in found if not isinstance(value, nn.Module)]
+                inside += [value for value in found if kind_of(type(value)) != MODULE]
             if module._forward_pre_hooks or module._forward_hooks:
                 inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         for cls in types:
             inside += code_writes.run_by(cls)
-            self.writes |= code_writes.of_class(cls)
+        self.classes.update(types)
         return inside, names
 
-    def _inside_function(self, fn: FunctionType) -> list[Any]:
-        self.writes |= code_writes.of_code(fn.__code__)
-        self.code.append(code_writes.names_of_code(fn.__code__))
-        names = [*_cells(fn), *_globals(fn)]
-        self.names += [n for n in names if isinstance(n[2], (Tensor, nn.Module))]
+    def _inside_function(self, fn: FunctionType) -> tuple[list[Any], frozenset[str]]:
+        facts = code_writes.facts_of(fn.__code__)
+        self.writes |= facts.writes
+        self.called.append(facts.names)
+        self.code.append(facts.names)
+        self.elsewhere.update(dict.fromkeys(code_writes.elsewhere_of(fn)))
+        names = [*_cells(fn), *_globals(fn, facts.globals)]
+        self.names += [n for n in names if kind_of(type(n[2])) in (TENSOR, MODULE)]
         defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
-        return [value for _, _, value in names] + list(defaults)
+        return [value for _, _, value in names] + list(defaults), facts.names
 
 
 class _EveryName(frozenset[str]):
@@ -241,18 +278,8 @@ def _cells(fn: FunctionType) -> Iterator[Name]:
             continue
 
 
-def _globals(fn: FunctionType) -> Iterator[Name]:
+def _globals(fn: FunctionType, names: tuple[str, ...]) -> Iterator[Name]:
     values = fn.__globals__
-    for name in names_of_globals(fn.__code__):
-        if name in values and not isinstance(values[name], (type, ModuleType)):
+    for name in names:
+        if name in values and kind_of(type(values[name])) != PLAIN:
             yield values, name, values[name]
-
-
-@functools.lru_cache(maxsize=4096)
-def names_of_globals(code: CodeType) -> tuple[str, ...]:
-    """The names of globals that code reads, and functions in it."""
-    found = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            found.update(names_of_globals(const))
-    return tuple(sorted(found))

@@ -29,7 +29,7 @@ from storage_ops.checkpoint.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.guard import storage_key
 from storage_ops.checkpoint.inputs import Inputs, leaves_of
 from storage_ops.checkpoint.made import Made, find_made
-from storage_ops.checkpoint.makers import maker_of
+from storage_ops.checkpoint.makers import maker_of, maker_of_storage
 from storage_ops.checkpoint.makers import makers as _makers
 from storage_ops.checkpoint.op_log import OpLog
 from storage_ops.checkpoint.reachable import Surroundings
@@ -426,11 +426,12 @@ class Region:
             self._contexts = ()
 
     def _pack(self, t: Tensor) -> int:
-        maker = maker_of(t)
+        key = storage_key(t) if _makers or self.allocated is not None else None
+        maker = maker_of_storage(key)
         if maker is not None and maker._serial < self._serial:
             self.producers.add(maker)  # reached by a closure, not as an argument
         elif self.allocated is not None:
-            self.allocated.add(t)
+            self.allocated.add(t, key)
         self._saved.append(Saved(t, self._checksums))
         return len(self._saved) - 1
 

@@ -34,13 +34,13 @@ class SavedBytes:
         # The reference holds the address of the storage, not its bytes.
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def add(self, t: Tensor) -> None:
-        """Note a saved tensor."""
-        key = storage_key(t)
+    def add(self, t: Tensor, key: int | None) -> None:
+        """Note a saved tensor and the key of its storage."""
         if key is None or key in self._storages:
             return
         base = t if t._base is None else t._base
-        if isinstance(base, nn.Parameter):
+        # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+        if type(base) is not Tensor and isinstance(base, nn.Parameter):
             return
         storage = t.untyped_storage()
         self._storages[key] = StorageWeakRef(storage), storage.nbytes()

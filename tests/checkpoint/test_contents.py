@@ -1,12 +1,14 @@
 """Copies of tensors that a region may write: when they are dropped, and code that can write."""
 
+import types
 import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from storage_ops.checkpoint import code_writes, contents
+import storage_ops as so
+from storage_ops.checkpoint import code_writes, contents, effects
 from storage_ops.checkpoint.contents import Contents
 
 
@@ -71,6 +73,9 @@ def test_a_nan_has_not_changed_and_a_bit_has(dtype, view):
         assert (held.nbytes > 0) is change and (sums.lost() is not None) is change
 
 
+UNSEEN = code_writes.IN_PLACE | code_writes.UNSEEN
+
+
 class Plain(nn.Module):
     def forward(self, x):
         return self.helper(x)
@@ -99,10 +104,69 @@ class Unseen(Plain):
         return x
 
 
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, state):
+        write_unseen(state)
+        return x
+
+
+class ByAClass(Plain):
+    def helper(self, x):
+        return Scale.apply(x, self.state)
+
+
+HELPERS = types.ModuleType("helpers")
+HELPERS.write = write_unseen
+
+
+class ByAnotherModule(Plain):
+    def helper(self, x):
+        HELPERS.write(self.state)
+        return x
+
+
+class Child(Plain):
+    def advance(self):
+        write_unseen(self.state)
+
+
+class Parent(Plain):
+    def helper(self, x):
+        self.child.advance()
+        return x
+
+
 @pytest.mark.parametrize(
-    "cls, found",
-    [(Plain, 0), (Writes, code_writes.IN_PLACE | code_writes.WITHOUT_GRAD),
-     (Unseen, code_writes.IN_PLACE | code_writes.UNSEEN), (nn.Linear, 0)],
+    "classes, found",
+    [((Plain,), 0), ((Writes,), code_writes.IN_PLACE | code_writes.WITHOUT_GRAD),
+     ((Unseen,), UNSEEN), ((nn.Linear,), 0), ((ByAClass,), UNSEEN), ((ByAnotherModule,), UNSEEN),
+     ((Parent, Child), UNSEEN), ((Child,), 0)],
 )  # fmt: skip
-def test_how_code_that_the_forward_runs_may_write(cls, found):
-    assert code_writes.of_class(cls) == found
+def test_how_code_that_the_forward_runs_may_write(classes, found):
+    assert code_writes.of_calls(classes) == found
+
+
+def test_a_hook_that_names_a_whole_model_copies_no_parameters(monkeypatch):
+    """Classes of the model define methods that write `.data`, which the hook never runs."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    model, copied, seen = transformers.LlamaForCausalLM(config).train(), [], []
+
+    class Counted(Contents):
+        __slots__ = ()
+
+        def __init__(self, t, *args):
+            copied.append(t)
+            super().__init__(t, *args)
+
+    monkeypatch.setattr(effects, "Contents", Counted)
+    so.apply_activation_checkpoint(model, {"layer_classes": ["LlamaDecoderLayer"]})
+    layer = model.model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: seen.append([type(m) for m in model.modules()]))
+    ids = torch.randint(0, 64, (2, 8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert len(seen) == 2 and not any(isinstance(t, nn.Parameter) for t in copied)

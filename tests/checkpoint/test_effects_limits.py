@@ -129,6 +129,19 @@ def test_a_large_tensor_that_is_written_late_is_written_once(place, how, kind):
         assert torch.equal(model.layer.table, plain_model.layer.table)
 
 
+@pytest.mark.parametrize("kind", ["full", "output_discard"])
+def test_data_that_the_caller_exchanges_is_found_by_checksums(kind):
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6)), nn.Linear(6, 3)
+    )
+    options = {"mode": kind, "determinism_check": "checksum"}
+    so.apply_activation_checkpoint(model, {"layer_names": ["0"], **options})
+    y, weight = model(torch.randn(2, 4)), model[0][0].weight
+    weight.data = weight.data + 1
+    with pytest.raises(RuntimeError, match=r"checksum .* in forward and is .* checksum"):
+        y.sum().backward()
+
+
 class Interrupt(TorchDispatchMode):
     """Raises at one op."""
 

@@ -294,3 +294,47 @@ def test_a_dictionary_that_is_given_has_its_order_again(kind):
         found.append(x.grad)
         assert terms.items == {"b": 2.0}
     assert torch.allclose(*found)
+
+
+class Average:
+    """Moves the weight of a teacher towards the weight of its student."""
+
+    def __init__(self, net):
+        self.net = net
+
+    def advance(self):
+        for p, q in zip(self.net.teacher.parameters(), self.net.second.parameters(), strict=True):
+            p.data.lerp_(q.data, 0.5)
+
+
+def step_of(average):
+    average.advance()
+
+
+def direct(layer):
+    return lambda m, args, out: (step_of(Average(layer)), layer.teacher(out))[1]
+
+
+def by_object(layer):
+    average = Average(layer)
+    return lambda m, args, out: (step_of(average), layer.teacher(out))[1]
+
+
+@pytest.mark.parametrize("make", [direct, by_object])
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard"])
+def test_a_hook_that_writes_parameters_of_the_module_around_writes_once(make, kind):
+    """The code that writes them is a method of an object that another function calls."""
+    _, plain, fn, model = pair(kind, Layer)
+    gradients = []
+    for each, call in ((plain, plain), (model, fn)):
+        each.layer.teacher = nn.Linear(6, 6)
+        each.layer.teacher.load_state_dict(plain.layer.second.state_dict())
+        with torch.no_grad():
+            each.layer.teacher.weight.mul_(2)
+        each.layer.first.register_forward_hook(make(each.layer))
+        for _ in range(2):
+            each.zero_grad()
+            call(torch.ones(3, 4)).sum().backward()
+        gradients.append([p.grad for p in each.parameters()])
+    assert torch.equal(plain.layer.teacher.weight, model.layer.teacher.weight)
+    assert all(map(torch.equal, *gradients))

@@ -31,7 +31,8 @@ def train(folder, plan, model, size=SIZE, **options):
         per_device_train_batch_size=size, disable_tqdm=True, **options,
     )  # fmt: skip
     seen = []
-    handle = model.model.register_forward_hook(lambda *_: seen.append(changed(model)))
+    layer = model.model.layers[0]
+    handle = layer.register_forward_hook(lambda *_: seen.append(changed(model)))
     try:
         callbacks = [trainer_callback(plan)]
         transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()

@@ -60,7 +60,7 @@ def test_a_trainer(tmp_path):
     model = tiny()
     plan = tiny_plan(model)
     seen = []
-    model.model.register_forward_hook(lambda *_: seen.append(any(changed(model))))
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append(any(changed(model))))
     data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(4)]
     trainer = transformers.Trainer(
         model,
@@ -89,7 +89,7 @@ def test_what_a_trainer_sets_on_the_model_is_no_difference(tmp_path, options):
     for callbacks in ([], [trainer_callback(tmp_path / "fit.json")]):
         torch.manual_seed(0)
         model, seen = tiny(), []
-        model.model.register_forward_hook(
+        model.model.layers[0].register_forward_hook(
             lambda *_, seen=seen, model=model: seen.append(any(changed(model)))
         )
         args = transformers.TrainingArguments(
