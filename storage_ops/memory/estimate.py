@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
+from storage_ops._callers import warn_caller
+from storage_ops.checkpoint.left_behind import Namespaces, remove_left_behind
 from storage_ops.checkpoint.unchanged import unchanged
 from storage_ops.loss.devices import Rates, standing_for
 from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
@@ -27,7 +29,6 @@ from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
 from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_optimizers
 from storage_ops.memory.estimate_ledger import Block, Ledger
-from storage_ops.memory.estimate_left import warn_of_tensors_left
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import propagation_unseen
 from storage_ops.memory.measure import Life, Measurement, Sample
@@ -187,7 +188,6 @@ def estimate(
             **settle(ledger, roles),
         )
         del result
-    warn_of_tensors_left(ledger)
     return estimated
 
 
@@ -226,6 +226,7 @@ def simulating(
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(_no_collection())
+        stack.enter_context(_nothing_left(simulation, held))
         stack.enter_context(unchanged(*held.holders))
         # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
         # mode unless told so.
@@ -250,6 +251,28 @@ def simulating(
             simulation.twin(t)
         stack.enter_context(ddp_simulated(held.modules, simulation))
         yield simulation, args, kwargs
+
+
+@contextlib.contextmanager
+def _nothing_left(simulation: Simulation, held: Held) -> Iterator[None]:
+    """Remove the fake tensors that a simulation in a with block leaves outside of its modules.
+
+    Training that reads such a tensor fails later, far from the cause.
+    """
+    names = Namespaces(held.modules, held.functions)
+    try:
+        yield
+    finally:
+        simulation.forget()
+        left = remove_left_behind(names, simulation.has_made, lambda: bool(simulation.alive()))
+    if left:
+        first, place = left[0]
+        warn_caller(
+            f"estimate: fn left {len(left)} simulated tensors behind, one of shape "
+            f"{tuple(first.shape)} in {place}. Reading them after the simulation fails. Expected a "
+            "function that stores tensors only in modules, in its arguments, in variables that it "
+            "names itself, and in caches; those are restored"
+        )
 
 
 # What torch says where a simulation cannot go on, and what that means here.

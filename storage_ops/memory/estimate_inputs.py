@@ -28,7 +28,7 @@ _DEEP = 3  # containers and objects between a name and a module or an optimizer
 
 
 class Held:
-    """The tensors, optimizers, and scalers and schedulers of theirs, that are there before."""
+    """The tensors, functions, optimizers, scalers and schedulers that are there before."""
 
     def __init__(self, fn: Any, args: Any, kwargs: Any) -> None:
         self.tensors: list[Tensor] = []
@@ -36,6 +36,7 @@ class Held:
         self.optimizers: list[Optimizer] = []
         self.steppers: list[GradScaler | LRScheduler] = []
         self._given = fn, args, kwargs
+        self.functions: list[Any] = []
         self._seen: set[int] = set()
         self._look([fn, *tree_leaves((args, kwargs))])
 
@@ -79,6 +80,7 @@ class Held:
             elif isinstance(value, (list, tuple, dict)):
                 self._look(tree_leaves(value))
             elif callable(value):
+                self.functions.append(value)
                 self._look(list(reached_by(value)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -80,6 +81,8 @@ class Simulation(TorchDispatchMode):
         self._bytes: dict[int, Tensor] = {}
         self._exchanged: set[int] = set()  # whose twins have the memory of others
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._moved: list[weakref.ref[torch.UntypedStorage]] = []  # of arguments: callers hold them
+        self.parts: list[Ledger] = []  # of calls that were recorded by themselves
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -169,6 +172,23 @@ class Simulation(TorchDispatchMode):
                 self._twins[id(t)] = (t, new)
                 self._exchanged.add(id(t))
 
+    def forget(self) -> None:
+        """Drop all tensors that stand for others."""
+        for table in (self._twins, self._bytes, self._gradients, self.buckets):
+            table.clear()
+
+    def alive(self) -> set[int]:
+        """Return the keys of the storages of this run that still exist, but for moved arguments."""
+        moved = {s._cdata for s in (reference() for reference in self._moved) if s is not None}
+        known = [s._cdata for ledger in (self.ledger, *self.parts) for s in ledger.alive()]
+        return set(known) - moved
+
+    def has_made(self, t: FakeTensor) -> bool:
+        """Return True if a tensor that still exists is of this run, and no moved argument."""
+        if t.fake_mode is not self._fake or t.layout != torch.strided:
+            return False
+        return t.untyped_storage()._cdata in self.alive()
+
     def is_exchanged(self, t: Tensor) -> bool:
         """Whether the memory of a tensor from outside is another than it was."""
         return id(t) in self._exchanged
@@ -197,6 +217,7 @@ class Simulation(TorchDispatchMode):
         )
         self.values.offer(new, t)
         self.ledger.see(new, "input", is_input=True)
+        self._moved.append(weakref.ref(new.untyped_storage()))
         return new.requires_grad_(t.requires_grad)
 
     def unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -188,6 +188,7 @@ def record(
             p.grad = None
     outer, sent = simulation.ledger, simulation.sent
     simulation.ledger = side = Ledger(outer.round_up, outer)
+    simulation.parts.append(side)
     simulation.sent = Counter()
     try:
         with hidden(places):
