@@ -232,7 +232,7 @@ def simulating(
         # mode unless told so.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(simulated_optimizers(held, simulation, on_gpu))
-        stack.callback(simulation.restore_gradients)
+        stack.callback(simulation.restore_leaves)
         stack.enter_context(following_resizes())
         stack.enter_context(masks_as_in_a_run(simulation.values))
         on_meta = any(t.is_meta for t in held.tensors)
