@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.containers import MISSING, copy_of, put
+from storage_ops.checkpoint.random_states import undo_draws_of_process
 from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
 from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO, package_of
 
@@ -90,9 +91,9 @@ class Namespaces:
                 if len(value) <= LONG:
                     self._note(value)
             elif isinstance(value, FunctionType):
-                self._cells += [(cell, _content(cell)) for cell in value.__closure__ or ()]
-                cells = [_content(cell) for cell in value.__closure__ or ()]
-                self._note_values(c for c in cells if not isinstance(c, FunctionType))
+                cells = [(cell, content_of(cell)) for cell in cells_of(value)]
+                self._cells += cells
+                self._note_values(c for _, c in cells if not isinstance(c, FunctionType))
             elif not _is_atom(value) and not _is_passed_over(type(value)):
                 attributes = _attributes(value)
                 if attributes:
@@ -117,10 +118,8 @@ class Namespaces:
                 else:
                     setattr(cls, name, before)
         for cell, before in self._cells:
-            if holds(_content(cell), is_left):
-                del cell.cell_contents
-                if before is not MISSING:
-                    cell.cell_contents = before
+            if holds(content_of(cell), is_left):
+                set_content(cell, before)
         for cache in self._caches:
             _remove_from_cache(cache, is_left)
 
@@ -196,12 +195,14 @@ def remove_left_behind(
 def run_on_fakes(modules: Iterable[nn.Module], run: Callable[[FakeTensorMode], T]) -> T:
     """Return `run(mode)` under a mode of fake tensors; caches are afterwards what they were."""
     names, modes = Namespaces(modules), [FakeTensorMode(allow_non_fake_inputs=True)]
-    mode = weakref.ref(modes[0])
+    mode, undo = weakref.ref(modes[0]), undo_draws_of_process()
     try:
         with modes[0]:
             return run(modes[0])
     finally:
         modes.clear()
+        for each in undo:
+            each()
         remove_left_behind(names, lambda t: t.fake_mode is mode(), lambda: mode() is not None)
 
 
@@ -242,11 +243,26 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _content(cell: CellType) -> Any:
+def cells_of(fn: Any) -> tuple[CellType, ...]:
+    """Return the variables of enclosing functions that a function refers to."""
+    return getattr(fn, "__closure__", None) or ()
+
+
+def content_of(cell: CellType) -> Any:
+    """Return the value of a variable of an enclosing function; `MISSING` if it has none."""
     try:
         return cell.cell_contents
-    except ValueError:  # it has no value yet
+    except ValueError:
         return MISSING
+
+
+def set_content(cell: CellType, value: Any) -> None:
+    """Give a variable of an enclosing function a value, or none for `MISSING`."""
+    if value is MISSING:
+        with contextlib.suppress(ValueError):
+            del cell.cell_contents
+    else:
+        cell.cell_contents = value
 
 
 def _is_passed_over(defined: Any) -> bool:

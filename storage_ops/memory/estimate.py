@@ -27,7 +27,11 @@ from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED, fsdp_simulated
 from storage_ops.memory.estimate_functions import Functions, autocast_off_on_meta
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
-from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_optimizers
+from storage_ops.memory.estimate_inputs import (
+    Held,
+    on_one_device,
+    simulated_optimizers,
+)
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import propagation_unseen
@@ -118,10 +122,11 @@ def estimate(
     Args:
         fn: a function or module: a block, or a whole step with backward and optimizer.
         args, kwargs: passed to it. Tensors, here and wherever else `fn` finds them, are real, fake
-            or on the meta device, and are not changed; gradients, what modules and the arguments
-            hold, and the state of optimizers, gradient scalers and schedulers are afterwards what
-            they were. Tensors among the arguments are taken to the meta device if parameters are
-            there. A keyword of `fn` that is called `assume` goes into a `functools.partial`.
+            or on the meta device, and are not changed. Gradients, `requires_grad`, the contents of
+            modules, of arguments and of objects that `fn` names, optimizers, schedulers and random
+            number generators are afterwards what they were. Tensors among the arguments are taken
+            to the meta device if parameters are there. A keyword of `fn` that is called `assume`
+            goes into a `functools.partial`.
         assume: what is said of values that are not known, as a share (a float from 0.0 to 1.0) or
             as a count (an int). For a condition (`x > 0`): of its elements that are True. For a
             choice (`topk`, `argmax`, `sort`, `multinomial`, ...): of its choices that the fullest
