@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,6 +45,34 @@ _CHOICES = {
     "kthvalue": 2,
     "multinomial": None,
 }
+_UNINITIALISED = {
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Known:
+    """The values of a tensor, apart from it; equal for equal values.
+
+    Attributes:
+        digest: of the values; "" where they are unknown.
+        elements: in the order of memory, from the first to the last; None where unknown.
+        source: the op that made them unknown.
+    """
+
+    digest: str
+    elements: Tensor | None = field(compare=False, repr=False)
+    source: Source | None = field(compare=False, repr=False)
+
+    @staticmethod
+    def of(real: Tensor | None, last: int, source: Source | None) -> Known:
+        """Return the values of a real tensor, whose last element is so far behind its first."""
+        if real is None:
+            return Known("", None, source)
+        with no_dispatch(), torch.no_grad():
+            elements = real.as_strided((last + 1,), (1,), real.storage_offset()).clone()
+            content = elements.view(torch.uint8).numpy()
+        return Known(hashlib.blake2b(content, digest_size=16).hexdigest(), elements, None)
 
 
 class Values:
@@ -54,6 +84,7 @@ class Values:
         # Those that nobody asked for yet: what makes the bytes.
         self._later: dict[int, Callable[[], Tensor]] = {}
         self._sources: dict[int, Source] = {}
+        self._known: dict[int, dict[Any, Known]] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def offer(self, twin: Tensor, real: Tensor) -> None:
@@ -94,6 +125,38 @@ class Values:
         key = _key_of(t)
         return key in self._bytes or key in self._later
 
+    def known(self, t: Tensor) -> Known | None:
+        """Return the values of a fake tensor to give to others; None if they are not followed."""
+        if not _is_strided(t) or not _is_followed(t) or t.numel() == 0:
+            return None
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        place = (t._version, int(t.storage_offset()), last, t.dtype)
+        found = self._known.setdefault(self._key(t), {})
+        if place not in found:
+            found[place] = Known.of(self.read(t), last, self.source(t))
+        return found[place]
+
+    def assign(self, new: Tensor, known: Known) -> None:
+        """Let a fake tensor whose storage is new, and that begins with it, have values of another.
+
+        Values that were unknown are unknown here too.
+        """
+        key, elements = self._key(new), known.elements
+        self._bytes.pop(key, None)
+        self._later.pop(key, None)
+        if elements is None:
+            if known.source is not None:
+                self._sources[key] = known.source
+            return
+        size = new.untyped_storage().nbytes()
+
+        def made() -> Tensor:
+            whole = torch.zeros(size, dtype=torch.uint8)
+            whole[: elements.nbytes].copy_(elements.view(torch.uint8))
+            return whole
+
+        self._later[key] = made
+
     def source(self, args: Any) -> Source | None:
         """Who made a value among these unknown."""
         for t in tensors_in(args):
@@ -114,7 +177,9 @@ class Values:
             if name_of(func) == "histc" and not args[0].is_floating_point():  # GPUs have it
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             try:
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+                # Else each run would read other bytes.
+                return out.zero_() if name_of(func) in _UNINITIALISED else out
             except (RuntimeError, IndexError):  # a kernel that the CPU does not have
                 return None
 
@@ -199,7 +264,7 @@ class Values:
         return key
 
     def _gone(self, key: int, reference: Any) -> None:
-        for table in (self._bytes, self._later, self._sources, self._alive):
+        for table in (self._bytes, self._later, self._sources, self._known, self._alive):
             table.pop(key, None)
 
 
