@@ -35,21 +35,34 @@ def unchanged(*roots: Any) -> Iterator[None]:
     and Python's own; the contents of containers; the states of generators of Python and numpy, with
     those of the process; and all that of what these hold. Tensors keep what is written to them.
     """
-    undo = undo_draws_of_process()
-    before: list[tuple[Any, Any]] = []
-    for value in _reached(roots):
-        if isinstance(value, CONTAINERS):
-            before.append((value, copy_of(value)))
-        elif (draws := undo_draws(value)) is not None:
-            undo.append(draws)
+    undo, before = undo_draws_of_process(), contents_of(roots)
     try:
         with without_cached_parametrizations():
             yield
     finally:
-        for container, contents in before:
-            put(container, contents)
+        put_back(before)
         for each in undo:
             each()
+
+
+def contents_of(roots: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return what objects hold now, for `put_back`."""
+    found: list[tuple[Any, Any]] = []
+    for value in _reached(roots):
+        if isinstance(value, CONTAINERS):
+            found.append((value, copy_of(value)))
+        elif (undo := undo_draws(value)) is not None:
+            found.append((undo, None))
+    return found
+
+
+def put_back(found: list[tuple[Any, Any]]) -> None:
+    """Let objects hold what they held at `contents_of`."""
+    for value, contents in found:
+        if isinstance(value, CONTAINERS):
+            put(value, contents)
+        else:
+            value()
 
 
 def _reached(roots: Iterable[Any]) -> Iterator[Any]:

@@ -29,7 +29,7 @@ from storage_ops.memory.estimate_ranks import is_spread
 from storage_ops.memory.estimate_values import Known
 from storage_ops.memory.estimate_workspaces import keep_workspaces
 from storage_ops.memory.estimate_wrappers import is_wrapper
-from storage_ops.memory.recording import hidden
+from storage_ops.memory.recording import hidden, reads_history
 from storage_ops.memory.step import (
     arguments,
     check_value,
@@ -270,7 +270,7 @@ class Recorder:
             start = self.books.mark()
             kind, found = self._run_once(
                 unit, (self._prints[unit.name], *settings, autocast),
-                lambda: self._outputs_of(plain(*args, **kwargs), given),
+                lambda: self._outputs_of(unit, lambda: plain(*args, **kwargs), given),
             )  # fmt: skip
             if found is None:
                 return plain(*args, **kwargs)
@@ -300,10 +300,21 @@ class Recorder:
     def _like(self, t: Tensor) -> Like:
         return Like.of(t, self.simulation)
 
-    def _outputs_of(self, outputs: Any, given: list[Tensor]) -> tuple[list[Any], Any] | None:
-        """Describe what a layer returned; None for an object that may have tensors in it."""
-        leaves, tree = tree_flatten(outputs)
+    def _outputs_of(
+        self, unit: Unit, call: Callable[[], Any], given: list[Tensor]
+    ) -> tuple[list[Any], Any] | None:
+        """Describe what a call of a layer returns.
+
+        None if that is an object which may have tensors in it, or if gradients leave the layer on
+        another way than by its arguments: by a tensor that it has as an attribute.
+        """
+        entries, since = {t.grad_fn for t in given}, torch.autograd._get_sequence_nr()  # type: ignore[no-untyped-call]
+        leaves, tree = tree_flatten(call())
         if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
+            return None
+        made = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        own = [*unit.module.parameters(), *given]
+        if reads_history(made, entries, own, since):
             return None
         places = {id(t): i for i, t in enumerate(given)}
         made = [
