@@ -24,7 +24,11 @@ from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
 from storage_ops.memory.estimate_ddp import ddp_simulated
 from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED, fsdp_simulated
-from storage_ops.memory.estimate_functions import Functions, autocast_off_on_meta
+from storage_ops.memory.estimate_functions import (
+    Functions,
+    autocast_off_on_meta,
+    distributions_unchecked,
+)
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
 from storage_ops.memory.estimate_inputs import (
@@ -116,8 +120,10 @@ def estimate(
 
     Some sizes depend on values. Known are the values of integers, booleans and single
     floating-point numbers (up to 256 MiB each) that come from real tensors, constants and other
-    known values, and drawn integers, with any draw. Numbers are taken to be finite: nothing makes
-    a GradScaler skip a step. All the rest, such as the choices of a router, has to be assumed.
+    known values, and drawn integers, with any draw. Where nothing is assumed, so are other
+    floating-point tensors of up to 16 MiB, such as masks, but for parameters. Numbers are taken to
+    be finite: nothing makes a GradScaler skip a step. All the rest, such as the choices of a
+    router, has to be assumed. Checks of `torch.distributions` are left out.
 
     Args:
         fn: a function or module: a block, or a whole step with backward and optimizer.
@@ -240,6 +246,7 @@ def simulating(
         stack.callback(simulation.restore_leaves)
         stack.enter_context(following_resizes())
         stack.enter_context(masks_as_in_a_run(simulation.values))
+        stack.enter_context(distributions_unchecked())
         on_meta = any(t.is_meta for t in held.tensors)
         if on_gpu or on_meta:  # torch takes fused kernels apart for the meta device
             stack.enter_context(gpu_kernels())

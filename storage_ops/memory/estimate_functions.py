@@ -81,3 +81,15 @@ def autocast_off_on_meta() -> Iterator[None]:
         yield
     finally:
         kind.__init__ = plain
+
+
+@contextlib.contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Let `torch.distributions` not check the values of arguments in a with block."""
+    kind: Any = torch.distributions.Distribution
+    before = kind._validate_args
+    kind._validate_args = False
+    try:
+        yield
+    finally:
+        kind._validate_args = before

@@ -365,6 +365,8 @@ class Simulation(TorchDispatchMode):
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose result has a shape, or is a number, that depends on values."""
         real = self.values.compute(func, args, kwargs)
+        if real is None and func in _SIZED_BY_INTEGERS:
+            real = self.values.compute(func, args, kwargs, any_numbers=True)
         if real is None and func in SIZED:
             with self:
                 return SIZED[func](self._sizes, func, *args, **kwargs)
@@ -392,7 +394,8 @@ class Simulation(TorchDispatchMode):
         """The number that the caller said such an op returns."""
         value = self._assumption.value() if kind == "value" else None
         if value is None:
-            raise unanswered(Source.here(func, kind), self.values.source(args))
+            cause = self.values.source(args)
+            raise unanswered(Source.here(func, kind), cause, self._assumption.is_offered)
         return value
 
     def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:
@@ -433,6 +436,11 @@ _IN_PLACE = {
     _OPS._scale.default,
     _OPS._transposed_product.default,
 }
+# Ops whose fake cannot tell sizes, which depend on shapes and on integers alone.
+_SIZED_BY_INTEGERS = {
+    _aten._ctc_loss.default, _aten._ctc_loss.Tensor, _aten._pack_padded_sequence.default,
+    _aten.linalg_lstsq.default,
+}  # fmt: skip
 _DEVICE = torch.ops.prim.device.default
 _VIEWS = {
     _aten.alias.default,

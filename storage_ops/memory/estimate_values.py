@@ -1,7 +1,8 @@
 """The values that a simulated run knows: those on which sizes depend, which are small.
 
 Followed are the values of integers, booleans and single floating-point numbers, from real tensors,
-constants and factories on. What is computed from known ones alone is known, for it is computed.
+constants and factories on, and short floating-point tensors of the kind, such as masks, but for
+parameters. What is computed from known ones alone is known, for it is computed.
 Activations are not, nor is what is computed from them, unless the caller makes an assumption: then
 conditions (`x > 0`) and choices (`topk`) get values that fit it, and what follows from them, such
 as the counts of an expert and their sum, is consistent. Numbers are taken to be finite.
@@ -20,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -32,6 +33,7 @@ _aten = torch.ops.aten
 # Elements and bytes above which a tensor is not followed. The one-hot choices of 8 among 128
 # experts for 32768 tokens still are.
 _LIMIT = 256 << 20
+_SHORT = 16 << 20  # bytes of floating-point data and constants up to which they are followed
 # Ops that return indices along a dimension: where that is among their arguments.
 _CHOICES = {
     "topk": 2,
@@ -89,7 +91,11 @@ class Values:
 
     def offer(self, twin: Tensor, real: Tensor) -> None:
         """Take the values of a real tensor for its twin, should they be asked for."""
-        if not _is_followed(real) or real.is_meta or isinstance(real, FakeTensor):
+        if real.is_meta or isinstance(real, FakeTensor):
+            return
+        is_data = _is_short(real) and not real.requires_grad and not isinstance(real, nn.Parameter)
+        # What the caller says comes before data.
+        if not _is_followed(real) and not (is_data and self._assumption.is_empty):
             return
 
         def copied() -> Tensor:
@@ -102,7 +108,9 @@ class Values:
             self._later[key] = copied
 
     def imitate(self, new: Tensor, t: Tensor) -> None:
-        """Let a fake tensor whose storage is new have the values of another."""
+        """Let a fake tensor whose storage is new have the values of another that is followed."""
+        if not _is_followed(t):
+            return
         real = self.read(t)
         if real is not None:
             self._know(new, partial(_same, real.clone()))
@@ -127,7 +135,8 @@ class Values:
 
     def known(self, t: Tensor) -> Known | None:
         """Return the values of a fake tensor to give to others; None if they are not followed."""
-        if not _is_strided(t) or not _is_followed(t) or t.numel() == 0:
+        is_followed = _is_strided(t) and (_is_followed(t) or (_is_short(t) and self._is_known(t)))
+        if not is_followed or t.numel() == 0:
             return None
         last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
         place = (t._version, int(t.storage_offset()), last, t.dtype)
@@ -164,12 +173,22 @@ class Values:
                 return self._sources.get(_key_of(t))
         return None
 
-    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on known values, or return None if not all are known."""
+    def compute(self, func: Any, args: Any, kwargs: Any, any_numbers: bool = False) -> Any:
+        """Run an op on known values, or return None if not all are known.
+
+        Args:
+            func, args, kwargs: the op and its arguments.
+            any_numbers: whether unknown floating-point numbers may be any.
+        """
         given = tensors_in((args, kwargs))
-        if not all(map(self._is_known, given)):
-            return None
-        known = {id(t): self.read(t) for t in given}
+        known = {}
+        for t in given:
+            known[id(t)] = self.read(t)
+            if known[id(t)] is None and any_numbers and t.is_floating_point():
+                with no_dispatch():
+                    known[id(t)] = torch.rand((), dtype=t.dtype).expand(t.shape)
+            if known[id(t)] is None:
+                return None
         cpu = torch.device("cpu")
         with no_dispatch(), torch.no_grad(), _private_random_numbers(func):
             args, kwargs = with_tensors(lambda t: known[id(t)], (args, kwargs))
@@ -179,7 +198,9 @@ class Values:
             try:
                 out = func(*args, **kwargs)
                 # Else each run would read other bytes.
-                return out.zero_() if name_of(func) in _UNINITIALISED else out
+                if name_of(func) in _UNINITIALISED:
+                    out.untyped_storage().fill_(0)  # type: ignore[no-untyped-call]
+                return out
             except (RuntimeError, IndexError):  # a kernel that the CPU does not have
                 return None
 
@@ -190,6 +211,7 @@ class Values:
         written = list(_written(func, args, kwargs))
         results = [t for t in tensors_in(out) if _is_strided(t) and _is_followed(t)]
         if not results and not any(map(_is_followed, written)):
+            self._follow_numbers(func, args, kwargs, out, written)
             return
         given = {_key_of(t) for t in tensors_in((args, kwargs)) if _is_strided(t)}
         made = [
@@ -213,6 +235,29 @@ class Values:
         for _, leaf in made:
             self._suppose(func, args, kwargs, leaf)
 
+    def _follow_numbers(
+        self, func: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor]
+    ) -> None:  # fmt: skip
+        """Note what an op on short data and constants did, such as one that makes a mask."""
+        given = tensors_in((args, kwargs))
+        real = None
+        if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self._is_known, given)):
+            keys = {_key_of(t) for t in given}
+            made = [
+                (i, leaf)
+                for i, leaf in enumerate(tree_leaves(out))
+                if _is_strided(leaf) and _is_short(leaf) and _key_of(leaf) not in keys
+            ]
+            if made or written:
+                real = self.compute(func, args, kwargs)
+            computed = tree_leaves(real)
+            for i, leaf in made if real is not None else ():
+                self._know(leaf, partial(_same, computed[i]))
+        if real is None:
+            for t in written:
+                self._bytes.pop(_key_of(t), None)
+                self._later.pop(_key_of(t), None)
+
     def _know(self, t: Tensor, value: Callable[[], Tensor]) -> None:
         """Take these values, when they are asked for, for a fake tensor whose storage is new."""
         size = t.untyped_storage().nbytes()
@@ -220,7 +265,13 @@ class Values:
 
         def made() -> Tensor:
             whole = torch.zeros(size, dtype=torch.uint8)
-            _view(whole, dtype, shape, stride, offset).copy_(value())
+            given, once = (
+                value(),
+                tuple(1 if s == 0 else n for n, s in zip(shape, stride, strict=True)),
+            )
+            for dim, n in enumerate(once):  # what is expanded is there once
+                given = given.narrow(dim, 0, min(n, given.shape[dim]))
+            _view(whole, dtype, given.shape, stride, offset).copy_(given)
             return whole
 
         self._later[self._key(t)] = made
@@ -281,6 +332,11 @@ def _is_followed(t: Tensor) -> bool:
     if t.dtype.is_floating_point or t.dtype.is_complex:
         return t.untyped_storage().nbytes() == t.itemsize
     return t.untyped_storage().nbytes() <= _LIMIT
+
+
+def _is_short(t: Tensor) -> bool:
+    """Return True for floating-point tensors that masks and small data are as long as."""
+    return t.is_floating_point() and _is_strided(t) and t.untyped_storage().nbytes() <= _SHORT
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
