@@ -20,11 +20,12 @@ def undo_draws(value: Any) -> Callable[[], None] | None:
         state = value.getstate()
         return lambda: value.setstate(state)
     numpy: Any = sys.modules.get("numpy.random")
+    generator: Any = value
     if isinstance(value, getattr(numpy, "RandomState", ())):
-        found = value.get_state()
-        return lambda: value.set_state(found)
+        found = generator.get_state()
+        return lambda: generator.set_state(found)
     if isinstance(value, getattr(numpy, "Generator", ())):
-        bits = value.bit_generator
+        bits = generator.bit_generator
         now = bits.state
         return lambda: setattr(bits, "state", now)
     return None

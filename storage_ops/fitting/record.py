@@ -29,7 +29,7 @@ from storage_ops.memory.estimate_ranks import is_spread
 from storage_ops.memory.estimate_values import Known
 from storage_ops.memory.estimate_workspaces import keep_workspaces
 from storage_ops.memory.estimate_wrappers import is_wrapper
-from storage_ops.memory.recording import hidden, reads_history
+from storage_ops.memory.recording import hidden, next_node, reads_history
 from storage_ops.memory.step import (
     arguments,
     check_value,
@@ -308,13 +308,13 @@ class Recorder:
         None if that is an object which may have tensors in it, or if gradients leave the layer on
         another way than by its arguments: by a tensor that it has as an attribute.
         """
-        entries, since = {t.grad_fn for t in given}, torch.autograd._get_sequence_nr()  # type: ignore[no-untyped-call]
+        entries, since = {t.grad_fn for t in given}, next_node()
         leaves, tree = tree_flatten(call())
         if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
             return None
-        made = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        differentiable = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
         own = [*unit.module.parameters(), *given]
-        if reads_history(made, entries, own, since):
+        if reads_history(differentiable, entries, own, since):
             return None
         places = {id(t): i for i, t in enumerate(given)}
         made = [

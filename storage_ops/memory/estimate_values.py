@@ -73,7 +73,7 @@ class Known:
             return Known("", None, source)
         with no_dispatch(), torch.no_grad():
             elements = real.as_strided((last + 1,), (1,), real.storage_offset()).clone()
-            content = elements.view(torch.uint8).numpy()
+            content: Any = elements.view(torch.uint8).numpy()
         return Known(hashlib.blake2b(content, digest_size=16).hexdigest(), elements, None)
 
 
@@ -199,7 +199,7 @@ class Values:
                 out = func(*args, **kwargs)
                 # Else each run would read other bytes.
                 if name_of(func) in _UNINITIALISED:
-                    out.untyped_storage().fill_(0)  # type: ignore[no-untyped-call]
+                    out.untyped_storage().fill_(0)
                 return out
             except (RuntimeError, IndexError):  # a kernel that the CPU does not have
                 return None

@@ -108,7 +108,7 @@ def _is_plain() -> bool:
     """Whether nothing but the simulation follows ops, saved tensors and outputs."""
     modes = _get_current_dispatch_mode_stack()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    hooked = torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    hooked = torch.nn.modules.module._has_any_global_hook()
     autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     is_top = bool(modes) and isinstance(modes[-1], Simulation)
     return is_top and hooks is None and not (hooked or autocast) and not discard_scope.is_open()

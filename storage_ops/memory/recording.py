@@ -229,7 +229,7 @@ class _Recorder:
         given, needing, args, kwargs = self._inputs(args, kwargs, arrived)
         entries = {t.grad_fn for t in given}
         versions = [t._version for t in given]
-        start, since = len(events), torch.autograd._get_sequence_nr()  # type: ignore[no-untyped-call]
+        start, since = len(events), next_node()
         with self._side.call(self._name):
             result = call(*args, **kwargs)
         stop, sent = len(events), self._simulation.sent.copy()
@@ -381,6 +381,12 @@ class _Recorder:
             if freed >= block.call.end:
                 call = block.call.name[len(self._name) :]
         return BlockSlot(role, number, block, call)
+
+
+def next_node() -> int:
+    """Return the number of the next node of autograd that this thread makes."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
 
 def reads_history(
