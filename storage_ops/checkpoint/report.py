@@ -21,6 +21,8 @@ from storage_ops.checkpoint.unchanged import places_of, replaced, unchanged
 from storage_ops.quantities import Tabular, readable
 
 if TYPE_CHECKING:
+    from torch._subclasses import FakeTensorMode
+
     from storage_ops.tables import Grid
 
 
@@ -148,10 +150,9 @@ def _kept_bytes(model: nn.Module, args: Any, kwargs: Any) -> tuple[int, tuple[st
 
     And the classes of outputs that would be discarded if it were known where their bytes are.
     """
-    from torch._subclasses import FakeTensorMode
+    from storage_ops.checkpoint.left_behind import run_on_fakes  # imports fake tensors
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-
+    def run(fake: FakeTensorMode) -> tuple[int, tuple[str, ...]]:
         def imitate(t: Tensor) -> Tensor:
             copy = fake.from_tensor(t.detach(), static_shapes=True)
             return copy.requires_grad_(t.requires_grad)
@@ -165,4 +166,6 @@ def _kept_bytes(model: nn.Module, args: Any, kwargs: Any) -> tuple[int, tuple[st
                 outputs = model(*given, **named)
             nbytes: int = storages.nbytes(without=pretended.storages)
         del outputs
-    return nbytes, tuple(sorted(pretended.kept_classes))
+        return nbytes, tuple(sorted(pretended.kept_classes))
+
+    return run_on_fakes(model.modules(), run)

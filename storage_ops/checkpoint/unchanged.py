@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from storage_ops.checkpoint.containers import copy_of, put
+from storage_ops.checkpoint.random_states import undo_draws, undo_draws_of_process
 from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
 
 _PLAIN = (Tensor, str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType)
 _DEEP = 4  # objects that one has to pass to come to another
+_OF_GENERATORS = frozenset({"random", "numpy"})
 NOT_LOOKED_INTO = frozenset({"torch", "storage_ops", *sys.stdlib_module_names})
 
 
@@ -30,20 +32,44 @@ def unchanged(*roots: Any) -> Iterator[None]:
     """Let objects hold afterwards what they hold now, whatever happens in between.
 
     That is: the attributes of modules, with all modules in them, and of other objects but torch's
-    and Python's own; the contents of containers; and all that of what these hold. Tensors keep what
-    is written to them.
+    and Python's own; the contents of containers; the states of generators of Python and numpy, with
+    those of the process; and all that of what these hold. Tensors keep what is written to them.
     """
-    before = [(container, copy_of(container)) for container in _containers(roots)]
+    undo, before = undo_draws_of_process(), contents_of(roots)
     try:
         with without_cached_parametrizations():
             yield
     finally:
-        for container, contents in before:
-            put(container, contents)
+        put_back(before)
+        for each in undo:
+            each()
 
 
-def _containers(roots: Iterable[Any]) -> Iterator[Any]:
-    """The containers that are reached, each once; the attributes of an object are one."""
+def contents_of(roots: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return what objects hold now, for `put_back`."""
+    found: list[tuple[Any, Any]] = []
+    for value in _reached(roots):
+        if isinstance(value, CONTAINERS):
+            found.append((value, copy_of(value)))
+        elif (undo := undo_draws(value)) is not None:
+            found.append((undo, None))
+    return found
+
+
+def put_back(found: list[tuple[Any, Any]]) -> None:
+    """Let objects hold what they held at `contents_of`."""
+    for value, contents in found:
+        if isinstance(value, CONTAINERS):
+            put(value, contents)
+        else:
+            value()
+
+
+def _reached(roots: Iterable[Any]) -> Iterator[Any]:
+    """The containers and generators that are reached, each once.
+
+    The attributes of an object are a container.
+    """
     seen: dict[int, Any] = {}
     stack = [(root, 0) for root in roots]
     while stack:
@@ -64,6 +90,8 @@ def _containers(roots: Iterable[Any]) -> Iterator[Any]:
             inside = (value.__self__,)
         elif isinstance(value, nn.Module):
             inside, depth = (vars(value),), 0
+        elif package_of(type(value)) in _OF_GENERATORS:
+            yield value
         elif depth < _DEEP and package_of(type(value)) not in NOT_LOOKED_INTO:
             inside, depth = _attributes(value), depth + 1
         stack += [(each, depth) for each in inside]

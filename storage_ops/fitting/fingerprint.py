@@ -36,8 +36,8 @@ _CHANGING = (list, set, MutableMapping)  # such as what a module notes while it 
 def aspects(module: nn.Module) -> dict[str, str]:
     """A fingerprint of each thing that a difference can be in, by what an error calls it.
 
-    What torch.compile puts around a module does not count. Of buffers that are in no state dict the
-    dtype does not count: it depends on how a model is loaded.
+    What torch.compile puts around a module does not count. Nor do buffers that are in no state
+    dict: a forward may register them, and their dtype depends on how a model is loaded.
     """
     found: dict[str, list[Any]] = {
         key: [] for key in ("modules", "sizes", "dtypes", MODE, "requires_grad")
@@ -47,11 +47,10 @@ def aspects(module: nn.Module) -> dict[str, str]:
         found["modules"].append((name, kind.__module__, kind.__qualname__))
         found[MODE].append(inner.training)
         for key, t in {**inner._parameters, **inner._buffers}.items():
-            if t is not None:
+            if t is not None and key not in inner._non_persistent_buffers_set:
                 found["sizes"].append((key, tuple(getattr(t, "ds_shape", t.shape))))
                 found["requires_grad"].append(t.requires_grad)
-                if key not in inner._non_persistent_buffers_set:
-                    found["dtypes"].append(str(t.dtype))
+                found["dtypes"].append(str(t.dtype))
     return {key: hashed(value) for key, value in found.items()}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.config_policy import uncompiled
+from storage_ops.checkpoint.left_behind import few_objects
 from storage_ops.fitting.actions import (
     EXACT,
     KEEP,
@@ -176,20 +176,6 @@ def _allowed(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
     return tuple(actions)
 
 
-@contextlib.contextmanager
-def _few_objects() -> Iterator[None]:
-    """Spare simulations from collecting garbage among all objects of the process, each time."""
-    if gc.get_freeze_count():  # by the caller; thawing cannot tell whose objects are whose
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 class Search:
     """What is known of a model and a batch, and plans for any budget; arguments as of `fit`.
 
@@ -252,7 +238,7 @@ class Search:
                 recording = recorder.run(model, largest, self._loss_with(action) or loss_of, made)
             return Way.all_of(action, recording, self._costs_of_calls(recording, allowed))
 
-        with _few_objects():
+        with few_objects():
             self._ways = ways(KEEP)
             if replaced and is_compiled:
                 found = loss_actions(largest_of(self._loss_with(KEEP)))
@@ -377,7 +363,7 @@ class Search:
         key = number, *choice
         if key not in self._steps:
             loss = self._loss_with(self._ways[number].loss)
-            with _few_objects(), self._applied(self._actions(number, choice)):
+            with few_objects(), self._applied(self._actions(number, choice)):
                 step = simulate_step(
                     self._model, self._batches, loss=loss, optimizer=self._optimizer,
                     device=self._device, accumulate=self._accumulate,

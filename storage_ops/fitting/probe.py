@@ -17,6 +17,7 @@ from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
+from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.step import earlier_gradients, without_gradients
 
 
@@ -134,7 +135,7 @@ class Probe:
             books.open(module, (), {}) as (simulation, *_),
         ):
             marks: list[int] = []
-            books.run(self._once, books, times, marks)
+            books.run(self._once, simulation, books, times, marks)
             levels = books.levels()
             copies = simulation.copies
         away = 0 if copies is None else copies.sent_bytes
@@ -158,7 +159,7 @@ class Probe:
             away,
         )
 
-    def _once(self, books: Books, times: OpTimes, marks: list[int]) -> None:
+    def _once(self, simulation: Simulation, books: Books, times: OpTimes, marks: list[int]) -> None:
         """Run forward and backward of the layer, with the moments between the parts."""
         call = self._call
         leaves, tree = tree_flatten(call.args)
@@ -169,7 +170,7 @@ class Probe:
             anchor = torch.empty(0, device=leaves[trained[0]].device, requires_grad=True)
             entered = _Entry.apply(anchor, *(leaves[i] for i in trained))  # type: ignore[no-untyped-call]
         new = dict(zip(trained, entered, strict=True))
-        leaves = [new[i] if i in new else leaves[i].make() if i in places else leaves[i]
+        leaves = [new[i] if i in new else leaves[i].make(simulation) if i in places else leaves[i]
                   for i in range(len(leaves))]  # fmt: skip
         others = [leaves[i] for number, i in enumerate(places) if number in call.shared]
         inputs = {id(leaves[i]) for i in places}

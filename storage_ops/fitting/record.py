@@ -26,9 +26,10 @@ from storage_ops.memory.alike import SIMPLE
 from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_spread
+from storage_ops.memory.estimate_values import Known
 from storage_ops.memory.estimate_workspaces import keep_workspaces
 from storage_ops.memory.estimate_wrappers import is_wrapper
-from storage_ops.memory.recording import hidden
+from storage_ops.memory.recording import hidden, next_node, reads_history
 from storage_ops.memory.step import (
     arguments,
     check_value,
@@ -40,22 +41,27 @@ from storage_ops.progress import say
 
 @dataclass(frozen=True)
 class Like:
-    """What a tensor is, without its bytes."""
+    """What a tensor is, without its bytes, and the values on which sizes may depend."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     needs_grad: bool
+    known: Known | None = None
 
     @staticmethod
-    def of(t: Tensor) -> Like:
-        """Of a strided tensor."""
-        return Like(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
+    def of(t: Tensor, simulation: Simulation | None = None) -> Like:
+        """Describe a strided tensor; with its values, such as lengths, if it is of a simulation."""
+        known = None if simulation is None else simulation.values.known(simulation.twin(t))
+        return Like(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, known)
 
-    def make(self) -> Tensor:
-        """A tensor like it, without a history."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+    def make(self, simulation: Simulation | None = None) -> Tensor:
+        """Make a tensor like it, without a history; values are for a simulation."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if simulation is not None and self.known is not None:
+            simulation.values.assign(made, self.known)
+        return made
 
 
 @dataclass
@@ -113,7 +119,7 @@ class _StandIn(torch.autograd.Function):
         ctx.save_for_backward(*given)
         ctx.given = len(given)
         ctx.likes = [Like.of(t) for t in tensors]
-        made = [like.make() for like in outputs]
+        made = [like.make(recorder.simulation) for like in outputs]
         ctx.mark_non_differentiable(
             *(t for t, like in zip(made, outputs, strict=True) if not like.needs_grad)
         )
@@ -259,12 +265,12 @@ class Recorder:
                 for kind in ("cpu", "cuda")
                 if torch.is_autocast_enabled(kind)
             )
-            like = tree_map_only(Tensor, Like.of, (args, kwargs))
+            like = tree_map_only(Tensor, self._like, (args, kwargs))
             settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
             start = self.books.mark()
             kind, found = self._run_once(
                 unit, (self._prints[unit.name], *settings, autocast),
-                lambda: _outputs_of(plain(*args, **kwargs), given),
+                lambda: self._outputs_of(unit, lambda: plain(*args, **kwargs), given),
             )  # fmt: skip
             if found is None:
                 return plain(*args, **kwargs)
@@ -290,6 +296,34 @@ class Recorder:
             return tree_unflatten(values, tree)
 
         return forward
+
+    def _like(self, t: Tensor) -> Like:
+        return Like.of(t, self.simulation)
+
+    def _outputs_of(
+        self, unit: Unit, call: Callable[[], Any], given: list[Tensor]
+    ) -> tuple[list[Any], Any] | None:
+        """Describe what a call of a layer returns.
+
+        None if that is an object which may have tensors in it, or if gradients leave the layer on
+        another way than by its arguments: by a tensor that it has as an attribute.
+        """
+        entries, since = {t.grad_fn for t in given}, next_node()
+        leaves, tree = tree_flatten(call())
+        if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
+            return None
+        differentiable = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        own = [*unit.module.parameters(), *given]
+        if reads_history(differentiable, entries, own, since):
+            return None
+        places = {id(t): i for i, t in enumerate(given)}
+        made = [
+            leaf if not isinstance(leaf, Tensor)
+            else _Given(places[id(leaf)]) if id(leaf) in places
+            else self._like(leaf)
+            for leaf in leaves
+        ]  # fmt: skip
+        return made, tree
 
     def _run_once(
         self, unit: Unit, kind: tuple[Any, ...], run: Callable[[], Any]
@@ -324,21 +358,6 @@ class _Given:
     """An output that is an input."""
 
     number: int
-
-
-def _outputs_of(outputs: Any, given: list[Tensor]) -> tuple[list[Any], Any] | None:
-    """What a layer returned, without its bytes; None for an object that may have tensors in it."""
-    leaves, tree = tree_flatten(outputs)
-    if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
-        return None
-    places = {id(t): i for i, t in enumerate(given)}
-    made = [
-        leaf if not isinstance(leaf, Tensor)
-        else _Given(places[id(leaf)]) if id(leaf) in places
-        else Like.of(leaf)
-        for leaf in leaves
-    ]  # fmt: skip
-    return made, tree
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -47,8 +47,9 @@ class Books:
     def open(self, holders: Any, args: Any, kwargs: Any) -> Iterator[tuple[Simulation, Any, Any]]:
         """Simulate inside a with block; as `simulating`."""
         held = Held(None, (holders, args), kwargs)
+        assumption = Assumption(None, is_offered=False)
         with simulating(
-            self.ledger, held, args, kwargs, Assumption(None), self._on_gpu, self._rates
+            self.ledger, held, args, kwargs, assumption, self._on_gpu, self._rates
         ) as simulated:
             yield simulated
 

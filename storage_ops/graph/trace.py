@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_leaves
 from typing_extensions import ParamSpec, TypeVar
 
+from storage_ops.checkpoint.left_behind import Namespaces
 from storage_ops.graph import (
     cleanup,
     data_parallel,
@@ -338,10 +339,12 @@ def _nothing_left_behind(
     held = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
     before = [(name, holder, holder.copy()) for name, holder in held]
     left: list[str] = []
+    names = Namespaces((m for _, m in closure.modules), (value for _, value in roots))
     torch.clear_autocast_cache()
     try:
         yield
     finally:
+        names.remove(lambda t: t.fake_mode is fake_mode)  # from caches that no closure has
         for slot, old in closure.places:
             new = _read(slot)
             if _is_another(old, new, fake_mode):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
 import warnings
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from storage_ops.checkpoint.left_behind import run_on_fakes
 from storage_ops.integrations.deferred_forward import LossOptions, Refused
 
 _SHAPE = (2, 8)
@@ -33,7 +35,9 @@ def find_refusal(model: nn.Module, options: LossOptions) -> Refused | None:
         return None
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
-        return _run_on_fakes(model, options, {"use_cache": False} if "use_cache" in names else {})
+        keywords = {"use_cache": False} if "use_cache" in names else {}
+        run = functools.partial(_run_on_fakes, model, options, keywords)
+        return run_on_fakes(model.modules(), run)
 
 
 @contextlib.contextmanager
@@ -48,11 +52,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _run_on_fakes(
-    model: nn.Module, options: LossOptions, keywords: dict[str, Any]
+    model: nn.Module, options: LossOptions, keywords: dict[str, Any], mode: FakeTensorMode
 ) -> Refused | None:
     device = next((p.device for p in model.parameters()), None)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        with torch.no_grad():
             shadow: Any = copy.deepcopy(model, _without_numbers(model, mode))
             vars(shadow)["_loss_options"] = LossOptions(options.returns)
             vars(shadow).pop("forward", None)  # it is of the model itself

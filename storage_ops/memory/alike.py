@@ -21,6 +21,10 @@ SIMPLE = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, enum.Enum, type, *FUNCTIONS,
 )  # fmt: skip
+_HOOKS = {
+    "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+}  # fmt: skip
 _OWN = {"_parameters", "_buffers", "_modules"}
 _COMPOSABLE = "__composable_api"  # what torch keeps of fully_shard in the module
 _DEPTH = 6  # of objects in objects
@@ -80,18 +84,23 @@ class Kinds:
         self.counts[number] += 1
         return None if id(module) in self.sharded else number
 
+    def is_hooked(self, module: nn.Module) -> bool:
+        """Return True if somebody hooks a module or one in it, perhaps since it got its number."""
+        return any(map(self._has_hooks, module.modules()))
+
+    def _has_hooks(self, module: nn.Module) -> bool:
+        known = self.sharded.get(id(module), set())
+        return any(set(found) - known for name in _HOOKS if (found := vars(module).get(name)))
+
     def _own(self, module: nn.Module, places: tuple[int, ...]) -> Hashable:
+        if self._has_hooks(module):
+            raise Unlike
         key: list[Hashable] = []
         for name, value in sorted(vars(module).items()):
             if name in _OWN or "state_dict" in name or name.startswith(_COMPOSABLE):
                 continue
-            if "hook" in name and value:
-                known = isinstance(
-                    value, dict
-                )  # others hold handles of hooks, such as a model's own
-                if known and set(value) <= self.sharded.get(id(module), set()):
-                    continue
-                raise Unlike
+            if name in _HOOKS:
+                continue
             if (type(module), name) in self._place_names and value in places:
                 self.places.setdefault(id(module), []).append(name)
                 key.append((name, "place", places.index(value)))

@@ -16,18 +16,27 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
+from storage_ops._callers import warn_caller
+from storage_ops.checkpoint.left_behind import Namespaces, remove_left_behind
 from storage_ops.checkpoint.unchanged import unchanged
 from storage_ops.loss.devices import Rates, standing_for
 from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
 from storage_ops.memory.estimate_ddp import ddp_simulated
 from storage_ops.memory.estimate_fsdp import GATHERED, REDUCED, fsdp_simulated
-from storage_ops.memory.estimate_functions import Functions, autocast_off_on_meta
+from storage_ops.memory.estimate_functions import (
+    Functions,
+    autocast_off_on_meta,
+    distributions_unchecked,
+)
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
-from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_optimizers
+from storage_ops.memory.estimate_inputs import (
+    Held,
+    on_one_device,
+    simulated_optimizers,
+)
 from storage_ops.memory.estimate_ledger import Block, Ledger
-from storage_ops.memory.estimate_left import warn_of_tensors_left
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import propagation_unseen
 from storage_ops.memory.measure import Life, Measurement, Sample
@@ -111,16 +120,19 @@ def estimate(
 
     Some sizes depend on values. Known are the values of integers, booleans and single
     floating-point numbers (up to 256 MiB each) that come from real tensors, constants and other
-    known values, and drawn integers, with any draw. Numbers are taken to be finite: nothing makes
-    a GradScaler skip a step. All the rest, such as the choices of a router, has to be assumed.
+    known values, and drawn integers, with any draw. Where nothing is assumed, so are other
+    floating-point tensors of up to 16 MiB, such as masks, but for parameters. Numbers are taken to
+    be finite: nothing makes a GradScaler skip a step. All the rest, such as the choices of a
+    router, has to be assumed. Checks of `torch.distributions` are left out.
 
     Args:
         fn: a function or module: a block, or a whole step with backward and optimizer.
         args, kwargs: passed to it. Tensors, here and wherever else `fn` finds them, are real, fake
-            or on the meta device, and are not changed; gradients, what modules and the arguments
-            hold, and the state of optimizers, gradient scalers and schedulers are afterwards what
-            they were. Tensors among the arguments are taken to the meta device if parameters are
-            there. A keyword of `fn` that is called `assume` goes into a `functools.partial`.
+            or on the meta device, and are not changed. Gradients, `requires_grad`, the contents of
+            modules, of arguments and of objects that `fn` names, optimizers, schedulers and random
+            number generators are afterwards what they were. Tensors among the arguments are taken
+            to the meta device if parameters are there. A keyword of `fn` that is called `assume`
+            goes into a `functools.partial`.
         assume: what is said of values that are not known, as a share (a float from 0.0 to 1.0) or
             as a count (an int). For a condition (`x > 0`): of its elements that are True. For a
             choice (`topk`, `argmax`, `sort`, `multinomial`, ...): of its choices that the fullest
@@ -187,7 +199,6 @@ def estimate(
             **settle(ledger, roles),
         )
         del result
-    warn_of_tensors_left(ledger)
     return estimated
 
 
@@ -226,14 +237,16 @@ def simulating(
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(_no_collection())
+        stack.enter_context(_nothing_left(simulation, held))
         stack.enter_context(unchanged(*held.holders))
         # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
         # mode unless told so.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(simulated_optimizers(held, simulation, on_gpu))
-        stack.callback(simulation.restore_gradients)
+        stack.callback(simulation.restore_leaves)
         stack.enter_context(following_resizes())
         stack.enter_context(masks_as_in_a_run(simulation.values))
+        stack.enter_context(distributions_unchecked())
         on_meta = any(t.is_meta for t in held.tensors)
         if on_gpu or on_meta:  # torch takes fused kernels apart for the meta device
             stack.enter_context(gpu_kernels())
@@ -250,6 +263,28 @@ def simulating(
             simulation.twin(t)
         stack.enter_context(ddp_simulated(held.modules, simulation))
         yield simulation, args, kwargs
+
+
+@contextlib.contextmanager
+def _nothing_left(simulation: Simulation, held: Held) -> Iterator[None]:
+    """Remove the fake tensors that a simulation in a with block leaves outside of its modules.
+
+    Training that reads such a tensor fails later, far from the cause.
+    """
+    names = Namespaces(held.modules, held.functions)
+    try:
+        yield
+    finally:
+        simulation.forget()
+        left = remove_left_behind(names, simulation.has_made, lambda: bool(simulation.alive()))
+    if left:
+        first, place = left[0]
+        warn_caller(
+            f"estimate: fn left {len(left)} simulated tensors behind, one of shape "
+            f"{tuple(first.shape)} in {place}. Reading them after the simulation fails. Expected a "
+            "function that stores tensors only in modules, in its arguments, in variables that it "
+            "names itself, and in caches; those are restored"
+        )
 
 
 # What torch says where a simulation cannot go on, and what that means here.

@@ -13,10 +13,19 @@ from torch.overrides import TorchFunctionMode
 from storage_ops.memory.estimate_modes import Simulation
 
 _DATA: Any = Tensor.data
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_GRAD: Any = Tensor.grad
+# What changes a tensor from outside without an op.
+_OF_LEAVES = {
+    Tensor.requires_grad_, _REQUIRES_GRAD.__set__, _GRAD.__set__, Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+}  # fmt: skip
 
 
 class Functions(TorchFunctionMode):
     """Exchanges the memory of twins and not of what they stand for, at `t.data = value`.
+
+    It also notes what tensors are before their flags, gradients or hooks change.
 
     Where tensors are on the meta device it raises where autocast would be without effect, and makes
     the sparse tensors of SparseAdam.
@@ -27,6 +36,8 @@ class Functions(TorchFunctionMode):
         self._simulation, self._on_meta = simulation, on_meta
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_LEAVES and self._simulation.is_from_outside(args[0]):
+            self._simulation.note_leaf(args[0])
         if func == _DATA.__set__ and self._simulation.is_from_outside(args[0]):
             return self._simulation.exchange(*args)
         if func == _DATA.__get__ and self._simulation.is_exchanged(args[0]):
@@ -70,3 +81,15 @@ def autocast_off_on_meta() -> Iterator[None]:
         yield
     finally:
         kind.__init__ = plain
+
+
+@contextlib.contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Let `torch.distributions` not check the values of arguments in a with block."""
+    kind: Any = torch.distributions.Distribution
+    before = kind._validate_args
+    kind._validate_args = False
+    try:
+        yield
+    finally:
+        kind._validate_args = before

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.checkpoint.left_behind import cells_of, content_of
 from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
 from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO, package_of
 from storage_ops.memory.estimate_calls import outermost
@@ -28,7 +29,7 @@ _DEEP = 3  # containers and objects between a name and a module or an optimizer
 
 
 class Held:
-    """The tensors, optimizers, and scalers and schedulers of theirs, that are there before."""
+    """The tensors, functions, optimizers, scalers and schedulers that are there before."""
 
     def __init__(self, fn: Any, args: Any, kwargs: Any) -> None:
         self.tensors: list[Tensor] = []
@@ -36,6 +37,8 @@ class Held:
         self.optimizers: list[Optimizer] = []
         self.steppers: list[GradScaler | LRScheduler] = []
         self._given = fn, args, kwargs
+        self.functions: list[Any] = []
+        self._objects: list[Any] = []  # that functions name
         self._seen: set[int] = set()
         self._look([fn, *tree_leaves((args, kwargs))])
 
@@ -46,9 +49,9 @@ class Held:
 
     @property
     def holders(self) -> list[Any]:
-        """What can keep tensors: modules, scalers and schedulers, and all that is given."""
+        """What a call may change: modules, schedulers, what is given, and what functions name."""
         steppers = [vars(stepper) for stepper in self.steppers]
-        return [*self._modules, *steppers, *self._given]
+        return [*self._modules, *steppers, *self._given, *self._objects]
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -79,6 +82,8 @@ class Held:
             elif isinstance(value, (list, tuple, dict)):
                 self._look(tree_leaves(value))
             elif callable(value):
+                self.functions.append(value)
+                self._objects += objects_of(value)
                 self._look(list(reached_by(value)))
 
 
@@ -98,15 +103,40 @@ def _hooks_of(t: Any) -> list[Any]:
     return [hook for hooks in given if hooks for hook in hooks.values()]
 
 
+def objects_of(fn: Any) -> Iterator[Any]:
+    """Yield the objects, such as trainers, that a function or method names.
+
+    Containers that it names are not among them: they are how a caller learns what a run did.
+    """
+    code = getattr(fn, "__code__", None)
+    named = () if code is None else code.co_names
+    values = [content_of(cell) for cell in cells_of(fn)]
+    values += [fn.__globals__[name] for name in named if name in fn.__globals__]
+    for value in values:
+        for each in _inside(value) if type(value) in CONTAINERS else [value]:
+            if type(each) not in CONTAINERS and _is_looked_into(each):
+                yield each
+
+
+def _is_looked_into(value: Any) -> bool:
+    return type(value) is SimpleNamespace or package_of(type(value)) not in NOT_LOOKED_INTO
+
+
+def _inside(container: Any) -> list[Any]:
+    """Return the items of a container, or the values of a mapping, unless there are very many."""
+    if len(container) > LONG:
+        return []
+    return list(container.values() if type(container) in MAPPINGS else container)
+
+
 def reached_by(fn: Any) -> Iterator[Any]:
     """What a function, method or callable object refers to."""
     owner = getattr(fn, "__self__", fn)
     code = getattr(fn, "__code__", None)
     package = package_of(fn if code is not None else type(owner))
-    for cell in getattr(fn, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
-            yield cell.cell_contents
-            yield from _holders_in(cell.cell_contents, package, _DEEP)
+    for cell in cells_of(fn):
+        yield content_of(cell)
+        yield from _holders_in(content_of(cell), _DEEP)
     yield from getattr(fn, "__defaults__", None) or ()
     yield owner if isinstance(owner, _HOLDERS) else None
     named = [*getattr(owner, "__dict__", {}).values()]
@@ -117,28 +147,24 @@ def reached_by(fn: Any) -> Iterator[Any]:
         if isinstance(value, Tensor) or (is_helper and package not in NOT_LOOKED_INTO):
             yield value
         else:
-            yield from _holders_in(value, package, _DEEP)
+            yield from _holders_in(value, _DEEP)
 
 
-def _holders_in(value: Any, package: str, depth: int) -> Iterator[Any]:
+def _holders_in(value: Any, depth: int) -> Iterator[Any]:
     """Yield modules, optimizers, scalers and schedulers in short containers and in objects.
 
-    Objects are looked into if they are plain namespaces, or if `package`, which defines their
-    class, is the user's.
+    Objects of torch and of Python are not looked into, but plain namespaces are.
     """
     inside: Iterable[Any] = ()
     if isinstance(value, _HOLDERS):
         yield value
     elif type(value) in CONTAINERS or isinstance(value, tuple):
-        if len(value) <= LONG:
-            inside = list(value.values() if type(value) in MAPPINGS else value)
-    elif type(value) is SimpleNamespace or (
-        package_of(type(value)) == package and package not in NOT_LOOKED_INTO
-    ):
+        inside = _inside(value)
+    elif _is_looked_into(value):
         inside = list(getattr(value, "__dict__", {}).values())
     if depth:
         for each in inside:
-            yield from _holders_in(each, package, depth - 1)
+            yield from _holders_in(each, depth - 1)
 
 
 def on_one_device(simulation: Simulation, held: Held, args: Any, kwargs: Any) -> tuple[Any, Any]:

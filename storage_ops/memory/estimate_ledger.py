@@ -168,9 +168,9 @@ class Ledger:
         return None if bound is None else bound.block
 
     def alive(self) -> list[Storage]:
-        """Return the storages made in the run that still exist."""
-        made = [bound.storage() for bound in self._bound.values() if bound.first.made_by != "input"]
-        return [storage for storage in made if storage is not None]
+        """Return the storages that still exist."""
+        known = [bound.storage() for bound in self._bound.values()]
+        return [storage for storage in known if storage is not None]
 
     def discard(self, t: Tensor) -> None:
         """Give back the block of a storage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ from storage_ops.checkpoint.copies import BookedCopies, active
 from storage_ops.memory import estimate_cpu, estimate_cuda, estimate_ranks, estimate_real
 from storage_ops.memory.alike import Unlike
 from storage_ops.memory.estimate_assume import Assumption, Source, unanswered
+from storage_ops.memory.estimate_leaves import Leaf
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
@@ -48,7 +50,7 @@ class Simulation(TorchDispatchMode):
 
     A tensor from outside (real, meta, or of another fake mode) has a fake twin here, so that its
     bytes are neither needed nor changed. Gradients of such tensors, which autograd assigns to
-    them, are what they were after `restore_gradients`.
+    them, are what they were after `restore_leaves`.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class Simulation(TorchDispatchMode):
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._bytes: dict[int, Tensor] = {}
         self._exchanged: set[int] = set()  # whose twins have the memory of others
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._leaves: dict[int, Leaf] = {}  # by the id of a tensor from outside
+        self._moved: list[weakref.ref[torch.UntypedStorage]] = []  # of arguments: callers hold them
+        self.parts: list[Ledger] = []  # of calls that were recorded by themselves
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -122,10 +126,10 @@ class Simulation(TorchDispatchMode):
         if not self.on_gpu:
             self.ledger.see(t, "random state")
 
-    def restore_gradients(self) -> None:
-        """Give tensors from outside the gradients that they had."""
-        for t, gradient in self._gradients:
-            t.grad = gradient
+    def restore_leaves(self) -> None:
+        """Give tensors from outside the gradients, flags and hooks that they had."""
+        for leaf in self._leaves.values():
+            leaf.restore()
 
     def twin(self, t: Tensor) -> Tensor:
         """Return the fake tensor that stands for one from outside, and book it as an input.
@@ -144,8 +148,7 @@ class Simulation(TorchDispatchMode):
                 self.ledger.see(twin, "input", is_input=True)
                 self.values.offer(twin, t)
             self._twins[id(t)] = (t, twin)
-            if t.is_leaf and t.requires_grad:
-                self._take_gradient(t)
+            self.note_leaf(t)
         return self._twins[id(t)][1]
 
     def exchange(self, t: Tensor, value: Tensor) -> None:
@@ -169,6 +172,23 @@ class Simulation(TorchDispatchMode):
                 self._twins[id(t)] = (t, new)
                 self._exchanged.add(id(t))
 
+    def forget(self) -> None:
+        """Drop all tensors that stand for others."""
+        for table in (self._twins, self._bytes, self._leaves, self.buckets):
+            table.clear()
+
+    def alive(self) -> set[int]:
+        """Return the keys of the storages of this run that still exist, but for moved arguments."""
+        moved = {s._cdata for s in (reference() for reference in self._moved) if s is not None}
+        known = [s._cdata for ledger in (self.ledger, *self.parts) for s in ledger.alive()]
+        return set(known) - moved
+
+    def has_made(self, t: FakeTensor) -> bool:
+        """Return True if a tensor that still exists is of this run, and no moved argument."""
+        if t.fake_mode is not self._fake or t.layout != torch.strided:
+            return False
+        return t.untyped_storage()._cdata in self.alive()
+
     def is_exchanged(self, t: Tensor) -> bool:
         """Whether the memory of a tensor from outside is another than it was."""
         return id(t) in self._exchanged
@@ -180,9 +200,7 @@ class Simulation(TorchDispatchMode):
     def _wrapper(self, t: Tensor) -> Tensor:
         for part in inside(t):
             self.twin(part)
-        if t.is_leaf and t.requires_grad and id(t) not in self._twins:
-            self._twins[id(t)] = (t, t)
-            self._take_gradient(t)
+        self.note_leaf(t)
         return t
 
     def moved(self, t: Tensor, device: torch.device) -> Tensor:
@@ -197,6 +215,7 @@ class Simulation(TorchDispatchMode):
         )
         self.values.offer(new, t)
         self.ledger.see(new, "input", is_input=True)
+        self._moved.append(weakref.ref(new.untyped_storage()))
         return new.requires_grad_(t.requires_grad)
 
     def unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,12 +274,15 @@ class Simulation(TorchDispatchMode):
             indices, values, coalesced = t._indices(), t._values(), t.is_coalesced()
         return self._sparse.new(new(indices), new(values), t.shape, coalesced)
 
-    def _take_gradient(self, t: Tensor) -> None:
+    def note_leaf(self, t: Tensor) -> None:
+        """Note what a tensor from outside is before the run changes it; it gets a fake gradient."""
+        if not t.is_leaf or id(t) in self._leaves:
+            return
+        self._leaves[id(t)] = leaf = Leaf.of(t)
         gradient = t.grad
         if isinstance(gradient, FakeTensor) and gradient.fake_mode is self._fake:
-            gradient = None  # assigned in this run already
-        self._gradients.append((t, gradient))
-        if gradient is not None:  # a twin that nobody else holds: it goes when the run drops it
+            leaf.gradient = None  # assigned in this run already
+        elif gradient is not None:  # a twin that nobody else holds: it goes when the run drops it
             t.grad = self.moved(gradient, gradient.device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -343,6 +365,8 @@ class Simulation(TorchDispatchMode):
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose result has a shape, or is a number, that depends on values."""
         real = self.values.compute(func, args, kwargs)
+        if real is None and func in _SIZED_BY_INTEGERS:
+            real = self.values.compute(func, args, kwargs, any_numbers=True)
         if real is None and func in SIZED:
             with self:
                 return SIZED[func](self._sizes, func, *args, **kwargs)
@@ -370,7 +394,8 @@ class Simulation(TorchDispatchMode):
         """The number that the caller said such an op returns."""
         value = self._assumption.value() if kind == "value" else None
         if value is None:
-            raise unanswered(Source.here(func, kind), self.values.source(args))
+            cause = self.values.source(args)
+            raise unanswered(Source.here(func, kind), cause, self._assumption.is_offered)
         return value
 
     def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:
@@ -411,6 +436,11 @@ _IN_PLACE = {
     _OPS._scale.default,
     _OPS._transposed_product.default,
 }
+# Ops whose fake cannot tell sizes, which depend on shapes and on integers alone.
+_SIZED_BY_INTEGERS = {
+    _aten._ctc_loss.default, _aten._ctc_loss.Tensor, _aten._pack_padded_sequence.default,
+    _aten.linalg_lstsq.default,
+}  # fmt: skip
 _DEVICE = torch.ops.prim.device.default
 _VIEWS = {
     _aten.alias.default,

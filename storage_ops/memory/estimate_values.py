@@ -1,7 +1,8 @@
 """The values that a simulated run knows: those on which sizes depend, which are small.
 
 Followed are the values of integers, booleans and single floating-point numbers, from real tensors,
-constants and factories on. What is computed from known ones alone is known, for it is computed.
+constants and factories on, and short floating-point tensors of the kind, such as masks, but for
+parameters. What is computed from known ones alone is known, for it is computed.
 Activations are not, nor is what is computed from them, unless the caller makes an assumption: then
 conditions (`x > 0`) and choices (`topk`) get values that fit it, and what follows from them, such
 as the counts of an expert and their sum, is consistent. Numbers are taken to be finite.
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -30,6 +33,7 @@ _aten = torch.ops.aten
 # Elements and bytes above which a tensor is not followed. The one-hot choices of 8 among 128
 # experts for 32768 tokens still are.
 _LIMIT = 256 << 20
+_SHORT = 16 << 20  # bytes of floating-point data and constants up to which they are followed
 # Ops that return indices along a dimension: where that is among their arguments.
 _CHOICES = {
     "topk": 2,
@@ -43,6 +47,34 @@ _CHOICES = {
     "kthvalue": 2,
     "multinomial": None,
 }
+_UNINITIALISED = {
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Known:
+    """The values of a tensor, apart from it; equal for equal values.
+
+    Attributes:
+        digest: of the values; "" where they are unknown.
+        elements: in the order of memory, from the first to the last; None where unknown.
+        source: the op that made them unknown.
+    """
+
+    digest: str
+    elements: Tensor | None = field(compare=False, repr=False)
+    source: Source | None = field(compare=False, repr=False)
+
+    @staticmethod
+    def of(real: Tensor | None, last: int, source: Source | None) -> Known:
+        """Return the values of a real tensor, whose last element is so far behind its first."""
+        if real is None:
+            return Known("", None, source)
+        with no_dispatch(), torch.no_grad():
+            elements = real.as_strided((last + 1,), (1,), real.storage_offset()).clone()
+            content: Any = elements.view(torch.uint8).numpy()
+        return Known(hashlib.blake2b(content, digest_size=16).hexdigest(), elements, None)
 
 
 class Values:
@@ -54,11 +86,16 @@ class Values:
         # Those that nobody asked for yet: what makes the bytes.
         self._later: dict[int, Callable[[], Tensor]] = {}
         self._sources: dict[int, Source] = {}
+        self._known: dict[int, dict[Any, Known]] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def offer(self, twin: Tensor, real: Tensor) -> None:
         """Take the values of a real tensor for its twin, should they be asked for."""
-        if not _is_followed(real) or real.is_meta or isinstance(real, FakeTensor):
+        if real.is_meta or isinstance(real, FakeTensor):
+            return
+        is_data = _is_short(real) and not real.requires_grad and not isinstance(real, nn.Parameter)
+        # What the caller says comes before data.
+        if not _is_followed(real) and not (is_data and self._assumption.is_empty):
             return
 
         def copied() -> Tensor:
@@ -71,7 +108,9 @@ class Values:
             self._later[key] = copied
 
     def imitate(self, new: Tensor, t: Tensor) -> None:
-        """Let a fake tensor whose storage is new have the values of another."""
+        """Let a fake tensor whose storage is new have the values of another that is followed."""
+        if not _is_followed(t):
+            return
         real = self.read(t)
         if real is not None:
             self._know(new, partial(_same, real.clone()))
@@ -94,6 +133,39 @@ class Values:
         key = _key_of(t)
         return key in self._bytes or key in self._later
 
+    def known(self, t: Tensor) -> Known | None:
+        """Return the values of a fake tensor to give to others; None if they are not followed."""
+        is_followed = _is_strided(t) and (_is_followed(t) or (_is_short(t) and self._is_known(t)))
+        if not is_followed or t.numel() == 0:
+            return None
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        place = (t._version, int(t.storage_offset()), last, t.dtype)
+        found = self._known.setdefault(self._key(t), {})
+        if place not in found:
+            found[place] = Known.of(self.read(t), last, self.source(t))
+        return found[place]
+
+    def assign(self, new: Tensor, known: Known) -> None:
+        """Let a fake tensor whose storage is new, and that begins with it, have values of another.
+
+        Values that were unknown are unknown here too.
+        """
+        key, elements = self._key(new), known.elements
+        self._bytes.pop(key, None)
+        self._later.pop(key, None)
+        if elements is None:
+            if known.source is not None:
+                self._sources[key] = known.source
+            return
+        size = new.untyped_storage().nbytes()
+
+        def made() -> Tensor:
+            whole = torch.zeros(size, dtype=torch.uint8)
+            whole[: elements.nbytes].copy_(elements.view(torch.uint8))
+            return whole
+
+        self._later[key] = made
+
     def source(self, args: Any) -> Source | None:
         """Who made a value among these unknown."""
         for t in tensors_in(args):
@@ -101,12 +173,22 @@ class Values:
                 return self._sources.get(_key_of(t))
         return None
 
-    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on known values, or return None if not all are known."""
+    def compute(self, func: Any, args: Any, kwargs: Any, any_numbers: bool = False) -> Any:
+        """Run an op on known values, or return None if not all are known.
+
+        Args:
+            func, args, kwargs: the op and its arguments.
+            any_numbers: whether unknown floating-point numbers may be any.
+        """
         given = tensors_in((args, kwargs))
-        if not all(map(self._is_known, given)):
-            return None
-        known = {id(t): self.read(t) for t in given}
+        known = {}
+        for t in given:
+            known[id(t)] = self.read(t)
+            if known[id(t)] is None and any_numbers and t.is_floating_point():
+                with no_dispatch():
+                    known[id(t)] = torch.rand((), dtype=t.dtype).expand(t.shape)
+            if known[id(t)] is None:
+                return None
         cpu = torch.device("cpu")
         with no_dispatch(), torch.no_grad(), _private_random_numbers(func):
             args, kwargs = with_tensors(lambda t: known[id(t)], (args, kwargs))
@@ -114,7 +196,11 @@ class Values:
             if name_of(func) == "histc" and not args[0].is_floating_point():  # GPUs have it
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             try:
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+                # Else each run would read other bytes.
+                if name_of(func) in _UNINITIALISED:
+                    out.untyped_storage().fill_(0)
+                return out
             except (RuntimeError, IndexError):  # a kernel that the CPU does not have
                 return None
 
@@ -125,6 +211,7 @@ class Values:
         written = list(_written(func, args, kwargs))
         results = [t for t in tensors_in(out) if _is_strided(t) and _is_followed(t)]
         if not results and not any(map(_is_followed, written)):
+            self._follow_numbers(func, args, kwargs, out, written)
             return
         given = {_key_of(t) for t in tensors_in((args, kwargs)) if _is_strided(t)}
         made = [
@@ -148,6 +235,29 @@ class Values:
         for _, leaf in made:
             self._suppose(func, args, kwargs, leaf)
 
+    def _follow_numbers(
+        self, func: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor]
+    ) -> None:  # fmt: skip
+        """Note what an op on short data and constants did, such as one that makes a mask."""
+        given = tensors_in((args, kwargs))
+        real = None
+        if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self._is_known, given)):
+            keys = {_key_of(t) for t in given}
+            made = [
+                (i, leaf)
+                for i, leaf in enumerate(tree_leaves(out))
+                if _is_strided(leaf) and _is_short(leaf) and _key_of(leaf) not in keys
+            ]
+            if made or written:
+                real = self.compute(func, args, kwargs)
+            computed = tree_leaves(real)
+            for i, leaf in made if real is not None else ():
+                self._know(leaf, partial(_same, computed[i]))
+        if real is None:
+            for t in written:
+                self._bytes.pop(_key_of(t), None)
+                self._later.pop(_key_of(t), None)
+
     def _know(self, t: Tensor, value: Callable[[], Tensor]) -> None:
         """Take these values, when they are asked for, for a fake tensor whose storage is new."""
         size = t.untyped_storage().nbytes()
@@ -155,7 +265,13 @@ class Values:
 
         def made() -> Tensor:
             whole = torch.zeros(size, dtype=torch.uint8)
-            _view(whole, dtype, shape, stride, offset).copy_(value())
+            given, once = (
+                value(),
+                tuple(1 if s == 0 else n for n, s in zip(shape, stride, strict=True)),
+            )
+            for dim, n in enumerate(once):  # what is expanded is there once
+                given = given.narrow(dim, 0, min(n, given.shape[dim]))
+            _view(whole, dtype, given.shape, stride, offset).copy_(given)
             return whole
 
         self._later[self._key(t)] = made
@@ -199,7 +315,7 @@ class Values:
         return key
 
     def _gone(self, key: int, reference: Any) -> None:
-        for table in (self._bytes, self._later, self._sources, self._alive):
+        for table in (self._bytes, self._later, self._sources, self._known, self._alive):
             table.pop(key, None)
 
 
@@ -216,6 +332,11 @@ def _is_followed(t: Tensor) -> bool:
     if t.dtype.is_floating_point or t.dtype.is_complex:
         return t.untyped_storage().nbytes() == t.itemsize
     return t.untyped_storage().nbytes() <= _LIMIT
+
+
+def _is_short(t: Tensor) -> bool:
+    """Return True for floating-point tensors that masks and small data are as long as."""
+    return t.is_floating_point() and _is_strided(t) and t.untyped_storage().nbytes() <= _SHORT
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from storage_ops.checkpoint import discard_scope
+from storage_ops.checkpoint.unchanged import contents_of, put_back
 from storage_ops.memory.alike import Kinds, Unlike, arguments_key
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.recording import Recording, record
@@ -21,11 +22,13 @@ class Quick:
 
     Attributes:
         count: how many calls were carried out from a recording.
+        is_spoiled: whether a recording that failed left tensors behind, so that this run is of no
+            use.
     """
 
     def __init__(self, model: nn.Module, accumulate: bool) -> None:
         """`accumulate`: all parameters have gradients, to which backwards add."""
-        self.count, self._accumulate = 0, accumulate
+        self.count, self._accumulate, self.is_spoiled = 0, accumulate, False
         self._kinds = Kinds(model)
         self._recordings: dict[Hashable, Recording | None] = {}
         self._records = False
@@ -38,7 +41,7 @@ class Quick:
         number = self._kinds.of.get(id(module))
         if self._records or number is None or self._kinds.counts[number] < 2:
             return False, None
-        if not module._modules or "forward" in vars(module):
+        if not module._modules or "forward" in vars(module) or self._kinds.is_hooked(module):
             return False, None
         if id(module) not in self._kinds.sharded:
             return self._carry_out(simulation, module, number, name, call, args, kwargs)
@@ -86,20 +89,26 @@ class Quick:
         args: Any, kwargs: Any,
     ) -> Recording | None:  # fmt: skip
         places = [(m, at) for m in module.modules() for at in self._kinds.places.get(id(m), ())]
+        before = contents_of([module])
         self._records = True
         try:
             return record(simulation, module, name, call, args, kwargs, places, self._accumulate)
         except Exception:
             # It keeps something, or looks at its number. An error of its own will come again.
-            return None
+            put_back(before)
         finally:
             self._records = False
+        self.is_spoiled = bool(simulation.parts[-1].alive())
+        if self.is_spoiled:
+            raise Unlike
+        return None
 
 
 def _is_plain() -> bool:
     """Whether nothing but the simulation follows ops, saved tensors and outputs."""
     modes = _get_current_dispatch_mode_stack()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooked = torch.nn.modules.module._has_any_global_hook()
     autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     is_top = bool(modes) and isinstance(modes[-1], Simulation)
-    return is_top and hooks is None and not autocast and not discard_scope.is_open()
+    return is_top and hooks is None and not (hooked or autocast) and not discard_scope.is_open()

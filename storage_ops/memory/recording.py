@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,6 +188,7 @@ def record(
             p.grad = None
     outer, sent = simulation.ledger, simulation.sent
     simulation.ledger = side = Ledger(outer.round_up, outer)
+    simulation.parts.append(side)
     simulation.sent = Counter()
     try:
         with hidden(places):
@@ -226,8 +227,9 @@ class _Recorder:
         events, arrived = self._side.events, list[Any]()
         has_gradient = [p.grad is not None for p in self._module.parameters()]
         given, needing, args, kwargs = self._inputs(args, kwargs, arrived)
+        entries = {t.grad_fn for t in given}
         versions = [t._version for t in given]
-        start = len(events)
+        start, since = len(events), next_node()
         with self._side.call(self._name):
             result = call(*args, **kwargs)
         stop, sent = len(events), self._simulation.sent.copy()
@@ -237,11 +239,14 @@ class _Recorder:
         outputs = [self._output(leaf, given) for leaf in leaves]
         edges = 0
         pairs = zip(leaves, outputs, strict=True)
-        last = self._leave([t for t, v in pairs if isinstance(v, View) and v.needs_grad])
+        leaving = [t for t, v in pairs if isinstance(v, View) and v.needs_grad]
+        if reads_history(leaving, entries, self._module.parameters(), since):
+            raise Unlike
+        last = self._leave(leaving)
         if last is not None and needing:
             edges = edges_behind(last)[0][given[needing[0]].grad_fn, 0]
         # From here on only the nodes of autograd hold inputs and outputs.
-        del given, args, kwargs, result, leaves, pairs
+        del given, args, kwargs, result, leaves, pairs, leaving, entries
         dropped = {block for _, block, taken in events[stop:] if not taken}
         gradients: dict[int, View | None] = {}
         parameters: list[View | None] = []
@@ -376,6 +381,40 @@ class _Recorder:
             if freed >= block.call.end:
                 call = block.call.name[len(self._name) :]
         return BlockSlot(role, number, block, call)
+
+
+def next_node() -> int:
+    """Return the number of the next node of autograd that this thread makes."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def reads_history(
+    outputs: list[Tensor], entries: set[Any], leaves: Iterable[Tensor], since: int
+) -> bool:
+    """Return True if the backward of a call goes through more than its arguments.
+
+    Args:
+        outputs: that the call returned.
+        entries: the nodes of autograd that made the arguments.
+        leaves: the parameters and arguments whose gradients it may make.
+        since: the number of the first node that the call could make.
+    """
+    own = {id(t) for t in leaves}
+    left = [t.grad_fn for t in outputs]
+    seen = set(entries)
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in own:
+            return True
+        if variable is None and node._sequence_nr() < since:
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
 
 
 def edges_behind(last: Tensor) -> tuple[Counter[Any], set[Any]]:

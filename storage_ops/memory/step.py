@@ -349,10 +349,10 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
     try:
         step = _simulate(model, how, quick)
     except Exception:
-        if quick.count == 0:
+        if quick.count == 0 and not quick.is_spoiled:
             raise
         return None
-    return step
+    return None if quick.is_spoiled else step
 
 
 def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:

@@ -280,7 +280,7 @@ def test_discard_and_share(path, zero_copy):
 
 
 def test_values_are_asked_for():
-    x = torch.randn(64, 64)
+    x = nn.Parameter(torch.randn(64, 64))
     for fn in (
         lambda: x.sum().item(),
         lambda: x[x > 0],

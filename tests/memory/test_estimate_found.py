@@ -118,19 +118,41 @@ def test_an_error_in_a_step_behind_a_helper_leaves_nothing(program):
     assert program.optimizer.param_groups[0]["foreach"] is None
 
 
-def keep_in_another_place(y):
-    KEPT["deeper"]["last"] = y.detach()
+class Keeper:
+    """Holds a tensor in an attribute, and hides it from a search in containers and attributes."""
+
+    __slots__ = ("inner",)
+
+
+class Inner:
+    last = None
 
 
 def test_tensors_that_stay_behind_are_told():
-    KEPT["deeper"] = {}
+    keeper, layer = Keeper(), nn.Linear(8, 4)
+    keeper.inner = Inner()
+
+    def keep(y):
+        keeper.inner.last = y.detach()
+
+    def step(x):
+        y = layer(x)
+        keep(y)
+        return y.sum()
+
+    with pytest.warns(UserWarning, match=r"left 1 simulated .* \(2, 4\) in Inner, under 'last'"):
+        estimate(step, torch.randn(2, 8))
+
+
+def test_tensors_in_a_deep_dictionary_are_removed(recwarn):
+    KEPT["deeper"] = {"first": torch.ones(1)}
     layer = nn.Linear(8, 4)
 
     def step(x):
         y = layer(x)
-        keep_in_another_place(y)
+        KEPT["deeper"]["last"] = y.detach()
         return y.sum()
 
-    with pytest.warns(UserWarning, match=r"left 1 simulated .* \(2, 4\) in dict, under 'last'"):
-        estimate(step, torch.randn(2, 8))
+    estimate(step, torch.randn(2, 8))
+    assert list(KEPT["deeper"]) == ["first"] and not recwarn
     KEPT.clear()

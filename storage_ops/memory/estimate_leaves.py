@@ -1,0 +1,39 @@
+"""The state of a tensor that a step may change without an op: gradient, flag and hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass
+class Leaf:
+    """A tensor that is no result of autograd, and what it was before a simulation."""
+
+    tensor: Any
+    gradient: Tensor | None
+    requires_grad: bool
+    hooks: list[tuple[str, dict[int, Any] | None]]
+
+    @staticmethod
+    def of(t: Any) -> Leaf:
+        """Return the state that a tensor has now."""
+        hooks = [(name, getattr(t, name, None)) for name in _HOOKS]
+        copies = [(name, None if found is None else dict(found)) for name, found in hooks]
+        return Leaf(t, t.grad, t.requires_grad, copies)
+
+    def restore(self) -> None:
+        """Give the tensor its state back."""
+        t = self.tensor
+        if t.requires_grad != self.requires_grad:
+            t.requires_grad_(self.requires_grad)
+        t.grad = self.gradient
+        for name, before in self.hooks:
+            now = getattr(t, name, None)
+            if now is not None and dict(now) != (before or {}):
+                now.clear()  # to set another dictionary would not reach the hooks of autograd
+                now.update(before or {})

@@ -1,0 +1,87 @@
+"""Layers whose sizes depend on the values of integers that they get."""
+
+import pytest
+import torch
+from torch import nn
+
+import storage_ops as so
+
+
+class Padding(nn.Module):
+    """Makes as many rows as the longest sequence has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.act = nn.Linear(64, 64), nn.ReLU()
+
+    def forward(self, x, lengths):
+        padded = x.new_zeros(len(lengths), int(lengths.max()), x.shape[1])
+        return x + self.act(self.linear(padded)).sum((0, 1)) * 1e-3
+
+
+class Halving(Padding):
+    """Returns other lengths, which the next layer reads."""
+
+    def forward(self, x, lengths):
+        return super().forward(x, lengths), lengths // 2
+
+
+class Net(nn.Module):
+    def __init__(self, kind, scales=(1, 1, 1, 1)):
+        super().__init__()
+        self.layers, self.scales = nn.ModuleList(kind() for _ in scales), scales
+
+    def forward(self, x, lengths):
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            out = layer(x, lengths * scale)
+            x, lengths = out if isinstance(out, tuple) else (out, lengths)
+        return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Net(Padding),
+        lambda: Net(Padding, (1, 3, 1, 2)),
+        lambda: Net(Halving),
+    ],
+    ids=["the same", "other lengths in each layer", "lengths that layers return"],
+)
+def test_plans_know_the_values_that_layers_read(make):
+    model, x, lengths = make(), torch.randn(10, 64), torch.tensor([300, 500, 200])
+    plain = so.memory.simulate_step(model, (x, lengths)).peak_bytes
+    rubbish = [torch.full((3,), 7 << 40) for _ in range(100)]
+    del rubbish
+    plan = so.fit(model, (x, lengths), int(0.9 * plain))
+    with plan_applied(plan):
+        model(x, lengths).sum().backward()
+        model.zero_grad()
+        with so.memory.measure("cpu") as m:
+            model(x, lengths).sum().backward()
+        given = sum(p.nbytes for p in model.parameters()) + x.nbytes + lengths.nbytes
+    assert abs(plan.peak_bytes - m.peak_bytes - given) <= 0.01 * plan.peak_bytes
+    # What was computed from the layers is what a simulation of the whole step finds.
+    assert abs(plan.totals["none"][0] - plain) <= 1e-3 * plain
+
+
+class plan_applied:
+    def __init__(self, plan):
+        self.plan = plan
+
+    def __enter__(self):
+        self.plan.apply()
+
+    def __exit__(self, *_):
+        self.plan.undo()
+
+
+class Choosing(Padding):
+    def forward(self, x, lengths):
+        return super().forward(x, lengths), x[: len(lengths)].argmax(1)
+
+
+def test_values_that_nobody_knows_are_an_error_in_fit_too():
+    model, batch = Net(Choosing), (torch.randn(10, 64), torch.tensor([3, 5, 2]))
+    for call in (so.memory.simulate_step, lambda *args: so.fit(*args, "1GiB")):
+        with pytest.raises(RuntimeError, match="needs the values of a tensor"):
+            call(model, batch)

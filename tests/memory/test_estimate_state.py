@@ -1,0 +1,119 @@
+"""Random numbers, counters and averages of a program do not move by a simulation."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import storage_ops as so
+
+
+class Drawing(nn.Module):
+    """Draws with the generators of the process and with its own, as augmentations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.own = nn.Linear(8, 8), random.Random(0)
+        self.draws = {"numpy": np.random.default_rng(0), "old": np.random.RandomState(0)}
+
+    def forward(self, x):
+        noise = np.random.rand() + self.draws["numpy"].random() + self.draws["old"].rand()
+        return self.linear(x) * (random.random() + self.own.random() + noise) + torch.rand(8)
+
+
+RUNS = {
+    "estimate": lambda m, x: so.memory.estimate(lambda x: m(x).sum().backward(), x),
+    "simulate_step": lambda m, x: so.memory.simulate_step(m, x),
+    "fit": lambda m, x: so.fit(m, x, "1MiB"),
+    "checkpoint_report": lambda m, x: so.checkpoint_report(m, x),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_generators_draw_afterwards_what_they_would_have_drawn(run):
+    model, x = nn.Sequential(Drawing(), Drawing()), torch.randn(4, 8)
+    other = copy.deepcopy(model)
+
+    def seeded():
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+
+    seeded()
+    RUNS[run](model, x)
+    found = model(x)
+    seeded()
+    assert torch.equal(found, other(x))
+
+
+class Average:
+    def __init__(self, model):
+        self.copy = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.steps = 0
+
+    def update(self, model):
+        self.steps += 1
+        for name, p in model.named_parameters():
+            self.copy[name] = self.copy[name] * 0.9 + p.detach() * 0.1
+
+
+class Trainer:
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.average, self.losses = Average(self.model), []
+
+    def step(self, x):
+        loss = self.model(x).sum()
+        loss.backward()
+        self.model[1].running_mean = self.model[1].running_mean.clone()
+        self.optimizer.step(), self.scheduler.step(), self.optimizer.zero_grad()
+        self.average.update(self.model)
+        self.losses.append(loss.detach())
+
+    def state(self):
+        return (
+            self.scheduler.last_epoch, self.average.steps, self.losses[:],
+            [*self.average.copy.values()], [*self.model.buffers()],
+            [(group["lr"], group["initial_lr"]) for group in self.optimizer.param_groups],
+            len(self.optimizer.state),
+        )  # fmt: skip
+
+
+TRAINER = None
+
+
+def of_global(x):
+    TRAINER.step(x)
+
+
+class Foreign(Trainer):
+    """A trainer of a library."""
+
+
+Foreign.__module__ = "elsewhere.module"
+
+
+@pytest.mark.parametrize("kind", [Trainer, Foreign])
+@pytest.mark.parametrize("way", ["lambda", "global", "dictionary"])
+def test_what_a_function_names_is_restored(way, kind):
+    trainer = kind()
+    globals()["TRAINER"] = trainer
+    trainers = {"first": trainer}
+    fn = {
+        "lambda": lambda x: trainer.step(x),
+        "global": of_global,
+        "dictionary": lambda x: trainers["first"].step(x),
+    }[way]
+    before = trainer.state()
+    so.memory.estimate(fn, torch.randn(4, 8))
+    assert all(map(same, trainer.state(), before))
+    trainer.step(torch.randn(4, 8))
+
+
+def same(a, b):
+    if isinstance(a, list) and a and isinstance(a[0], torch.Tensor):
+        return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    return a == b
