@@ -12,6 +12,8 @@ from storage_ops.integrations import lightning_callback, trainer_callback
 from storage_ops.quantities import parse_bytes
 from tests.integrations.test_fit_callbacks import changed, tiny
 
+pytestmark = pytest.mark.in_turn
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 SIZE = 2  # of the batch that the plan is for
