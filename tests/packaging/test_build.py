@@ -174,7 +174,7 @@ LOGS = sorted((ROOT / "build").glob("native-*/*.log"))
 
 
 @pytest.mark.skipif(not LOGS, reason="no CUDA code was compiled in this tree (no nvcc)")
-@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", LOGS, ids=[path.stem for path in LOGS])
 def test_cuda_kernels_are_compiled_for_every_gpu_and_spill_no_registers(path):
     log, ninja = path.read_text(), path.with_name("build.ninja").read_text()
     wanted = set(re.findall(r"code=sm_(\d+)", ninja))

@@ -17,14 +17,14 @@ def test_the_stable_libraries_are_here():
     assert not any("binding" in path.name for path in STABLE)
 
 
-@pytest.mark.parametrize("library", STABLE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("library", STABLE, ids=[path.stem for path in STABLE])
 def test_stable_libraries_import_the_stable_abi_of_their_oldest_torch_alone(library):
     assert list(check_wheel.wrong_imports(library)) == []
     names = {name for _, name, _ in check_wheel.imports(library)}
     assert any(name.startswith(("aoti_torch_", "torch_")) for name in names)
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("library", LIBRARIES, ids=[path.stem for path in LIBRARIES])
 def test_libraries_need_libraries_of_torch_and_of_the_system_alone(library):
     listed = subprocess.check_output(["readelf", "-d", library], text=True)
     needed = {line.split("[")[1].rstrip("]") for line in listed.splitlines() if "NEEDED" in line}
