@@ -26,7 +26,7 @@ _WITHOUT_GRAD = {"no_grad", "set_grad_enabled", "inference_mode"}
 _MANY = 4096  # pieces of code of which is remembered what they tell
 _ENTRIES = ("forward", "__call__")
 # Packages whose functions write no tensor of a model through `.data`, unless the code says so.
-_PASSED_OVER = frozenset({"torch", "numpy", "storage_ops", *sys.stdlib_module_names})
+_PASSED_OVER = frozenset({"torch", "numpy", "peft", "storage_ops", *sys.stdlib_module_names})
 
 
 class Facts(NamedTuple):

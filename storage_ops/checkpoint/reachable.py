@@ -217,6 +217,11 @@ class Surroundings:
                 inside += [value for value in found if kind_of(type(value)) != MODULE]
             if module._forward_pre_hooks or module._forward_hooks:
                 inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        adapters = {cls for cls in own if cls.__module__.startswith("peft.")}
+        may_write = (getattr(m, "merged", True) for m in modules if type(m) in adapters)
+        if adapters and not any(may_write):
+            # Their forward names the method that takes a merged adapter out of the weights.
+            types = dict.fromkeys(cls for cls in types if cls not in adapters)
         for cls in types:
             inside += code_writes.run_by(cls)
         self.classes.update(types)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import storage_ops as so
+from storage_ops.checkpoint import effects
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -62,3 +63,26 @@ def test_gradients_are_those_without_checkpoints(kind, mode):
     right, got = (gradients(model, **inputs) for model in models)
     assert got.keys() == right.keys() and all("lora" in name for name in got) and got
     assert all(torch.equal(got[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_parameters_are_copied_where_an_adapter_is_merged_alone(monkeypatch, options):
+    """The forward of a merged layer with disabled adapters writes the weights through `.data`."""
+    copied = []
+
+    class Counted(effects.Contents):
+        __slots__ = ()
+
+        def __init__(self, t, *args):
+            copied.append(t)
+            super().__init__(t, *args)
+
+    monkeypatch.setattr(effects, "Contents", Counted)
+    model = make(**options)
+    model.enable_input_require_grads()
+    so.apply_activation_checkpoint(model, {"layer_classes": ["LlamaDecoderLayer"]})
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    assert not any(isinstance(t, torch.nn.Parameter) for t in copied)
+    model.merge_adapter()
+    model(input_ids=IDS, labels=IDS, use_cache=False)
+    assert any(isinstance(t, torch.nn.Parameter) for t in copied)
