@@ -218,7 +218,7 @@ class Surroundings:
             if module._forward_pre_hooks or module._forward_hooks:
                 inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         adapters = {cls for cls in own if cls.__module__.startswith("peft.")}
-        may_write = (getattr(m, "merged", True) for m in modules if type(m) in adapters)
+        may_write = (getattr(m, "merged", False) for m in modules if type(m) in adapters)
         if adapters and not any(may_write):
             # Their forward names the method that takes a merged adapter out of the weights.
             types = dict.fromkeys(cls for cls in types if cls not in adapters)
