@@ -344,7 +344,6 @@ def _nothing_left_behind(
     try:
         yield
     finally:
-        names.remove(lambda t: t.fake_mode is fake_mode)  # from caches that no closure has
         for slot, old in closure.places:
             new = _read(slot)
             if _is_another(old, new, fake_mode):
@@ -361,6 +360,7 @@ def _nothing_left_behind(
             for _, holder, copy in before:
                 holder.clear()
                 holder.update(copy) if isinstance(holder, dict) else holder.extend(copy)
+        names.remove(lambda t: t.fake_mode is fake_mode)  # from caches that no closure has
         torch.clear_autocast_cache()
         forget_tags()
     if left:
