@@ -7,7 +7,11 @@ from . import losses
 from .losses import B, D, V, interpreted
 
 
-@pytest.mark.parametrize("loss", [losses.focal, losses.softmax_sum], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [losses.cross_entropy, losses.dpo, losses.focal, losses.softmax_sum],
+    ids=lambda f: f.__name__,
+)
 def test_graphs(loss):
     torch.compiler.reset()
     weight, reports = torch.nn.Parameter(torch.randn(V, D) * 0.5), []
