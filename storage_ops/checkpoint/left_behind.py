@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.containers import MISSING, copy_of, put
 from storage_ops.checkpoint.random_states import undo_draws_of_process
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
+from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, attributes_of
 from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO, package_of
 
 _CACHE: Any = type(functools.lru_cache(int))
@@ -95,7 +95,7 @@ class Namespaces:
                 self._cells += cells
                 self._note_values(c for _, c in cells if not isinstance(c, FunctionType))
             elif not _is_atom(value) and not _is_passed_over(type(value)):
-                attributes = _attributes(value)
+                attributes = attributes_of(value)
                 if attributes:
                     self._note(attributes)
 
@@ -145,7 +145,7 @@ def holds(value: Any, is_left: IsLeft, depth: int = 0) -> bool:
     elif isinstance(value, functools.partial):
         inside = [*value.args, *value.keywords.values()]
     elif not _is_passed_over(type(value)):
-        inside = list(_attributes(value).values())
+        inside = list(attributes_of(value).values())
     return any(holds(each, is_left, depth + 1) for each in inside)
 
 
@@ -214,7 +214,7 @@ def _removed(held: Any, ignored: Any, depth: int) -> Iterator[Left]:
         if isinstance(holder, _CACHE):
             holder.cache_clear()
         elif type(holder) in MAPPINGS:
-            owner = next((r for r in gc.get_referrers(holder) if _attributes(r) is holder), None)
+            owner = next((r for r in gc.get_referrers(holder) if attributes_of(r) is holder), None)
             if owner is not None:
                 yield from _attributes_that_are(held, owner)
                 continue
@@ -230,17 +230,9 @@ def _removed(held: Any, ignored: Any, depth: int) -> Iterator[Left]:
 
 def _attributes_that_are(held: Any, owner: Any) -> Iterator[Left]:
     t = next((t for t in tree_leaves(held) if isinstance(t, FakeTensor)), None)
-    for name, value in _attributes(owner).items():
+    for name, value in attributes_of(owner).items():
         if value is held and t is not None:
             yield Left(t, f"{type(owner).__name__}, under {name!r}")
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return found
 
 
 def cells_of(fn: Any) -> tuple[CellType, ...]:

@@ -192,7 +192,7 @@ class Surroundings:
         inside: list[Any] = []
         package = (cls.__module__ or "").partition(".")[0]
         if not is_of_torch(cls) and package not in _PASSED_OVER:
-            attributes = _attributes(value)
+            attributes = attributes_of(value)
             if attributes:
                 (self.given if given else self.objects).append(attributes)
                 inside = self._inside_attributes(attributes, _Everything)
@@ -249,8 +249,8 @@ class _EveryName(frozenset[str]):
 _Everything = _EveryName()
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """What an object has in its dictionary; not by asking for it, which may run code of its own."""
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object has in its dictionary, without a call of code of its own."""
     try:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from storage_ops.checkpoint.containers import copy_of, put
 from storage_ops.checkpoint.random_states import undo_draws, undo_draws_of_process
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
+from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, attributes_of
 
 _PLAIN = (Tensor, str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType)
 _DEEP = 4  # objects that one has to pass to come to another
@@ -93,21 +93,13 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
         elif package_of(type(value)) in _OF_GENERATORS:
             yield value
         elif depth < _DEEP and package_of(type(value)) not in NOT_LOOKED_INTO:
-            inside, depth = _attributes(value), depth + 1
+            inside, depth = (attributes_of(value),), depth + 1
         stack += [(each, depth) for each in inside]
 
 
 def package_of(defined: Any) -> str:
     """Return the name of the top-level package that defines a function or class."""
     return str(getattr(defined, "__module__", "")).partition(".")[0]
-
-
-def _attributes(value: Any) -> tuple[dict[str, Any], ...]:
-    """What an object has in its dictionary; not by asking for it, which may run code of its own."""
-    try:
-        return (object.__getattribute__(value, "__dict__"),)
-    except AttributeError:
-        return ()
 
 
 @contextlib.contextmanager
