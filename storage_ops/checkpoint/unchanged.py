@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from storage_ops.checkpoint.containers import copy_of, put
+from storage_ops.checkpoint.containers import Undo, copy_of, put
 from storage_ops.checkpoint.random_states import undo_draws, undo_draws_of_process
 from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, attributes_of
 
@@ -35,34 +35,24 @@ def unchanged(*roots: Any) -> Iterator[None]:
     and Python's own; the contents of containers; the states of generators of Python and numpy, with
     those of the process; and all that of what these hold. Tensors keep what is written to them.
     """
-    undo, before = undo_draws_of_process(), contents_of(roots)
+    undo = [*undo_changes(roots), *undo_draws_of_process()]
     try:
         with without_cached_parametrizations():
             yield
     finally:
-        put_back(before)
         for each in undo:
             each()
 
 
-def contents_of(roots: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return what objects hold now, for `put_back`."""
-    found: list[tuple[Any, Any]] = []
+def undo_changes(roots: Iterable[Any]) -> Undo:
+    """Return functions that let objects hold what they hold now."""
+    found: Undo = []
     for value in _reached(roots):
         if isinstance(value, CONTAINERS):
-            found.append((value, copy_of(value)))
+            found.append(functools.partial(put, value, copy_of(value)))
         elif (undo := undo_draws(value)) is not None:
-            found.append((undo, None))
+            found.append(undo)
     return found
-
-
-def put_back(found: list[tuple[Any, Any]]) -> None:
-    """Let objects hold what they held at `contents_of`."""
-    for value, contents in found:
-        if isinstance(value, CONTAINERS):
-            put(value, contents)
-        else:
-            value()
 
 
 def _reached(roots: Iterable[Any]) -> Iterator[Any]:

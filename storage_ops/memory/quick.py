@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from storage_ops.checkpoint import discard_scope
-from storage_ops.checkpoint.unchanged import contents_of, put_back
+from storage_ops.checkpoint.unchanged import undo_changes
 from storage_ops.memory.alike import Kinds, Unlike, arguments_key
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.recording import Recording, record
@@ -89,13 +89,14 @@ class Quick:
         args: Any, kwargs: Any,
     ) -> Recording | None:  # fmt: skip
         places = [(m, at) for m in module.modules() for at in self._kinds.places.get(id(m), ())]
-        before = contents_of([module])
+        undo = undo_changes([module])
         self._records = True
         try:
             return record(simulation, module, name, call, args, kwargs, places, self._accumulate)
         except Exception:
             # It keeps something, or looks at its number. An error of its own will come again.
-            put_back(before)
+            for each in undo:
+                each()
         finally:
             self._records = False
         self.is_spoiled = bool(simulation.parts[-1].alive())
