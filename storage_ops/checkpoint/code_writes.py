@@ -133,10 +133,11 @@ def of_calls(
         if is_of_torch(fn):
             continue
         found |= of_code(fn.__code__)
-        new = names_of_code(fn.__code__) - names
+        used = names_of_code(fn.__code__)
+        new = used - names
         names |= new
         stack += [*_called(known, new), *elsewhere_of(fn)]
-        here = (fn.__globals__.get(name) for name in names_of_code(fn.__code__))
+        here = (fn.__globals__.get(name) for name in used)
         stack += [value for value in here if isinstance(value, FunctionType)]
     return found
 

@@ -31,11 +31,7 @@ from storage_ops.memory.estimate_functions import (
 )
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
-from storage_ops.memory.estimate_inputs import (
-    Held,
-    on_one_device,
-    simulated_optimizers,
-)
+from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_optimizers
 from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import propagation_unseen

@@ -167,6 +167,11 @@ class Ledger:
         bound = self._bound.get(t.untyped_storage()._cdata)
         return None if bound is None else bound.block
 
+    def has(self, key: int) -> bool:
+        """Return True if the storage with this key is in the ledger and still exists."""
+        bound = self._bound.get(key)
+        return bound is not None and bound.storage() is not None
+
     def alive(self) -> list[Storage]:
         """Return the storages that still exist."""
         known = [bound.storage() for bound in self._bound.values()]

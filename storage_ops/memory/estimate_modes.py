@@ -179,15 +179,19 @@ class Simulation(TorchDispatchMode):
 
     def alive(self) -> set[int]:
         """Return the keys of the storages of this run that still exist, but for moved arguments."""
-        moved = {s._cdata for s in (reference() for reference in self._moved) if s is not None}
         known = [s._cdata for ledger in (self.ledger, *self.parts) for s in ledger.alive()]
-        return set(known) - moved
+        return set(known) - self._keys_of_moved()
+
+    def _keys_of_moved(self) -> set[int]:
+        return {s._cdata for s in (reference() for reference in self._moved) if s is not None}
 
     def has_made(self, t: FakeTensor) -> bool:
         """Return True if a tensor that still exists is of this run, and no moved argument."""
         if t.fake_mode is not self._fake or t.layout != torch.strided:
             return False
-        return t.untyped_storage()._cdata in self.alive()
+        key = t.untyped_storage()._cdata
+        known = any(ledger.has(key) for ledger in (self.ledger, *self.parts))
+        return known and key not in self._keys_of_moved()
 
     def is_exchanged(self, t: Tensor) -> bool:
         """Whether the memory of a tensor from outside is another than it was."""

@@ -265,12 +265,10 @@ class Values:
 
         def made() -> Tensor:
             whole = torch.zeros(size, dtype=torch.uint8)
-            given, once = (
-                value(),
-                tuple(1 if s == 0 else n for n, s in zip(shape, stride, strict=True)),
-            )
-            for dim, n in enumerate(once):  # what is expanded is there once
-                given = given.narrow(dim, 0, min(n, given.shape[dim]))
+            given = value()
+            for dim, (n, step) in enumerate(zip(shape, stride, strict=True)):
+                once = 1 if step == 0 else n  # what is expanded is there once
+                given = given.narrow(dim, 0, min(once, given.shape[dim]))
             _view(whole, dtype, given.shape, stride, offset).copy_(given)
             return whole
 
