@@ -168,7 +168,7 @@ def _find_elsewhere(fn: FunctionType) -> tuple[Any, ...]:
     names, found = names_of_code(fn.__code__), []
     for name in names:
         value = fn.__globals__.get(name)
-        if isinstance(value, ModuleType) and _is_looked_into(value.__name__):
+        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _PASSED_OVER:
             found += [v for n in names if _is_code(v := vars(value).get(n))]
         elif isinstance(value, type) and _is_code(value):
             found.append(value)
@@ -178,11 +178,7 @@ def _find_elsewhere(fn: FunctionType) -> tuple[Any, ...]:
 def _is_code(value: Any) -> bool:
     if isinstance(value, type) and issubclass(value, nn.Module):
         return False
-    return isinstance(value, (type, FunctionType)) and _is_looked_into(value.__module__)
-
-
-def _is_looked_into(module: str | None) -> bool:
-    return (module or "").partition(".")[0] not in _PASSED_OVER
+    return isinstance(value, (type, FunctionType)) and package_of(value) not in _PASSED_OVER
 
 
 @functools.lru_cache(maxsize=4096)
@@ -232,3 +228,8 @@ def _function(value: Any) -> FunctionType | None:
 def is_of_torch(value: Any) -> bool:
     """Return True if torch defines a class or a function."""
     return (value.__module__ or "").startswith("torch.")
+
+
+def package_of(defined: Any) -> str:
+    """Return the name of the top-level package that defines a function or class."""
+    return str(getattr(defined, "__module__", "")).partition(".")[0]

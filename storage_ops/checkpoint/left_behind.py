@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.checkpoint.code_writes import package_of
 from storage_ops.checkpoint.containers import MISSING, copy_of, put
 from storage_ops.checkpoint.random_states import undo_draws_of_process
 from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, attributes_of
-from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO, package_of
+from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO
 
 _CACHE: Any = type(functools.lru_cache(int))
 _DEEP = 3  # objects and containers between a name and a tensor

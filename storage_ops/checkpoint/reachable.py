@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint import code_writes
-from storage_ops.checkpoint.code_writes import is_of_torch
+from storage_ops.checkpoint.code_writes import is_of_torch, package_of
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
@@ -190,8 +190,7 @@ class Surroundings:
     def _inside_object(self, value: Any, given: bool) -> list[Any]:
         cls: Any = type(value)
         inside: list[Any] = []
-        package = (cls.__module__ or "").partition(".")[0]
-        if not is_of_torch(cls) and package not in _PASSED_OVER:
+        if not is_of_torch(cls) and package_of(cls) not in _PASSED_OVER:
             attributes = attributes_of(value)
             if attributes:
                 (self.given if given else self.objects).append(attributes)
@@ -217,7 +216,7 @@ class Surroundings:
                 inside += [value for value in found if kind_of(type(value)) != MODULE]
             if module._forward_pre_hooks or module._forward_hooks:
                 inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        adapters = {cls for cls in own if cls.__module__.startswith("peft.")}
+        adapters = {cls for cls in own if package_of(cls) == "peft"}
         may_write = (getattr(m, "merged", False) for m in modules if type(m) in adapters)
         if adapters and not any(may_write):
             # Their forward names the method that takes a merged adapter out of the weights.

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from storage_ops.checkpoint.code_writes import package_of
 from storage_ops.checkpoint.containers import Undo, copy_of, put
 from storage_ops.checkpoint.random_states import undo_draws, undo_draws_of_process
 from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, attributes_of
@@ -85,11 +86,6 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
         elif depth < _DEEP and package_of(type(value)) not in NOT_LOOKED_INTO:
             inside, depth = (attributes_of(value),), depth + 1
         stack += [(each, depth) for each in inside]
-
-
-def package_of(defined: Any) -> str:
-    """Return the name of the top-level package that defines a function or class."""
-    return str(getattr(defined, "__module__", "")).partition(".")[0]
 
 
 @contextlib.contextmanager

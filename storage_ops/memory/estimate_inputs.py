@@ -18,9 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.checkpoint.code_writes import package_of
 from storage_ops.checkpoint.left_behind import cells_of, content_of
 from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
-from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO, package_of
+from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO
 from storage_ops.memory.estimate_calls import outermost
 from storage_ops.memory.estimate_modes import Simulation
 
