@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 import storage_ops
+from storage_ops.checkpoint import effects
 from storage_ops.storage.kernels import storage_path
 
 INFO = storage_ops.info()
@@ -108,6 +109,22 @@ def _some_tests_in_turn(items):
             drawn = hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest()[0]
             if drawn % 3:
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """The tensors that regions copy before they run."""
+    tensors = []
+
+    class Counted(effects.Contents):
+        __slots__ = ()
+
+        def __init__(self, t, *args):
+            tensors.append(t)
+            super().__init__(t, *args)
+
+    monkeypatch.setattr(effects, "Contents", Counted)
+    return tensors
 
 
 @pytest.fixture(params=PATHS)
