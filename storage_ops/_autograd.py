@@ -34,10 +34,6 @@ NOT_FORWARD = (
     "linear_cross_entropy or linear_kl_div: an argument carries a tangent; forward-mode AD is not "
     f"supported, {_INSTEAD} for it"
 )
-_NO_GRAPH = (
-    "linear_cross_entropy or linear_kl_div is inside torch.func.grad, which torch.compile runs "
-    "without a graph; expected fullgraph=False, or torch.autograd.grad of the compiled loss"
-)
 
 
 def raise_not_twice(ctx: Any, *grads: Tensor) -> None:
@@ -206,11 +202,11 @@ def needs_no_graph() -> bool:
     )
 
 
-def _call(apply: Callable[..., Any], call: Any) -> Any:
-    return apply(call)
+def without_graph(apply: Callable[..., Any], call: Any) -> Any:
+    """Return `apply(call)`, for which torch.compile makes no graph."""
+    from storage_ops._without_graph import run  # imports Dynamo, which is at work then
 
-
-without_graph = torch.compiler.disable(_call, reason=_NO_GRAPH)
+    return run(apply, call)
 
 
 def looped(op: Callable[..., Any]) -> Callable[..., Any]:
