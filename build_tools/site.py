@@ -29,6 +29,7 @@ REFERENCE = {
     "storage_ops.graph.regions": "Regions of traced steps",
     "storage_ops.integrations": "Integrations",
 }
+DEFINED_IN = {"storage_ops.graph.regions": "storage_ops.foundation.regions"}
 CODE = re.compile(r"\]\((?:\.\./)*(storage_ops/[\w/]+)\.py\)")  # a file with public names
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 _URL = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -77,7 +78,7 @@ def _reference():
     parts = ["# Reference\n"]
     for package, title in REFERENCE.items():
         parts.append(f"## {title}\n")
-        for name, source in _public(package):
+        for name, source in _public(DEFINED_IN.get(package, package)):
             heading = f"heading: {package}.{name}\n      toc_label: {name}"
             parts.append(f"::: {source}.{name}\n    options:\n      {heading}\n")
     return "\n".join(parts)

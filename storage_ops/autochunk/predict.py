@@ -25,7 +25,7 @@ from storage_ops.autochunk.values import (
     tangents_of,
     values_of,
 )
-from storage_ops.memory.lifetimes import Moment, levels_during
+from storage_ops.foundation.lifetimes import Moment, levels_during
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
 _REDUCTIONS = ("sum", "reduce")

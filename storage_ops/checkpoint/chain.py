@@ -14,7 +14,7 @@ from storage_ops.checkpoint.options import DiscardOptions
 from storage_ops.checkpoint.output_discard import OutputDiscardCheckpoint, run_region
 from storage_ops.checkpoint.region import Region, is_repeatable
 from storage_ops.checkpoint.saved import fail
-from storage_ops.graph import regions
+from storage_ops.foundation import regions
 
 P = ParamSpec("P")
 T = TypeVar("T")

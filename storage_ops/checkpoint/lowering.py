@@ -18,8 +18,8 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from storage_ops.checkpoint.snapshots import with_snapshots
-from storage_ops.graph import regions
-from storage_ops.graph.torch_checkpoint import policy_of
+from storage_ops.checkpoint.torch_checkpoint import policy_of
+from storage_ops.foundation import regions
 
 _NUMBER = 1 << 40  # above those that torch counts up
 

@@ -30,7 +30,7 @@ from storage_ops.checkpoint.region import (
     is_repeatable,
 )
 from storage_ops.checkpoint.saved import fail
-from storage_ops.graph import regions
+from storage_ops.foundation import regions
 
 # Arguments and result of a function. A type without them in brackets is that of the defaults.
 P = ParamSpec("P", default=...)

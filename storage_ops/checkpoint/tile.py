@@ -25,7 +25,7 @@ from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region import is_repeatable
 from storage_ops.checkpoint.tile_run import Pieces, fail
 from storage_ops.checkpoint.unchanged import replaced, unchanged
-from storage_ops.graph import regions
+from storage_ops.foundation import regions
 from storage_ops.quantities import parse_bytes, readable
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

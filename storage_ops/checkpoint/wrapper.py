@@ -30,7 +30,7 @@ from storage_ops.checkpoint.policies import Policy
 from storage_ops.checkpoint.reentrant import run_reentrant
 from storage_ops.checkpoint.region import ContextFn, Options, Region, is_repeatable
 from storage_ops.checkpoint.selective import contexts
-from storage_ops.graph import regions
+from storage_ops.foundation import regions
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # Options that choose layers of a model; a single module has no use for them.

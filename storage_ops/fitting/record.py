@@ -21,9 +21,9 @@ from storage_ops.checkpoint.caches import without_cache
 from storage_ops.fitting.fingerprint import fingerprint
 from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit, places_of
+from storage_ops.foundation.ledger import Block
 from storage_ops.loss.devices import Rates
 from storage_ops.memory.alike import SIMPLE
-from storage_ops.memory.estimate_ledger import Block
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_spread
 from storage_ops.memory.estimate_values import Known

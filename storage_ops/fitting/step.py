@@ -16,6 +16,7 @@ from storage_ops.checkpoint.op_names import is_allocation, is_mutating, is_view
 from storage_ops.checkpoint.policies import call_name
 from storage_ops.checkpoint.selective import is_ignored
 from storage_ops.fitting.roofline import Roofline
+from storage_ops.foundation.ledger import Ledger, rounded
 from storage_ops.loss import planner
 from storage_ops.loss.call import Call
 from storage_ops.loss.devices import DEVICES, Rates, named
@@ -24,7 +25,6 @@ from storage_ops.loss.plan import problem_of
 from storage_ops.memory.estimate import call_simulated, simulating
 from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_inputs import Held
-from storage_ops.memory.estimate_ledger import Ledger, rounded
 from storage_ops.memory.estimate_modes import Simulation
 
 

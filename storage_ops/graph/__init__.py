@@ -7,17 +7,18 @@ what the trace has fixed (`arguments.py`). DDP and FSDP2 communicate by ops of t
 (`data_parallel.py`, `fully_sharded.py`); what it cannot hold is refused by name (`refusals.py`).
 
 While it is recorded, every node gets a *mark*: the regions around it, and the backward pass that it
-belongs to (`regions.py`; `torch_checkpoint.py` for those of torch). `remat.py` reads the marks and
-makes what a backward pass needs of a region again, just before it is first read there: in-place ops
-are rewritten for that (`functionalize.py`), random ops run again with the numbers they drew
-(`rng.py`, for CUDA graphs `capture.py`), and `verify.py` compares with what eager mode computes.
+belongs to (`foundation/regions.py`; `checkpoint/torch_checkpoint.py` for those of torch).
+`remat.py` reads the marks and makes what a backward pass needs of a region again, just before it is
+first read there: in-place ops are rewritten for that (`functionalize.py`), random ops run again
+with the numbers they drew (`rng.py`, for CUDA graphs `capture.py`), and `verify.py` compares with
+what eager mode computes.
 Graphs that others recorded have no marks: `repair.py` finds the regions in those of `make_fx`,
 `tags.py` in those of torch.compile.
 
 `schedule.py` is the memory of a graph over time. `nodes.py` has facts about single nodes.
 """
 
-from storage_ops.graph import regions
+from storage_ops.foundation import regions
 from storage_ops.graph.capture import capturable
 from storage_ops.graph.remat import remat
 from storage_ops.graph.schedule import Schedule, schedule

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from storage_ops.foundation.regions import KEY, mark_of
 from storage_ops.graph import rng
 from storage_ops.graph.nodes import (
     argument,
@@ -24,7 +25,6 @@ from storage_ops.graph.nodes import (
     written,
     written_at,
 )
-from storage_ops.graph.regions import KEY, mark_of
 
 aten = torch.ops.aten
 _IN_PLACE = "storage_ops_in_place"

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
+from storage_ops.foundation.regions import KEY, Mark, mark_of
 from storage_ops.graph import rng
 from storage_ops.graph.functionalize import FILLS, KEPT, functionalize, reinplace
 from storage_ops.graph.nodes import (
@@ -28,7 +29,6 @@ from storage_ops.graph.nodes import (
     written,
     written_at,
 )
-from storage_ops.graph.regions import KEY, Mark, mark_of
 from storage_ops.graph.repair import repair
 from storage_ops.graph.tags import PHASE_KEYS, TAG, mark_tagged, raise_items
 from storage_ops.graph.verify import verify_equal

@@ -19,10 +19,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from storage_ops.foundation.regions import KEY, Level, Mark
 from storage_ops.graph import rng
 from storage_ops.graph.functionalize import is_new
 from storage_ops.graph.nodes import ALIASES, copy_of, is_call, item_of, written
-from storage_ops.graph.regions import KEY, Level, Mark
 from storage_ops.graph.verify import REPEATS
 
 aten = torch.ops.aten

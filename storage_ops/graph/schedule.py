@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from storage_ops.foundation.lifetimes import Moment, levels_during
 from storage_ops.graph.nodes import storages
-from storage_ops.memory.lifetimes import Moment, levels_during
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import itertools
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from storage_ops.foundation.regions import KEY, Level, Mark
 from storage_ops.graph.nodes import item_of
-from storage_ops.graph.regions import KEY, Level, Mark
 
 TAG = "recompute"
 # Keys of `node.meta` that say of a node whether it is of a backward pass.

@@ -9,13 +9,13 @@ call stays one op.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from storage_ops.foundation import regions
 from storage_ops.loss.call import Call
 
 _MODES = torch._C._TorchDispatchModeKey
@@ -40,8 +40,7 @@ def in_pieces(call: Call) -> bool:
 
 def _in_region() -> bool:
     """Whether a traced step is in a region, of which nothing may be overwritten."""
-    regions = sys.modules.get("storage_ops.graph.regions")
-    return regions is not None and traced() and bool(regions.inside())
+    return traced() and regions.inside()
 
 
 def run(op: Callable[..., Any], kernel: Callable[..., Any], call: Call, *args: Any) -> Any:

@@ -6,7 +6,7 @@ of a module and so on. `plot.py` draws them.
 
 `estimate.py` runs it on fake tensors, as on a GPU. Every op passes a mode that books the storages
 it makes (`estimate_modes.py`) in a *ledger*, of blocks that live from when to when
-(`estimate_ledger.py`). What was there before the call is found by `estimate_inputs.py`, kernels
+(`foundation/ledger.py`). What was there before the call is found by `estimate_inputs.py`, kernels
 that take other memory on a GPU are in `estimate_gpu.py`, sparse tensors in `estimate_sparse.py`.
 What kernels take only while they run, their *scratch*, is in `estimate_cuda.py` and
 `estimate_cpu.py`, and where torch is otherwise for fake tensors in `estimate_real.py`.
@@ -14,8 +14,8 @@ One rank of several is simulated alone (`estimate_ranks.py`, `estimate_fsdp.py`,
 Sizes that depend on values are exact where the values are *known* (`estimate_values.py`); of the
 others the caller *assumes* something (`estimate_assume.py`), and `estimate_sizes.py` turns that
 into sizes. A loss that the package compiles is simulated as what runs (`estimate_compiled.py`). A
-graph whose nodes are known before it runs is booked node by node (`lifetimes.py`), traced steps and
-chunked losses among them, so that every predicted peak is a level of a ledger.
+graph whose nodes are known before it runs is booked node by node (`foundation/lifetimes.py`),
+traced steps and chunked losses among them, so that every predicted peak is a level of a ledger.
 
 `step.py` simulates a whole training step of a model; `estimate_calls.py` tells it whose call an op
 belongs to. Alike calls of modules (`alike.py`) are run once: `recording.py` writes down what the

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.left_behind import Namespaces, remove_left_behind
 from storage_ops.checkpoint.unchanged import unchanged
+from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.loss.devices import Rates, standing_for
 from storage_ops.memory.estimate_assume import Assumption, name_of, users_line
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
@@ -32,7 +33,6 @@ from storage_ops.memory.estimate_functions import (
 from storage_ops.memory.estimate_gpu import following_resizes, gpu_kernels
 from storage_ops.memory.estimate_hf import masks_as_in_a_run
 from storage_ops.memory.estimate_inputs import Held, on_one_device, simulated_optimizers
-from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import propagation_unseen
 from storage_ops.memory.measure import Life, Measurement, Sample

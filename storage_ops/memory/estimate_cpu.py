@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.matmul import aten
-from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_scratch import Scratch
 
 _aten = torch.ops.aten

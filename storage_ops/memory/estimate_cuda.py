@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from storage_ops.foundation.ledger import Ledger
 from storage_ops.loss.devices import threads_of
-from storage_ops.memory.estimate_ledger import Ledger
 from storage_ops.memory.estimate_scratch import Scratch
 
 _See = Callable[[Tensor], None]

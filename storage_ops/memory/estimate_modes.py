@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_map_only
 
 from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint.copies import BookedCopies, active
+from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.memory import estimate_cpu, estimate_cuda, estimate_ranks, estimate_real
 from storage_ops.memory.alike import Unlike
 from storage_ops.memory.estimate_assume import Assumption, Source, unanswered
 from storage_ops.memory.estimate_leaves import Leaf
-from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_sizes import SIZED, Sizes
 from storage_ops.memory.estimate_sparse import Sparse
 from storage_ops.memory.estimate_values import Values

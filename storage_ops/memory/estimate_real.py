@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from storage_ops.memory.estimate_ledger import Block, Ledger
+from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.memory.estimate_scratch import Scratch
 
 _aten = torch.ops.aten

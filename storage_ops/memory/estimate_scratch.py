@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from storage_ops.memory.estimate_ledger import Block, Ledger
+from storage_ops.foundation.ledger import Block, Ledger
 
 
 class Scratch:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.loss.devices import GPUS
-from storage_ops.memory.estimate_ledger import Block, Ledger
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset(

@@ -14,9 +14,9 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.foundation.ledger import Block, ModuleCall
 from storage_ops.memory.advice import Follower, KnownStep, advise, bytes_of
 from storage_ops.memory.estimate_gpu import following_resizes
-from storage_ops.memory.estimate_ledger import Block, ModuleCall
 from storage_ops.memory.estimate_wrappers import inside
 from storage_ops.memory.measure import numbered
 from storage_ops.memory.owners import (

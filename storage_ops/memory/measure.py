@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from storage_ops.checkpoint.config_policy import class_of, uncompiled
-from storage_ops.memory.estimate_ledger import levels
+from storage_ops.foundation.ledger import levels
 from storage_ops.memory.owners import Marks, history
 from storage_ops.quantities import parse_bytes
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.memory.alike import SIMPLE, LayerNumber, Unlike
-from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_modes import Simulation
 
 INSIDE, INPUT, OUTPUT, GRAD_OUT, GRAD_IN, PARAMETER = (

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_unflatten
 
+from storage_ops.foundation.ledger import Block, ModuleCall
 from storage_ops.memory.alike import Unlike
-from storage_ops.memory.estimate_ledger import Block, ModuleCall
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.recording import (
     GRAD_OUT,

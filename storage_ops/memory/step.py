@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.config_policy import class_of, uncompiled
+from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.loss.devices import DEVICES, Rates
 from storage_ops.memory.estimate import (
     call_simulated,
@@ -27,7 +28,6 @@ from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME, around_calls
 from storage_ops.memory.estimate_compiled import as_it_runs
 from storage_ops.memory.estimate_inputs import Held, unwrapped
-from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_ranks import (
     is_distributed,
     is_sharded_alone,

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from storage_ops._op_arguments import tensors_in
+from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.memory.estimate import share_copies
 from storage_ops.memory.estimate_calls import outermost
-from storage_ops.memory.estimate_ledger import Block, Ledger
 from storage_ops.memory.estimate_wrappers import inside, is_wrapper, is_wrapper_type
 
 _OPS = torch.ops.storage_ops

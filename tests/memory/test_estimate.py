@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import storage_ops as so
+from storage_ops.foundation.ledger import rounded
 from storage_ops.matmul import aten
 from storage_ops.memory import estimate, simulate_step
-from storage_ops.memory.estimate_ledger import rounded
 
 MIB = 1 << 20
 

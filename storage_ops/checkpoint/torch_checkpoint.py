@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from storage_ops.graph import regions
+from storage_ops.foundation import regions
 
 # What wraps the forward of a region that is not reentrant: in torch 2.15 it has another name, and
 # takes its options by keyword only.

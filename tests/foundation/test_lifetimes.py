@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from storage_ops.memory.lifetimes import Moment, levels_during
+from storage_ops.foundation.lifetimes import Moment, levels_during
 
 
 def test_a_block_lives_until_its_last_reader():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from storage_ops.memory.estimate_ledger import Block, Ledger
+from storage_ops.foundation.ledger import Block, Ledger
 
 
 @dataclass

@@ -1,0 +1,5 @@
+"""What every other package may import: facts and marks that several of them share.
+
+`regions.py` marks the nodes of a graph under trace. `ledger.py` records which block of memory lives
+from when to when; `lifetimes.py` fills a ledger from a graph whose nodes are known before it runs.
+"""
