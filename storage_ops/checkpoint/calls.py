@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from storage_ops.checkpoint.code_writes import is_of_torch
 from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, put, set_item
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
+from storage_ops.foundation.walk import CONTAINERS, cells_of, is_of_torch, items_of
 
 _OF_A_MODULE = (
     "_forward_pre_hooks",
@@ -111,9 +110,7 @@ def _recorders(callables: list[Any]) -> Iterator[Any]:
         seen.add(id(value))
         if type(value) in CONTAINERS:
             yield value
-            if len(value) <= LONG:
-                inside = value.values() if type(value) in MAPPINGS else value
-                stack += [each for each in inside if type(each) in CONTAINERS]
+            stack += [each for each in items_of(value) if type(each) in CONTAINERS]
         elif isinstance(value, functools.partial):
             stack += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, FunctionType):
@@ -127,10 +124,5 @@ def _recorders(callables: list[Any]) -> Iterator[Any]:
 
 def _named_by(function: FunctionType) -> list[Any]:
     """What a function closes over, and its defaults."""
-    inside = list(function.__defaults__ or ()) + list((function.__kwdefaults__ or {}).values())
-    for cell in function.__closure__ or ():
-        try:
-            inside.append(cell.cell_contents)
-        except ValueError:  # a name that is not bound yet
-            continue
-    return inside
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [value for _, _, value in cells_of(function)] + list(defaults)

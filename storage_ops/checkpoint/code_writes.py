@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from storage_ops.foundation.walk import is_of_torch, package_of
+
 # How code may write tensors. Plain integers, which are fast to combine.
 IN_PLACE = 1  # by an op that moves the version
 UNSEEN = 2  # through `.data`, which moves no version
@@ -35,12 +37,10 @@ class Facts(NamedTuple):
     Attributes:
         writes: how it may write tensors.
         names: of the attributes and globals that it uses.
-        globals: of the globals that it reads.
     """
 
     writes: int
     names: frozenset[str]
-    globals: tuple[str, ...]
 
 
 _facts: dict[int, tuple[CodeType, Facts]] = {}
@@ -52,18 +52,8 @@ def facts_of(code: CodeType) -> Facts:
     if known is None:
         if len(_facts) >= _MANY:
             _facts.clear()
-        found = Facts(of_code(code), names_of_code(code), names_of_globals(code))
-        known = _facts[id(code)] = code, found
+        known = _facts[id(code)] = code, Facts(of_code(code), names_of_code(code))
     return known[1]
-
-
-def names_of_globals(code: CodeType) -> tuple[str, ...]:
-    """Return the names of globals that code reads, and functions in it."""
-    found = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            found.update(names_of_globals(const))
-    return tuple(sorted(found))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,13 +213,3 @@ def _function(value: Any) -> FunctionType | None:
     elif isinstance(value, property):
         value = value.fget
     return value if isinstance(value, FunctionType) else None
-
-
-def is_of_torch(value: Any) -> bool:
-    """Return True if torch defines a class or a function."""
-    return (value.__module__ or "").startswith("torch.")
-
-
-def package_of(defined: Any) -> str:
-    """Return the name of the top-level package that defines a function or class."""
-    return str(getattr(defined, "__module__", "")).partition(".")[0]

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from storage_ops.checkpoint.reachable import MAPPINGS
+from storage_ops.foundation.walk import MAPPINGS
 
 MISSING = object()  # in place of the value of an item that is not there
 Undo = list[Callable[[], object]]

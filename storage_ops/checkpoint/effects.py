@@ -36,7 +36,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from storage_ops.checkpoint.code_writes import IN_PLACE, UNSEEN, WITHOUT_GRAD, is_of_torch
+from storage_ops.checkpoint.code_writes import IN_PLACE, UNSEEN, WITHOUT_GRAD
 from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, put, set_item
 from storage_ops.checkpoint.contents import BUDGET, LARGE_BUDGET, SMALL, Contents, Uninitialized
 from storage_ops.checkpoint.contents import looked_at as _looked_at
@@ -50,9 +50,10 @@ from storage_ops.checkpoint.places import (
     remembered,
     value_of,
 )
-from storage_ops.checkpoint.reachable import MAPPINGS, Surroundings
+from storage_ops.checkpoint.reachable import Surroundings
 from storage_ops.checkpoint.repeated_writes import RepeatedWrites, fail_parameter
 from storage_ops.checkpoint.saved import fail
+from storage_ops.foundation.walk import MAPPINGS, is_of_torch
 
 if TYPE_CHECKING:
     pass

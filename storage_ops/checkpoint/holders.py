@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from storage_ops.checkpoint.code_writes import facts_of
 from storage_ops.checkpoint.guard import LIBRARIES, storage_key
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
+from storage_ops.foundation.walk import CONTAINERS, items_of, names_of_globals
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.made import Made
@@ -156,7 +155,7 @@ def _variables(frame: FrameType) -> list[Any]:
     found = [value for name, value in values.items() if name in own or not of_function]
     # Before Python 3.13 a copy, which the frame keeps, and all in it. It is the function's own if
     # that asks for it.
-    asks = _ASKS_FOR_LOCALS.intersection(facts_of(code).globals)
+    asks = _ASKS_FOR_LOCALS.intersection(names_of_globals(code))
     if of_function and type(values) is dict and not asks:
         values.clear()
     return found
@@ -168,8 +167,7 @@ def _inside(value: Any, seen: set[int]) -> Iterator[Any]:
     elif id(value) not in seen:
         seen.add(id(value))
         if type(value) in CONTAINERS or isinstance(value, tuple):
-            if len(value) <= LONG:
-                yield from value.values() if type(value) in MAPPINGS else value
+            yield from items_of(value)
         elif not isinstance(value, (type, FunctionType, ModuleType, nn.Module)):
             yield from getattr(value, "__dict__", {}).values()
 

@@ -19,11 +19,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.checkpoint.code_writes import package_of
 from storage_ops.checkpoint.containers import MISSING, copy_of, put
 from storage_ops.checkpoint.random_states import undo_draws_of_process
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, attributes_of
-from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO
+from storage_ops.foundation.walk import (
+    CONTAINERS,
+    MAPPINGS,
+    OPAQUE,
+    attributes_of,
+    is_data,
+    is_opaque,
+    package_of,
+    walk,
+)
 
 _CACHE: Any = type(functools.lru_cache(int))
 _DEEP = 3  # objects and containers between a name and a tensor
@@ -54,7 +61,7 @@ class Namespaces:
         self._caches: list[Any] = []
         self._seen: set[int] = set()
         kinds = {type(module) for module in modules}
-        classes = {c for kind in kinds for c in kind.__mro__ if not _is_passed_over(c)}
+        classes = {c for kind in kinds for c in kind.__mro__ if not is_opaque(c)}
         scopes = [vars(sys.modules[c.__module__]) for c in classes if c.__module__ in sys.modules]
         for cls in classes:
             self._classes.append((cls, dict(vars(cls))))
@@ -72,7 +79,7 @@ class Namespaces:
             return []
         self._note_values(scope.values())
         functions = [v for v in scope.values() if isinstance(v, FunctionType)]
-        return [f.__globals__ for f in functions if not _is_passed_over(f)]
+        return [f.__globals__ for f in functions if package_of(f) not in OPAQUE]
 
     def _note(self, container: Any) -> bool:
         """Note the contents of a container; return False if they were noted before."""
@@ -89,13 +96,13 @@ class Namespaces:
                 self._caches.append(value)
                 value = value.__wrapped__
             if type(value) in CONTAINERS:
-                if len(value) <= LONG:
+                if not is_data(value):
                     self._note(value)
             elif isinstance(value, FunctionType):
-                cells = [(cell, content_of(cell)) for cell in cells_of(value)]
+                cells = [(cell, content_of(cell)) for cell in value.__closure__ or ()]
                 self._cells += cells
                 self._note_values(c for _, c in cells if not isinstance(c, FunctionType))
-            elif not _is_atom(value) and not _is_passed_over(type(value)):
+            elif not _is_atom(value) and not is_opaque(type(value)):
                 attributes = attributes_of(value)
                 if attributes:
                     self._note(attributes)
@@ -133,21 +140,10 @@ def _replaced(now: Any, contents: dict[Any, Any], is_left: IsLeft) -> list[tuple
     ]
 
 
-def holds(value: Any, is_left: IsLeft, depth: int = 0) -> bool:
+def holds(value: Any, is_left: IsLeft) -> bool:
     """Return True if a value is a fake tensor of the run, or has one in it."""
-    if isinstance(value, FakeTensor):
-        return is_left(value)
-    if depth > _DEEP or _is_atom(value):
-        return False
-    inside: Iterable[Any] = ()
-    if type(value) in CONTAINERS or isinstance(value, tuple):
-        if len(value) <= LONG:
-            inside = list(value.values() if type(value) in MAPPINGS else value)
-    elif isinstance(value, functools.partial):
-        inside = [*value.args, *value.keywords.values()]
-    elif not _is_passed_over(type(value)):
-        inside = list(attributes_of(value).values())
-    return any(holds(each, is_left, depth + 1) for each in inside)
+    visits = walk([("", value)], into_functions=False)
+    return any(isinstance(v.value, FakeTensor) and is_left(v.value) for v in visits)
 
 
 def _is_atom(value: Any) -> bool:
@@ -236,11 +232,6 @@ def _attributes_that_are(held: Any, owner: Any) -> Iterator[Left]:
             yield Left(t, f"{type(owner).__name__}, under {name!r}")
 
 
-def cells_of(fn: Any) -> tuple[CellType, ...]:
-    """Return the variables of enclosing functions that a function refers to."""
-    return getattr(fn, "__closure__", None) or ()
-
-
 def content_of(cell: CellType) -> Any:
     """Return the value of a variable of an enclosing function; `MISSING` if it has none."""
     try:
@@ -256,10 +247,6 @@ def set_content(cell: CellType, value: Any) -> None:
             del cell.cell_contents
     else:
         cell.cell_contents = value
-
-
-def _is_passed_over(defined: Any) -> bool:
-    return package_of(defined) in NOT_LOOKED_INTO
 
 
 @contextlib.contextmanager

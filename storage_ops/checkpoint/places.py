@@ -16,8 +16,8 @@ from torch import Tensor
 from storage_ops.checkpoint.containers import MISSING, Undo, copy_of, has, set_item
 from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.matching import ORIGIN
-from storage_ops.checkpoint.reachable import MAPPINGS
 from storage_ops.checkpoint.uses import Use
+from storage_ops.foundation.walk import MAPPINGS
 
 
 class Attributes:

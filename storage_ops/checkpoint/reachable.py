@@ -2,58 +2,42 @@
 
 from __future__ import annotations
 
-import collections
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint import code_writes
-from storage_ops.checkpoint.code_writes import is_of_torch, package_of
+from storage_ops.foundation.walk import (
+    CONTAINER,
+    FUNCTION,
+    GENERATOR,
+    METHOD,
+    MODULE,
+    PARTIAL,
+    PLAIN,
+    REFERENCE,
+    TENSOR,
+    TUPLE,
+    Name,
+    attributes_of,
+    cells_of,
+    globals_of,
+    is_data,
+    is_of_torch,
+    is_opaque,
+    items_of,
+    kind_of,
+    package_of,
+    slots_of,
+)
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
-# Packages whose objects hold no state of a forward.
-_PASSED_OVER = frozenset(
-    {"asyncio", "concurrent", "logging", "multiprocessing", "re", "storage_ops", "threading"}
-)
-MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
-CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
 _DEEP = 4  # functions that call one another, containers in containers
-LONG = 256  # the items of a container of more are data
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-# What a value is, as its class tells. To ask an object for its class may run code of its own.
-PLAIN, TENSOR, PARTIAL, METHOD, FUNCTION, MODULE, CONTAINER, TUPLE, GENERATOR, REFERENCE, OBJECT = (
-    range(11)
-)
-_KINDS = (
-    (_PLAIN, PLAIN),
-    (Tensor, TENSOR),
-    (functools.partial, PARTIAL),
-    (MethodType, METHOD),
-    (FunctionType, FUNCTION),
-    (nn.Module, MODULE),
-    (tuple, TUPLE),
-    (torch.Generator, GENERATOR),
-    (weakref.ref, REFERENCE),
-)
-Name = tuple[Any, str, Any]  # a cell or the globals, the name in it, what a function finds there
-
-
-@functools.lru_cache(maxsize=4096)
-def _find_kind(cls: Any) -> int:
-    """Return what values of a class are, such as `TENSOR`."""
-    if cls in CONTAINERS:
-        return CONTAINER
-    return next((kind for classes, kind in _KINDS if issubclass(cls, classes)), OBJECT)
-
-
-kind_of: Callable[[Any], int] = _find_kind
 
 
 @dataclass
@@ -174,8 +158,8 @@ class Surroundings:
             elif kind in (CONTAINER, TUPLE):
                 if given and kind == CONTAINER:
                     self.given.append(value)
-                if len(value) <= LONG:
-                    inside = list(value.values() if type(value) in MAPPINGS else value)
+                if not is_data(value):
+                    inside = items_of(value)
                     if not given and kind == CONTAINER:
                         self.containers.append(value)
             elif kind == GENERATOR:
@@ -190,13 +174,13 @@ class Surroundings:
     def _inside_object(self, value: Any, given: bool) -> list[Any]:
         cls: Any = type(value)
         inside: list[Any] = []
-        if not is_of_torch(cls) and package_of(cls) not in _PASSED_OVER:
+        if not is_opaque(cls):
             attributes = attributes_of(value)
             if attributes:
                 (self.given if given else self.objects).append(attributes)
                 inside = self._inside_attributes(attributes, _Everything)
                 self.classes[cls] = None
-            inside += _in_slots(value, cls)
+            inside += [each for _, each in slots_of(value)]
         return inside + list(code_writes.run_by(cls))
 
     def _inside_module(self, root: nn.Module, seen: set[int]) -> tuple[list[Any], frozenset[str]]:
@@ -232,7 +216,7 @@ class Surroundings:
         self.called.append(facts.names)
         self.code.append(facts.names)
         self.elsewhere.update(dict.fromkeys(code_writes.elsewhere_of(fn)))
-        names = [*_cells(fn), *_globals(fn, facts.globals)]
+        names = [*cells_of(fn), *globals_of(fn)]
         self.names += [n for n in names if kind_of(type(n[2])) in (TENSOR, MODULE)]
         defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
         return [value for _, _, value in names] + list(defaults), facts.names
@@ -246,44 +230,3 @@ class _EveryName(frozenset[str]):
 
 
 _Everything = _EveryName()
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object has in its dictionary, without a call of code of its own."""
-    try:
-        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return found
-
-
-def _in_slots(value: Any, cls: Any) -> list[Any]:
-    """The values of the slots of an object."""
-    found = []
-    for name in _slots_of(cls):
-        try:
-            found.append(object.__getattribute__(value, name))
-        except AttributeError:
-            continue
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots_of(cls: Any) -> tuple[str, ...]:
-    slots = [vars(c).get("__slots__", ()) for c in cls.__mro__]
-    return tuple(n for s in slots for n in ((s,) if isinstance(s, str) else s) if n[:2] != "__")
-
-
-def _cells(fn: FunctionType) -> Iterator[Name]:
-    for cell in fn.__closure__ or ():
-        try:
-            yield cell, "cell_contents", cell.cell_contents
-        except ValueError:  # a name that is not bound yet
-            continue
-
-
-def _globals(fn: FunctionType, names: tuple[str, ...]) -> Iterator[Name]:
-    values = fn.__globals__
-    for name in names:
-        if name in values and kind_of(type(values[name])) != PLAIN:
-            yield values, name, values[name]

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterable, Iterator
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
-from storage_ops.checkpoint.code_writes import package_of
 from storage_ops.checkpoint.containers import Undo, copy_of, put
 from storage_ops.checkpoint.random_states import undo_draws, undo_draws_of_process
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS, attributes_of
+from storage_ops.foundation.walk import (
+    CONTAINER,
+    CONTAINERS,
+    MODULE,
+    OBJECT,
+    attributes_of,
+    is_opaque,
+    package_of,
+    walk,
+)
 
-_PLAIN = (Tensor, str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType)
-_DEEP = 4  # objects that one has to pass to come to another
 _OF_GENERATORS = frozenset({"random", "numpy"})
-NOT_LOOKED_INTO = frozenset({"torch", "storage_ops", *sys.stdlib_module_names})
 
 
 @contextlib.contextmanager
@@ -57,35 +60,26 @@ def undo_changes(roots: Iterable[Any]) -> Undo:
 
 
 def _reached(roots: Iterable[Any]) -> Iterator[Any]:
-    """The containers and generators that are reached, each once.
+    """Yield the containers and generators that are reached, each once.
 
     The attributes of an object are a container.
     """
-    seen: dict[int, Any] = {}
-    stack = [(root, 0) for root in roots]
-    while stack:
-        value, depth = stack.pop()
-        if isinstance(value, _PLAIN) or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        inside: Iterable[Any] = ()
-        if type(value) in CONTAINERS:
-            yield value
-            if len(value) <= LONG:
-                inside = value.values() if type(value) in MAPPINGS else value
-        elif isinstance(value, tuple):
-            inside = value
-        elif isinstance(value, functools.partial):
-            inside = value.func, value.args, value.keywords
-        elif isinstance(value, MethodType):
-            inside = (value.__self__,)
-        elif isinstance(value, nn.Module):
-            inside, depth = (vars(value),), 0
-        elif package_of(type(value)) in _OF_GENERATORS:
-            yield value
-        elif depth < _DEEP and package_of(type(value)) not in NOT_LOOKED_INTO:
-            inside, depth = (attributes_of(value),), depth + 1
-        stack += [(each, depth) for each in inside]
+    seen = set[int]()
+    for visit in walk((("", root) for root in roots), into_functions=False):
+        value, found = visit.value, list[Any]()
+        if visit.kind == CONTAINER:
+            found = [value]
+        elif visit.kind == MODULE:
+            attributes = vars(value)
+            found = [attributes, *(v for v in attributes.values() if type(v) in CONTAINERS)]
+        elif visit.kind == OBJECT:
+            is_generator = package_of(type(value)) in _OF_GENERATORS
+            found = [value] if is_generator else [attributes_of(value)]
+            found *= is_generator or not is_opaque(type(value))
+        for each in found:
+            if id(each) not in seen:
+                seen.add(id(each))
+                yield each
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.library import Library
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.memory.estimate_inputs import reached_by
+from storage_ops.foundation.walk import TENSOR, walk
 from storage_ops.memory.estimate_modes import Simulation
 
 
@@ -232,7 +232,8 @@ def _flex_attention(
     if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    captured = [t for t in reached_by(score_mod) if isinstance(t, Tensor)]
+    reached = walk([("score_mod", score_mod)])
+    captured = [v.value for v in reached if v.kind == TENSOR and v.is_first]
     return _FlexAttention.apply(query, key, value, *captured)  # type: ignore[no-untyped-call]
 
 

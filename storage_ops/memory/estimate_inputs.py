@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from types import FunctionType, SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,15 +16,27 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from storage_ops.checkpoint.code_writes import package_of
-from storage_ops.checkpoint.left_behind import cells_of, content_of
-from storage_ops.checkpoint.reachable import CONTAINERS, LONG, MAPPINGS
-from storage_ops.checkpoint.unchanged import NOT_LOOKED_INTO
+from storage_ops.foundation.walk import (
+    CONTAINER,
+    FUNCTION,
+    GRADIENT,
+    METHOD,
+    MODULE,
+    OBJECT,
+    OPAQUE,
+    PARTIAL,
+    REGISTERED,
+    TENSOR,
+    TUPLE,
+    Visit,
+    is_opaque,
+    package_of,
+    walk,
+)
 from storage_ops.memory.estimate_calls import outermost
 from storage_ops.memory.estimate_modes import Simulation
 
-_HOLDERS = (nn.Module, Optimizer, GradScaler, LRScheduler)
-_DEEP = 3  # containers and objects between a name and a module or an optimizer
+_STEPPERS = (Optimizer, GradScaler, LRScheduler)
 
 
 class Held:
@@ -40,8 +50,10 @@ class Held:
         self._given = fn, args, kwargs
         self.functions: list[Any] = []
         self._objects: list[Any] = []  # that functions name
-        self._seen: set[int] = set()
-        self._look([fn, *tree_leaves((args, kwargs))])
+        leaves = enumerate(tree_leaves((args, kwargs)))
+        for visit in walk([("fn", fn), *((f"argument {i}", leaf) for i, leaf in leaves)]):
+            if visit.is_first:
+                self._note(visit)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -59,33 +71,54 @@ class Held:
         """The modules that are in no other."""
         return outermost(self._modules)
 
-    def _look(self, values: Iterable[Any]) -> None:
-        for given in values:
-            value = unwrapped(given) if isinstance(given, Optimizer) else given
-            if id(value) in self._seen:
-                continue
-            self._seen.add(id(value))
-            if isinstance(value, Tensor):
+    def _note(self, visit: Visit) -> None:
+        value, kind = visit.value, visit.kind
+        if kind == TENSOR:
+            if _is_counted(visit):
                 self.tensors.append(value)
-                self._look(_hooks_of(value))  # an optimizer may step where a gradient is there
-            elif isinstance(value, nn.Module):
-                self._modules.update(dict.fromkeys(value.modules()))
-                self._look([*value.parameters(), *value.buffers()])
-            elif isinstance(value, Optimizer):
+        elif kind == MODULE:
+            self._modules[value] = None
+        elif isinstance(value, Optimizer):
+            if unwrapped(value) is value:
                 self.optimizers.append(value)
-                self._look(tree_leaves([group["params"] for group in value.param_groups]))
-                self._look(tree_leaves(list(value.state.values())))
-            elif isinstance(value, (GradScaler, LRScheduler)):
-                self.steppers.append(value)
-                self._look(vars(value).values())
-            elif isinstance(value, functools.partial):
-                self._look([value.func, *tree_leaves((value.args, value.keywords))])
-            elif isinstance(value, (list, tuple, dict)):
-                self._look(tree_leaves(value))
-            elif callable(value):
+        elif isinstance(value, (GradScaler, LRScheduler)):
+            self.steppers.append(value)
+        elif kind == FUNCTION:
+            if package_of(value) not in OPAQUE:
                 self.functions.append(value)
-                self._objects += objects_of(value)
-                self._look(list(reached_by(value)))
+        elif kind == OBJECT and not is_opaque(type(value)) and _is_named(visit):
+            self._objects.append(value)
+
+
+def _is_counted(visit: Visit) -> bool:
+    """Return True if a tensor is in memory before the call, as far as one can tell.
+
+    These are arguments, variables that functions name, attributes of an object whose method is
+    called, and what modules, optimizers, schedulers and scalers have. Tensors in other objects and
+    in containers that functions name are counted when an op reads them.
+    """
+    if visit.access is GRADIENT:
+        return False
+    parent = visit.parent
+    is_inside = parent is not None and parent.kind in (CONTAINER, TUPLE)
+    while parent is not None and parent.kind in (CONTAINER, TUPLE):
+        parent = parent.parent
+    if parent is None or parent.kind == PARTIAL or isinstance(parent.value, _STEPPERS):
+        return True
+    if parent.kind == MODULE:
+        return visit.access is REGISTERED
+    if parent.kind == OBJECT:
+        is_called = parent.parent is None or parent.parent.kind == METHOD
+        return is_called and not is_inside
+    return parent.kind == FUNCTION and not is_inside
+
+
+def _is_named(visit: Visit) -> bool:
+    """Return True if a function names a value, or a container that the value is in."""
+    parent = visit.parent
+    if parent is not None and parent.kind in (CONTAINER, TUPLE):
+        parent = parent.parent
+    return parent is not None and parent.kind == FUNCTION
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -96,76 +129,6 @@ def unwrapped(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
-
-
-def _hooks_of(t: Any) -> list[Any]:
-    """What backward calls with the gradient of a tensor, or once it is added up."""
-    given = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
-    return [hook for hooks in given if hooks for hook in hooks.values()]
-
-
-def objects_of(fn: Any) -> Iterator[Any]:
-    """Yield the objects, such as trainers, that a function or method names.
-
-    Containers that it names are not among them: they are how a caller learns what a run did.
-    """
-    code = getattr(fn, "__code__", None)
-    named = () if code is None else code.co_names
-    values = [content_of(cell) for cell in cells_of(fn)]
-    values += [fn.__globals__[name] for name in named if name in fn.__globals__]
-    for value in values:
-        for each in _inside(value) if type(value) in CONTAINERS else [value]:
-            if type(each) not in CONTAINERS and _is_looked_into(each):
-                yield each
-
-
-def _is_looked_into(value: Any) -> bool:
-    return type(value) is SimpleNamespace or package_of(type(value)) not in NOT_LOOKED_INTO
-
-
-def _inside(container: Any) -> list[Any]:
-    """Return the items of a container, or the values of a mapping, unless there are very many."""
-    if len(container) > LONG:
-        return []
-    return list(container.values() if type(container) in MAPPINGS else container)
-
-
-def reached_by(fn: Any) -> Iterator[Any]:
-    """What a function, method or callable object refers to."""
-    owner = getattr(fn, "__self__", fn)
-    code = getattr(fn, "__code__", None)
-    package = package_of(fn if code is not None else type(owner))
-    for cell in cells_of(fn):
-        yield content_of(cell)
-        yield from _holders_in(content_of(cell), _DEEP)
-    yield from getattr(fn, "__defaults__", None) or ()
-    yield owner if isinstance(owner, _HOLDERS) else None
-    named = [*getattr(owner, "__dict__", {}).values()]
-    if code is not None:
-        named += [fn.__globals__.get(name) for name in code.co_names]
-    for value in named:
-        is_helper = isinstance(value, FunctionType) and package_of(value) == package
-        if isinstance(value, Tensor) or (is_helper and package not in NOT_LOOKED_INTO):
-            yield value
-        else:
-            yield from _holders_in(value, _DEEP)
-
-
-def _holders_in(value: Any, depth: int) -> Iterator[Any]:
-    """Yield modules, optimizers, scalers and schedulers in short containers and in objects.
-
-    Objects of torch and of Python are not looked into, but plain namespaces are.
-    """
-    inside: Iterable[Any] = ()
-    if isinstance(value, _HOLDERS):
-        yield value
-    elif type(value) in CONTAINERS or isinstance(value, tuple):
-        inside = _inside(value)
-    elif _is_looked_into(value):
-        inside = list(getattr(value, "__dict__", {}).values())
-    if depth:
-        for each in inside:
-            yield from _holders_in(each, depth - 1)
 
 
 def on_one_device(simulation: Simulation, held: Held, args: Any, kwargs: Any) -> tuple[Any, Any]:

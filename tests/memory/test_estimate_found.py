@@ -119,9 +119,9 @@ def test_an_error_in_a_step_behind_a_helper_leaves_nothing(program):
 
 
 class Keeper:
-    """Holds a tensor in an attribute, and hides it from a search in containers and attributes."""
+    """Hides what it holds: nobody looks into the objects of Python's own library."""
 
-    __slots__ = ("inner",)
+    __module__ = "threading"
 
 
 class Inner:

@@ -1,0 +1,396 @@
+"""One walk over the values that functions, modules, objects and containers reach.
+
+Regions, traced steps and simulations must know what user code can reach: tensors, modules,
+optimizers, containers. They share these rules:
+
+* Strings, numbers, classes and Python modules have nothing inside.
+* A function reaches its closure and its defaults. It reaches the globals that its code names if the
+  package that the walk began in defines it: functions of others name globals that lead everywhere.
+* A container reaches its items, unless it has more than `LONG` and they are data (`is_data`).
+* A module reaches its parameters, buffers and submodules, and the attributes that are not torch's.
+* A tensor reaches its gradient, its hooks and the attributes that Python code gave it.
+* Another object reaches its attributes, unless `is_opaque` is true for its class.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import functools
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype)
+MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
+CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
+LONG = 256
+_DEEP = 6  # objects, containers and functions between a root or a module and a value
+_MANY = 4096  # pieces of code whose globals are remembered
+_OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL"}
+_TORCH_HOLDERS = (Optimizer, GradScaler, LRScheduler)
+# Packages whose objects hold nothing that a user trains. Namespaces and user dictionaries do.
+OPAQUE = frozenset({"torch", "storage_ops", *sys.stdlib_module_names} - {"collections", "types"})
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# The kind of a value depends on its class. Asking an object for its class may run code of its own.
+PLAIN, TENSOR, PARTIAL, METHOD, FUNCTION, MODULE, CONTAINER, TUPLE, GENERATOR, REFERENCE, OBJECT = (
+    range(11)
+)
+_KINDS = (
+    (_PLAIN, PLAIN),
+    (Tensor, TENSOR),
+    (functools.partial, PARTIAL),
+    (MethodType, METHOD),
+    (FunctionType, FUNCTION),
+    (nn.Module, MODULE),
+    (tuple, TUPLE),
+    (torch.Generator, GENERATOR),
+    (weakref.ref, REFERENCE),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_kind(cls: Any) -> int:
+    if cls in CONTAINERS:
+        return CONTAINER
+    return next((kind for classes, kind in _KINDS if issubclass(cls, classes)), OBJECT)
+
+
+kind_of: Callable[[Any], int] = _find_kind
+"""Return the kind of the values of a class, such as `TENSOR`."""
+
+
+def is_of_torch(defined: Any) -> bool:
+    """Return True if torch defines a class or a function."""
+    return (defined.__module__ or "").startswith("torch.")
+
+
+def package_of(defined: Any) -> str:
+    """Return the name of the top-level package that defines a function or class."""
+    return str(getattr(defined, "__module__", "")).partition(".")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_opaque(cls: Any) -> bool:
+    return package_of(cls) in OPAQUE and not issubclass(cls, _TORCH_HOLDERS)
+
+
+is_opaque: Callable[[Any], bool] = _find_opaque
+"""Return True if a walk does not look into the objects of a class."""
+
+
+def is_data(container: Any) -> bool:
+    """Return True for a container of more than `LONG` items that are no tensors and no modules."""
+    if len(container) <= LONG:
+        return False
+    first = next(iter(container))
+    kinds = {kind_of(type(first))}
+    if type(container) in MAPPINGS:
+        kinds.add(kind_of(type(container[first])))
+    return not kinds & {TENSOR, MODULE}
+
+
+def items_of(container: Any) -> list[Any]:
+    """Return the items of a container, or the values of a mapping; nothing of data."""
+    if is_data(container):
+        return []
+    return list(container.values() if type(container) in MAPPINGS else container)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object has in its dictionary, without a call of code of its own."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return attributes
+
+
+def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of the slots of an object."""
+    cls: Any = type(value)
+    for name in _names_of_slots(cls):
+        try:
+            yield name, object.__getattribute__(value, name)
+        except AttributeError:
+            continue
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of_slots(cls: Any) -> tuple[str, ...]:
+    slots = [vars(c).get("__slots__", ()) for c in cls.__mro__]
+    return tuple(n for s in slots for n in ((s,) if isinstance(s, str) else s) if n[:2] != "__")
+
+
+Name = tuple[Any, str, Any]  # a cell or the globals, the name in it, and the value under the name
+
+
+def cells_of(fn: FunctionType) -> Iterator[Name]:
+    """Yield the variables of enclosing functions that a function refers to and that have a value.
+
+    Each is a cell, the attribute of the cell that has the value, and the value.
+    """
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell, "cell_contents", cell.cell_contents
+        except ValueError:  # a name that is not bound yet
+            continue
+
+
+def globals_of(fn: FunctionType) -> Iterator[Name]:
+    """Yield the globals that a function names, but for plain values."""
+    values = fn.__globals__
+    for name in names_of_globals(fn.__code__):
+        if name in values and kind_of(type(values[name])) != PLAIN:
+            yield values, name, values[name]
+
+
+_names: dict[int, tuple[CodeType, tuple[str, ...]]] = {}
+
+
+def names_of_globals(code: CodeType) -> tuple[str, ...]:
+    """Return the names of globals that code and the functions in it read or set.
+
+    They are remembered by the identity of the code, because its hash reads all of it.
+    """
+    known = _names.get(id(code))
+    if known is None:
+        if len(_names) >= _MANY:
+            _names.clear()
+        known = _names[id(code)] = code, tuple(sorted(_find_globals(code)))
+    return known[1]
+
+
+def _find_globals(code: CodeType) -> set[str]:
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS}
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            names |= _find_globals(const)
+    return names
+
+
+class Access(NamedTuple):
+    """How a value is found in the value that holds it.
+
+    Attributes:
+        name: returns the name of the place, from the name of the holder and the key.
+        read: returns the value, from a function that returns the holder, and the key.
+        write: sets the value; None if it cannot be set.
+    """
+
+    name: Callable[[str, Any], str]
+    read: Callable[[Callable[[], Any], Any], Any]
+    write: Callable[[Callable[[], Any], Any, Any], object] | None = None
+
+
+def _item_name(name: str, key: Any) -> str:
+    return f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[...]"
+
+
+_ATTRIBUTE = Access(
+    lambda name, key: f"{name}.{key}",
+    lambda holder, key: getattr(holder(), key),
+    lambda holder, key, value: setattr(holder(), key, value),
+)
+_FIXED_ATTRIBUTE = _ATTRIBUTE._replace(write=None)
+_ITEM = Access(
+    _item_name,
+    lambda holder, key: holder()[key],
+    lambda holder, key, value: operator.setitem(holder(), key, value),
+)
+_FIXED_ITEM = _ITEM._replace(write=None)
+# Parameters, buffers and submodules. The key is the registry of the module, and the name in it.
+REGISTERED = Access(
+    lambda name, key: f"{name}.{key[1]}",
+    lambda holder, key: getattr(holder(), key[0])[key[1]],
+    lambda holder, key, value: operator.setitem(getattr(holder(), key[0]), key[1], value),
+)
+# Variables of enclosing functions: the key is the cell and the name. Globals: the scope, the name.
+CELL = Access(
+    lambda name, key: str(key[1]),
+    lambda holder, key: key[0].cell_contents,
+    lambda holder, key, value: setattr(key[0], "cell_contents", value),
+)
+GLOBAL = Access(
+    lambda name, key: str(key[1]),
+    lambda holder, key: key[0][key[1]],
+    lambda holder, key, value: operator.setitem(key[0], key[1], value),
+)
+_SELF = Access(lambda name, key: "self", lambda holder, key: holder().__self__)
+_FUNCTION = Access(lambda name, key: name, lambda holder, key: holder().__func__)
+_REFERENT = Access(lambda name, key: name, lambda holder, key: holder()())
+# Items of sets, the `__call__` of a class, and hooks: the key is the value.
+_UNNAMED = Access(lambda name, key: name, lambda holder, key: key)
+_HOOK = _UNNAMED._replace(name=lambda name, key: f"a hook of {name}")
+GRADIENT = Access(lambda name, key: f"{name}.grad", lambda holder, key: holder().grad)
+
+
+class Visit:
+    """A value that a walk comes to, and the way to it.
+
+    Attributes:
+        value: the value; the same one may be visited at several places.
+        kind: its kind.
+        parent: the visit of the value that holds it; None for a root.
+        access: how the value is found in its parent.
+        key: what `access` needs to find it; the name of a root.
+        is_first: whether the walk comes to the value for the first time.
+    """
+
+    __slots__ = ("_depth", "_package", "access", "is_first", "key", "kind", "parent", "value")
+
+    def __init__(self, value: Any, parent: Visit | None, access: Access, key: Any) -> None:
+        self.value, self.parent, self.access, self.key = value, parent, access, key
+        self.kind, self.is_first = kind_of(type(value)), True
+        self._depth, self._package = 0, ""
+        if parent is not None:
+            self._depth, self._package = parent._depth + 1, parent._package
+        if self.kind == MODULE or isinstance(value, _TORCH_HOLDERS):
+            self._depth = 0
+        if not self._package:
+            package = package_of(value)
+            self._package = "" if package in OPAQUE else package
+
+    @property
+    def name(self) -> str:
+        """The place in the words of the user's program, such as `model.weight`."""
+        if self.parent is None:
+            return str(self.key)
+        return self.access.name(self.parent.name, self.key)
+
+    def read(self) -> Any:
+        """Return the value that the place has now."""
+        if self.parent is None:
+            return self.value
+        return self.access.read(self.parent.read, self.key)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the place can be given another value."""
+        return self.access.write is not None
+
+    def write(self, value: Any) -> None:
+        """Give the place another value."""
+        assert self.access.write is not None and self.parent is not None
+        self.access.write(self.parent.read, self.key, value)
+
+
+def walk(roots: Iterable[tuple[str, Any]], into_functions: bool = True) -> Iterator[Visit]:
+    """Visit every place that named values reach, depth first.
+
+    Args:
+        roots: names and values.
+        into_functions: whether to follow what functions reach.
+
+    Example:
+        >>> from storage_ops.foundation.walk import walk
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+        >>> [v.name for v in walk([("model", model)])]
+        ['model', 'model.0', 'model.0.weight', 'model.0.bias']
+    """
+    seen: dict[int, Any] = {}  # with the values, so that no identity is used again
+    for name, root in roots:
+        stack = [Visit(root, None, _FIXED_ATTRIBUTE, name)]
+        while stack:
+            visit = stack.pop()
+            value, kind = visit.value, visit.kind
+            visit.is_first = id(value) not in seen
+            yield visit
+            if kind == PLAIN or not visit.is_first:
+                continue
+            seen[id(value)] = value
+            if visit._depth > _DEEP or (kind == FUNCTION and not into_functions):
+                continue
+            parts = list(_inside(value, kind, visit._package))
+            stack += [Visit(child, visit, access, key) for child, access, key in reversed(parts)]
+
+
+Part = tuple[Any, Access, Any]
+
+
+def _inside(value: Any, kind: int, package: str) -> Iterable[Part]:
+    if kind in (CONTAINER, TUPLE):
+        return _inside_container(value)
+    if kind == MODULE:
+        return _inside_module(value)
+    if kind == FUNCTION:
+        return _inside_function(value, package)
+    if kind == TENSOR:
+        return _inside_tensor(value)
+    if kind == METHOD:
+        return (value.__func__, _FUNCTION, None), (value.__self__, _SELF, None)
+    if kind == PARTIAL:
+        return [(getattr(value, n), _FIXED_ATTRIBUTE, n) for n in ("func", "args", "keywords")]
+    if kind == REFERENCE:
+        return [(value(), _REFERENT, None)]
+    return () if kind == GENERATOR or is_opaque(type(value)) else _inside_object(value)
+
+
+def _inside_container(value: Any) -> Iterator[Part]:
+    if is_data(value):
+        return
+    if isinstance(value, dict):
+        yield from [(child, _ITEM, key) for key, child in list(dict.items(value))]
+    elif isinstance(value, set):
+        yield from [(child, _UNNAMED, child) for child in list(value)]
+    else:
+        access = _FIXED_ITEM if isinstance(value, tuple) else _ITEM
+        yield from [(child, access, place) for place, child in enumerate(list(value))]
+
+
+def _inside_module(value: nn.Module) -> Iterator[Part]:
+    for registry in ("_parameters", "_buffers", "_modules"):
+        for key, child in getattr(value, registry).items():
+            yield child, REGISTERED, (registry, key)
+    for hooks in _HOOKS:
+        yield from [(hook, _HOOK, hook) for hook in getattr(value, hooks).values()]
+    for key, child in list(vars(value).items()):
+        if key not in _OF_EVERY_MODULE:
+            yield child, _ATTRIBUTE, key
+
+
+def _inside_function(fn: FunctionType, package: str) -> Iterator[Part]:
+    for place, cell in enumerate(fn.__closure__ or ()):
+        try:
+            yield cell.cell_contents, CELL, (cell, fn.__code__.co_freevars[place])
+        except ValueError:  # a name that is not bound yet
+            continue
+    if package and package_of(fn) == package:
+        scope = fn.__globals__
+        for name in names_of_globals(fn.__code__):
+            if name in scope:
+                yield scope[name], GLOBAL, (scope, name)
+    if fn.__defaults__ or fn.__kwdefaults__:
+        yield fn.__defaults__, _FIXED_ATTRIBUTE, "__defaults__"
+        yield fn.__kwdefaults__, _FIXED_ATTRIBUTE, "__kwdefaults__"
+
+
+def _inside_tensor(t: Tensor) -> Iterator[Part]:
+    if t.is_leaf and t.grad is not None:
+        yield t.grad, GRADIENT, None
+    hooks = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
+    for each in hooks:
+        yield from [(hook, _HOOK, hook) for hook in (each or {}).values()]
+    if not is_traceable_wrapper_subclass(t):
+        yield from [(child, _ATTRIBUTE, key) for key, child in list(vars(t).items())]
+
+
+def _inside_object(value: Any) -> Iterator[Part]:
+    call = type(value).__call__ if callable(value) else None
+    if isinstance(call, FunctionType):
+        yield call, _UNNAMED, call
+    if isinstance(value, (dict, list, set, collections.deque)):  # a subclass
+        yield from _inside_container(value)
+    for key, child in [*attributes_of(value).items(), *slots_of(value)]:
+        yield child, _ATTRIBUTE, key
