@@ -127,9 +127,7 @@ def _skip_most_long_tests(items):
     seed = os.environ["STORAGE_OPS_TEST_SEED"]
     for item in items:
         one_in = _one_in(item)
-        together = any(mark.kwargs.get("together") for mark in item.iter_markers("in_turn"))
-        name = item.nodeid.partition("::")[0] if together else item.nodeid
-        drawn = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        drawn = hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest()
         if int.from_bytes(drawn[:4], "little") % one_in:
             reason = f"one in {one_in} such tests runs in CI; `make test-all` runs all"
             item.add_marker(pytest.mark.skip(reason=reason))

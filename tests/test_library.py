@@ -91,6 +91,7 @@ def test_an_op_that_needs_a_missing_library_says_so():
 def test_everything_works_without_native_libraries():
     info = json.loads(python(USE_EVERYTHING, STORAGE_OPS_DISABLE_NATIVE="1"))
     assert info["storage_path"] == "copy" and not info["guard"] and not info["loaded"]
+    assert info["problems"] == [] and not info["zero_copy"]
     assert info["row_kernel"] == "plain torch"
     assert all(reason == "STORAGE_OPS_DISABLE_NATIVE=1" for reason in info["skipped"].values())
 

@@ -52,6 +52,7 @@ def data():
     return x.requires_grad_(), w.requires_grad_(), t, torch.rand(C)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "loss",
     [permuted, transposed, moved, in_einsum, of_log_softmax, convolution, convolution_1d],
@@ -170,6 +171,7 @@ def wide_kernel(x, w, t, c):
     return F.cross_entropy(F.conv2d(x.permute(0, 3, 1, 2), kernel, padding=1), t)
 
 
+@pytest.mark.in_turn
 def test_a_convolution_that_is_no_product_is_named():
     found = explain(wide_kernel, *data(), num_chunks=4)
     assert not found.chunked
