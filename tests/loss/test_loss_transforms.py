@@ -186,7 +186,10 @@ def test_vmap_of_an_empty_batch():
     assert torch.vmap(grad)(x).shape == x.shape
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
+@pytest.mark.in_turn
+@pytest.mark.parametrize(
+    "transform", ["grad", pytest.param("vmap of grad", marks=pytest.mark.slow)]
+)
 def test_func_grad_in_torch_compile_runs_without_a_graph(transform):
     x, w, target = torch.randn(3, 5, 8), torch.randn(31, 8), torch.randint(31, (5,))
 
