@@ -43,6 +43,7 @@ class Rounded(TorchDispatchMode):
         return tensor
 
 
+@pytest.mark.in_turn
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     names(HEADS), names(LARGE, 3), names(SMALL), names(AFTER, 2), names(LAST),
