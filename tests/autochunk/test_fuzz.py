@@ -3,6 +3,7 @@
 import os
 import warnings
 
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
