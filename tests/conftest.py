@@ -22,7 +22,6 @@ ONE_IN = {"slow": 16, "in_turn": 6}
 # The summary names each test without a mark that takes more processor seconds than this.
 NAMED_ABOVE = 3
 LONG = "{:.1f} processor seconds without the mark in_turn or slow: {}"
-STARTED = pytest.StashKey()
 # CI draws the same examples at every run; elsewhere they are new ones each time.
 settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("CI"):
@@ -67,21 +66,16 @@ def _processor_seconds():
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    item.stash[STARTED] = _processor_seconds()
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Measure a test that every commit runs, with its fixtures, and fail one that takes too long.
+    """Measure a test that every commit runs, and fail one that takes too long.
 
     STORAGE_OPS_LONGEST_TEST is the limit in processor seconds, which other work on the machine
-    changes little.
+    changes little. Shared fixtures do not count.
     """
+    start = _processor_seconds()
     result = yield
     if _one_in(item) == 1:
-        seconds = _processor_seconds() - item.stash[STARTED]
+        seconds = _processor_seconds() - start
         item.user_properties.append(("processor_seconds", seconds))
         if seconds > float(os.environ.get("STORAGE_OPS_LONGEST_TEST", "inf")):
             pytest.fail(LONG.format(seconds, item.nodeid))

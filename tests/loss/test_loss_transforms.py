@@ -129,6 +129,7 @@ def test_compile_with_many_outputs(problem, backend, dynamic):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_adds_to_a_given_buffer(problem, backend):
     torch._dynamo.reset()
