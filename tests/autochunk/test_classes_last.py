@@ -121,6 +121,7 @@ def largest_index(x, w, t, c):
     return z.square().mean() + z.detach().argmax() + z.detach().argmax(1).float().mean()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "loss",
     [focal, focal_of_a_convolution, probabilities, distillation, dice, pixels, largest_and_spread],
@@ -143,6 +144,7 @@ def test_an_index_of_all_elements_stays_right():
     torch.testing.assert_close(compiled, largest_index(x, w, t, c))
 
 
+@pytest.mark.in_turn
 def test_sizes_that_change():
     torch.compiler.reset()
     weight, reports = torch.nn.Parameter(torch.randn(C, D)), []

@@ -337,6 +337,7 @@ def test_read_twice():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda f: f.__name__)
 def test_stays_general(loss):
     check(loss, torch.float32, GENERAL)

@@ -20,6 +20,7 @@ def ours(sample):
     return so.linear_cross_entropy(sample.input, *sample.args, **sample.kwargs)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("info", INFOS, ids=NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_samples(info, dtype):
