@@ -4,7 +4,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,11 @@ from storage_ops.storage.kernels import storage_path
 INFO = storage_ops.info()
 NATIVE_PATH = INFO["storage_path"]
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+# CI runs one in so many of the tests with a mark.
+ONE_IN = {"slow": 16, "in_turn": 6}
+# The summary names each test without a mark that takes more processor seconds than this.
+NAMED_ABOVE = 3
+LONG = "{:.1f} processor seconds without the mark in_turn or slow: {}"
 # CI draws the same examples at every run; elsewhere they are new ones each time.
 settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("CI"):
@@ -51,6 +55,31 @@ def pytest_terminal_summary(terminalreporter):
     if terminalreporter.stats.get("failed"):
         seed = os.environ["STORAGE_OPS_TEST_SEED"]
         terminalreporter.write_line(f"STORAGE_OPS_TEST_SEED={seed} draws the same random numbers")
+    for report in terminalreporter.stats.get("passed", ()):
+        for name, seconds in report.user_properties:
+            if name == "processor_seconds" and seconds > NAMED_ABOVE:
+                terminalreporter.write_line(LONG.format(seconds, report.nodeid))
+
+
+def _processor_seconds():
+    return sum(os.times()[:4])  # of this process and of those that it started and that ended
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Measure a test that every commit runs, and fail one that takes too long.
+
+    STORAGE_OPS_LONGEST_TEST is the limit in processor seconds, which other work on the machine
+    changes little. Shared fixtures do not count.
+    """
+    start = _processor_seconds()
+    result = yield
+    if _one_in(item) == 1:
+        seconds = _processor_seconds() - start
+        item.user_properties.append(("processor_seconds", seconds))
+        if seconds > float(os.environ.get("STORAGE_OPS_LONGEST_TEST", "inf")):
+            pytest.fail(LONG.format(seconds, item.nodeid))
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,17 +97,16 @@ def pytest_collection():
         gc.set_threshold(50_000, 20, 100)
 
 
-def pytest_collection_modifyitems(items):
-    """What is not run here: tests without their GPU or kernels, and in CI most slow ones.
+def pytest_collection_modifyitems(config, items):
+    """Skip tests that lack their GPU or kernels and, in CI, leave out most of those that take long.
 
-    STORAGE_OPS_REQUIRE_CUDA=1 makes the first a failure. Of a slow test CI runs one case of 16,
-    the first, the fourth of the next 16 and so on, so that many values of each parameter have
-    their turn, and nothing of one without parameters. Tests that take turns are drawn by the seed,
-    which is the commit's. `make test-all` and the weekly workflow run all.
+    STORAGE_OPS_REQUIRE_CUDA=1 turns a missing GPU into a failure. The run's seed draws which of the
+    long tests CI runs, so that each commit runs others. `make test-all` runs all of them.
     """
     if os.environ.get("CI"):
-        _some_cases_of_slow_tests(items)
-        _some_tests_in_turn(items)
+        left_out = [item for item in items if not _is_drawn(item)]
+        items[:] = [item for item in items if _is_drawn(item)]
+        config.hook.pytest_deselected(items=left_out)
     lacking = {}
     if not (torch.cuda.is_available() or os.environ.get("STORAGE_OPS_REQUIRE_CUDA") == "1"):
         lacking["cuda"] = "needs an NVIDIA GPU"
@@ -90,25 +118,13 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _some_cases_of_slow_tests(items):
-    skip = pytest.mark.skip(reason="one case in sixteen in CI; `make test-all` runs all")
-    seen = Counter()
-    for item in items:
-        name, has_cases, _ = item.nodeid.partition("[")
-        left_out = not has_cases or (seen[name] - 3 * (seen[name] // 16)) % 16
-        if item.get_closest_marker("slow") and left_out:
-            item.add_marker(skip)
-        seen[name] += 1
+def _is_drawn(item):
+    name = f"{os.environ['STORAGE_OPS_TEST_SEED']} {item.nodeid}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") % _one_in(item) == 0
 
 
-def _some_tests_in_turn(items):
-    skip = pytest.mark.skip(reason="not its turn at this commit; `make test-all` runs all")
-    seed = os.environ["STORAGE_OPS_TEST_SEED"]
-    for item in items:
-        if item.get_closest_marker("in_turn"):
-            drawn = hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest()[0]
-            if drawn % 3:
-                item.add_marker(skip)
+def _one_in(item):
+    return max((ONE_IN.get(mark.name, 1) for mark in item.iter_markers()), default=1)
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ def test_demo_complains(options, complaint, capsys):
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.in_turn
 def test_demo_end_to_end(tmp_path):
     """The demo on a small text: losses agree, memory is saved, the picture is drawn."""
     text = tmp_path / "text.txt"
@@ -91,6 +92,7 @@ def test_plan_as_json(options, capsys):
     assert times == sorted(times, reverse=True) and times[-1] >= facts["floor_seconds"]
 
 
+@pytest.mark.in_turn
 def test_plan_is_drawn(tmp_path):
     picture = tmp_path / "plan.png"
     assert cli.main([*PLAN, "--budget", "400MiB", "--plot", str(picture)]) == 0
@@ -120,6 +122,7 @@ def test_plan_complains(options, complaint, capsys):
     assert complaint in captured.err and captured.out == ""
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("options", "stream"),
@@ -152,6 +155,7 @@ def test_the_script_has_no_reader():
     assert result.returncode == 141 and result.stderr == ""
 
 
+@pytest.mark.in_turn
 def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
     assert cli.main([*PLAN, "--plot", str(tmp_path / "no" / "plan.png")]) == 2
     assert "--plot is " in capsys.readouterr().err
@@ -239,6 +243,7 @@ def test_the_script_does_not_plan_for_the_cpu():
     assert result.stderr.endswith("run: python -m storage_ops plan\n")
 
 
+@pytest.mark.in_turn
 def test_plan_for_the_cpu_is_the_one_that_the_loss_follows():
     sizes = ["plan", "--tokens", "512", "--hidden", "64", "--vocab", "9000", "--dtype", "bf16"]
     threads = str(torch.get_num_threads())

@@ -42,6 +42,7 @@ def test_linear_cross_entropy(backend, dynamic, reduction):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("call", [so.discard_storage, torch.ops.storage_ops.discard_storage])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_storage_ops_leave_no_mutation_in_the_graph(backend, call):

@@ -152,6 +152,7 @@ def _run_examples(page, most=30):
     return len(blocks), names
 
 
+@pytest.mark.in_turn
 def test_the_examples_of_the_readme_run(run_examples):
     count, names = run_examples(ROOT / "README.md", most=12)
     assert count >= 4 and isinstance(names["m"], storage_ops.memory.Measurement)

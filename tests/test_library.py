@@ -78,6 +78,7 @@ print(json.dumps(so.info()))
 """
 
 
+@pytest.mark.in_turn
 def test_an_op_that_needs_a_missing_library_says_so():
     code = "import torch, storage_ops; torch.ops.storage_ops._alias_bytes(torch.ones(4))"
     environment = {**os.environ, "STORAGE_OPS_DISABLE_NATIVE": "1"}
@@ -88,9 +89,11 @@ def test_an_op_that_needs_a_missing_library_says_so():
     assert "looked for libstorage_ops_alias.so in" in message and result.returncode == 1
 
 
+@pytest.mark.in_turn
 def test_everything_works_without_native_libraries():
     info = json.loads(python(USE_EVERYTHING, STORAGE_OPS_DISABLE_NATIVE="1"))
     assert info["storage_path"] == "copy" and not info["guard"] and not info["loaded"]
+    assert info["problems"] == [] and not info["zero_copy"]
     assert info["row_kernel"] == "plain torch"
     assert all(reason == "STORAGE_OPS_DISABLE_NATIVE=1" for reason in info["skipped"].values())
 

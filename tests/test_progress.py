@@ -33,9 +33,8 @@ SHORT = f"call({CALLS['estimate']!r}, 600.0)\n"
 OTHER_RANK = f"os.environ['RANK'] = '1'\ncall({CALLS['fit']!r}, 0.0)\n"
 
 
-@pytest.fixture(scope="module")
-def shown():
-    """What an interpreter writes to a terminal that is its standard error, during each call."""
+def written_during_calls():
+    """Return what an interpreter writes to its standard error, a terminal, during each call."""
     script = SCRIPT + SHORT + "".join(f"call({call!r}, 0.0)\n" for call in CALLS.values())
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": "xterm"}
@@ -53,14 +52,13 @@ def shown():
     return dict(zip(["short", *CALLS, "rank"], written.decode().split("<end>"), strict=False))
 
 
-@pytest.mark.parametrize("what", CALLS)
-def test_long_calls_say_on_a_terminal_what_they_do(what, shown):
-    assert f"{what}: " in shown[what] and "0:00:0" in shown[what]
-    assert "Traceback" not in shown[what]
-
-
-def test_short_calls_and_other_ranks_show_nothing(shown):
-    assert shown["short"] == shown["rank"] == ""
+@pytest.mark.in_turn
+def test_long_calls_say_on_a_terminal_what_they_do():
+    shown = written_during_calls()
+    for what in CALLS:
+        assert f"{what}: " in shown[what] and "0:00:0" in shown[what]
+        assert "Traceback" not in shown[what]
+    assert shown["short"] == shown["rank"] == ""  # short calls and other ranks show nothing
 
 
 def test_nothing_is_shown_where_nobody_looks(monkeypatch, capfd):

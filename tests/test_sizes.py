@@ -121,6 +121,7 @@ def arguments_of_sizes(sizes):
         yield x, w, head, b, target, numbers, torch.zeros(V, D)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_two_graphs_serve_all_sizes(call):
     counter = CompileCounterWithBackend("aot_eager")
@@ -161,6 +162,7 @@ def batches(sizes, packs):
         yield x, w, head, target, *sampled, *([bounds] if packs else [])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("call", [padded, packed], ids=lambda call: call.__name__)
 def test_two_graphs_serve_all_sizes_of_every_loss(call):
     counter = CompileCounterWithBackend("eager")
@@ -214,6 +216,7 @@ MODULES = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", MODULES)
 def test_two_graphs_serve_all_sizes_of_a_module(name):
     counter, function = CompileCounterWithBackend("aot_eager"), MODULES[name]()

@@ -149,6 +149,7 @@ def test_two_threads_train_the_same_part(part):
     check([(part, seed) for seed in (0, 1)])
 
 
+@pytest.mark.in_turn
 def test_threads_that_simulate():
     """One after the other; a model may be in two of them."""
     models = [

@@ -114,6 +114,7 @@ def test_a_graph_of_a_whole_step():
     torch.testing.assert_close(gm(x, w, t), step(x, w, t))
 
 
+@pytest.mark.in_turn
 def test_as_a_pass_of_inductor():
     torch._dynamo.reset()
     ops = []
@@ -129,6 +130,7 @@ def test_as_a_pass_of_inductor():
     torch.testing.assert_close(got, torch.autograd.grad(softmax_sum(x, w, t), (x, w)))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("focal", [False, True])
 def test_a_traced_step(focal):
     model, tokens = Model(), torch.randint(V, (4, 33))
@@ -182,6 +184,7 @@ def test_what_is_changed_in_between_is_not_chunked():
         chunk(gm, num_chunks=4, strict=True)
 
 
+@pytest.mark.in_turn
 def test_logs(monkeypatch, capsys):
     torch._dynamo.reset()
     gm = make_fx(step, tracing_mode="fake")(*data())
@@ -260,6 +263,7 @@ def test_unknown_options_of_torch_compile(options, message):
         assert re.search(message, str(error.value).splitlines()[1])
 
 
+@pytest.mark.in_turn
 def test_options_of_inductor_pass():
     torch._dynamo.reset()
     x, w, t = data()

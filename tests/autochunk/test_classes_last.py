@@ -52,6 +52,7 @@ def data():
     return x.requires_grad_(), w.requires_grad_(), t, torch.rand(C)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "loss",
     [permuted, transposed, moved, in_einsum, of_log_softmax, convolution, convolution_1d],
@@ -120,6 +121,7 @@ def largest_index(x, w, t, c):
     return z.square().mean() + z.detach().argmax() + z.detach().argmax(1).float().mean()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "loss",
     [focal, focal_of_a_convolution, probabilities, distillation, dice, pixels, largest_and_spread],
@@ -142,6 +144,7 @@ def test_an_index_of_all_elements_stays_right():
     torch.testing.assert_close(compiled, largest_index(x, w, t, c))
 
 
+@pytest.mark.in_turn
 def test_sizes_that_change():
     torch.compiler.reset()
     weight, reports = torch.nn.Parameter(torch.randn(C, D)), []
@@ -170,6 +173,7 @@ def wide_kernel(x, w, t, c):
     return F.cross_entropy(F.conv2d(x.permute(0, 3, 1, 2), kernel, padding=1), t)
 
 
+@pytest.mark.in_turn
 def test_a_convolution_that_is_no_product_is_named():
     found = explain(wide_kernel, *data(), num_chunks=4)
     assert not found.chunked

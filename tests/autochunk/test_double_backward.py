@@ -30,6 +30,7 @@ def chunked(f):
     return torch.compile(f, backend="storage_ops", options=options)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "f, compiled",
     [(cross_entropy, chunked), (sigmoids, chunked), (sigmoids, chunked_by_a_pass)],
@@ -46,6 +47,7 @@ def test_second_derivatives_raise(f, compiled):
             grad(loss + first.square().sum(), asked)
 
 
+@pytest.mark.in_turn
 def test_transforms_inside():
     """torch.func differentiates before the graph is compiled: a second derivative is right."""
     x = torch.randn(N, D, dtype=torch.float64, requires_grad=True)

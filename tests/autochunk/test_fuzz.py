@@ -3,6 +3,7 @@
 import os
 import warnings
 
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -43,6 +44,7 @@ class Rounded(TorchDispatchMode):
         return tensor
 
 
+@pytest.mark.in_turn
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     names(HEADS), names(LARGE, 3), names(SMALL), names(AFTER, 2), names(LAST),

@@ -337,6 +337,7 @@ def test_read_twice():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda f: f.__name__)
 def test_stays_general(loss):
     check(loss, torch.float32, GENERAL)
@@ -359,12 +360,14 @@ def test_its_rows_become_the_op(loss):
     assert without_connect(ops) == [OP, BACKWARD]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("loss", [capped_entropy, z_loss_of_some], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "double"])
 def test_its_rows_in_other_dtypes(loss, dtype):
     assert without_connect(check(loss, dtype, OP)) == [OP, BACKWARD]
 
 
+@pytest.mark.in_turn
 def test_rows_under_a_dynamic_size():
     torch._dynamo.reset()
     x, w, t = arguments()
@@ -405,6 +408,7 @@ def test_float16_keeps_its_range(loss):
     check(loss, torch.float16, GENERAL)
 
 
+@pytest.mark.in_turn
 def test_of_one_token():
     """What random targets show of a single one at a time."""
 
@@ -425,6 +429,7 @@ def test_of_one_token():
             assert set(without_connect(ops)) == expected
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("loss", [cross_entropy, smoothed, class_weights, z_loss])
 def test_all_tokens_ignored(loss):
     torch._dynamo.reset()

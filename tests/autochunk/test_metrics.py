@@ -73,6 +73,7 @@ LOGGED = [largest, spread, unusual, in_the_loss]
 WRITTEN = [classes_left_out, classes_changed, margin, target_cleared, margin_scattered]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("loss", [*LOGGED, *WRITTEN], ids=lambda f: f.__name__)
 def test_chunked(loss):
     torch.compiler.reset()

@@ -20,6 +20,7 @@ def powers(nll, mask):
     return ((1 - nll.neg().exp()) ** 2 * nll * mask).sum()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("tail, hidden", [(masked, "nan"), (selected, "inf"), (powers, "nan")])
 def test_a_token_of_weight_zero(tail, hidden):
     x, w = torch.randn(N, D), torch.randn(V, D, requires_grad=True)

@@ -118,6 +118,7 @@ def test_one_of_several_results_has_a_gradient():
     torch.testing.assert_close(got, torch.autograd.grad(with_z_loss(x, w, t)[1], (x, w)))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("f", [with_z_loss, per_token], ids=lambda f: f.__name__)
 def test_fp16_gradients_carry_the_upstream_scale(f):
     """A loss scale of 2^10 keeps gradients from vanishing, as it does in eager."""

@@ -13,6 +13,7 @@ def loss(x, v, w, t):
     return F.cross_entropy(F.dropout(torch.tanh(hidden @ v), 0.3) @ w, t)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("budget, random", [(0.4, False), (0, False), (0, True)])
 def test_dropout_below_a_budget_of_activations(budget, random):
     x, t = torch.randn(N, D).double(), torch.randint(V, (N,))

@@ -7,6 +7,7 @@ from . import losses
 from .losses import B, D, V, interpreted
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "loss",
     [losses.cross_entropy, losses.dpo, losses.focal, losses.softmax_sum],

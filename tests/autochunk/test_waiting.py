@@ -92,6 +92,7 @@ def test_no_product_is_formed_chunk_by_chunk(loss, waiting, monkeypatch):
     assert rows == [32] * (2 * slices)  # logits and the input's gradient
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("vocabulary", [60, 64, 65, 130])
 def test_slices_of_a_small_vocabulary(vocabulary, waiting):
     torch._dynamo.reset()
@@ -109,6 +110,7 @@ def test_too_many_tokens_do_not_wait(waiting):
     assert not waiting
 
 
+@pytest.mark.in_turn
 def test_sizes_that_change(waiting):
     """What fits for some tokens does not for others: the same graph takes both ways."""
     torch._dynamo.reset()

@@ -71,6 +71,7 @@ def test_a_ranks_peak_is_as_estimated():
     run_on_ranks(peaks, 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_more_bytes_than_peers(ranks):
     run_on_ranks(work, ranks)

@@ -52,6 +52,7 @@ def test_every_call_prepares_itself_and_ends_in_time():
         assert stage.is_benchmark or stage.part in STEPS
 
 
+@pytest.mark.in_turn
 def test_without_a_gpu_nothing_passes(tmp_path):
     out = tmp_path / "out"
     done = call("--stages", "row_kernel memcheck R2 tests-core", "--out", out, "--minutes", 12)

@@ -86,6 +86,7 @@ def wheel(folder, name, module):
             archive.writestr(file, text)
 
 
+@pytest.mark.in_turn
 def test_packages_are_installed_or_named(tmp_path, capfd):
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     wheels.mkdir()

@@ -109,6 +109,7 @@ def test_what_is_ours():
     assert not any(map(_report.is_ours, ("plain", "liger", "auto_chunker", "torch.compile")))
 
 
+@pytest.mark.in_turn
 def test_the_same_result_gives_the_same_picture(result, tmp_path):
     (tmp_path / "again").mkdir()
     first = _pictures.draw(tmp_path, result)[0].read_bytes()

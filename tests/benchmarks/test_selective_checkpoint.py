@@ -9,6 +9,7 @@ from benchmarks.selective_checkpoint import PLAIN, cases_of
 SIZES = {"layers": 1, "width": 32, "heads": 2, "batch": 2, "tokens": 16}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mode", ["eager", "traced"])
 def test_every_way_gives_the_same_loss_and_gradients(mode):
     cases, models = cases_of(mode, SIZES, "cpu", torch.float32)

@@ -33,6 +33,7 @@ def assert_same(job, other, exact):
         assert (parameters[0] - parameters[1]).norm() < 1e-4 * parameters[1].norm()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_features_give_the_losses_of_plain_with_dropout_and_accumulation(config, dtype):
@@ -66,6 +67,7 @@ def test_compiled_features_give_the_losses_of_plain():
     assert_same(train("compile+all", settings, data), train("plain", settings, data), exact=False)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_the_models_are_those_of_transformers(config):
     transformers = pytest.importorskip("transformers")
@@ -154,6 +156,7 @@ def test_gradients_of_several_batches_are_those_of_one():
         torch.testing.assert_close(sums[name], p.grad, msg=name)
 
 
+@pytest.mark.in_turn
 def test_everything_on_takes_less_memory_than_the_logits_of_plain():
     config = dataclasses.replace(GPT2, context=128, batch=8, vocab=30000)
     data = tokens(config)
@@ -172,6 +175,7 @@ def test_unknown_and_contradicting_features_are_errors(case, message, capsys):
     assert message.replace(".", "+") in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.in_turn
 def test_the_command_trains_on_a_text_and_reports(tmp_path, capsys):
     text, out = tmp_path / "text", tmp_path / "out.json"
     text.write_text("the quick brown fox jumps over the lazy dog, 12 times\n" * 40)

@@ -65,6 +65,7 @@ def same(got, right):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("partitioner", ["default", "min cut"])
 @pytest.mark.parametrize("way", ["chain", "linked", "composed"])
 def test_nothing_wide_is_saved(way, partitioner):
@@ -115,6 +116,7 @@ class Breaks(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", ["chain", "linked", "composed"])
 def test_graph_breaks(way):
     torch._dynamo.reset()

@@ -142,6 +142,7 @@ def test_what_a_layer_appends_is_there_once(region, backend):
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("region", REGIONS)
 def test_parameters_exchanged_for_a_call(region):
     layer, x = LAYERS["Copied"](), torch.randn(4, WIDTH)
@@ -158,6 +159,7 @@ def test_parameters_exchanged_for_a_call(region):
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.in_turn
 def test_settings_of_dynamo_are_what_they_were():
     def fails(x):
         torch._dynamo.graph_break()

@@ -93,6 +93,7 @@ def test_names_are_never_evaluated(code, monkeypatch):
         resolve([code], "ops_to_save")
 
 
+@pytest.mark.in_turn
 @given(st.text(max_size=30))
 def test_any_text_is_a_name_or_an_error_that_repeats_it(text):
     try:

@@ -147,6 +147,7 @@ def test_how_code_that_the_forward_runs_may_write(classes, found):
     assert code_writes.of_calls(classes) == found
 
 
+@pytest.mark.in_turn
 def test_a_hook_that_names_a_whole_model_copies_no_parameters(copied):
     """Classes of the model define methods that write `.data`, which the hook never runs."""
     transformers = pytest.importorskip("transformers")

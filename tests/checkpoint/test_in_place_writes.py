@@ -167,6 +167,7 @@ def test_without_checks_rows_are_scaled_once():
     assert torch.equal(model.table.weight, weight)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mode", ["full", "output_discard", "tile"])
 @pytest.mark.parametrize("kind", ["compiled", "traced"])
 def test_max_norm_in_a_graph(kind, mode):

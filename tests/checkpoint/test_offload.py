@@ -212,6 +212,7 @@ def test_nested_regions(link):
     assert_same(step(away, x), right)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", AWAY)
 def test_estimates_and_limits_count_the_device_only(name, link):
     model, x = Model(layers=6, width=64, dropout=0.0), make_input(64, torch.float32)

@@ -421,6 +421,7 @@ def test_nothing_is_alive_after_backward_without_the_garbage_collector(path):
         gc.enable()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_torch_compile_keeps_no_wide_tensor(backend):
     from torch._dynamo.backends.common import aot_autograd

@@ -122,6 +122,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch):
     assert type(SHARED) is nn.SiLU and all(layer.act is layer.again is SHARED for layer in model)
 
 
+@pytest.mark.in_turn
 def test_a_plan_changes_one_model_alone():
     model, other, x = make().float(), make().float(), torch.randn(64, 8)
 

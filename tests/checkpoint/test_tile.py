@@ -168,6 +168,7 @@ def test_the_peak_falls_with_the_number_of_tiles():
         assert tiled < whole * 1.1 / tiles + fixed
 
 
+@pytest.mark.in_turn
 def test_budget_bounds_what_one_tile_takes():
     x = torch.randn(2, 512, 32, requires_grad=True)
     g = torch.randn(2, 512, 32)
@@ -266,6 +267,7 @@ def test_names_hooks_copies_and_pickles_stay():
     assert type(module) is Mlp and tiling_of(module) is None
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 def test_compiled(how):
     plain = Mlp().double()

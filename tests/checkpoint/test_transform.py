@@ -132,6 +132,7 @@ def test_an_input_modified_in_place_before_backward_is_an_error(where):
         y.sum().backward()
 
 
+@pytest.mark.in_turn
 def test_memory_between_forward_and_backward():
     model = Model(layers=3, width=64, dropout=0.0)
     x = torch.randn(8, 64, 64, requires_grad=True)

@@ -69,6 +69,7 @@ def test_the_whole_model_in_one_graph(options, repeated):
     assert [counts[op] - plain[op] for op in ("mm", "bmm")] == [2 * n for n in repeated]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("order", ["checkpoint first", "compile first", "module.compile()"])
 @pytest.mark.parametrize(("options", "repeated"), [OPTIONS[0], OPTIONS[1]])
 def test_block_by_block(order, options, repeated):
@@ -158,6 +159,7 @@ def test_eager_checkpoint_around_a_compiled_function():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.in_turn
 def test_a_model_that_ran_compiled_is_recompiled_after_checkpoints_are_applied_and_removed():
     model, x = Model(layers=2, dropout=0.0).double(), make_input()
     counts = {}

@@ -130,6 +130,7 @@ def work(rank):
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
 def test_parallel_training_as_without_checkpoints():
     run_on_ranks(work, WORLD)

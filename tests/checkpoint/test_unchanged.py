@@ -72,6 +72,7 @@ def kept(cell):
 SIMULATIONS = [name for name in RUNS if name != "tile"]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("after", [False, True], ids=["at first", "later"])
 @pytest.mark.parametrize("run", SIMULATIONS)
 def test_a_simulation_leaves_nothing_in_a_module(run, after):

@@ -198,6 +198,7 @@ class Attends(nn.Module):
         return flex_attention(h[None], h[None], h[None], score_mod=lambda s, *at: s * 2)[0]
 
 
+@pytest.mark.in_turn
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:.*lex_attention")
 @pytest.mark.parametrize(
@@ -212,6 +213,7 @@ def test_higher_order_ops(compiled, options):
     torch.testing.assert_close(run(x), plain(x))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"debug": True}])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_branches(compiled, options):

@@ -16,6 +16,8 @@ from ..loss.test_loss_picked import (
 from ..loss.test_loss_wide import test_logits_are_not_rounded
 from .gpu import pretended
 
+pytestmark = pytest.mark.slow
+
 # Here both sides of their comparison would be the same; the pairs of options are in the last file.
 SAME_TWICE = frozenset({"test_every_option_alone", "test_every_pair_of_options"})
 globals().update(borrowed(on_gpu, SAME_TWICE))

@@ -14,6 +14,8 @@ LEFT_OUT = frozenset(
         "test_the_processor_is_asked_and_no_mode_of_fake_tensors",
     }
 )
+
+pytestmark = pytest.mark.slow
 globals().update(borrowed(test_planner, LEFT_OUT))
 
 

@@ -18,6 +18,8 @@ FOR_THE_CPU = frozenset(
         "test_vector_exponential_is_within_2_ulp",  # a GPU's is less exact
     }
 )
+
+pytestmark = pytest.mark.in_turn
 globals().update(borrowed(on_gpu, without=NEEDS_A_GPU))
 globals().update(borrowed(fuzz, without=FOR_THE_CPU))
 

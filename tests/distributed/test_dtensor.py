@@ -190,6 +190,7 @@ def test_the_head_of_a_parallel_plan():
     run_on_ranks(in_a_plan, LINE)
 
 
+@pytest.mark.in_turn
 @needs_distributed
 def test_what_has_no_strategy_is_refused_on_every_rank():
     run_on_ranks(refused, PLANE)

@@ -89,5 +89,6 @@ def every_way(rank):
     assert torch.equal(trained("after", rank, Norm), trained("plain", rank, Norm))
 
 
+@pytest.mark.in_turn
 def test_discarding_under_fsdp1_is_right_or_refused():
     run_on_ranks(every_way, 2)

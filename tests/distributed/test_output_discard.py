@@ -73,6 +73,7 @@ def work(rank):
         compare(rank, how)
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
 def test_gradients_under_ddp_and_fsdp2():
     run_on_ranks(work, WORLD)

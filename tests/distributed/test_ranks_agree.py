@@ -171,5 +171,6 @@ def test_ranks(work):
     run_on_ranks(work, WORLD)
 
 
+@pytest.mark.in_turn
 def test_slices_that_do_not_divide_the_vocabulary():
     run_on_ranks(cut_as_dtensor_does, 4)

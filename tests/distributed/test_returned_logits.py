@@ -83,5 +83,6 @@ def on_a_rank(rank):
     freed_after_the_forward()
 
 
+@pytest.mark.in_turn
 def test_gradients_on_ranks():
     run_on_ranks(on_a_rank, 2)

@@ -100,11 +100,13 @@ def work(rank):
                 compare(rank, dtype, options, bias)
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
 def test_a_nan_is_above_an_infinite_logit_whatever_their_ranks():
     run_on_ranks(infinite_and_nan, WORLD)
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
 def test_every_rank_has_the_loss_and_its_part_of_the_gradients():
     run_on_ranks(work, WORLD)
@@ -132,6 +134,7 @@ def copies(rank):
         assert group.group_name in repr(head)
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
 def test_a_module_with_a_group_can_be_copied():
     run_on_ranks(copies, WORLD)

@@ -123,5 +123,6 @@ def pipeline(rank):
                 torch.testing.assert_close(p.grad, right.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.in_turn
 def test_a_zero_bubble_schedule():
     run_on_ranks(pipeline, 2)

@@ -68,6 +68,7 @@ def test_it_is_the_sum_of_both_losses():
         torch.testing.assert_close(one, other + 2 * grad)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("times", [1, 3])

@@ -26,6 +26,7 @@ def is_used(plan):
     return any(action.offloaded for _, action in plan._actions)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_plans_over_a_fast_link_are_faster_and_exact(name):
     model, batch = MODELS[name]()

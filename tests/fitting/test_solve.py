@@ -40,6 +40,7 @@ def test_no_other_choice_is_better(seed):
     assert problem.fastest(min(peak for peak, _ in found) - 1) is None
 
 
+@pytest.mark.in_turn
 def test_with_many_sums_it_is_within_two_percent(monkeypatch):
     rng = random.Random(5)
     options = [Option(0, 100, 1.0)] + [

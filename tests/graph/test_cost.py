@@ -31,6 +31,7 @@ def peaks(mode, dropout):
     return *found, traced.peak.peak_bytes
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_peak_is_that_of_eager_with_the_same_policy(dropout):
     found = {mode: peaks(mode, dropout) for mode in MODES}

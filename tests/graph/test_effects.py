@@ -57,6 +57,7 @@ def compare(make, region, calls=2):
     torch.testing.assert_close(traced, eager, rtol=0, atol=0)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("layer, region", pairs(LAYERS, REGIONS))
 def test_effects_happen_once(layer, region):
     compare(LAYERS[layer], REGIONS[region])

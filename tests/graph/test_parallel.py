@@ -224,6 +224,7 @@ def asynchronous(rank):
         graph.trace_step(lambda x: plain(x).sum(), x)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("work", [over_two, over_a_sequence, asynchronous])
 def test_two_ranks(work):
     run_on_ranks(work, 2)

@@ -1,5 +1,6 @@
 """Random small models, policies and dropouts: eager, traced and compiled gradients."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -127,6 +128,7 @@ def run(plan, seed, how):
     return loss, [p.grad for p in model.parameters()], torch.get_rng_state()
 
 
+@pytest.mark.in_turn
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=blocks, seed=st.integers(0, 2**31))
 def test_eager_traced_and_compiled_agree(plan, seed):

@@ -126,6 +126,7 @@ def test_chunked_loss_then_the_backward_of_the_model(context):
     assert count(traced.gm, MM) == 4 + 2 * 2 + 3 + extra
 
 
+@pytest.mark.in_turn
 def test_two_micro_batches_in_one_trace():
     models = []
     data = [batch(size=2), batch(size=2)]
@@ -371,6 +372,7 @@ def test_a_chain_and_the_contexts_of_output_discard():
     assert count(graph.trace_step(saving, x).gm, MM) == 3 + 5
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mode", MODES)
 def test_a_compiled_trace_and_a_later_compile(mode):
     model = GPT(layers=1, mode=mode, dropout=0.0).double()

@@ -125,6 +125,7 @@ def test_a_step_is_recomputed_as_by_torch(name, dynamic):
     check_against_torch(before, after)
 
 
+@pytest.mark.in_turn
 def test_memory_falls_with_the_number_of_checkpoints():
     wide = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
 
@@ -203,6 +204,7 @@ RANDOM = {
 }
 
 
+@pytest.mark.in_turn
 @needs_grad
 @pytest.mark.parametrize("options", [{}, {"context_fn": selective()}])
 @pytest.mark.parametrize("name", RANDOM)

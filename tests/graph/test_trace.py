@@ -79,6 +79,7 @@ def test_optimizer_step_inside(optimizer, clear):
     assert_same(run_twice(make, torch.randn(5, 4)))
 
 
+@pytest.mark.in_turn
 def test_gradients_accumulate_over_calls_and_inside_one():
     def make():
         model = GPT(layers=2, mode="full").double()
@@ -237,6 +238,7 @@ def test_no_autograd_graph_and_inputs_get_gradients():
     assert torch.equal(x.grad, grads[0]) and torch.equal(w.grad, grads[1])
 
 
+@pytest.mark.in_turn
 def test_dynamic_dimensions():
     model = GPT(layers=2, mode="selective", dropout=0.0)
     tokens, targets = batch(size=4)

@@ -102,6 +102,7 @@ def test_what_does_not_train_has_its_cache(layer):
             assert model.train()(ids).past_key_values.get_seq_length() == 8
 
 
+@pytest.mark.in_turn
 def test_fit_with_a_cache_that_is_given_by_place():
     model, ids = MODELS["GPT2Block"]().train(), torch.randint(V, (2, 32))
     batch = {"input_ids": ids, "labels": ids}

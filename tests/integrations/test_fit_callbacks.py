@@ -37,6 +37,7 @@ def changed(model):
     ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("from_file", [True, False])
 def test_a_plan_is_applied_while_a_trainer_trains(from_file, tmp_path):
     model = tiny()
@@ -55,6 +56,7 @@ def test_a_plan_is_applied_while_a_trainer_trains(from_file, tmp_path):
     assert not any(changed(model))
 
 
+@pytest.mark.in_turn
 def test_a_trainer(tmp_path):
     pytest.importorskip("accelerate")
     model = tiny()
@@ -79,6 +81,7 @@ def test_a_trainer(tmp_path):
     assert seen and all(seen) and not any(changed(model))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("options", [{"bf16": True}, {"neftune_noise_alpha": 5.0}], ids=str)
 def test_what_a_trainer_sets_on_the_model_is_no_difference(tmp_path, options):
     """Accelerate replaces the forward of the model for mixed precision, for one."""
@@ -107,6 +110,7 @@ def test_what_a_trainer_sets_on_the_model_is_no_difference(tmp_path, options):
     assert all(map(torch.equal, *weights))
 
 
+@pytest.mark.in_turn
 def test_a_plan_with_the_loss_in_mixed_precision(tmp_path):
     """Accelerate has wrapped the forward of the model before the callback patches the model."""
     pytest.importorskip("accelerate")
@@ -169,6 +173,7 @@ def test_a_lightning_trainer(package):
     assert not any(isinstance(m, storage_ops.CheckpointWrapper) for m in module.model)
 
 
+@pytest.mark.in_turn
 def test_neither_library_is_imported_with_the_package():
     code = (
         "import sys, storage_ops.integrations as i\n"
@@ -185,6 +190,7 @@ def test_what_is_no_plan_is_refused():
             make(3)
 
 
+@pytest.mark.in_turn
 def test_a_plan_of_another_object_is_refused():
     plan, other = tiny_plan(tiny()), tiny()
     handler = transformers.trainer_callback.CallbackHandler(

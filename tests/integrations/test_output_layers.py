@@ -75,6 +75,7 @@ def pieces(request, monkeypatch):
         monkeypatch.setattr(head_loss, "piece_rows", lambda *sizes: 5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("wrapped", [False, True], ids=["model", "PeftModel"])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters(name, wrapped, pieces, batch):
@@ -190,6 +191,7 @@ def test_no_logits_and_no_copy_of_the_weight_exist():
     assert plain > 3 * logits and peak() < 0.6 * logits
 
 
+@pytest.mark.in_turn
 def test_compiled(batch):
     torch._dynamo.reset()
     model, _ = adapted("LoRA", dtype=torch.float32)

@@ -38,6 +38,7 @@ def test_compiled(name, fullgraph, batch):
     assert compiled(batch["input_ids"]).logits.shape == (3, 9, V)
 
 
+@pytest.mark.in_turn
 def test_one_graph_serves_all_sizes():
     torch._dynamo.reset()
     model, counter = make("Llama"), CompileCounter()

@@ -304,6 +304,7 @@ def test_a_model_that_was_wrapped_before_or_changed_after():
     assert type(model) is tf.LlamaForCausalLM
 
 
+@pytest.mark.in_turn
 def test_importing_storage_ops_does_not_import_transformers():
     code = (
         "import sys, storage_ops; storage_ops.patch_causal_lm; print('transformers' in sys.modules)"

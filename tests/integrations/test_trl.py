@@ -121,6 +121,7 @@ PATCHED_BEFORE = {
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", CASES)
 def test_training(case, tokenizer, tmp_path, monkeypatch):
     kind, name, options = CASES[case]

@@ -155,6 +155,7 @@ def test_nothing_is_nan_that_is_not_nan_in_torch(dtype, reduction):
     assert all(part.isfinite().all() for part in ours)
 
 
+@pytest.mark.in_turn
 def test_compiled_losses_of_ignored_tokens_are_finite():
     """Where the loss becomes the op."""
 

@@ -99,6 +99,7 @@ def test_16_bits(dtype, wide):
         assert g.dtype == dtype and (g.double() - e).norm() <= 0.01 * e.norm()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["selected", "topk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [0.5, 1 / 16])

@@ -20,6 +20,7 @@ def ours(sample):
     return so.linear_cross_entropy(sample.input, *sample.args, **sample.kwargs)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("info", INFOS, ids=NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_samples(info, dtype):
@@ -100,8 +101,7 @@ def test_wrong_arguments_of_positions():
             so.linear_cross_entropy(**{"input": x, "linear_weight": w, "target": t, **changed})
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_of_many_positions_are_summed_in_float32(compiled):
     x, w = torch.randn(8, 16).bfloat16().requires_grad_(), torch.randn(4, 96, 16).bfloat16()
     target = torch.randint(4, (8, 96))

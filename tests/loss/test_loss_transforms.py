@@ -129,6 +129,7 @@ def test_compile_with_many_outputs(problem, backend, dynamic):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_adds_to_a_given_buffer(problem, backend):
     torch._dynamo.reset()
@@ -186,7 +187,10 @@ def test_vmap_of_an_empty_batch():
     assert torch.vmap(grad)(x).shape == x.shape
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
+@pytest.mark.in_turn
+@pytest.mark.parametrize(
+    "transform", ["grad", pytest.param("vmap of grad", marks=pytest.mark.slow)]
+)
 def test_func_grad_in_torch_compile_runs_without_a_graph(transform):
     x, w, target = torch.randn(3, 5, 8), torch.randn(31, 8), torch.randint(31, (5,))
 

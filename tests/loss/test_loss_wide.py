@@ -86,6 +86,7 @@ def test_the_gradient_of_a_bias_is_summed_in_fp32_at_any_budget(dtype):
         assert errors(torch.autograd.grad(loss, [b]), [exact])[0] <= 1.05 * bound
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", [(600, 64, 16001), (250, 300, 32001)])
 @pytest.mark.parametrize("share", [1.0, 0.25, 1 / 16])
 @pytest.mark.parametrize("dtype", NARROW)

@@ -77,6 +77,7 @@ def problems():
     )  # fmt: skip
 
 
+@pytest.mark.in_turn
 @settings(deadline=None)
 @given(
     problems(), st.sampled_from(list(devices.DEVICES)),

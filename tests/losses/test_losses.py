@@ -130,6 +130,7 @@ def test_the_budget_holds_for_policy_and_reference():
     assert m.peak_bytes - w.grad.nbytes - x.grad.nbytes < 4.5 * (1 << 20) < 800 * vocab * 4 / 10
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", ["shifted", "packed and shifted"])
 def test_compile(form):
     torch._dynamo.reset()

@@ -254,6 +254,7 @@ assert not packed.exists(torch.float64, "cpu")
     subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no way to hold to a CPU")
 def test_threads_that_share_a_processor_do_not_wait_for_each_other():
     """As on a busy machine. Threads that met after every block took 200 times as long."""

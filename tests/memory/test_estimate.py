@@ -208,6 +208,7 @@ def test_a_step_with_an_optimizer(options, warm):
     assert extra > 0.95 if not options else extra < 1.1
 
 
+@pytest.mark.in_turn
 def test_adafactor_handles_one_parameter_at_a_time():
     """Its documentation says so, also of a GPU, where an H200 confirmed it."""
 

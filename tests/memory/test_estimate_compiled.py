@@ -48,6 +48,7 @@ def measured_peak(model, x, head, labels, loss):
     return m.peak_bytes + sum(t.nbytes for t in held)
 
 
+@pytest.mark.in_turn
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["recognised", "chunked"])
 def test_simulated_as_what_runs(made, name):
@@ -76,6 +77,7 @@ def test_plans_are_made_with_it(made):
     assert measured_peak(*made, loss) <= 1.01 * budget
 
 
+@pytest.mark.in_turn
 def test_on_the_meta_device(made):
     model, x, head, labels = (each.to("meta") for each in made)
     plain = losses(head, labels)["recognised"]

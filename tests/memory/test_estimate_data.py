@@ -37,6 +37,7 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(16)
 MASKS = {"made in forward": (), "numbers": (CAUSAL,), "truth values": (CAUSAL < 0,)}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_encoders_are_known(mask):
     model, batch = Encoder(), (torch.randn(2, 16, 32), *MASKS[mask])

@@ -52,6 +52,7 @@ def test_a_mask_is_there_where_a_run_has_one(masked):
     assert step.peak_bytes == pytest.approx(measured(copy.deepcopy(model), batch), rel=1e-3)
 
 
+@pytest.mark.in_turn
 def test_on_the_meta_device():
     real = simulate_step(llama(), batch_of("none"), device="h100").peak_bytes
     batch = {name: t.to("meta") for name, t in batch_of("none").items()}

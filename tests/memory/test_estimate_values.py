@@ -75,6 +75,7 @@ class MoE(nn.Module):
 WAYS = ("one_hot", "counts_first", "sorted", "masks", "unique")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_agree_with_what_is_measured(way):
     """The real router is given the choices that are assumed: even, and one expert too full."""

@@ -108,6 +108,7 @@ def test_states_and_weights_of_8_bits(model):
     assert abs(with_states.peak_bytes - got) <= 1024
 
 
+@pytest.mark.in_turn
 def test_a_plan_for_weights_of_8_bits(model):
     x, whole = torch.randn(256, 64), simulate_step(model, torch.randn(256, 64), loss=torch.sum)
     model(x).sum().backward()
@@ -165,6 +166,7 @@ class Assigning(torch.optim.SGD):
             p.data.mul_(0.5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("call", ["simulate_step", "will_it_fit", "fit", "estimate"])
 def test_data_that_is_set(call, device):

@@ -125,6 +125,7 @@ PAIRED = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("cache", "run"), PAIRED)
 def test_caches_hold_no_fake_tensors_afterwards(cache, run):
     make, clear, first = CACHES[cache]

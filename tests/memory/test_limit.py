@@ -193,6 +193,7 @@ def test_what_fit_would_do(order, fails):
         train()
 
 
+@pytest.mark.in_turn
 def test_what_fit_is_told():
     model, x = layers()
 
@@ -265,6 +266,7 @@ def test_what_is_not_made_yet_is_in_nobodys_way():
     assert len(kept) == 3
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_an_optimizer_that_is_made_in_the_block(with_optimizer):
     model = nn.Sequential(

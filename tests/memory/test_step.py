@@ -92,6 +92,7 @@ def test_recordings_do_the_same_as_ops(name, way, device):
     assert levels(model, batch, loss=loss, optimizer=sgd, device=device) >= 2
 
 
+@pytest.mark.in_turn
 def test_recordings_on_the_meta_device_and_of_a_sum():
     model = Decoder(GatedMLP, nn.LayerNorm).to("meta")
     assert levels(model, ids().to("meta")) == 3
@@ -179,6 +180,7 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_detached_alias_cuts_nothing(inside, first):
@@ -230,6 +232,7 @@ def test_layers_that_only_look_alike(model, shape, calls):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.in_turn
 def test_output_discarding_across_layers():
     model, batch, _ = made("llama")
     cfg = so.ActivationCheckpointConfig(["RMSNorm"], mode="output_discard")
@@ -258,6 +261,7 @@ def test_nothing_is_left_behind():
     assert nn.Module.__call__ is call
 
 
+@pytest.mark.in_turn
 def test_an_optimizer_that_accelerate_prepared():
     accelerate = pytest.importorskip("accelerate")
     model, x = nn.Sequential(*(GatedMLP(32) for _ in range(3))), torch.randn(64, 32)
@@ -276,6 +280,7 @@ def test_an_optimizer_that_accelerate_prepared():
     assert e.by_owner["optimizer state"] > 0 and not plain.state
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("warm", [False, True])
 def test_optimizers_that_step_in_the_backward(warm):
     """Nothing names them but hooks of the parameters; each gradient is dropped at once."""
@@ -310,6 +315,7 @@ def test_optimizers_that_step_in_the_backward(warm):
     assert peak() == plan.peak_bytes < simulated[0]
 
 
+@pytest.mark.in_turn
 def test_the_worst_batch_decides():
     model, _, _ = made("llama")
     batches = [torch.zeros(2, n, dtype=torch.int64) for n in (8, 64, 16)]
@@ -423,6 +429,7 @@ def test_a_loss_plans_for_the_gpu_that_is_simulated(monkeypatch, device, rates):
     assert rates_of(torch.device("cpu")) is named("cpu")
 
 
+@pytest.mark.in_turn
 def test_will_it_fit_answers_and_prints():
     model, batch, _ = made("llama")
     peak = will_it_fit(model, batch, device="cpu").peak_bytes

@@ -19,6 +19,7 @@ def command(tmp_path):
     return ["will-it-fit", "--hf-config", path, "--batch", "2", "--seq", "128"]
 
 
+@pytest.mark.in_turn
 def test_a_table(command, capsys):
     assert cli.main([*command, "--budget", "1GiB"]) == 0
     assert "fits, " in (shown := capsys.readouterr().out)
@@ -27,6 +28,7 @@ def test_a_table(command, capsys):
     assert "does not fit, " in capsys.readouterr().out
 
 
+@pytest.mark.in_turn
 def test_no_names_the_command_that_makes_it_fit(command, capsys):
     """With the same step; where recomputing cannot help, it says so."""
     options = ["--optimizer", "sgd", "--accumulate", "--device", "a100", "--budget", "30MiB"]
@@ -42,6 +44,7 @@ def test_no_names_the_command_that_makes_it_fit(command, capsys):
     assert "optimizer state and workspaces alone are" in shown and " fit --hf" not in shown
 
 
+@pytest.mark.in_turn
 def test_json(command, capsys):
     facts = {}
     for optimizer in ("adamw", "sgd", "none"):

@@ -67,6 +67,7 @@ for gone, code in json.loads(sys.argv[1]):
         status = 1
         try:
             exec(code, {})
+            status = 0
         except SystemExit as end:
             status = end.code
         except BaseException:
@@ -110,33 +111,27 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def answers(installed):
+def in_forks(folder, works, **variables):
+    """Run each code without some files of the folder; return its status, output and errors."""
+    return json.loads(python(folder, "-c", FORKS, json.dumps(works), **variables).stdout)
+
+
+def test_the_next_path_takes_over(installed):
     works = [
         ([f"storage_ops/lib/{name}" for name in gone], code + WORK + COMMAND)
         for gone, code, *_ in CASES
     ]
-    return json.loads(python(installed, "-c", FORKS, json.dumps(works)).stdout)
-
-
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_the_next_path_takes_over(number, answers):
-    gone, _, path, row_kernel = CASES[number]
-    status, out, complaints = answers[number]
-    assert out, complaints
-    said, _, command = out.partition("\n")
-    info = json.loads(said)
-    assert info["storage_path"] == path and info["row_kernel"].startswith(row_kernel)
-    assert info["zero_copy"] == (path != "copy")
-    whole = CPU not in gone and path != "copy"
-    assert (info["problems"] == []) == whole
-    assert json.loads(command) == info and status == (0 if whole else 1)
-
-
-def test_switched_off_is_no_problem(installed):
-    result = python(installed, "-c", WORK, STORAGE_OPS_DISABLE_NATIVE="1")
-    info = json.loads(result.stdout)
-    assert info["storage_path"] == "copy" and info["problems"] == [] and not info["zero_copy"]
+    answers = in_forks(installed, works)
+    for (gone, _, path, row_kernel), answer in zip(CASES, answers, strict=True):
+        status, out, complaints = answer
+        assert out, (gone, complaints)
+        said, _, command = out.partition("\n")
+        info = json.loads(said)
+        assert info["storage_path"] == path and info["row_kernel"].startswith(row_kernel), gone
+        assert info["zero_copy"] == (path != "copy"), gone
+        whole = CPU not in gone and path != "copy"
+        assert (info["problems"] == []) == whole, gone
+        assert json.loads(command) == info and status == (0 if whole else 1), gone
 
 
 @pytest.mark.parametrize(
@@ -151,13 +146,14 @@ def test_a_package_without_any_library_says_so(build, code, tmp_path):
     if build is not None:
         (tmp_path / "storage_ops/lib").mkdir()
         (tmp_path / "storage_ops/lib/build_info.json").write_text(json.dumps(build))
-    result = python(tmp_path, "-c", COMMAND)
-    info = json.loads(result.stdout)
-    assert result.returncode == code and len(info["problems"]) == code
+    switched_off = 'import os; os.environ["STORAGE_OPS_DISABLE_NATIVE"] = "1"; import storage_ops'
+    said, quiet = in_forks(tmp_path, [([], COMMAND), ([], switched_off)])
+    status, out, complaints = said
+    info = json.loads(out)
+    assert status == code and len(info["problems"]) == code
     assert "pure Python" in info["storage_ops"]
-    assert result.stderr.count("storage_ops has no native libraries here") == code
-    quiet = python(tmp_path, "-c", "import storage_ops", STORAGE_OPS_DISABLE_NATIVE="1")
-    assert quiet.stderr == ""
+    assert complaints.count("storage_ops has no native libraries here") == code
+    assert quiet == [0, "", ""]
 
 
 HEAVY = {"matplotlib", "transformers", "tokenizers", "yaml", "numpy.testing", "torch._inductor",

@@ -54,6 +54,7 @@ def test_peak_of_a_share(path, zero_copy):
     assert m.peak_bytes == (0 if zero_copy else NBYTES)
 
 
+@pytest.mark.in_turn
 def test_ten_thousand_calls_keep_memory_flat(path):
     dst, src = torch.empty(1 << 16), torch.empty(1 << 16)
 
