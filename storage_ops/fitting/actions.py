@@ -16,7 +16,7 @@ from storage_ops.checkpoint.transform import (
     remove_activation_checkpoint,
 )
 from storage_ops.fitting.compiled import CompiledLoss
-from storage_ops.fitting.heads import budgeted, heads_in, restored
+from storage_ops.fitting.heads import budgeted, heads_in, patching, restored
 from storage_ops.quantities import readable
 
 ActionName = Literal[
@@ -65,7 +65,7 @@ class Action:
             if self.patched:
                 patching().set_memory_budget(layer, self.memory_budget)
             elif self.patches(layer):
-                patching().patch_causal_lm(layer, memory_budget=self.memory_budget)
+                patching().patch(layer, memory_budget=self.memory_budget)
             return
         for name in self.tiled:
             tile(layer.get_submodule(name), self.tiles)
@@ -83,7 +83,7 @@ class Action:
             if self.patched:
                 patching().restore_memory_budget(layer)
             elif self.patches(layer):
-                patching().unpatch_causal_lm(layer)
+                patching().unpatch(layer)
             return
         remove_activation_checkpoint(layer)
 
@@ -153,16 +153,3 @@ def _counted(calls: tuple[tuple[str, int], ...]) -> str:
 
 
 KEEP = Action("keep")
-
-
-def patching() -> Any:
-    """What patches models of transformers; imported late, for beside it are callbacks of plans."""
-    from storage_ops.integrations import transformers
-
-    return transformers
-
-
-def is_patched(model: nn.Module) -> bool:
-    """Whether the loss of a model of transformers is computed without its logits."""
-    found: bool = patching().is_patched(model)
-    return found

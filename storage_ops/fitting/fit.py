@@ -22,13 +22,12 @@ from storage_ops.fitting.actions import (
     NAMES,
     Action,
     ActionName,
-    is_patched,
     loss_actions,
 )
 from storage_ops.fitting.choices import costs_of
 from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
 from storage_ops.fitting.conditions import Conditions
-from storage_ops.fitting.heads import heads_in
+from storage_ops.fitting.heads import heads_in, patching
 from storage_ops.fitting.plan import FitPlan, Row, applied, check_plain
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, StepRecording
@@ -230,7 +229,9 @@ class Search:
         is_compiled = isinstance(self._of_loss.module, CompiledLoss)
         losses: list[Action] = []
         if replaced and not is_compiled:
-            losses = loss_actions(logits_to_spare(model, largest, loss), is_patched(model))
+            losses = loss_actions(
+                logits_to_spare(model, largest, loss), patching().is_patched(model)
+            )
 
         def ways(action: Action) -> list[Way]:
             recorder = Recorder(units, self._on_gpu, self._rates, workspace, accumulate)
@@ -321,7 +322,7 @@ class Search:
         except ValueError:
             return ""
         names = ", ".join(map(repr, (*EXACT[1:], LOSS)))
-        if is_patched(self._model):
+        if patching().is_patched(self._model):
             return f"actions=[{names}] chooses the memory budget of the patched loss, too"
         return f"actions=[{names}] does without the logits, {readable(logits)}"
 

@@ -1,7 +1,9 @@
-"""Heads of a user's own model, `LinearCrossEntropyLoss`, whose budget is part of a plan."""
+"""Losses whose budget is part of a plan: `LinearCrossEntropyLoss`, and patched models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,6 +13,38 @@ from storage_ops.memory.estimate_inputs import Held
 
 LOSS_NAME = "(loss)"  # of a head that is in the loss; no module in a model has this name
 OWN_OPTIONS = "_options_before_fit"  # of a head, or a patched model, with the budget of a plan
+
+
+@dataclass(frozen=True)
+class Patching:
+    """How the loss of another library's model is replaced.
+
+    Attributes:
+        is_patched: whether a model is patched.
+        patch: patches a model; it takes `memory_budget`.
+        unpatch: undoes `patch`.
+        set_memory_budget: gives the loss of a patched model another budget.
+        restore_memory_budget: undoes `set_memory_budget`.
+    """
+
+    is_patched: Callable[[nn.Module], bool]
+    patch: Callable[..., Any]
+    unpatch: Callable[[nn.Module], None]
+    set_memory_budget: Callable[[nn.Module, int | None], None]
+    restore_memory_budget: Callable[[nn.Module], None]
+
+
+_registered: list[Patching] = []
+
+
+def register_patching(patching: Patching) -> None:
+    """Let plans patch models with these functions, which belong to a package above this one."""
+    _registered[:] = [patching]
+
+
+def patching() -> Patching:
+    """Return the functions that were registered."""
+    return _registered[0]
 
 
 def heads_in(module: nn.Module) -> list[LinearCrossEntropyLoss]:

@@ -17,11 +17,11 @@ from typing_extensions import TypeVar
 
 from storage_ops.checkpoint import discard_scope, tile, wrapper
 from storage_ops.checkpoint.config_policy import class_of, uncompiled
-from storage_ops.fitting.actions import Action, patching
+from storage_ops.fitting.actions import Action
 from storage_ops.fitting.compiled import compiled_loss
 from storage_ops.fitting.conditions import Conditions
 from storage_ops.fitting.fingerprint import MODE, aspects, hashed
-from storage_ops.fitting.heads import LOSS_NAME, is_budgeted
+from storage_ops.fitting.heads import LOSS_NAME, is_budgeted, patching
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.memory.step import simulate_step
 from storage_ops.quantities import Tabular, metric, readable

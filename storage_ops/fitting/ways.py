@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from storage_ops.fitting.actions import LOSS, Action, is_patched, patching
+from storage_ops.fitting.actions import LOSS, Action
+from storage_ops.fitting.heads import patching
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import StepRecording
 from storage_ops.fitting.solve import ActionProblem, Option
@@ -88,8 +89,8 @@ def logits_to_spare(model: nn.Module, batch: Any, loss: Any) -> int:
     if not isinstance(labels, Tensor):
         raise ValueError(f"{why}; expected a batch that is a dict with labels")
     try:
-        patch = patching().patch_causal_lm
-        with contextlib.nullcontext() if is_patched(model) else patch(model):
+        patched = patching().is_patched(model)
+        with contextlib.nullcontext() if patched else patching().patch(model):
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
             weight = head.weight
     except (TypeError, RuntimeError) as error:

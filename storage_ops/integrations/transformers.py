@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from storage_ops.checkpoint.config_policy import uncompiled
-from storage_ops.fitting.heads import OWN_OPTIONS
+from storage_ops.fitting.heads import OWN_OPTIONS, Patching, register_patching
 from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_forward import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_heads
@@ -295,3 +295,10 @@ def unpatch_causal_lm(model: nn.Module) -> None:
         module.__class__ = module._original
     stop_watching(model)
     fused_head.restore(model)
+
+
+register_patching(
+    Patching(
+        is_patched, patch_causal_lm, unpatch_causal_lm, set_memory_budget, restore_memory_budget
+    )
+)

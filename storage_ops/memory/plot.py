@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.memory.measure import Life, Measurement
 from storage_ops.memory.owners import BUFFERS, GRADIENTS, PARAMETERS, STATE, kind_of
 from storage_ops.optional import check_drawable
 from storage_ops.quantities import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from storage_ops.memory.measure import Life, Measurement
 
 MIB = 1 << 20
 _COLOURS = 7  # owners that have one of their own
