@@ -110,7 +110,9 @@ def sources_of(tensors: Iterable[Tensor | None], outputs: Iterable[Tensor]) -> l
     given = [t for t in tensors if t is not None and t.requires_grad]
     bases: list[Tensor] = [t._base if t._base is not None else t for t in given]
     inputs = [t for t in bases if t.grad_fn is None or not t.grad_fn.next_functions]
-    return [*dict.fromkeys(inputs), *(t for t in outputs if t.numel())]
+    # A size that only the data tells may not be compared: it would be a guard.
+    asked = [t for t in outputs if not any(type(n) is int and n == 0 for n in t.shape)]
+    return [*dict.fromkeys(inputs), *asked]
 
 
 def connect(upstream: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor | None]:
