@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -266,15 +265,14 @@ class Search:
     def _costs_of_calls(
         self, recording: StepRecording, allowed: tuple[str, ...]
     ) -> list[list[tuple[Action, Cost]]]:
-        runs = Counter(call.unit.name for call in recording.calls)
         found = []
         for call in recording.calls:
-            alone = runs[call.unit.name] == 1 and call.backward is not None
-            key = call.kind, alone
+            is_free = call.backward is not None
+            key = call.kind, is_free
             if key not in self._known:
                 say(f"what may be recomputed of {call.unit.name}")
                 costs = costs_of(
-                    call, allowed if alone else (), self._on_gpu, self._rates, self._accumulate
+                    call, allowed if is_free else (), self._on_gpu, self._rates, self._accumulate
                 )
                 self._known[key] = list(costs.items())
             found.append(self._known[key])
@@ -373,9 +371,9 @@ class Search:
 
     def _actions(self, number: int, choice: list[int]) -> list[tuple[Unit, Action]]:
         way = self._ways[number]
-        found = [(self._of_loss, way.loss)]
+        found = {(self._of_loss, way.loss): None}  # calls of one layer have one action
         for call, costs, index in zip(way.recording.calls, way.costs, choice, strict=True):
-            found.append((call.unit, costs[index][0]))
+            found[call.unit, costs[index][0]] = None
         return [(unit, action) for unit, action in found if action != KEEP]
 
     def _made(self, number: int, choice: list[int], peak: int, budget: int) -> FitPlan:
@@ -386,7 +384,8 @@ class Search:
         for place, (call, costs, index) in enumerate(zip(calls, way.costs, choice, strict=True)):
             action, cost = costs[index]
             row = rows.setdefault((call.unit.class_name, action), Row([], str(action)))
-            row.names.append(call.unit.name)
+            if call.unit.name not in row.names:
+                row.names.append(call.unit.name)
             row.kept_bytes += problem.options[place][index].kept
             row.seconds += problem.options[place][index].seconds
             if place < at_peak.alive:
