@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from storage_ops.checkpoint.caches import without_cache
+from storage_ops.checkpoint.unchanged import undo_changes
 from storage_ops.fitting.fingerprint import fingerprint
 from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit, places_of
@@ -301,7 +302,7 @@ class Recorder:
             start = self.books.mark()
             kind, found = self._run_once(
                 unit, (self._prints[unit.name], *settings, autocast, *gathered.items()),
-                lambda: self._outputs_of(unit, lambda: plain(*args, **kwargs), given),
+                lambda: self._outputs_of(unit, plain, args, kwargs, given),
             )  # fmt: skip
             if found is None:
                 return plain(*args, **kwargs)
@@ -335,21 +336,24 @@ class Recorder:
         return Like.of(t, self.simulation)
 
     def _outputs_of(
-        self, unit: Unit, call: Callable[[], Any], given: list[Tensor]
+        self, unit: Unit, plain: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor]
     ) -> tuple[list[Any], Any] | None:
         """Describe what a call of a layer returns.
 
         None if that is an object which may have tensors in it, or if gradients leave the layer on
-        another way than by its arguments: by a tensor that it has as an attribute.
+        another way than by its arguments: by a tensor that it has as an attribute. The call leaves
+        no trace then, because it runs again.
         """
         entries, since = {t.grad_fn for t in given}, next_node()
+        undo = undo_changes([unit.module, args, kwargs])
         with forwards_forgotten(unit.module):
-            leaves, tree = tree_flatten(call())
+            leaves, tree = tree_flatten(plain(*args, **kwargs))
             own = [*unit.module.parameters(), *gathered_inside(unit.module), *given]
-        if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
-            return None
         differentiable = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-        if reads_history(differentiable, entries, own, since):
+        is_known = all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves)
+        if not is_known or reads_history(differentiable, entries, own, since):
+            for each in undo:
+                each()
             return None
         places = {id(t): i for i, t in enumerate(given)}
         made = [
