@@ -17,6 +17,7 @@ from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
+from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_fsdp import layer_alone
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.step import earlier_gradients, without_gradients
@@ -84,8 +85,11 @@ def _taken(likes: list[Like], t: Tensor) -> Like | None:
 class Probe:
     """Runs a layer by itself."""
 
-    def __init__(self, call: LayerCall, on_gpu: bool, rates: Rates, accumulate: bool) -> None:
+    def __init__(
+        self, call: LayerCall, on_gpu: bool, rates: Rates, accumulate: bool, assumption: Assumption
+    ) -> None:
         self._call, self._on_gpu, self._rates = call, on_gpu, rates
+        self._assumption = assumption
         self._accumulate = accumulate
         self._forward = 0.0, 0  # seconds and ops of the forward that ran last
         self.logits = 0  # bytes of the largest logits that a loss in the layer does without
@@ -130,7 +134,8 @@ class Probe:
         return forward or times.ops, len(times.ops) if forward else 0
 
     def _run(self, times: OpTimes, action: Action) -> Cost:
-        books, module = Books(self._on_gpu, self._rates), self._call.unit.module
+        module = self._call.unit.module
+        books = Books(self._on_gpu, self._rates, self._assumption)
         with (
             without_gradients(module.parameters()),
             books.open(module, (), {}) as (simulation, *_),

@@ -24,6 +24,7 @@ from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit, places_of
 from storage_ops.loss.devices import Rates
 from storage_ops.memory.alike import SIMPLE
+from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_fsdp import (
     forwards_forgotten,
     gathered_inside,
@@ -168,10 +169,12 @@ class Recorder:
     """Runs a step with stand-ins in the places of layers."""
 
     def __init__(
-        self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int, accumulate: bool
-    ) -> None:
+        self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int, accumulate: bool,
+        assumption: Assumption,
+    ) -> None:  # fmt: skip
         """`workspace`: bytes that cuBLAS has in each thread; `accumulate`: as of `fit`."""
-        self.books, self._workspace, self.accumulate = Books(on_gpu, rates), workspace, accumulate
+        self.books = Books(on_gpu, rates, assumption)
+        self._workspace, self.accumulate = workspace, accumulate
         self.recording = StepRecording()
         self._units = units
         self._times = OpTimes(rates)

@@ -394,12 +394,21 @@ class Simulation(TorchDispatchMode):
         kind = bool if t.dtype == torch.bool else float if t.is_floating_point() else int
         return kind(self._said(func, t))
 
+    def listed(self, t: Tensor) -> Any:
+        """Return what `t.tolist()` does."""
+        known = self.values.read(self.twin(t))
+        with no_dispatch():
+            if known is None:
+                number = self._value(_aten._local_scalar_dense.default, t)
+                known = torch.full(t.shape, number, dtype=t.dtype)
+            return known.tolist()
+
     def _said(self, func: Any, args: Any, kind: str = "value") -> Any:
         """The number that the caller said such an op returns."""
         value = self._assumption.value() if kind == "value" else None
         if value is None:
             cause = self.values.source(args)
-            raise unanswered(Source.here(func, kind), cause, self._assumption.is_offered)
+            raise unanswered(Source.here(func, kind), cause)
         return value
 
     def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:
