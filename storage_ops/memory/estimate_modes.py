@@ -309,7 +309,10 @@ class Simulation(TorchDispatchMode):
         given = tensors_in((args, kwargs))
         is_inside = func is self._wrapped
         if func in estimate_real.IN_PLACE and not is_inside:
-            func = estimate_real.as_real(func, self.ledger.block_of(given[0]))
+            block = self.ledger.block_of(given[0])
+            func = estimate_real.as_real(func, block, args)
+            if func is _aten.add_.Tensor and block is not None:
+                self.ledger.added_to.add(block)
         if self.on_gpu and func.overloadpacket in PRODUCTS:
             self.multiplies = True
         estimate_ranks.count_sent(self.sent, func, args)
