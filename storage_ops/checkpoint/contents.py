@@ -84,7 +84,8 @@ class Contents:
 
     def _compare(self, t: Tensor, before: Tensor) -> None:
         memory = memory_of(t)
-        if isinstance(t, FakeTensor) or t.is_meta:
+        # In a simulation, the copy of a real tensor is a fake one.
+        if isinstance(before, FakeTensor) or t.is_meta:
             self._let_go()
         elif memory.shape != before.shape or memory.dtype != before.dtype:
             self._keep(t)
@@ -141,7 +142,8 @@ class Contents:
         if self._before is not None or t is None:
             return None
         moved = self.after != self.version and not isinstance(t, nn.Parameter)
-        differs = len(self._sums) == 2 and not torch.equal(*self._sums)
+        is_known = len(self._sums) == 2 and not isinstance(self._sums[0], FakeTensor)
+        differs = is_known and not torch.equal(*self._sums)
         return t if moved or differs else None
 
     def changed(self) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint import tile_run
 from storage_ops.checkpoint.execution import is_disabled, is_traced_by_fx
+from storage_ops.checkpoint.left_behind import run_on_fakes
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region import is_repeatable
 from storage_ops.checkpoint.tile_run import Pieces, fail
@@ -175,12 +176,19 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
             with unchanged(pieces.host), replaced(places):
                 yield
 
-        with bound(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            out = pieces.output_of(piece)
-            gradient = torch.empty_like(out)
+        def output_like(_: FakeTensorMode) -> tuple[Any, ...]:
+            with bound(), torch.no_grad():
+                out = pieces.output_of(piece)
+                return out.shape, out.stride(), out.dtype, out.device
+
+        size, stride, dtype, device = run_on_fakes(pieces.host.modules(), output_like)
+        with FakeTensorMode():
+            gradient = torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+        host = pieces.host  # named here, so that the estimate finds its caches
 
         def step(*_: Tensor) -> None:
-            with torch.enable_grad(), bound():
+            with torch.enable_grad(), unchanged(host), replaced(places):
                 out = pieces.output_of(piece)
                 if out.requires_grad:
                     out.backward(gradient)

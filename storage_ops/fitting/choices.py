@@ -14,6 +14,7 @@ from storage_ops.fitting.probe import Cost, Probe
 from storage_ops.fitting.record import LayerCall
 from storage_ops.fitting.step import Op
 from storage_ops.loss.devices import Rates
+from storage_ops.memory.estimate_assume import Assumption
 
 # Shares of the bytes of all results that the sets of saved ones take, at least.
 _SHARES = (1 / 32, *(i / 16 for i in range(1, 7)), 1 / 2, 3 / 4, 1)
@@ -23,8 +24,9 @@ _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
 def costs_of(
-    call: LayerCall, allowed: Sequence[str], on_gpu: bool, rates: Rates, accumulate: bool
-) -> dict[Action, Cost]:
+    call: LayerCall, allowed: Sequence[str], on_gpu: bool, rates: Rates, accumulate: bool,
+    assumption: Assumption,
+) -> dict[Action, Cost]:  # fmt: skip
     """Actions for a call of a layer, the first of them to keep all.
 
     Args:
@@ -33,8 +35,9 @@ def costs_of(
         on_gpu: whether sizes and kernels are those of a GPU.
         rates: of the device.
         accumulate: as of `fit`.
+        assumption: what is said of values that are not known.
     """
-    probe = Probe(call, on_gpu, rates, accumulate)
+    probe = Probe(call, on_gpu, rates, accumulate, assumption)
     keep = Action("keep")
     costs = {keep: probe.cost(keep)}
     hides = int(rates.link * costs[keep].forward_seconds)

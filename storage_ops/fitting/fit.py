@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +32,7 @@ from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, StepRecording
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.fitting.ways import Way, logits_to_spare
+from storage_ops.memory.estimate_assume import Assumption
 from storage_ops.memory.estimate_calls import ONE_AT_A_TIME
 from storage_ops.memory.estimate_compiled import as_it_runs, largest_of
 from storage_ops.memory.estimate_workspaces import workspace_bytes
@@ -68,6 +68,7 @@ def fit(
     device: str | torch.device | None = None,
     actions: Sequence[ActionName] | None = None,
     accumulate: bool = False,
+    assume: float | Mapping[str, float] | None = None,
 ) -> FitPlan[ModelT]:
     """Choose for each layer what it recomputes, so that a training step fits at the least cost.
 
@@ -108,6 +109,8 @@ def fit(
             "selective" and "full".
         accumulate: whether the gradients of batches before are there, as of `simulate_step`: True
             where one step of the optimizer is for several batches.
+        assume: as of `memory.estimate`, for sizes that depend on values, such as the choices of a
+            router.
 
     Returns:
         A plan, which prints as a table.
@@ -118,7 +121,6 @@ def fit(
         TypeError: a wrong argument.
         RuntimeError: the model has checkpointed or tiled layers, or layers of DTensors (tensor
             parallelism), or it differentiates through layers twice, or as of `memory.estimate`.
-            Where sizes depend on values, `will_it_fit` has `assume`, and here is no plan.
 
     Example:
         >>> model = torch.nn.Sequential(
@@ -131,7 +133,7 @@ def fit(
     """
     limit = parse_bytes(budget, "budget")
     with ONE_AT_A_TIME, showing("fit"):
-        search = Search(model, batch, loss, optimizer, device, actions, accumulate)
+        search = Search(model, batch, loss, optimizer, device, actions, accumulate, assume)
         return search.plan(limit)
 
 
@@ -191,6 +193,7 @@ class Search:
         device: str | torch.device | None = None,
         actions: Sequence[ActionName] | None = None,
         accumulate: bool = False,
+        assume: float | Mapping[str, float] | None = None,
     ) -> None:
         check_model(model)
         check_accumulate(accumulate)
@@ -206,6 +209,7 @@ class Search:
         self._model, self._batches = model, batches
         self._loss, self._optimizer, self._device = loss, optimizer, device
         self._accumulate = accumulate
+        self._assume, self._assumption = assume, Assumption(assume)
         self._losses: dict[Action, Any] = {}
         self._on_gpu, self._rates = is_gpu(model, batches, device), rates_for(device, model)
         self._steps: dict[tuple[int, ...], _Simulated] = {}  # by the way and the choices
@@ -234,7 +238,9 @@ class Search:
             )
 
         def ways(action: Action) -> list[Way]:
-            recorder = Recorder(units, self._on_gpu, self._rates, workspace, accumulate)
+            recorder = Recorder(
+                units, self._on_gpu, self._rates, workspace, accumulate, self._assumption
+            )
             with self._applied([(self._of_loss, action)]):
                 recording = recorder.run(model, largest, self._loss_with(action) or loss_of, made)
             return Way.all_of(action, recording, self._costs_of_calls(recording, allowed))
@@ -267,15 +273,19 @@ class Search:
     def _costs_of_calls(
         self, recording: StepRecording, allowed: tuple[str, ...]
     ) -> list[list[tuple[Action, Cost]]]:
-        runs = Counter(call.unit.name for call in recording.calls)
         found = []
         for call in recording.calls:
-            alone = runs[call.unit.name] == 1 and call.backward is not None
-            key = call.kind, alone
+            is_free = call.backward is not None
+            key = call.kind, is_free
             if key not in self._known:
                 say(f"what may be recomputed of {call.unit.name}")
                 costs = costs_of(
-                    call, allowed if alone else (), self._on_gpu, self._rates, self._accumulate
+                    call,
+                    allowed if is_free else (),
+                    self._on_gpu,
+                    self._rates,
+                    self._accumulate,
+                    self._assumption,
                 )
                 self._known[key] = list(costs.items())
             found.append(self._known[key])
@@ -367,16 +377,16 @@ class Search:
             with few_objects(), self._applied(self._actions(number, choice)):
                 step = simulate_step(
                     self._model, self._batches, loss=loss, optimizer=self._optimizer,
-                    device=self._device, accumulate=self._accumulate,
+                    device=self._device, accumulate=self._accumulate, assume=self._assume,
                 )  # fmt: skip
             self._steps[key] = _Simulated(step.peak_bytes, step.by_owner)
         return self._steps[key]
 
     def _actions(self, number: int, choice: list[int]) -> list[tuple[Unit, Action]]:
         way = self._ways[number]
-        found = [(self._of_loss, way.loss)]
+        found = {(self._of_loss, way.loss): None}  # calls of one layer have one action
         for call, costs, index in zip(way.recording.calls, way.costs, choice, strict=True):
-            found.append((call.unit, costs[index][0]))
+            found[call.unit, costs[index][0]] = None
         return [(unit, action) for unit, action in found if action != KEEP]
 
     def _made(self, number: int, choice: list[int], peak: int, budget: int) -> FitPlan:
@@ -387,7 +397,8 @@ class Search:
         for place, (call, costs, index) in enumerate(zip(calls, way.costs, choice, strict=True)):
             action, cost = costs[index]
             row = rows.setdefault((call.unit.class_name, action), Row([], str(action)))
-            row.names.append(call.unit.name)
+            if call.unit.name not in row.names:
+                row.names.append(call.unit.name)
             row.kept_bytes += problem.options[place][index].kept
             row.seconds += problem.options[place][index].seconds
             if place < at_peak.alive:

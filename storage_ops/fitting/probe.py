@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops.checkpoint.offload import region_ended
@@ -17,6 +17,8 @@ from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
+from storage_ops.memory.estimate_assume import Assumption
+from storage_ops.memory.estimate_fsdp import layer_alone
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.step import earlier_gradients, without_gradients
 
@@ -83,8 +85,11 @@ def _taken(likes: list[Like], t: Tensor) -> Like | None:
 class Probe:
     """Runs a layer by itself."""
 
-    def __init__(self, call: LayerCall, on_gpu: bool, rates: Rates, accumulate: bool) -> None:
+    def __init__(
+        self, call: LayerCall, on_gpu: bool, rates: Rates, accumulate: bool, assumption: Assumption
+    ) -> None:
         self._call, self._on_gpu, self._rates = call, on_gpu, rates
+        self._assumption = assumption
         self._accumulate = accumulate
         self._forward = 0.0, 0  # seconds and ops of the forward that ran last
         self.logits = 0  # bytes of the largest logits that a loss in the layer does without
@@ -129,13 +134,16 @@ class Probe:
         return forward or times.ops, len(times.ops) if forward else 0
 
     def _run(self, times: OpTimes, action: Action) -> Cost:
-        books, module = Books(self._on_gpu, self._rates), self._call.unit.module
+        module = self._call.unit.module
+        books = Books(self._on_gpu, self._rates, self._assumption)
         with (
             without_gradients(module.parameters()),
             books.open(module, (), {}) as (simulation, *_),
         ):
             marks: list[int] = []
-            books.run(self._once, simulation, books, times, marks)
+            whole = {name: like.make() for name, like in self._call.gathered.items()}
+            with layer_alone(module, whole) as called:
+                books.run(self._once, called, simulation, books, times, marks)
             levels = books.levels()
             copies = simulation.copies
         away = 0 if copies is None else copies.sent_bytes
@@ -159,7 +167,10 @@ class Probe:
             away,
         )
 
-    def _once(self, simulation: Simulation, books: Books, times: OpTimes, marks: list[int]) -> None:
+    def _once(
+        self, layer: nn.Module, simulation: Simulation, books: Books, times: OpTimes,
+        marks: list[int],
+    ) -> None:  # fmt: skip
         """Run forward and backward of the layer, with the moments between the parts."""
         call = self._call
         leaves, tree = tree_flatten(call.args)
@@ -177,13 +188,14 @@ class Probe:
         args, kwargs = tree_unflatten(leaves, tree)
         del leaves, new, entered
         if self._accumulate:
-            earlier_gradients(call.unit.module.parameters())
+            every = call.unit.module.named_parameters()
+            earlier_gradients(p for name, p in every if name not in call.gathered)
         marks.append(books.mark())
         with torch.enable_grad(), times:
             with contextlib.ExitStack() as stack:
                 for device_type, dtype in call.autocast:
                     stack.enter_context(torch.autocast(device_type, dtype))
-                outputs = call.unit.module(*args, **kwargs)
+                outputs = layer(*args, **kwargs)
                 self._forward = times.seconds, times.count
                 marks.append(books.mark())
                 region_ended()  # the next one

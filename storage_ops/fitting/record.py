@@ -18,12 +18,19 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from storage_ops.checkpoint.caches import without_cache
+from storage_ops.checkpoint.unchanged import undo_changes
 from storage_ops.fitting.fingerprint import fingerprint
 from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit, places_of
 from storage_ops.foundation.ledger import Block
 from storage_ops.loss.devices import Rates
 from storage_ops.memory.alike import SIMPLE
+from storage_ops.memory.estimate_assume import Assumption
+from storage_ops.memory.estimate_fsdp import (
+    forwards_forgotten,
+    gathered_inside,
+    sharded_parameters,
+)
 from storage_ops.memory.estimate_modes import Simulation
 from storage_ops.memory.estimate_ranks import is_spread
 from storage_ops.memory.estimate_values import Known
@@ -76,6 +83,7 @@ class LayerCall:
         gradient_bytes: of the gradients that the backward gets.
         gradients: what they are, one for each output that has one.
         autocast: kinds of devices for which it is on, and the dtypes.
+        gathered: the parameters that FSDP has gathered before the call, by name.
         inputs: the blocks of the tensors among the arguments.
         shared: which of them somebody else holds in its place.
     """
@@ -88,6 +96,7 @@ class LayerCall:
     gradient_bytes: int = 0
     gradients: tuple[Like, ...] = ()
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    gathered: dict[str, Like] = field(default_factory=dict)
     inputs: list[Block | None] = field(default_factory=list)
     shared: tuple[int, ...] = ()
 
@@ -118,6 +127,8 @@ class _StandIn(torch.autograd.Function):
         given = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
         ctx.save_for_backward(*given)
         ctx.given = len(given)
+        names = enumerate(_plain_parameters(call.unit.module), len(given))
+        ctx.fresh = {i for i, name in names if name in call.gathered}
         ctx.likes = [Like.of(t) for t in tensors]
         made = [like.make(recorder.simulation) for like in outputs]
         ctx.mark_non_differentiable(
@@ -142,11 +153,14 @@ class _StandIn(torch.autograd.Function):
         call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
         if recorder.accumulate:  # within the layer, what its parameters get is added up and dropped
-            needed = [needs and i < ctx.given for i, needs in enumerate(needed)]
+            fresh = ctx.fresh  # but for what FSDP has yet to reduce
+            needed = [needs and (i < ctx.given or i in fresh) for i, needs in enumerate(needed)]
         made = [
             torch.empty(like.shape, dtype=like.dtype, device=like.device) if needs else None
             for like, needs in zip(ctx.likes, needed, strict=True)
         ]
+        for p in recorder.sharded_inside(call):
+            p.grad = torch.empty_like(p) if p.grad is None else p.grad
         call.backward = before, recorder.books.mark()
         return (None, None, None, *made)
 
@@ -155,14 +169,17 @@ class Recorder:
     """Runs a step with stand-ins in the places of layers."""
 
     def __init__(
-        self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int, accumulate: bool
-    ) -> None:
+        self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int, accumulate: bool,
+        assumption: Assumption,
+    ) -> None:  # fmt: skip
         """`workspace`: bytes that cuBLAS has in each thread; `accumulate`: as of `fit`."""
-        self.books, self._workspace, self.accumulate = Books(on_gpu, rates), workspace, accumulate
+        self.books = Books(on_gpu, rates, assumption)
+        self._workspace, self.accumulate = workspace, accumulate
         self.recording = StepRecording()
         self._units = units
         self._times = OpTimes(rates)
         self._prints = {unit.name: fingerprint(unit.module, whole=True) for unit in units}
+        self._sharded: set[int] = set()  # the ids of parameters that FSDP gathers
         self._outputs: dict[Any, Any] = {}
         self._looks: dict[Any, bool] = {}  # by kind: whether it does something else by its number
         self.simulation: Simulation
@@ -177,10 +194,15 @@ class Recorder:
         """Simulate a step of a model; its modules are afterwards as they were."""
         books, replaced = self.books, []
         args, kwargs = arguments(batch)
+        self._sharded = set(sharded_parameters(model))
+        spread = {
+            unit.name: [n for n, p in unit.module.named_parameters() if is_spread(p)]
+            for unit in self._units
+        }
         try:
             for unit in self._units:
                 plain = unit.module.forward
-                vars(unit.module)["forward"] = self._stand_in(unit, plain)
+                vars(unit.module)["forward"] = self._stand_in(unit, plain, spread[unit.name])
                 replaced.append(unit.module)
             holders = model, loss, optimizer
             with (
@@ -245,15 +267,27 @@ class Recorder:
             call.inputs = []
             call.kind = (*call.kind, call.shared, call.gradients)
 
-    def _stand_in(self, unit: Unit, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def sharded_inside(self, call: LayerCall) -> list[nn.Parameter]:
+        """Return the trained parameters that FSDP gathers while the layer of a call runs."""
+        return [
+            p
+            for name, p in call.unit.module.named_parameters()
+            if p.requires_grad and id(p) in self._sharded and name not in call.gathered
+        ]
+
+    def _stand_in(
+        self, unit: Unit, plain: Callable[..., Any], spread: list[str]
+    ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
             # What one run leaves in a cache the next would see; a checkpointed layer gets none.
             args, kwargs = without_cache(unit.module, args, kwargs, always=True)
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
-            parameters = [p for p in unit.module.parameters() if p.requires_grad]
-            refused = [t for t in given if is_wrapper(t)] + [p for p in parameters if is_spread(p)]
+            every = dict(unit.module.named_parameters())
+            inside = [p for p in every.values() if is_spread(p)]
+            refused = [t for t in given if is_wrapper(t)]
+            refused += [p for p in inside if id(p) not in self._sharded]
             if refused:
                 raise RuntimeError(
                     f"fit: layer {unit.name} computes with a {type(refused[0]).__name__}, such as "
@@ -267,20 +301,24 @@ class Recorder:
             )
             like = tree_map_only(Tensor, self._like, (args, kwargs))
             settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
+            gathered = {name: Like.of(every[name]) for name in spread if not is_spread(every[name])}
             start = self.books.mark()
             kind, found = self._run_once(
-                unit, (self._prints[unit.name], *settings, autocast),
-                lambda: self._outputs_of(unit, lambda: plain(*args, **kwargs), given),
+                unit, (self._prints[unit.name], *settings, autocast, *gathered.items()),
+                lambda: self._outputs_of(unit, plain, args, kwargs, given),
             )  # fmt: skip
             if found is None:
                 return plain(*args, **kwargs)
             made, tree = found
-            call = LayerCall(unit, kind, like, autocast=autocast)
+            call = LayerCall(unit, kind, like, autocast=autocast, gathered=gathered)
             blocks = self.simulation.blocks_of
             call.inputs = [next(iter(blocks(t)), None) for t in given]
             before = self._times.seconds
+            # Autograd does not know of parameters that are gathered inside the layer.
+            anchor = [torch.empty(0, requires_grad=True)] if self.sharded_inside(call) else []
             new = iter(_StandIn.apply(  # type: ignore[no-untyped-call]
-                self, call, [m for m in made if isinstance(m, Like)], *given, *parameters
+                self, call, [m for m in made if isinstance(m, Like)], *given,
+                *_plain_parameters(unit.module).values(), *anchor,
             ))  # fmt: skip
             self._times.seconds = before
             call.forward = start, self.books.mark()
@@ -301,20 +339,24 @@ class Recorder:
         return Like.of(t, self.simulation)
 
     def _outputs_of(
-        self, unit: Unit, call: Callable[[], Any], given: list[Tensor]
+        self, unit: Unit, plain: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor]
     ) -> tuple[list[Any], Any] | None:
         """Describe what a call of a layer returns.
 
         None if that is an object which may have tensors in it, or if gradients leave the layer on
-        another way than by its arguments: by a tensor that it has as an attribute.
+        another way than by its arguments: by a tensor that it has as an attribute. The call leaves
+        no trace then, because it runs again.
         """
         entries, since = {t.grad_fn for t in given}, next_node()
-        leaves, tree = tree_flatten(call())
-        if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
-            return None
+        undo = undo_changes([unit.module, args, kwargs])
+        with forwards_forgotten(unit.module):
+            leaves, tree = tree_flatten(plain(*args, **kwargs))
+            own = [*unit.module.parameters(), *gathered_inside(unit.module), *given]
         differentiable = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-        own = [*unit.module.parameters(), *given]
-        if reads_history(differentiable, entries, own, since):
+        is_known = all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves)
+        if not is_known or reads_history(differentiable, entries, own, since):
+            for each in undo:
+                each()
             return None
         places = {id(t): i for i, t in enumerate(given)}
         made = [
@@ -351,6 +393,12 @@ class Recorder:
                 self._outputs[kind] = run()
         self._times.seconds = before
         return kind, self._outputs[kind]
+
+
+def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters of a module that are no shards, by name."""
+    every = module.named_parameters()
+    return {name: p for name, p in every if p.requires_grad and not is_spread(p)}
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ the later ones need to know of them: a dynamic program over it is exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 _MOST = 2000  # sums that are told apart after each layer
+_ASSIGNMENTS = 64  # of actions to layers that run several times in a step
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,13 @@ class ActionProblem:
         options: of each call; calls that are alike share their list.
         between: the highest level outside of layers while the first n calls are in memory, for each
             n from 0 to all of them, without what they keep.
+        repeated: the places of the calls of each layer that runs several times. Its calls share an
+            action, so their lists of options have one length.
     """
 
     options: Sequence[Sequence[Option]]
     between: Sequence[int]
+    repeated: Sequence[Sequence[int]] = ()
 
     def peak(self, choice: Sequence[int]) -> int:
         """Bytes at the peak of a step with these options."""
@@ -84,6 +89,9 @@ class ActionProblem:
 
     def smallest(self) -> list[int]:
         """The choice with the lowest peak of all."""
+        if self.repeated:
+            found = [_inserted(part.smallest(), fixed) for fixed, part in self._parts]
+            return min(found, key=lambda choice: (self.peak(choice), self.seconds(choice)))
         low, high = 0, self.peak([0] * len(self.options))
         while low < high:
             middle = (low + high) // 2
@@ -91,10 +99,10 @@ class ActionProblem:
                 low = middle + 1
             else:
                 high = middle
-        found = self._leanest(high)
-        assert found is not None
+        leanest = self._leanest(high)
+        assert leanest is not None
         # Of the choices with that peak the fastest.
-        return self.fastest(high) or found
+        return self.fastest(high) or leanest
 
     def _leanest(self, budget: int) -> list[int] | None:
         """The choice that keeps the least within a budget: with less kept, more is allowed."""
@@ -114,6 +122,10 @@ class ActionProblem:
 
     def fastest(self, budget: int) -> list[int] | None:
         """The choice that adds the fewest seconds within a budget; None if there is none."""
+        if self.repeated:
+            parts = ((fixed, part.fastest(budget)) for fixed, part in self._parts)
+            found = [_inserted(choice, fixed) for fixed, choice in parts if choice is not None]
+            return min(found, key=self.seconds, default=None)
         if self.between[0] > budget:
             return None
         # Sums of bytes, ascending, with fewer seconds each: (kept, seconds, index, state before).
@@ -135,6 +147,52 @@ class ActionProblem:
             choice.append(state.index)
             state = state.before
         return choice[::-1]
+
+    @cached_property
+    def _parts(self) -> list[tuple[dict[int, int], ActionProblem]]:
+        """Return problems in which repeated layers have one option, and which option that is."""
+        every = list(self._assignments())
+        step = max(1, -(-len(every) // _ASSIGNMENTS))
+        thinned = [*every[:-1:step], every[-1]]
+        parts = []
+        for assigned in thinned:
+            pairs = zip(self.repeated, assigned, strict=True)
+            fixed = {place: index for places, index in pairs for place in places}
+            options = [[o[fixed[i]]] if i in fixed else o for i, o in enumerate(self.options)]
+            parts.append((fixed, replace(self, options=options, repeated=())))
+        return parts
+
+    def _assignments(self) -> Iterator[list[int]]:
+        """Yield an option for each repeated layer: the first everywhere, then less kept each time.
+
+        Each step changes the layer and the option that save the most bytes for a second.
+        """
+        totals = [
+            [
+                (sum(o.kept for o in calls), sum(o.seconds for o in calls))
+                for calls in zip(*(self.options[place] for place in places), strict=True)
+            ]
+            for places in self.repeated
+        ]
+        assigned = [0] * len(totals)
+        yield list(assigned)
+        while True:
+            steps = [
+                ((kept - less) / max(more - seconds, 1e-12), -layer, index)
+                for layer, options in enumerate(totals)
+                for kept, seconds in [options[assigned[layer]]]
+                for index, (less, more) in enumerate(options)
+                if less < kept
+            ]
+            if not steps:
+                return
+            _, layer, index = max(steps)
+            assigned[-layer] = index
+            yield list(assigned)
+
+
+def _inserted(choice: Sequence[int], fixed: dict[int, int]) -> list[int]:
+    return [fixed.get(place, index) for place, index in enumerate(choice)]
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from storage_ops.memory.estimate_modes import Simulation
 class Books:
     """What a simulation has booked."""
 
-    def __init__(self, on_gpu: bool, rates: Rates) -> None:
+    def __init__(self, on_gpu: bool, rates: Rates, assumption: Assumption) -> None:
         self.ledger = Ledger(rounded if on_gpu else int)
-        self._on_gpu, self._rates = on_gpu, rates
+        self._on_gpu, self._rates, self._assumption = on_gpu, rates, assumption
 
     def mark(self) -> int:
         """The moment, as a number of events."""
@@ -47,9 +47,8 @@ class Books:
     def open(self, holders: Any, args: Any, kwargs: Any) -> Iterator[tuple[Simulation, Any, Any]]:
         """Simulate inside a with block; as `simulating`."""
         held = Held(None, (holders, args), kwargs)
-        assumption = Assumption(None, is_offered=False)
         with simulating(
-            self.ledger, held, args, kwargs, assumption, self._on_gpu, self._rates
+            self.ledger, held, args, kwargs, self._assumption, self._on_gpu, self._rates
         ) as simulated:
             yield simulated
 

@@ -45,7 +45,7 @@ class Way:
         away = max((c.away for each in costs for _, c in each), default=0)
         ways = []
         for these, most in [(here, 0), (costs, away)][: 2 if away else 1]:
-            best = [_without_worse(each) for each in these]
+            best = _without_worse(recording, these)
             ways.append(Way(loss, recording, best, _problem(recording, best, most), most))
         return ways
 
@@ -62,14 +62,36 @@ class Way:
         return self.problem.between[-1] - self.away - before
 
 
-def _without_worse(costs: list[tuple[Action, Cost]]) -> list[tuple[Action, Cost]]:
-    """The first action, and those than which no other is better in everything."""
-    numbers = [(c.kept, c.forward, c.backward, c.seconds) for _, c in costs]
-    return [
-        pair
-        for pair, ours in zip(costs, numbers, strict=True)
-        if pair is costs[0] or not any(o != ours and all(map(le, o, ours)) for o in numbers)
-    ]
+def _places_of_layers(recording: StepRecording) -> list[list[int]]:
+    """Return the places of the calls of each layer; a call without a backward is by itself."""
+    places: dict[Any, list[int]] = {}
+    for place, call in enumerate(recording.calls):
+        key = call.unit.name if call.backward is not None else place
+        places.setdefault(key, []).append(place)
+    return list(places.values())
+
+
+def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
+    """Return for each call the first action, and those than which no other is better in everything.
+
+    Calls of one layer have the same actions.
+    """
+    found: Costs = [[] for _ in costs_of_calls]
+    for places in _places_of_layers(recording):
+        known = [dict(costs_of_calls[place]) for place in places]
+        actions = [action for action in known[0] if all(action in costs for costs in known)]
+        numbers = [
+            [n for c in known for n in (c[a].kept, c[a].forward, c[a].backward, c[a].seconds)]
+            for a in actions
+        ]
+        best = [
+            action
+            for action, ours in zip(actions, numbers, strict=True)
+            if action is actions[0] or not any(o != ours and all(map(le, o, ours)) for o in numbers)
+        ]
+        for place, costs in zip(places, known, strict=True):
+            found[place] = [(action, costs[action]) for action in best]
+    return found
 
 
 def logits_to_spare(model: nn.Module, batch: Any, loss: Any) -> int:
@@ -117,7 +139,8 @@ def _problem(recording: StepRecording, costs_of_calls: Costs, away: int) -> Acti
                 for _, c in costs
             ]
         )
-    return ActionProblem(options, [level + away for level in _between(recording)])
+    repeated = [places for places in _places_of_layers(recording) if len(places) > 1]
+    return ActionProblem(options, [level + away for level in _between(recording)], repeated)
 
 
 def _between(recording: StepRecording) -> list[int]:

@@ -59,6 +59,7 @@ class Block:
         made_by: the op that made it, or "input".
         call: the innermost call during which it was made.
         asked: bytes that were asked for, before rounding.
+        node: the number of the node of autograd that made it; None outside of a backward.
     """
 
     nbytes: int
@@ -67,6 +68,7 @@ class Block:
     made_by: str
     call: ModuleCall | None = None
     asked: int = 0
+    node: int | None = None
     _storages: int = 0  # that are bound to it
 
 
@@ -88,6 +90,7 @@ class Ledger:
         events: (seconds since the start, block, whether it was taken or given back).
         calls: those in progress, innermost last.
         discards: whether a storage was discarded.
+        added_to: blocks of gradients to which autograd has added others in place.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Ledger:
         self.inputs: list[Block] = []
         self.calls: list[ModuleCall] = []
         self.discards = False
+        self.added_to: set[Block] = set()
         self.round_up = round_up
         self.events: list[tuple[float, Block, bool]] = []
         self._start = time.perf_counter()
@@ -149,7 +153,9 @@ class Ledger:
     def block(self, t: Tensor, nbytes: int, made_by: str) -> Block:
         """A block for so many bytes that are made for a tensor now; not booked."""
         call = self.calls[-1] if self.calls else None
-        return Block(self.round_up(nbytes), tuple(t.shape), t.dtype, made_by, call, nbytes)
+        node = torch._C._current_autograd_node()
+        number = None if node is None else node._sequence_nr()
+        return Block(self.round_up(nbytes), tuple(t.shape), t.dtype, made_by, call, nbytes, number)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.autograd import functional
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
@@ -308,6 +310,12 @@ def call_simulated(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         ) from error
     except (RuntimeError, TypeError) as error:
         does = next((does for text, does in _RAW_ERRORS.items() if text in str(error)), None)
+        if does is None and _is_in_jacfwd(error) and "same device" in str(error):
+            raise RuntimeError(
+                f"estimate: fn differentiates in forward mode at {users_line(error.__traceback__)} "
+                "with torch.autograd.functional, where torch mixes devices of fake tensors; "
+                "expected torch.func.hessian or torch.func.jacfwd, or strategy='reverse-mode'"
+            ) from error
         if does is None:
             raise
         raise RuntimeError(
@@ -323,6 +331,12 @@ def call_simulated(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise RuntimeError(
             f"estimate: fn uses {what}, which torch turns off on this machine; expected {expected}"
         ) from error
+
+
+def _is_in_jacfwd(error: BaseException) -> bool:
+    """Return True if `torch.autograd.functional` raised an error in forward mode."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code is functional._jacfwd.__code__ for frame in frames)
 
 
 @contextlib.contextmanager

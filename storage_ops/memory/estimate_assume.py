@@ -55,14 +55,8 @@ class Source:
 class Assumption:
     """The argument `assume` of `estimate`, checked."""
 
-    def __init__(
-        self, assume: float | Mapping[str, float] | None, *, is_offered: bool = True
-    ) -> None:
-        """Raise ValueError or TypeError where it is not one.
-
-        `is_offered`: whether the caller's function has such an argument.
-        """
-        self.is_offered = is_offered
+    def __init__(self, assume: float | Mapping[str, float] | None) -> None:
+        """Raise ValueError or TypeError where it is not one."""
         self._of: dict[str, float] = {}
         self._default: float | None = None
         if isinstance(assume, Mapping):
@@ -122,7 +116,7 @@ def _share(what: str, number: Any) -> float:
     return number
 
 
-def unanswered(asked: Source, cause: Source | None, is_offered: bool) -> RuntimeError:
+def unanswered(asked: Source, cause: Source | None) -> RuntimeError:
     """The error for an op that needs values of which nothing is known and nothing was said."""
     told = cause if cause is not None and cause.kind in ("condition", "choice") else asked
     made = "" if told is asked else f", which depend on {told.name} at {told.line}"
@@ -130,13 +124,6 @@ def unanswered(asked: Source, cause: Source | None, is_offered: bool) -> Runtime
     advice = (
         "" if told.kind == "nothing" else f"pass assume={{{key!r}: {_EXPECTED[told.kind]}}} or "
     )
-    if not is_offered:
-        return RuntimeError(
-            f"fit: the model needs the values of a tensor{made}: {asked.name} at {asked.line}. "
-            "Layers are planned without values, and fit has no argument `assume`. Expected a model "
-            "whose sizes do not depend on them, or checkpoints chosen by hand and will_it_fit, "
-            "which has `assume`"
-        )
     return RuntimeError(
         f"estimate: fn needs the values of a tensor{made}: {asked.name} at {asked.line}. A "
         f"simulation does not have them; {advice}leave that part out of fn"

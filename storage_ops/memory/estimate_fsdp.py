@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from storage_ops.checkpoint import fsdp
 from storage_ops.checkpoint.unchanged import unchanged
@@ -127,6 +127,84 @@ def sharded_parameters(model: nn.Module) -> dict[int, Hashable]:
         )
         for group in every for p in group.fsdp_params if not p.is_dtensor
     }  # fmt: skip
+
+
+class _Root(nn.Module):
+    """A root of FSDP around a layer. FSDP frees what a root gathers after the backward only."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """Let a layer run by itself, below the hooks of FSDP that its model has around it.
+
+    Yield the module to call. Modules of FSDP inside the layer gather their parameters, and reduce
+    gradients, as they do in the model.
+
+    Args:
+        layer: the layer.
+        gathered: for each parameter that FSDP gathers before the layer runs, by name, a tensor of
+            its whole size. These are the parameters of the layer inside the block.
+    """
+    around = [state for state in states_in([layer]) if state._modules == (layer,)]
+    inner = [state for state in states_in(list(layer.modules())) if state not in around]
+    meshes = [group.mesh_info.mesh for state in inner for group in fsdp.groups(state)]
+    called: nn.Module = layer
+    if meshes:
+        called = _Root(layer)
+        shard: Any = importlib.import_module("torch.distributed.fsdp").fully_shard
+        shard(called, mesh=meshes[0], ignored_params=set(called.parameters()))
+        shard.state(called)._lazy_init()
+    every = dict(layer.named_parameters())
+    whole = {
+        id(every[name]): nn.Parameter(t, requires_grad=every[name].requires_grad)
+        for name, t in gathered.items()
+    }
+    with contextlib.ExitStack() as stack:
+        for module in layer.modules():
+            for name, p in list(module._parameters.items()):
+                if id(p) in whole:
+                    module._parameters[name] = whole[id(p)]
+                    stack.callback(module._parameters.__setitem__, name, p)
+        for state in around:
+            numbers = (state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id)
+            hooks: Any = (layer._forward_pre_hooks, layer._forward_hooks)
+            for known, number in zip(hooks, numbers, strict=True):
+                stack.callback(_put_back, known, dict(known))
+                known.pop(number)
+        yield called
+
+
+def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    """Restore hooks in their order."""
+    hooks.clear()
+    hooks.update(before)
+
+
+def gathered_inside(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that FSDP modules of a layer have gathered, whole ones."""
+    every = (g for state in states_in(list(layer.modules())) for g in fsdp.groups(state))
+    found = (getattr(p, "_unsharded_param", None) for group in every for p in group.fsdp_params)
+    return [p for p in found if p is not None]
+
+
+@contextlib.contextmanager
+def forwards_forgotten(layer: nn.Module) -> Iterator[None]:
+    """Let the FSDP modules of a layer forget the forwards that they run inside a with block.
+
+    FSDP gathers parameters in the backward in the order of the forwards that it remembers.
+    """
+    states = states_in(list(layer.modules()))
+    kept = [s for state in states for s in (state, state._state_ctx, state._comm_ctx)]
+    kept += [group for state in states for group in fsdp.groups(state)]
+    with unchanged(*map(vars, dict.fromkeys(kept))) if kept else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.estimate_wrappers import is_wrapper
 
 _DATA: Any = Tensor.data
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -25,7 +26,8 @@ _OF_LEAVES = {
 class Functions(TorchFunctionMode):
     """Exchanges the memory of twins and not of what they stand for, at `t.data = value`.
 
-    It also notes what tensors are before their flags, gradients or hooks change.
+    It also notes what tensors are before their flags, gradients or hooks change, and lists the
+    values of tensors.
 
     Where tensors are on the meta device it raises where autocast would be without effect, and makes
     the sparse tensors of SparseAdam.
@@ -42,6 +44,8 @@ class Functions(TorchFunctionMode):
             return self._simulation.exchange(*args)
         if func == _DATA.__get__ and self._simulation.is_exchanged(args[0]):
             return args[0].detach()
+        if func is Tensor.tolist and not is_wrapper(args[0]):
+            return self._simulation.listed(args[0])
         if self._on_meta and torch.is_autocast_enabled("cpu"):
             raise RuntimeError(
                 "estimate: fn uses torch.autocast('cpu'), which does nothing to tensors on the "

@@ -309,7 +309,10 @@ class Simulation(TorchDispatchMode):
         given = tensors_in((args, kwargs))
         is_inside = func is self._wrapped
         if func in estimate_real.IN_PLACE and not is_inside:
-            func = estimate_real.as_real(func, self.ledger.block_of(given[0]))
+            block = self.ledger.block_of(given[0])
+            func = estimate_real.as_real(func, block, args)
+            if func is _aten.add_.Tensor and block is not None:
+                self.ledger.added_to.add(block)
         if self.on_gpu and func.overloadpacket in PRODUCTS:
             self.multiplies = True
         estimate_ranks.count_sent(self.sent, func, args)
@@ -394,12 +397,21 @@ class Simulation(TorchDispatchMode):
         kind = bool if t.dtype == torch.bool else float if t.is_floating_point() else int
         return kind(self._said(func, t))
 
+    def listed(self, t: Tensor) -> Any:
+        """Return what `t.tolist()` does."""
+        known = self.values.read(self.twin(t))
+        with no_dispatch():
+            if known is None:
+                number = self._value(_aten._local_scalar_dense.default, t)
+                known = torch.full(t.shape, number, dtype=t.dtype)
+            return known.tolist()
+
     def _said(self, func: Any, args: Any, kind: str = "value") -> Any:
         """The number that the caller said such an op returns."""
         value = self._assumption.value() if kind == "value" else None
         if value is None:
             cause = self.values.source(args)
-            raise unanswered(Source.here(func, kind), cause, self._assumption.is_offered)
+            raise unanswered(Source.here(func, kind), cause)
         return value
 
     def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:

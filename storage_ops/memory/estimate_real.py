@@ -3,6 +3,8 @@
 * The gradient of a choice (`gather`, `x[i]`, `max`, `topk`, ...) is written into zeros in place;
   for a subclass of Tensor, as fake ones are, it is a copy of the zeros. So it is for real ones
   under torch.func, and inside of DTensors, for which none of this is asked.
+* Autograd adds a gradient to the one that arrived before it in place, if nothing else holds that.
+  Under a dispatch mode it makes a new tensor.
 * The mean or sum of `mse_loss` and its kin is a number in memory as large as all losses, for as
   long as the number lives.
 * `logsumexp` has the exponentials in memory.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,6 +28,7 @@ from storage_ops.memory.estimate_scratch import Scratch
 
 _aten = torch.ops.aten
 IN_PLACE = {
+    _aten.add.Tensor: _aten.add_.Tensor,
     _aten.index_add.default: _aten.index_add_.default,
     _aten.index_fill.int_Tensor: _aten.index_fill_.int_Tensor,
     _aten.index_put.default: _aten.index_put_.default,
@@ -52,14 +55,48 @@ _LOSSES = {
 _OURS = ("storage_ops.memory.estimate_", "storage_ops.fitting.step", "torch._ops")
 
 
-def as_real(func: Any, block: Block | None) -> Any:
+def as_real(func: Any, block: Block | None, args: Any) -> Any:
     """What real tensors have in place of one of IN_PLACE; `block`: of its first argument."""
     node = torch._C._current_autograd_node()
-    is_choice = node is not None and _CHOICES.fullmatch(node.name())
-    is_fresh = block is not None and block.made_by in _ZEROS
-    if is_choice and is_fresh and _is_called_by_autograd() and not _is_transformed():
+    if node is None or block is None:
+        return func
+    if func is _aten.add.Tensor:
+        is_same = _adds_up(node, block) and _is_lent_to_nobody(*args[:2])
+    else:
+        is_same = bool(_CHOICES.fullmatch(node.name())) and block.made_by in _ZEROS
+    if is_same and _is_called_by_autograd() and not _is_transformed():
         return IN_PLACE[func]
     return func
+
+
+def _adds_up(node: Any, block: Block) -> bool:
+    """Return True if a node has run, and autograd adds its result to an earlier gradient.
+
+    The formula of a node may add too, but to a tensor that it has made itself.
+    """
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return block.node != node._sequence_nr() or len(set(edges)) < len(edges)
+
+
+def _is_lent_to_nobody(old: Any, new: Any) -> bool:
+    """Return True if autograd alone holds an earlier gradient, and may write to it."""
+    if torch.is_grad_enabled() or not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+        return False
+    # Python refers to a storage that it looks at. Autograd holds the new gradient once.
+    storages = torch._C._storage_Use_Count(old.untyped_storage()._cdata)
+    alone = storages == 2 and old._use_count() <= new._use_count()  # type: ignore[attr-defined]
+    alone = alone and sys.getrefcount(old) <= sys.getrefcount(new)
+    return alone and old.shape == new.shape and is_dense(old.shape, old.stride())
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return True if a tensor of this layout fills its memory, each element once."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _is_called_by_autograd() -> bool:

@@ -33,14 +33,14 @@ class Sizes:
         here = Source.here(func, "size")
         count = self._assumption.count(here, total)
         if count is None:
-            raise unanswered(here, self._values.source(t), self._assumption.is_offered)
+            raise unanswered(here, self._values.source(t))
         return count
 
     def _length(self, func: Any, t: Tensor) -> int:
         here = Source.here(func, "length")
         length = self._assumption.length(here)
         if length is None:
-            raise unanswered(here, self._values.source(t), self._assumption.is_offered)
+            raise unanswered(here, self._values.source(t))
         return length
 
     def _nonzero(self, func: Any, t: Tensor) -> Tensor:

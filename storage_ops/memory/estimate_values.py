@@ -77,6 +77,10 @@ class Known:
         return Known(hashlib.blake2b(content, digest_size=16).hexdigest(), elements, None)
 
 
+# Whose integer results depend on integers alone.
+_PACKS = _aten._pack_padded_sequence.default
+
+
 class Values:
     """By storage, the bytes that are known, and for the others who made them unknown."""
 
@@ -221,7 +225,7 @@ class Values:
         ]
         if not made and not any(map(_is_followed, written)):
             return  # a view
-        real = self.compute(func, args, kwargs)
+        real = self.compute(func, args, kwargs, any_numbers=func is _PACKS)
         if real is not None:
             computed = tree_leaves(real)
             for i, leaf in made:

@@ -8,6 +8,7 @@ inputs, outputs, their gradients and those of parameters.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.memory.alike import SIMPLE, LayerNumber, Unlike
 from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.estimate_real import is_dense
 
 INSIDE, INPUT, OUTPUT, GRAD_OUT, GRAD_IN, PARAMETER = (
     "inside", "input", "output", "gradient of output", "gradient of input", "parameter"
@@ -62,11 +64,8 @@ class View:
     def storage(self, simulation: Simulation, nbytes: int, device: torch.device) -> Tensor:
         """A tensor with a new storage that this one lies in, itself if it fills it."""
         # A view that a node of autograd made could not be written to in place.
-        sizes = sorted(zip(self.stride, self.shape, strict=True))
-        expected = 1
-        for stride, size in sizes:
-            expected = expected * size if size == 1 or stride == expected else -1
-        if self.offset == 0 and expected * self.dtype.itemsize == nbytes:
+        fills = is_dense(self.shape, self.stride)
+        if fills and self.offset == 0 and math.prod(self.shape) * self.dtype.itemsize == nbytes:
             make, like = torch.empty_strided, {"dtype": self.dtype, "device": device}
             made: Tensor = simulation.unseen(make, self.shape, self.stride, **like)
         else:
@@ -110,6 +109,7 @@ class Recording:
         gradients: by the number of an input that needs one, its View; None where there is none.
         parameters: views of their gradients; None where there is none.
         sent: bytes to other ranks in forward and in backward, by collective.
+        written: the numbers of outputs to whose gradients autograd adds others in place.
     """
 
     slots: list[BlockSlot]
@@ -122,6 +122,7 @@ class Recording:
     gradients: dict[int, View | None] = field(default_factory=dict)
     parameters: list[View | None] = field(default_factory=list)
     sent: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
+    written: frozenset[int] = frozenset()
 
     @property
     def needs_grad(self) -> bool:
@@ -275,9 +276,10 @@ class _Recorder:
             if role in (INPUT, OUTPUT) and block not in dropped
         }
         slots = [self._slot(block) for block in self._numbers]
+        roles = (self._roles.get(block, ("", 0)) for block in self._side.added_to)
         return Recording(
             slots, forward, outputs, form, held, edges, backward, gradients, parameters,
-            (sent, self._simulation.sent - sent),
+            (sent, self._simulation.sent - sent), frozenset(n for r, n in roles if r == GRAD_OUT),
         )  # fmt: skip
 
     def _inputs(

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from storage_ops.foundation.ledger import Block, ModuleCall
 from storage_ops.memory.alike import Unlike
 from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.memory.estimate_real import is_dense
 from storage_ops.memory.recording import (
     GRAD_OUT,
     INPUT,
@@ -62,6 +63,13 @@ class Replay:
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Book the backward; returns the gradients of inputs, and assigns those of parameters."""
         recording = self.recording
+        for number in recording.written:
+            given = gradients[number]
+            if given is None or _uses(given) > _uses_of_the_last():
+                raise Unlike
+            if not is_dense(given.shape, given.stride()):
+                raise Unlike  # autograd adds to it out of place
+            del given
         self._simulation.sent += recording.sent[1]
         made = self._carry_out(recording.backward, gradients)
         for p, view in zip(self._parameters, recording.parameters, strict=True):

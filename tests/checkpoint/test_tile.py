@@ -1,6 +1,7 @@
 """storage_ops.tile: gradients, memory, runs of the forward, and what it refuses."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -166,6 +167,24 @@ def test_the_peak_falls_with_the_number_of_tiles():
         # Seven tensors of the width of the MLP at most live at once, and one weight's gradient.
         assert tiled <= fixed + 7 * wide / tiles + hidden * width * 4 + 3 * x.nbytes / tiles + 4096
         assert tiled < whole * 1.1 / tiles + fixed
+
+
+@functools.lru_cache
+def scale_of(width):
+    return torch.full((width,), 0.5)
+
+
+class Scaled(torch.nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * scale_of(x.shape[-1])
+
+
+def test_a_budget_leaves_no_fake_tensors_in_caches():
+    scale_of.cache_clear()
+    x, layers = torch.randn(2, 64, 16), (torch.nn.Linear(16, 64), torch.nn.Linear(64, 16))
+    tiled = storage_ops.tile(Scaled(*layers), budget="64KiB")
+    torch.testing.assert_close(tiled(x), Scaled(*layers)(x))
+    assert type(scale_of(16)) is torch.Tensor
 
 
 @pytest.mark.in_turn

@@ -19,7 +19,7 @@ from storage_ops.memory import measure, simulate_step
 from storage_ops.memory.rates import rates_for
 from storage_ops.memory.step import arguments, loss_of
 
-from .models import MODELS, GatedMLP, LlamaBlock, gpt, llama
+from .models import MODELS, GatedMLP, GptBlock, LlamaBlock, gpt, llama
 
 pytestmark = pytest.mark.in_turn
 
@@ -297,7 +297,31 @@ def test_a_loss_and_layers_that_are_frozen_or_used_twice():
     lowest = search.problem.peak(search.problem.smallest())
     plan = search.plan(int(lowest * 1.05))
     assert plan.peak_bytes <= lowest * 1.05
-    assert {u.name for u, _ in plan._actions} <= {"layers.1", "layers.2"}
+    assert {u.name for u, _ in plan._actions} == {"layers.1", "layers.2", "layers.3"}
+    assert sum(name == "layers.3" for row in plan.rows for name in row.names) == 1
+
+
+class BiEncoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(GptBlock(32, 0.1) for _ in range(4)))
+
+    def forward(self, questions, answers):
+        scores = self.layers(questions).mean(1) @ self.layers(answers).mean(1).T
+        return torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def test_layers_that_run_twice_are_planned():
+    model, batch = BiEncoder(), (torch.randn(4, 64, 32), torch.randn(4, 96, 32))
+    expected = gradients(copy.deepcopy(model), batch)
+    none = simulate_step(model, batch).peak_bytes
+    search = Search(model, batch, actions=["full"])
+    some = search.plan(int(0.7 * none))
+    plan = search.plan(int(0.4 * none))
+    assert 0 < some.seconds < plan.seconds
+    plan.apply()
+    assert all(map(torch.equal, gradients(model, batch), expected))
+    assert simulate_step(model, batch).peak_bytes == plan.peak_bytes <= 0.4 * none
 
 
 class Residual(nn.Module):

@@ -165,6 +165,40 @@ def test_layers_that_return_objects_are_left_alone():
     assert search.problem.options == [] and search.problem.peak([]) == none
 
 
+class Cache:
+    def __init__(self, prefix):
+        self.tokens = [prefix]
+
+
+class Cached(Part):
+    def forward(self, x, cache):
+        cache.tokens.append(x)
+        return super().forward(x) + sum(t.mean(1, keepdim=True) for t in cache.tokens)
+
+
+class Prefixed(nn.Module):
+    """Trains what it puts into a cache that its layers extend, as prefix tuning does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Cached(shape=(4, 1)) for _ in range(3))
+        self.layers.requires_grad_(False)
+        self.prefix = nn.Parameter(torch.randn(4, 2, 32))
+
+    def forward(self, x):
+        for layer in self.layers:
+            cache = Cache(self.prefix * 2)
+            x = layer(x, cache)
+            assert len(cache.tokens) == 2
+        return x.square().mean()
+
+
+def test_a_cache_with_a_history_is_extended_once():
+    model, x = Prefixed(), torch.randn(4, 16, 32)
+    none = simulate_step(model, x).peak_bytes
+    assert storage_ops.fit(model, x, "1GiB").peak_bytes == none
+
+
 def test_scripted_modules_beside_layers():
     scripted = torch.jit.script(nn.Linear(32, 32))
     model, x = (

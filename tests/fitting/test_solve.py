@@ -54,6 +54,25 @@ def test_with_many_sums_it_is_within_two_percent(monkeypatch):
     assert all(r <= e * 1.02 + 1e-9 for r, e in zip(rough, exact, strict=True))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_of_one_layer_have_one_action(seed):
+    """A layer that runs twice has one option, and the plan is none worse than simple ones."""
+    alone = drawn(seed)
+    layers = len(alone.options)
+    between = [*alone.between, *alone.between[:layers]]
+    repeated = [[i, layers + i] for i in range(0, layers, 2)]
+    problem = ActionProblem([*alone.options, *alone.options], between, repeated)
+    leanest = [min(range(len(o)), key=lambda i: o[i].kept) for o in problem.options]
+    simple = [[0] * (2 * layers), leanest]
+    for budget in sorted({problem.peak(choice) for choice in simple}):
+        choice = problem.fastest(budget)
+        assert problem.peak(choice) <= budget
+        assert all(choice[i] == choice[layers + i] for i, _ in repeated)
+        fits = [problem.seconds(c) for c in simple if problem.peak(c) <= budget]
+        assert problem.seconds(choice) <= min(fits) + 1e-9
+    assert problem.peak(problem.smallest()) <= min(map(problem.peak, simple))
+
+
 def test_the_moment_of_the_peak():
     options = [Option(10, 40, 0.0)]
     moment = ActionProblem([options, options], [5, 6, 45]).at_peak([0, 0])

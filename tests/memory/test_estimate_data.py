@@ -93,6 +93,18 @@ def test_checks_and_lengths_that_are_known_are_no_obstacle(kind):
     assert torch.distributions.Normal(0.0, 1.0)._validate_args == validates
 
 
+def test_lists_of_known_values_and_batch_sizes_are_known():
+    def step(x, lengths):
+        parts = x[:11].split((lengths + 1).tolist())
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(3, 4, 8), lengths)
+        assert packed.batch_sizes.tolist() == [4, 2, 1]
+        return [part.square() for part in parts]
+
+    estimate(step, torch.randn(12, 8), torch.tensor([3, 2, 1, 1]))
+    with pytest.raises(RuntimeError, match=r"item at .*tolist.*A simulation does not have them"):
+        estimate(lambda x: nn.Linear(8, 8)(x).sum(1).tolist(), torch.randn(12, 8))
+
+
 def test_sizes_of_least_squares_are_known():
     assert simulate_step(Solving(), (torch.randn(64, 32), torch.randn(64, 2))).peak_bytes
 
@@ -116,16 +128,6 @@ def test_data_that_is_written_by_activations_is_unknown():
 
     with pytest.raises(RuntimeError, match="needs the values of a tensor"):
         estimate(step, x)
-
-
-def test_fit_does_not_advise_an_argument_that_it_lacks():
-    class Looks(nn.Sequential):
-        def forward(self, x):
-            x = super().forward(x)
-            return x[x > 0].sum()
-
-    with pytest.raises(RuntimeError, match=r"^fit: .* fit has no argument `assume`"):
-        so.fit(Looks(nn.Linear(8, 8)), torch.randn(4, 8), "1GiB")
 
 
 def test_expanded_constants_are_known():

@@ -111,3 +111,37 @@ def test_under_transforms_real_tensors_are_wrapped_too(tensors):
     x, i, y = tensors
     check(lambda: torch.func.grad(lambda x: x.gather(1, i[:, None]).sum())(x.detach()))
     check(lambda: torch.func.jvp(lambda x: F.mse_loss(x, y), (x.detach(),), (y,)))
+
+
+def heads(h, _):
+    return sum((h @ weight).square() for weight in HEADS)
+
+
+def walk(h, _):
+    return sum(h[:, k : k + 256].sin() for k in range(0, WIDTH, 256))
+
+
+def squared(h, _):
+    return h * h + h.exp()
+
+
+def with_a_hook(h, kept):
+    h.register_hook(kept.append)
+    other = h + 0
+    other.register_hook(kept.append)
+    return other.sum(0) + (h @ HEADS[0]).sum()
+
+
+HEADS = [torch.randn(WIDTH, 2) for _ in range(4)]
+
+
+@pytest.mark.parametrize("uses", [heads, walk, squared, with_a_hook])
+def test_gradients_of_a_tensor_with_several_consumers(uses, tensors):
+    """Autograd adds them up in place, if nothing else holds what came first."""
+
+    def run():
+        kept = []
+        uses(tensors[0] * 1.5, kept).sum().backward()
+        tensors[0].grad = None
+
+    check(run)
