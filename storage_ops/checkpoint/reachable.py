@@ -20,7 +20,10 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType)
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
 # Packages whose objects hold no state of a forward.
 _PASSED_OVER = frozenset(
-    {"asyncio", "concurrent", "logging", "multiprocessing", "re", "storage_ops", "threading"}
+    {
+        *("asyncio", "concurrent", "logging", "multiprocessing", "queue", "re", "threading"),
+        *("deepspeed", "storage_ops"),
+    }
 )
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
@@ -109,10 +112,6 @@ class Surroundings:
     def _add_device(self, t: Tensor) -> None:
         if not (t.is_cpu or t.is_meta):
             self.devices.add(t.device)
-
-    def reads(self, name: str) -> bool:
-        """Return True if the code may read an attribute of this name."""
-        return any(name in names for names in self.code)
 
     def _inside_attributes(self, attributes: dict[str, Any], names: frozenset[str]) -> list[Any]:
         """Note the generators among attributes; return the values that code may use further.
