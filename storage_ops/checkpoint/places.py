@@ -305,9 +305,10 @@ def _was_state(kept: Any) -> bool:
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Return True for a number, a name and the like, and for a container of them alone."""
-    if _is_kind_of_plain(type(value)):
+    cls: Any = type(value)
+    if _is_kind_of_plain(cls):
         return True
-    if depth == _DEEP or not (type(value) in CONTAINERS or isinstance(value, (tuple, frozenset))):
+    if depth == _DEEP or not (cls in CONTAINERS or isinstance(value, (tuple, frozenset))):
         return False
     return len(value) <= LONG and all(_is_plain(v, depth + 1) for v in _values_of(value))
 
@@ -318,8 +319,8 @@ def _has_no_objects(container: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_kind_of_plain(cls: Any) -> bool:
-    return kind_of(cls) == PLAIN or issubclass(cls, _PLAIN)
+def _is_kind_of_plain(kind: Any) -> bool:
+    return kind_of(kind) == PLAIN or issubclass(kind, _PLAIN)
 
 
 def _may_hold_state(values: Any) -> bool:
