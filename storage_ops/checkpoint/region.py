@@ -437,7 +437,8 @@ class Region:
         if torch.compiler.is_compiling():  # compiled autograd
             from storage_ops._without_graph import run_backward  # imports Dynamo
 
-            return run_backward(self.read_saved, index)
+            read: Tensor = run_backward(self.read_saved, index)
+            return read
         return self.read_saved(index)
 
     def read_saved(self, index: int) -> Tensor:
