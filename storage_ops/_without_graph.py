@@ -1,4 +1,7 @@
-"""Calls a loss where torch.compile cannot trace it. Apart, since `disable` imports Dynamo."""
+"""Calls that torch.compile cannot trace: of a loss, and of a checkpoint that is recomputed.
+
+They are apart because `disable` imports Dynamo.
+"""
 
 from __future__ import annotations
 
@@ -16,4 +19,15 @@ run = torch.compiler.disable(
     _run,
     reason="linear_cross_entropy or linear_kl_div is inside torch.func.grad, which torch.compile "
     "runs without a graph; expected fullgraph=False, or torch.autograd.grad of the compiled loss",
+)
+
+
+def _run_backward(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
+
+
+run_backward = torch.compiler.disable(
+    _run_backward,
+    reason="a checkpoint of storage_ops is recomputed in backward, which compiled autograd runs "
+    "without a graph; expected torch.compile(backend=..., fullgraph=False)",
 )

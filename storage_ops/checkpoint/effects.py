@@ -4,8 +4,9 @@ Three kinds of places are looked after, wherever a region reaches them:
 
 - bytes: buffers, parameters that its code can write, and other tensors without a gradient that are
   attributes, also of objects that are given, or captured (`contents`);
-- names: the parameters and buffers of modules, attributes of modules and objects, items of lists
-  and mappings (`places`), tensors and modules in variables that its code reads;
+- names: the parameters and buffers of modules, attributes of modules and objects, the contents of
+  containers in these, tensors in other lists and mappings (`places`), tensors and modules in
+  variables that its code reads;
 - all that objects have that are given as arguments, such as a cache of keys and values, and the
   contents of lists, dictionaries, sets and deques in them. (Containers that are given themselves
   are made anew for the recompute.)
@@ -43,6 +44,7 @@ from storage_ops.checkpoint.contents import looked_at as _looked_at
 from storage_ops.checkpoint.contents import written as _written
 from storage_ops.checkpoint.makers import maker_of
 from storage_ops.checkpoint.places import (
+    AllItems,
     Attributes,
     Items,
     Remembered,
@@ -71,9 +73,9 @@ class Effects:
         """Look, and copy what may be written; `finish` when the forward has run."""
         self._names = [(place, name, _named(value)) for place, name, value in around.names]
         self._contents = [(c, copy_of(c)) for c in around.given if len(c) <= _MANY]
-        self._attributes = [Attributes(held, around.reads) for held in around.attributes]
-        self._attributes += [Attributes(held, _always) for held in around.objects]
-        self._items = [Items(c) for c in around.containers if Items.may_be_replaced(c)]
+        self._attributes = [Attributes(held, around.code) for held in around.attributes]
+        self._attributes += [Attributes(held, None) for held in around.objects]
+        self._items = list(_items(around))
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
         self._needed_grad: list[tuple[Tensor, bool]] = []  # parameters, frozen or not
@@ -97,8 +99,9 @@ class Effects:
         self._running = False
         if self._cached:
             self._cached = {key: remembered(value) for key, value in self._cached.items()}
-        for attributes in self._attributes:
-            attributes.finish()
+        replaced = [value for attributes in self._attributes for value in attributes.finish()]
+        if replaced:  # they may hold graphs of earlier steps
+            self._items = [items for items in self._items if not items.is_of(replaced)]
         for items in self._items:
             items.finish()
         changes = [(held, _changed(before, held)) for held, before in self._buffers]
@@ -216,10 +219,6 @@ def _named(value: Any) -> Any:
     return Remembered(value) if is_output else value
 
 
-def _always(_: str) -> bool:
-    return True
-
-
 def _named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters and the buffers of a module itself; copies where it is TorchScript's, which
     exchanges none."""
@@ -227,6 +226,20 @@ def _named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     if isinstance(parameters, dict):
         return parameters, buffers
     return dict(parameters.items()), dict(buffers.items())
+
+
+def _items(around: Surroundings) -> Iterator[Items]:
+    """Yield the items of containers, all of those that are in attributes."""
+    if not around.containers:
+        return
+    holders = (*around.attributes, *around.objects)
+    state = {id(value) for held in holders for value in held.values()}
+    for container in around.containers:  # an outer one comes before those in it
+        if id(container) in state:
+            state.update(map(id, _values(container)))
+            yield AllItems(container)
+        elif Items.may_be_replaced(container):
+            yield Items(container)
 
 
 def _bytes(around: Surroundings) -> Iterator[Contents]:

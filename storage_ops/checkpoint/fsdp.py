@@ -103,3 +103,20 @@ class _GatheredPass:
             group.reshard()
         for context in self._contexts:
             context.post_backward_final_callback_queued = False
+
+
+def lacks_parameters(fn: Any) -> bool:
+    """Return True if DeepSpeed holds only a part of a parameter of a region's module.
+
+    Such a parameter has an empty `.data`.
+    """
+    of_method, of_partial = getattr(fn, "__self__", None), getattr(fn, "args", ())
+    modules = [m for m in (of_method, *of_partial) if isinstance(m, torch.nn.Module)]
+    found = (p for module in modules for p in module.parameters())
+    return any(hasattr(p, "ds_status") and p.numel() == 0 for p in found)
+
+
+def is_parameter(value: Any) -> bool:
+    """Return True if a value is a parameter or a view of one."""
+    base = value._base if isinstance(value, Tensor) else None
+    return isinstance(value if base is None else base, torch.nn.Parameter)

@@ -94,10 +94,6 @@ class Surroundings:
         if not (t.is_cpu or t.is_meta):
             self.devices.add(t.device)
 
-    def reads(self, name: str) -> bool:
-        """Return True if the code may read an attribute of this name."""
-        return any(name in names for names in self.code)
-
     def _inside_attributes(self, attributes: dict[str, Any], names: frozenset[str]) -> list[Any]:
         """Note the generators among attributes; return the values that code may use further.
 

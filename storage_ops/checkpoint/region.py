@@ -161,7 +161,7 @@ class Region:
             captured = [t for t in self._captured if t.requires_grad and maker_of(t) is None]
             self._versions = [(weakref.ref(t), t._version) for t in captured]
         if fsdp.is_used():
-            self._parameters = [weakref.ref(t) for t in self._captured if _is_parameter(t)]
+            self._parameters = [weakref.ref(t) for t in self._captured if fsdp.is_parameter(t)]
         if self.options.discards:
             self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
             if self.allocated is not None:
@@ -269,6 +269,11 @@ class Region:
             for_another: whether it is another region's repetition that needs them, so that the
                 backward of this one is not next.
         """
+        if torch.compiler.is_compiling():  # compiled autograd, in a hook
+            from storage_ops._without_graph import run_backward  # imports Dynamo
+
+            run_backward(self.recompute, for_another)
+            return
         with self._lock:
             task = _current_task()
             if self._task is not None and self._task == task:
@@ -343,7 +348,7 @@ class Region:
                     "fully_shard (FSDP2), or regions chosen after the modules were wrapped, or "
                     "SHARD_GRAD_OP"
                 )
-            if self._lacks_parameters():
+            if fsdp.lacks_parameters(self._fn):
                 fail(
                     f"{self.name} is repeated where DeepSpeed (ZeRO stage 3) has partitioned a "
                     "parameter of it, which the hooks of another module gather; expected regions "
@@ -366,17 +371,10 @@ class Region:
             self._bind(outputs)
         return tensors
 
-    def _lacks_parameters(self) -> bool:
-        """Whether DeepSpeed holds a part only of a parameter of the module, with empty `.data`."""
-        of_method, of_partial = getattr(self._fn, "__self__", None), getattr(self._fn, "args", ())
-        modules = [m for m in (of_method, *of_partial) if isinstance(m, torch.nn.Module)]
-        found = (p for module in modules for p in module.parameters())
-        return any(hasattr(p, "ds_status") and p.numel() == 0 for p in found)
-
     def _gathered(self, args: Any, kwargs: Any, is_next: bool) -> Any:
         assert self._state is not None
         captured = [t for ref in self._parameters if (t := ref()) is not None]
-        given = [t for t in leaves_of((args, kwargs)) if _is_parameter(t)]
+        given = [t for t in leaves_of((args, kwargs)) if fsdp.is_parameter(t)]
         return fsdp.gathered([*self._state.effects.exchanged(), *captured, *given], is_next)
 
     def _modified(self) -> list[Tensor]:
@@ -436,6 +434,15 @@ class Region:
         return len(self._saved) - 1
 
     def _unpack(self, index: int) -> Tensor:
+        if torch.compiler.is_compiling():  # compiled autograd
+            from storage_ops._without_graph import run_backward  # imports Dynamo
+
+            read: Tensor = run_backward(self.read_saved, index)
+            return read
+        return self.read_saved(index)
+
+    def read_saved(self, index: int) -> Tensor:
+        """Return a tensor that the forward has saved; recompute it where it is not there."""
         # A place is emptied as it is read, so that a saved tensor dies with its node. A node that
         # reads twice makes the region run once more, and then nothing is emptied.
         if self._task is None or index not in self._recomputed or self._task != _current_task():
@@ -491,9 +498,3 @@ def _end_backward(region: weakref.ref[Region], retained: bool) -> None:
     alive = region()
     if alive is not None:
         alive.end_backward(retained)
-
-
-def _is_parameter(value: Any) -> bool:
-    """Whether a value is a parameter or a view of one."""
-    base = value._base if isinstance(value, Tensor) else None
-    return isinstance(value if base is None else base, torch.nn.Parameter)

@@ -39,8 +39,10 @@ _DEEP = 6  # objects, containers and functions between a root or a module and a 
 _MANY = 4096  # pieces of code whose globals are remembered
 _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL"}
 _TORCH_HOLDERS = (Optimizer, GradScaler, LRScheduler)
-# Packages whose objects hold nothing that a user trains. Namespaces and user dictionaries do.
-OPAQUE = frozenset({"torch", "storage_ops", *sys.stdlib_module_names} - {"collections", "types"})
+# Packages whose objects hold nothing that a user trains, or manage it themselves. Namespaces and
+# user dictionaries are the user's.
+_MANAGED = {"torch", "storage_ops", "deepspeed"}
+OPAQUE = frozenset(_MANAGED | sys.stdlib_module_names - {"collections", "types"})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # The kind of a value depends on its class. Asking an object for its class may run code of its own.

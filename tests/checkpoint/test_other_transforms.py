@@ -1,5 +1,8 @@
 """Checkpointed and tiled modules under torch.fx, and torch.func inside of regions."""
 
+import copy
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -75,3 +78,25 @@ def test_jagged_tensors_of_offsets_from_outside_and_from_inside():
     y = so.output_discard(lambda x: region(x, offsets.clone()), torch.sum)(x)
     with pytest.raises(RuntimeError, match=r"is a jagged tensor.*offsets that are made outside"):
         y.backward()
+
+
+def test_compiled_autograd_over_eager_regions():
+    """It traces hooks of saved tensors; the recompute runs outside of the graph."""
+    make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))  # noqa: E731
+    plain = nn.Sequential(make(), make(), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    so.apply_activation_checkpoint(model, {"layer_names": ["0"]})
+    so.apply_activation_checkpoint(model, {"layer_names": ["1"], "mode": "output_discard"})
+    compiled_autograd = importlib.import_module("torch._dynamo.compiled_autograd")
+    for _ in range(2):
+        x, found = torch.randn(3, 4), []
+        for each in (plain, model):
+            each.zero_grad()
+            loss = each(x).square().sum()
+            if each is plain:
+                loss.backward()
+            else:
+                with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+                    loss.backward()
+            found.append([p.grad for p in each.parameters()])
+        torch.testing.assert_close(*found)

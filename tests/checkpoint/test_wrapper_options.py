@@ -112,10 +112,12 @@ def test_options_of_a_wrong_type():
 
 
 class Changing(nn.Module):
-    calls = 0
+    def __init__(self):
+        super().__init__()
+        Changing.calls = 0  # an attribute of the instance would be restored
 
     def forward(self, x):
-        self.calls += 1
+        Changing.calls += 1
         y = x.exp()
         return (y.sin() if self.calls == 1 else y[:1].cos()) * x
 

@@ -239,13 +239,15 @@ class _Fails(torch.autograd.Function):
 class Failing(nn.Module):
     """Raises in its recompute, or in its backward."""
 
+    calls = 0
+
     def __init__(self):
         super().__init__()
-        self.linear, self.when, self.calls = nn.Linear(WIDTH, WIDTH), "", 0
+        self.linear, self.when = nn.Linear(WIDTH, WIDTH), ""
 
     def forward(self, x):
-        self.calls += 1
-        if self.when == "recompute" and self.calls == 2:
+        Failing.calls += 1  # an attribute of the instance would be restored
+        if self.when == "recompute" and Failing.calls == 2:
             raise KeyboardInterrupt
         x = torch.tanh(self.linear(x))
         return _Fails.apply(x) if self.when == "backward" else x
@@ -261,10 +263,10 @@ def errors(rank):
         fully_shard(net)
         so.apply_activation_checkpoint(net, {"layer_names": ["0"], "mode": "output_discard"})
         net(x).sum().backward()
-        failing.when, failing.calls = when, 0
+        failing.when, Failing.calls = when, 0
         with pytest.raises(KeyboardInterrupt):
             net(x).sum().backward()
-        assert failing.calls == 2 and not whole(failing)
+        assert Failing.calls == 2 and not whole(failing)
 
 
 def all_of(rank):

@@ -75,3 +75,21 @@ def test_parameters_are_copied_where_an_adapter_is_merged_alone(copied, options)
     model.merge_adapter()
     model(input_ids=IDS, labels=IDS, use_cache=False)
     assert any(isinstance(t, torch.nn.Parameter) for t in copied)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_merged_adapter_that_is_disabled_is_taken_out_once(mode):
+    models = [make().train() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    so.apply_activation_checkpoint(
+        models[1], {"layer_classes": ["LlamaDecoderLayer"], **MODES[mode]}
+    )
+    found = []
+    for model in models:
+        embedding = model.get_input_embeddings().weight.requires_grad_()
+        model.merge_adapter()
+        with model.disable_adapter():
+            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+        found.append((embedding.grad, *model.state_dict().values()))
+    assert all(map(torch.equal, *found))
