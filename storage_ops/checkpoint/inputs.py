@@ -24,8 +24,8 @@ class _HoldInput(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(*tensors)
         return torch.empty(0)
 
 
@@ -168,7 +168,8 @@ def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:
     save = getattr(torch._C._autograd, "_make_saved_tensor", None)
     if save is None:  # torch 2.10 and 2.11: a node for each, alive as long as its result
         anchor = torch.empty(0, requires_grad=True)
-        made: list[Any] = [_HoldInput.apply(anchor, t) for t in inputs]  # type: ignore[no-untyped-call]
+        # A tensor in a list, for strided nested tensors cannot be arguments of a Function there.
+        made: list[Any] = [_HoldInput.apply(anchor, [t]) for t in inputs]  # type: ignore[no-untyped-call]
         return lambda: [partial(_saved_for, each) for each in made]
     saved = [save(t, False) for t in inputs]
     return lambda: [s.unpack for s in saved]
