@@ -25,6 +25,7 @@ Every other loss is chunked in the joint graph of forward and backward::
 
     for amplifier in the largest products, and spread gradients:   # driver
         write ops without a rule as ops that have one              # prepare, reductions
+        reorder targets where a token is a few numbers             # reordered
         put the classes into the last dimension                    # class_dimension
         form it in the ranges of tokens that are sliced after it,  # selections, token_ranges,
             or of the tokens that a mask keeps                     # ranges

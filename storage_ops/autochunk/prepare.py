@@ -18,6 +18,7 @@ from storage_ops.autochunk.edit import Builder, Calls, SizeNodes, retire, sort
 from storage_ops.autochunk.lattice import Conflict, same
 from storage_ops.autochunk.log import log
 from storage_ops.autochunk.reductions import by_classes
+from storage_ops.autochunk.reordered import reorder_sources
 from storage_ops.autochunk.rules import RULES
 from storage_ops.autochunk.spans import LARGE, is_product, stops
 from storage_ops.autochunk.values import (
@@ -48,6 +49,7 @@ def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> lis
         if large and any(user in after for user in node.users):
             after.add(node)
     decompose(graph, after)
+    reorder_sources(graph, amplifier, least)
     retire(graph)
     return tangents or [detach(graph, start) for start in starts(graph)]
 

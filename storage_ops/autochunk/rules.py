@@ -252,11 +252,13 @@ def repeating(node: fx.Node) -> Labelled:
 
 
 def indexed(node: fx.Node) -> Labelled:
-    """Some indices of a dimension, which stays whole."""
-    x, indices = node.args[:2]
-    dim = _vector(node)
-    row = _all_but(len(shape(x)), [dim])  # type: ignore[arg-type]
-    return Labelled(row, {x: [row], indices[dim]: [[None]]})  # type: ignore[index,dict-item]
+    """Some indices of a dimension, which stays whole; one index gives one part of the result."""
+    given: Any = node.args[:2]
+    x, indices = given
+    dim, out = _vector(node), _all_but(len(shape(x)))
+    args: dict[fx.Node, list[Labels]] = {x: [[None if d == dim else d for d in out]]}
+    args.setdefault(indices[dim], []).append([dim])
+    return Labelled(out, args)
 
 
 def index_put(node: fx.Node) -> Labelled:

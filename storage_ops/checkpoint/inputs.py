@@ -16,15 +16,15 @@ from storage_ops.checkpoint.saved import fail, stride_of
 _MODIFIED = "modified by an inplace operation"  # as torch says it
 
 
-class _HoldInputs(torch.autograd.Function):
-    """Keeps the inputs of a region as saved tensors of a node.
+class _HoldInput(torch.autograd.Function):
+    """Keeps an input of a region as the saved tensor of a node.
 
     So an enclosing saved-tensor hook (offload, another checkpoint) handles them like any other
     activation, and torch notices when one is modified in place before the backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor]) -> Tensor:
         ctx.save_for_backward(*tensors)
         return torch.empty(0)
 
@@ -166,12 +166,18 @@ def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:
 
         return readers
     save = getattr(torch._C._autograd, "_make_saved_tensor", None)
-    if save is None:  # torch 2.10 and 2.11: at the price of a node, alive as long as its result
+    if save is None:  # torch 2.10 and 2.11: a node for each, alive as long as its result
         anchor = torch.empty(0, requires_grad=True)
-        result: Any = _HoldInputs.apply(anchor, *inputs)  # type: ignore[no-untyped-call]
-        return lambda: [partial(_same, t) for t in result.grad_fn.saved_tensors]
+        # A tensor in a list, for strided nested tensors cannot be arguments of a Function there.
+        made: list[Any] = [_HoldInput.apply(anchor, [t]) for t in inputs]  # type: ignore[no-untyped-call]
+        return lambda: [partial(_saved_for, each) for each in made]
     saved = [save(t, False) for t in inputs]
     return lambda: [s.unpack for s in saved]
+
+
+def _saved_for(result: Any) -> Tensor:
+    (t,) = result.grad_fn.saved_tensors
+    return t  # type: ignore[no-any-return]
 
 
 def _same(t: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from storage_ops._subclass import like
 from storage_ops.integrations.deferred_forward import Forward, LossOptions, Refused
 from storage_ops.integrations.deferred_logits import DeferredLogits
-from storage_ops.integrations.gathered_head import hooks_taken_off
+from storage_ops.integrations.gathered_head import hooks_taken_off, is_hooked
 from storage_ops.integrations.output_layers import patched_heads
 from storage_ops.integrations.patch_probe import other_labels
 
@@ -83,8 +84,10 @@ def deferred(
     heads = patched_heads(model, run.model)
     for head in heads:
         head._deferred_in = run
+    hooked = [head for head in heads if is_hooked(head)]
     try:
-        with hooks_taken_off(heads):
+        # Dynamo of torch 2.10 does not trace the block that takes hooks off.
+        with hooks_taken_off(hooked) if hooked else nullcontext():
             outputs = forward(model, *args, **kwargs)
     finally:
         for head in heads:

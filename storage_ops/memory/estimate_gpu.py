@@ -164,6 +164,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     rest = attn_mask, dropout_p, is_causal
+    # torch 2.10 divides by the number of heads of the keys, which may be 0.
+    enable_gqa = enable_gqa and query.shape[-3:-2] != key.shape[-3:-2]
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     fused = query.dim() == 4 and (attn_mask is None or not attn_mask.requires_grad)
     if not _is_simulated() or not fused or not query.numel():
