@@ -74,7 +74,7 @@ SCORED = (LOSS - REFUSED) | {"cu_seqlens"}
              - {"target", "target_weight"}) | keywords(so.losses.kd, *RETURNS),
         ),
         (options.DiscardOptions, arguments(so.OutputDiscardCheckpoint)),
-        (options.LayerOptions, arguments(so.ActivationCheckpointConfig) - OF_LAYERS),
+        (config.LayerOptions, arguments(so.ActivationCheckpointConfig) - OF_LAYERS),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip

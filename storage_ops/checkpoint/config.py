@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch import nn
+from typing_extensions import TypedDict
 
 from storage_ops.checkpoint.op_names import resolve
 from storage_ops.checkpoint.policies import NAMED, Policy, PolicyName
@@ -37,6 +38,24 @@ _SWITCHES = (
 )  # fmt: skip
 # What makes a checkpoint a selective one.
 _RULES = (*_LISTS_OF_OPS, "mm_shapes_to_save", "mm_shapes_to_recompute", "policy")
+
+
+class LayerOptions(TypedDict, total=False):
+    """Arguments of `ActivationCheckpointConfig` that do not choose layers."""
+
+    use_reentrant: bool
+    ops_to_save: Sequence[Any] | None
+    mode: Mode | None
+    ops_to_recompute: Sequence[Any] | None
+    mm_shapes_to_save: Sequence[str] | None
+    mm_shapes_to_recompute: Sequence[str] | None
+    policy: PolicyChoice
+    preserve_rng_state: bool
+    determinism_check: DeterminismCheck
+    early_stop: bool
+    debug: bool
+    respect_saved_tensors_hooks: bool
+    ops_to_offload: Sequence[Any] | None
 
 
 @dataclass(frozen=True)

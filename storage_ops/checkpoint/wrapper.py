@@ -21,11 +21,10 @@ from typing_extensions import Unpack
 from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint import discard_scope
 from storage_ops.checkpoint.caches import warn_once, without_cache
-from storage_ops.checkpoint.config import ActivationCheckpointConfig, Mode
+from storage_ops.checkpoint.config import ActivationCheckpointConfig, LayerOptions, Mode
 from storage_ops.checkpoint.config_policy import policy_of
 from storage_ops.checkpoint.execution import is_disabled, is_traced_by_fx
 from storage_ops.checkpoint.lowering import compiled_region, traced_region
-from storage_ops.checkpoint.options import LayerOptions
 from storage_ops.checkpoint.policies import Policy
 from storage_ops.checkpoint.reentrant import run_reentrant
 from storage_ops.checkpoint.region import ContextFn, Options, Region, is_repeatable

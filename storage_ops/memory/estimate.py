@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.left_behind import Namespaces, remove_left_behind
+from storage_ops.checkpoint.tile import register_estimator
 from storage_ops.checkpoint.unchanged import unchanged
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.loss.devices import Rates, standing_for
@@ -198,6 +199,9 @@ def estimate(
         )
         del result
     return estimated
+
+
+register_estimator(estimate)
 
 
 def note_optimizers(roles: dict[Block, str], held: Held, simulation: Simulation) -> None:
