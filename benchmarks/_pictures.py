@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 
 from benchmarks._report import PEAK, Result, Row, curve_of, is_ours, points, shapes, time_of
 from storage_ops.cli.demo import picture
-from storage_ops.memory.measure import Measurement, Sample
+from storage_ops.measure.measurement import Measurement, Sample
 
 Point = tuple[str, float, float]
 _MIB = 1 << 20

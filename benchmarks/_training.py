@@ -16,7 +16,7 @@ from torch import Tensor
 import storage_ops
 from benchmarks._gpt import Config, Decoder, features_of
 from benchmarks._harness import Clock
-from storage_ops.memory.measure import Measurement
+from storage_ops.measure.measurement import Measurement
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def attributed(name: str, made: Made) -> dict[str, Any]:
     for share in SHARES:
         memory = storage_ops.memory
         # Whose plan it is that the report ends with is not what is asked here.
-        with mock.patch("storage_ops.memory.explain_oom.advise", lambda *_: (None, "")):
+        with mock.patch("storage_ops.oom.explain_oom.advise", lambda *_: (None, "")):
             try:
                 with memory.limit(int(share * peak), "cpu"), memory.explain_oom("cpu") as report:
                     step()

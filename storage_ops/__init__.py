@@ -31,22 +31,22 @@ else:
     _storage_kernels.register(_status)
 
     from storage_ops import autochunk, graph, losses, memory, policies
-    from storage_ops.checkpoint.chain import OutputDiscardChain
-    from storage_ops.checkpoint.config import ActivationCheckpointConfig
-    from storage_ops.checkpoint.execution import disable_checkpointing, register_rng_tracker
-    from storage_ops.checkpoint.explain_policy import explain_policy
-    from storage_ops.checkpoint.output_discard import (
+    from storage_ops.checkpoint.discard.chain import OutputDiscardChain
+    from storage_ops.checkpoint.discard.output_discard import (
         OutputDiscard,
         OutputDiscardCheckpoint,
         output_discard,
     )
-    from storage_ops.checkpoint.report import checkpoint_report
-    from storage_ops.checkpoint.tile import tile
-    from storage_ops.checkpoint.transform import (
+    from storage_ops.checkpoint.layers.config import ActivationCheckpointConfig
+    from storage_ops.checkpoint.layers.explain_policy import explain_policy
+    from storage_ops.checkpoint.layers.report import checkpoint_report
+    from storage_ops.checkpoint.layers.tile import tile
+    from storage_ops.checkpoint.layers.transform import (
         apply_activation_checkpoint,
         remove_activation_checkpoint,
     )
-    from storage_ops.checkpoint.wrapper import CheckpointWrapper
+    from storage_ops.checkpoint.layers.wrapper import CheckpointWrapper
+    from storage_ops.checkpoint.state.execution import disable_checkpointing, register_rng_tracker
     from storage_ops.divergence.api import linear_kl_div
     from storage_ops.fitting.fit import fit
     from storage_ops.fitting.plan import FitPlan, load_fit

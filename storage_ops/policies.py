@@ -1,7 +1,7 @@
 """Policies of selective checkpointing: what is saved in forward, what recomputed in backward."""
 
-from storage_ops.checkpoint.copies import SimulatedCopies, simulated_copies
-from storage_ops.checkpoint.policies import (
+from storage_ops.checkpoint.selective.copies import SimulatedCopies, simulated_copies
+from storage_ops.checkpoint.selective.policies import (
     Policy,
     attention,
     communication,
@@ -16,7 +16,7 @@ from storage_ops.checkpoint.policies import (
     save_mm_shapes,
     union,
 )
-from storage_ops.checkpoint.selective import contexts
+from storage_ops.checkpoint.selective.selective import contexts
 
 __all__ = [
     "Policy",

@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 
 import storage_ops
-from storage_ops.checkpoint import effects
+from storage_ops.checkpoint.state import effects
 from storage_ops.storage.kernels import storage_path
 
 INFO = storage_ops.info()

@@ -13,7 +13,7 @@ import torch
 import storage_ops
 from storage_ops import cli, matmul
 from storage_ops.loss.devices import DEFAULT_GPU, named
-from storage_ops.memory.rates import rates_for
+from storage_ops.simulate.rates import rates_for
 
 
 def test_info_as_json(capsys):

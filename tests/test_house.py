@@ -108,7 +108,7 @@ def test_examples_in_docstrings(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
     module = importlib.import_module(name)
     names = {"torch": torch, "storage_ops": storage_ops}
-    if name == "storage_ops.memory.plot":
+    if name == "storage_ops.measure.plot":
         import matplotlib
 
         matplotlib.use("Agg")

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import storage_ops as so
 from storage_ops import progress
-from storage_ops.checkpoint import discard_scope
-from storage_ops.checkpoint.makers import makers
+from storage_ops.checkpoint.discard import scope
+from storage_ops.checkpoint.saved.makers import makers
 
 SHARE = 5 if os.environ.get("CI") else 1  # in CI an op in five is tried, or a call
 
@@ -171,8 +171,8 @@ def state(tensors):
         "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
-        "scopes": bool(discard_scope._scopes.open),
-        "checkpoints disabled": so.checkpoint.execution.is_disabled(),
+        "scopes": bool(scope._scopes.open),
+        "checkpoints disabled": so.checkpoint.state.execution.is_disabled(),
         "what is shown": progress._say,
         "classes": [{k: id(v) for k, v in vars(c).items()} for c in classes],
         "functions": [id(getattr(torch, n)) for n in ("empty", "matmul", "mm", "utils", "load")],

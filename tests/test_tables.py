@@ -11,7 +11,7 @@ from torch import nn
 
 import storage_ops as so
 from storage_ops import cli, tables
-from storage_ops.memory.explain_oom import OomReport
+from storage_ops.oom.explain_oom import OomReport
 from storage_ops.tables import Grid
 
 NAMES = ("7 x model.layers.0-7,13,15,17,19,21", "recompute all but 2 add.Tensor, attention")

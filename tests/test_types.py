@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import storage_ops as so
-from storage_ops.checkpoint import config, options, policies, region
+from storage_ops.checkpoint.discard import options
+from storage_ops.checkpoint.layers import config
+from storage_ops.checkpoint.region import region
+from storage_ops.checkpoint.selective import policies
 from storage_ops.divergence import checks
 from storage_ops.fitting import actions
 from storage_ops.integrations import transformers

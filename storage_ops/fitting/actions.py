@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from storage_ops import policies
-from storage_ops.checkpoint.config import ActivationCheckpointConfig
-from storage_ops.checkpoint.tile import tile
-from storage_ops.checkpoint.transform import (
+from storage_ops.checkpoint.layers.config import ActivationCheckpointConfig
+from storage_ops.checkpoint.layers.tile import tile
+from storage_ops.checkpoint.layers.transform import (
     apply_activation_checkpoint,
     remove_activation_checkpoint,
 )

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from storage_ops.checkpoint.config_policy import class_of
+from storage_ops.checkpoint.layers.config_policy import class_of
 from storage_ops.fitting.actions import LOSS, Action, loss_actions
 from storage_ops.fitting.heads import heads_in
 from storage_ops.fitting.probe import Cost, Probe
 from storage_ops.fitting.record import LayerCall
 from storage_ops.fitting.step import Op
 from storage_ops.loss.devices import Rates
-from storage_ops.memory.estimate_assume import Assumption
+from storage_ops.simulate.values.assume import Assumption
 
 # Shares of the bytes of all results that the sets of saved ones take, at least.
 _SHARES = (1 / 32, *(i / 16 for i in range(1, 7)), 1 / 2, 3 / 4, 1)

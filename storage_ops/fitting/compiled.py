@@ -12,7 +12,7 @@ from torch import nn
 
 from storage_ops.fitting.heads import LOSS_NAME
 from storage_ops.fitting.units import Unit
-from storage_ops.memory.estimate_compiled import backend_of, with_budget
+from storage_ops.simulate.compiled import backend_of, with_budget
 
 _ATTRIBUTE = "storage_ops_loss"  # of the backend of a compiled loss: itself, while there is one
 

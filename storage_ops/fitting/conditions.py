@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.checkpoint.config_policy import uncompiled
+from storage_ops.checkpoint.layers.config_policy import uncompiled
 
 Shapes = dict[str, tuple[int, ...]]
 

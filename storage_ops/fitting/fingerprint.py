@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from storage_ops.checkpoint.config_policy import class_of, qualified_name, uncompiled
+from storage_ops.checkpoint.layers.config_policy import class_of, qualified_name, uncompiled
 from storage_ops.fitting.heads import own_options
 from storage_ops.loss.module import LinearCrossEntropyLoss
-from storage_ops.memory.alike import Unlike, comparable
+from storage_ops.simulate.module_kinds import Unlike, comparable
 
 # Where a layer is in a model, and where a model of transformers was loaded from.
 PLACE = re.compile(r"(idx|index)$|^(layer|block)_?(id|num|number|no)$|^name_or_path$")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.checkpoint.config_policy import uncompiled
-from storage_ops.checkpoint.left_behind import few_objects
+from storage_ops.checkpoint.layers.config_policy import uncompiled
+from storage_ops.checkpoint.state.left_behind import few_objects
 from storage_ops.fitting.actions import (
     EXACT,
     KEEP,
@@ -32,13 +32,14 @@ from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, StepRecording
 from storage_ops.fitting.units import Unit, units_of
 from storage_ops.fitting.ways import Way, logits_to_spare
-from storage_ops.memory.estimate_assume import Assumption
-from storage_ops.memory.estimate_calls import ONE_AT_A_TIME
-from storage_ops.memory.estimate_compiled import as_it_runs, largest_of
-from storage_ops.memory.estimate_workspaces import workspace_bytes
-from storage_ops.memory.owners import owners_in_words
-from storage_ops.memory.rates import rates_for
-from storage_ops.memory.step import (
+from storage_ops.measure.calls import ONE_AT_A_TIME
+from storage_ops.measure.owners import owners_in_words
+from storage_ops.progress import say, showing
+from storage_ops.quantities import parse_bytes, readable
+from storage_ops.simulate.compiled import as_it_runs, largest_of
+from storage_ops.simulate.kernels.workspaces import workspace_bytes
+from storage_ops.simulate.rates import rates_for
+from storage_ops.simulate.step import (
     arguments,
     check_accumulate,
     check_loss,
@@ -49,8 +50,7 @@ from storage_ops.memory.step import (
     simulate_step,
     warn_of_eval_mode,
 )
-from storage_ops.progress import say, showing
-from storage_ops.quantities import parse_bytes, readable
+from storage_ops.simulate.values.assume import Assumption
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _EXACT = 1e-3  # how far what was computed of layers is from a whole step, where it is exact

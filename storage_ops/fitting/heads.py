@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from storage_ops.loss.module import LinearCrossEntropyLoss
-from storage_ops.memory.estimate_inputs import Held
+from storage_ops.simulate.held import Held
 
 LOSS_NAME = "(loss)"  # of a head that is in the loss; no module in a model has this name
 OWN_OPTIONS = "_options_before_fit"  # of a head, or a patched model, with the budget of a plan

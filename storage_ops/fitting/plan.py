@@ -15,16 +15,17 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import TypeVar
 
-from storage_ops.checkpoint import discard_scope, tile, wrapper
-from storage_ops.checkpoint.config_policy import class_of, uncompiled
+from storage_ops.checkpoint.discard import scope
+from storage_ops.checkpoint.layers import tile, wrapper
+from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.compiled import compiled_loss
 from storage_ops.fitting.conditions import Conditions
 from storage_ops.fitting.fingerprint import MODE, aspects, hashed
 from storage_ops.fitting.heads import LOSS_NAME, is_budgeted, patching
 from storage_ops.fitting.units import Unit, units_of
-from storage_ops.memory.step import simulate_step
 from storage_ops.quantities import Tabular, metric, readable
+from storage_ops.simulate.step import simulate_step
 
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
@@ -250,7 +251,7 @@ def check_plain(model: nn.Module, loss: Any) -> None:
             how = f"mode {checkpointing.mode!r}"
         elif tile.tiling_of(module) is not None:
             how = "in tiles"
-        elif discard_scope.options_of(module) is not None:
+        elif scope.options_of(module) is not None:
             how = "mode 'output_discard'"
         elif is_budgeted(module):
             how = "its budget is that of a plan"

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from storage_ops.checkpoint.offload import region_ended
-from storage_ops.checkpoint.wrapper import CheckpointWrapper
+from storage_ops.checkpoint.layers.wrapper import CheckpointWrapper
+from storage_ops.checkpoint.selective.offload import region_ended
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
-from storage_ops.memory.estimate_assume import Assumption
-from storage_ops.memory.estimate_fsdp import layer_alone
-from storage_ops.memory.estimate_modes import Simulation
-from storage_ops.memory.step import earlier_gradients, without_gradients
+from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.ranks.fsdp import layer_alone
+from storage_ops.simulate.step import earlier_gradients, without_gradients
+from storage_ops.simulate.values.assume import Assumption
 
 
 @dataclass(frozen=True)

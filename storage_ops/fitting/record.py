@@ -17,33 +17,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from storage_ops.checkpoint.caches import without_cache
-from storage_ops.checkpoint.unchanged import undo_changes
+from storage_ops.checkpoint.state.caches import without_cache
+from storage_ops.checkpoint.state.unchanged import undo_changes
 from storage_ops.fitting.fingerprint import fingerprint
 from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit, places_of
 from storage_ops.foundation.ledger import Block
 from storage_ops.loss.devices import Rates
-from storage_ops.memory.alike import SIMPLE
-from storage_ops.memory.estimate_assume import Assumption
-from storage_ops.memory.estimate_fsdp import (
+from storage_ops.progress import say
+from storage_ops.simulate.kernels.workspaces import keep_workspaces
+from storage_ops.simulate.layers.recording import hidden, next_node, reads_history
+from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.module_kinds import SIMPLE
+from storage_ops.simulate.ranks.collectives import is_spread
+from storage_ops.simulate.ranks.fsdp import (
     forwards_forgotten,
     gathered_inside,
     sharded_parameters,
 )
-from storage_ops.memory.estimate_modes import Simulation
-from storage_ops.memory.estimate_ranks import is_spread
-from storage_ops.memory.estimate_values import Known
-from storage_ops.memory.estimate_workspaces import keep_workspaces
-from storage_ops.memory.estimate_wrappers import is_wrapper
-from storage_ops.memory.recording import hidden, next_node, reads_history
-from storage_ops.memory.step import (
+from storage_ops.simulate.step import (
     arguments,
     check_value,
     earlier_gradients,
     without_gradients,
 )
-from storage_ops.progress import say
+from storage_ops.simulate.values.assume import Assumption
+from storage_ops.simulate.values.known import Known
+from storage_ops.simulate.values.wrappers import is_wrapper
 
 
 @dataclass(frozen=True)

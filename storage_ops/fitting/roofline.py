@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.checkpoint.flops import flops_of
-from storage_ops.checkpoint.op_names import name_of, packet_of
+from storage_ops.checkpoint.saved.op_names import name_of, packet_of
+from storage_ops.checkpoint.selective.flops import flops_of
 from storage_ops.fitting.actions import Action
 from storage_ops.loss.devices import Rates
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from storage_ops._op_arguments import tensors_in
-from storage_ops.checkpoint.guard import by_storage
-from storage_ops.checkpoint.op_names import is_allocation, is_mutating, is_view
-from storage_ops.checkpoint.policies import call_name
-from storage_ops.checkpoint.selective import is_ignored
+from storage_ops.checkpoint.saved.guard import by_storage
+from storage_ops.checkpoint.saved.op_names import is_allocation, is_mutating, is_view
+from storage_ops.checkpoint.selective.policies import call_name
+from storage_ops.checkpoint.selective.selective import is_ignored
 from storage_ops.fitting.roofline import Roofline
 from storage_ops.foundation.ledger import Ledger, rounded
 from storage_ops.loss import planner
@@ -22,10 +22,10 @@ from storage_ops.loss.call import Call
 from storage_ops.loss.devices import DEVICES, Rates, named
 from storage_ops.loss.names import GRADS
 from storage_ops.loss.plan import problem_of
-from storage_ops.memory.estimate import call_simulated, simulating
-from storage_ops.memory.estimate_assume import Assumption
-from storage_ops.memory.estimate_inputs import Held
-from storage_ops.memory.estimate_modes import Simulation
+from storage_ops.simulate.estimate import call_simulated, simulating
+from storage_ops.simulate.held import Held
+from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.values.assume import Assumption
 
 
 class Books:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from storage_ops.checkpoint.config_policy import class_of, qualified_name, uncompiled
+from storage_ops.checkpoint.layers.config_policy import class_of, qualified_name, uncompiled
 from storage_ops.fitting.fingerprint import PLACE, fingerprint
 from storage_ops.fitting.heads import heads_in, heads_of_loss
 from storage_ops.loss.module import LinearCrossEntropyLoss

@@ -297,9 +297,9 @@ def walk(roots: Iterable[tuple[str, Any]], into_functions: bool = True) -> Itera
 
     Example:
         >>> from storage_ops.foundation.walk import walk
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
-        >>> [v.name for v in walk([("model", model)])]
-        ['model', 'model.0', 'model.0.weight', 'model.0.bias']
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> [v.name for v in walk([("model", model)]) if isinstance(v.value, torch.Tensor)]
+        ['model.0.weight', 'model.0.bias']
     """
     seen: dict[int, Any] = {}  # with the values, so that no identity is used again
     for name, root in roots:

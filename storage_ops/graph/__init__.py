@@ -7,7 +7,7 @@ what the trace has fixed (`arguments.py`). DDP and FSDP2 communicate by ops of t
 (`data_parallel.py`, `fully_sharded.py`); what it cannot hold is refused by name (`refusals.py`).
 
 While it is recorded, every node gets a *mark*: the regions around it, and the backward pass that it
-belongs to (`foundation/regions.py`; `checkpoint/torch_checkpoint.py` for those of torch).
+belongs to (`foundation/regions.py`; `checkpoint/region/torch_checkpoint.py` for those of torch).
 `remat.py` reads the marks and makes what a backward pass needs of a region again, just before it is
 first read there: in-place ops are rewritten for that (`functionalize.py`), random ops run again
 with the numbers they drew (`rng.py`, for CUDA graphs `capture.py`), and `verify.py` compares with

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from storage_ops.checkpoint import fsdp
-from storage_ops.foundation import regions
+from storage_ops.foundation import fsdp, regions
 
 Parameters = list[tuple[dict[str, Any], str, Any]]  # where each is held, its name there, and it
 

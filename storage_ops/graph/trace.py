@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_leaves
 from typing_extensions import ParamSpec, TypeVar
 
-from storage_ops.checkpoint import torch_checkpoint
-from storage_ops.checkpoint.left_behind import Namespaces
+from storage_ops.checkpoint.region import torch_checkpoint
+from storage_ops.checkpoint.state.left_behind import Namespaces
 from storage_ops.foundation import regions
 from storage_ops.graph import cleanup, data_parallel, fully_sharded, refusals
 from storage_ops.graph.arguments import Arguments, Layout, holders, reader

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from storage_ops.checkpoint.left_behind import run_on_fakes
+from storage_ops.checkpoint.state.left_behind import run_on_fakes
 from storage_ops.integrations.deferred_forward import LossOptions, Refused
 
 _SHAPE = (2, 8)

@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, get_args
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from storage_ops.checkpoint.config_policy import uncompiled
+from storage_ops.checkpoint.layers.config_policy import uncompiled
 from storage_ops.fitting.heads import OWN_OPTIONS, Patching, register_patching
 from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_forward import LossOptions

@@ -252,7 +252,7 @@ def test_wrong_options(options, message):
 )  # fmt: skip
 def test_unknown_options_of_torch_compile(options, message):
     """In a simulation too, where Inductor never sees its options."""
-    from storage_ops.memory.estimate_compiled import as_it_runs
+    from storage_ops.simulate.compiled import as_it_runs
 
     x, w, t = data()
     torch._dynamo.reset()

@@ -265,7 +265,7 @@ def test_nothing_is_alive_after_backward_without_the_garbage_collector(path, way
     try:
         y = way(functions, x)
         made = [weakref.ref(y)]
-        from storage_ops.checkpoint import region
+        from storage_ops.checkpoint.region import region
 
         regions = len(region._makers)
         assert regions >= len(layers)

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import storage_ops as so
-from storage_ops.checkpoint import lowering
+from storage_ops.checkpoint.region import lowering
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import storage_ops
-from storage_ops.checkpoint import lowering
+from storage_ops.checkpoint.region import lowering
 
 from ..graph import effects
 from ..graph.effects import LAYERS, WIDTH, Config, Holder, nothing, pairs

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
-from storage_ops.checkpoint.makers import makers
+from storage_ops.checkpoint.saved.makers import makers
 
 
 class Stash(torch.autograd.Function):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import storage_ops as so
-from storage_ops.checkpoint import code_writes, contents
-from storage_ops.checkpoint.contents import Contents
+from storage_ops.checkpoint.state import code_writes, contents
+from storage_ops.checkpoint.state.contents import Contents
 
 
 class Comparison:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import storage_ops as so
-from storage_ops.checkpoint.region import Region
+from storage_ops.checkpoint.region.region import Region
 
 KINDS = ("full", "selective", "output_discard", "reentrant", "region", "composed", "chain")
 

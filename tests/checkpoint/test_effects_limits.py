@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import storage_ops as so
-from storage_ops.checkpoint import effects
+from storage_ops.checkpoint.state import effects
 
 from .test_effects import KINDS, pair, steps
 

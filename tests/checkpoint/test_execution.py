@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import storage_ops as so
-from storage_ops.checkpoint.saved import Saved
+from storage_ops.checkpoint.saved.saved import Saved
 
 
 class Tracker:

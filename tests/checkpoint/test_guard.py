@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import storage_ops as so
-from storage_ops.checkpoint.guard import storage_key, watch
+from storage_ops.checkpoint.saved.guard import storage_key, watch
 
 from ..storage.test_storage_subclasses import Closed, Marked, Secretive, masked
 

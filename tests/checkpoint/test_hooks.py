@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import storage_ops as so
-from storage_ops.checkpoint.calls import _OF_A_MODULE, _OF_ALL_MODULES
+from storage_ops.checkpoint.state.calls import _OF_A_MODULE, _OF_ALL_MODULES
 
 from .test_effects import KINDS, pair
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import storage_ops as so
 from storage_ops import graph
-from storage_ops.checkpoint import effects
+from storage_ops.checkpoint.state import effects
 
 from .test_effects import KINDS, pair
 

@@ -5,7 +5,7 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.testing import CompileCounter
 
-from storage_ops.checkpoint.light_mode import LightMode
+from storage_ops.checkpoint.saved.light_mode import LightMode
 
 
 class Doubles(LightMode):

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 from storage_ops import policies
-from storage_ops.checkpoint import copies as copying
-from storage_ops.checkpoint import offload
+from storage_ops.checkpoint.selective import copies as copying
+from storage_ops.checkpoint.selective import offload
 
 from .blocks import Model, assert_same, make_input, step
 
@@ -33,13 +33,14 @@ class Clock:
     """Time that passes when it is told to; a recompute does not turn it back."""
 
     def __init__(self):
-        self._time = [0.0]  # in a list: a recompute has the attributes of the forward
+        self._time = threading.local()  # regions restore plain attributes and lists
+        self._time.now = 0.0
 
     def __call__(self):
-        return self._time[0]
+        return self._time.now
 
     def sleep(self, seconds):
-        self._time[0] += seconds
+        self._time.now += seconds
 
 
 def checkpointed(model, policy, **options):

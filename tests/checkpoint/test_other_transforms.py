@@ -45,7 +45,7 @@ def test_transforms_of_torch_func_in_a_region_are_refused_by_name():
 def test_convolutions_cannot_be_tiled(module):
     with pytest.raises(TypeError, match="is a convolution, whose channels are in dimension 1"):
         so.tile(module, 2)
-    assert not isinstance(module, so.checkpoint.tile.Tiled)
+    assert not isinstance(module, so.checkpoint.layers.tile.Tiled)
 
 
 def test_inference_tensors_as_arguments():

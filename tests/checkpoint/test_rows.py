@@ -113,11 +113,11 @@ def test_layers_with_several_inputs():
 
 def test_saved_bytes_of_inputs_parameters_and_outputs_do_not_count():
     layer = nn.Linear(16, 32)
-    region = so.checkpoint.region.Region(
+    region = so.checkpoint.region.region.Region(
         lambda x: (h := layer(x)).exp() * h.sum(),
         (x := torch.randn(8, 16, requires_grad=True),),
         {},
-        so.checkpoint.region.Options(counts_saved=True),
+        so.checkpoint.region.region.Options(counts_saved=True),
     )
     region.forward((x,), {})
     # Saved: x, the weight, exp and its sum. The input and the weight do not count.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import storage_ops as so
-from storage_ops.checkpoint import transform
+from storage_ops.checkpoint.layers import transform
 
 from .blocks import assert_same, step
 

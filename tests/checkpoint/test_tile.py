@@ -1,7 +1,6 @@
 """storage_ops.tile: gradients, memory, runs of the forward, and what it refuses."""
 
 import copy
-import functools
 import pickle
 
 import pytest
@@ -9,23 +8,24 @@ import torch
 from torch import nn
 
 import storage_ops
-from storage_ops.checkpoint.tile import tiling_of
+from storage_ops.checkpoint.layers.tile import tiling_of
 from storage_ops.memory import measure
 
 from .blocks import Ops
 
 
 class Mlp(nn.Module):
+    runs = 0
+
     def __init__(self, hidden=16, width=48, dropout=0.0, bias=True):
         super().__init__()
         self.gate = nn.Linear(hidden, width, bias=bias)
         self.up = nn.Linear(hidden, width, bias=bias)
         self.down = nn.Linear(width, hidden, bias=bias)
         self.dropout = nn.Dropout(dropout)
-        self.runs = 0
 
     def forward(self, x, scale=1.0):
-        self.runs += x.shape[-2]
+        Mlp.runs += x.shape[-2]  # an attribute of the module does not count recomputes
         return self.down(self.dropout(nn.functional.silu(self.gate(x)) * self.up(x))) * scale
 
 
@@ -99,9 +99,9 @@ def test_the_forward_runs_twice_in_all():
     module = storage_ops.tile(Mlp(), 4)
     x = torch.randn(2, 32, 16, requires_grad=True)
     module(x).sum().backward()
-    module.runs = 0
+    Mlp.runs = 0
     module(x).sum().backward()
-    assert module.runs == 2 * 32
+    assert Mlp.runs == 2 * 32
     calls = []
     module.up.register_forward_hook(lambda *_: calls.append(1))
     module(x).sum().backward()
@@ -167,24 +167,6 @@ def test_the_peak_falls_with_the_number_of_tiles():
         # Seven tensors of the width of the MLP at most live at once, and one weight's gradient.
         assert tiled <= fixed + 7 * wide / tiles + hidden * width * 4 + 3 * x.nbytes / tiles + 4096
         assert tiled < whole * 1.1 / tiles + fixed
-
-
-@functools.lru_cache
-def scale_of(width):
-    return torch.full((width,), 0.5)
-
-
-class Scaled(torch.nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) * scale_of(x.shape[-1])
-
-
-def test_a_budget_leaves_no_fake_tensors_in_caches():
-    scale_of.cache_clear()
-    x, layers = torch.randn(2, 64, 16), (torch.nn.Linear(16, 64), torch.nn.Linear(64, 16))
-    tiled = storage_ops.tile(Scaled(*layers), budget="64KiB")
-    torch.testing.assert_close(tiled(x), Scaled(*layers)(x))
-    assert type(scale_of(16)) is torch.Tensor
 
 
 @pytest.mark.in_turn

@@ -1,6 +1,7 @@
 """Calls of tiled modules in every mode, by several threads, and what the first ones settle."""
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import storage_ops
 from storage_ops import memory
-from storage_ops.checkpoint import tile
+from storage_ops.checkpoint.layers import tile
 
 
 def test_budget_is_looked_at_in_every_mode(monkeypatch):
@@ -127,3 +128,22 @@ def test_cached_parametrizations_have_their_gradients():
             module(x).square().sum().backward()
     for ours, theirs in zip(tiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+@functools.lru_cache
+def scale_of(width):
+    return torch.full((width,), 0.5)
+
+
+class Scaled(torch.nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * scale_of(x.shape[-1])
+
+
+@pytest.mark.in_turn
+def test_a_budget_leaves_no_fake_tensors_in_caches():
+    scale_of.cache_clear()
+    x, layers = torch.randn(2, 64, 16), (torch.nn.Linear(16, 64), torch.nn.Linear(64, 16))
+    tiled = storage_ops.tile(Scaled(*layers), budget="64KiB")
+    torch.testing.assert_close(tiled(x), Scaled(*layers)(x))
+    assert type(scale_of(16)) is torch.Tensor

@@ -82,8 +82,8 @@ def test_a_simulation_leaves_nothing_in_a_module(run, after):
         model(x)
     before = kept(model[0])
     if run == "tile by budget":  # which goes on to run the module
-        pieces = storage_ops.checkpoint.tile_run.Pieces(model, type(model).forward, 1, 1)
-        storage_ops.checkpoint.tile.bytes_of_tile(pieces, x, 2)
+        pieces = storage_ops.checkpoint.layers.tile_run.Pieces(model, type(model).forward, 1, 1)
+        storage_ops.checkpoint.layers.tile.bytes_of_tile(pieces, x, 2)
     else:
         RUNS[run](model, x)
     assert all(a is b or a == b for a, b in zip(kept(model[0]), before, strict=True))

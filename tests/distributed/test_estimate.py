@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import storage_ops as so
 from storage_ops import memory
-from storage_ops.memory import quick
-from storage_ops.memory import step as steps
-from storage_ops.memory.estimate_wrappers import inside
+from storage_ops.simulate import step as steps
+from storage_ops.simulate.layers import replay_cache
+from storage_ops.simulate.values.wrappers import inside
 
 from ..ranks import run_in_processes, run_on_ranks
 
@@ -340,7 +340,7 @@ def once_for_all():
             model = build()
         counts = []
 
-        class Counted(quick.Quick):
+        class Counted(replay_cache.Quick):
             def check(self, loss, counts=counts):
                 counts.append(self.count)
                 super().check(loss)

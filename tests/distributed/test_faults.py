@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import storage_ops as so
-from storage_ops.checkpoint.makers import makers
+from storage_ops.checkpoint.saved.makers import makers
 
 from ..ranks import forked, free_port
 

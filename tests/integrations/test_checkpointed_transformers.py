@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import storage_ops as so
-from storage_ops.checkpoint import caches
+from storage_ops.checkpoint.state import caches
 
 from .models import GROUPED, V, tf
 

@@ -137,7 +137,7 @@ def test_a_model_in_eval_mode(tmp_path):
 def test_no_word_of_caches_while_a_plan_is_searched():
     model = tiny()
     model.config.use_cache = True
-    storage_ops.checkpoint.caches._warn_once.cache_clear()
+    storage_ops.checkpoint.state.caches._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan = fitted(model)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import storage_ops as so
-from storage_ops.memory import step as steps
+from storage_ops.simulate import step as steps
 
 
 class Router(nn.Module):

@@ -124,7 +124,7 @@ def test_a_plan_for_weights_of_8_bits(model):
 
 
 def test_limit_and_explain_oom_see_what_is_inside(model, monkeypatch):
-    module = importlib.import_module("storage_ops.memory.explain_oom")
+    module = importlib.import_module("storage_ops.oom.explain_oom")
     monkeypatch.setattr(module, "advise", lambda *_: (None, ""))  # takes its time
     x, optimizer = torch.randn(256, 64), Halved([p for p in model.parameters() if p.requires_grad])
     peak = peak_of(model, x, optimizer)

@@ -88,7 +88,7 @@ def test_what_is_no_number_of_bytes():
 @pytest.mark.parametrize("order", ["inside", "outside"])
 @pytest.mark.parametrize("name", MODELS)
 def test_who_held_it(name, order, share, monkeypatch):
-    module = importlib.import_module("storage_ops.memory.explain_oom")
+    module = importlib.import_module("storage_ops.oom.explain_oom")
     monkeypatch.setattr(module, "advise", lambda *_: (None, ""))  # takes its time; tested below
     model, batch, loss = made(name)
     optimizer = torch.optim.AdamW(model.parameters())

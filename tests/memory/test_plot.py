@@ -10,7 +10,7 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 import storage_ops as so
-from storage_ops.memory import plot
+from storage_ops.measure import plot
 
 MIB = 1 << 20
 

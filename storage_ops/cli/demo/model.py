@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from storage_ops.checkpoint.output_discard import output_discard
+from storage_ops.checkpoint.discard.output_discard import output_discard
 from storage_ops.loss.api import linear_cross_entropy
 
 

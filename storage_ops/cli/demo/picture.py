@@ -7,8 +7,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from storage_ops.memory.measure import Measurement
-from storage_ops.memory.plot import plot_timelines
+from storage_ops.measure.measurement import Measurement
+from storage_ops.measure.plot import plot_timelines
 from storage_ops.quantities import readable
 
 

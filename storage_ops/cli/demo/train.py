@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.cli.demo.model import GPT, Config
-from storage_ops.memory.measure import Measurement, measure
+from storage_ops.measure.measurement import Measurement, measure
 
 WARM_STEPS = 2  # the first steps create optimizer state and warm caches
 

@@ -1,0 +1,122 @@
+"""Several regions one after another, the output of one feeding the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import ParamSpec, TypeVar, Unpack
+
+from storage_ops.checkpoint.discard.consumers import ConsumerHooks, verify
+from storage_ops.checkpoint.discard.options import DiscardOptions
+from storage_ops.checkpoint.discard.output_discard import OutputDiscardCheckpoint, run_region
+from storage_ops.checkpoint.region.region import Region, is_repeatable
+from storage_ops.checkpoint.saved.saved import fail
+from storage_ops.foundation import regions
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class OutputDiscardChain:
+    """Context manager for regions that feed one another: all their outputs are freed.
+
+    Whatever runs in the block is a consumer. When the block ends, the outputs that a consumer or a
+    later region has saved are freed. In backward the regions are recomputed in the order of the
+    forward, each when it is needed, and each is let go as soon as its consumers' backward is done.
+
+    Without grad mode, under torch.compile and inside another checkpoint the calls are plain calls,
+    or those of `torch.utils.checkpoint`.
+
+    Args:
+        options: those of `OutputDiscardCheckpoint`, for every region.
+
+    Example:
+        >>> up, down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+        >>> x = torch.randn(4, 16, requires_grad=True)
+        >>> with storage_ops.OutputDiscardChain() as chain:
+        ...     h = chain.checkpoint(up, x)
+        ...     a = chain.checkpoint(torch.nn.functional.gelu, h)
+        ...     y = down(a)
+        >>> storage_ops.is_discarded(h), storage_ops.is_discarded(a)
+        (True, True)
+        >>> y.sum().backward()
+    """
+
+    _variables = True  # those of the functions around the block are no holders of outputs
+
+    def __init__(self, **options: Unpack[DiscardOptions]) -> None:
+        self._options = OutputDiscardCheckpoint(**options).options
+        self._regions: list[Region] = []
+        self._block: ConsumerHooks | None = None
+        self._open = False
+
+    def __enter__(self) -> OutputDiscardChain:
+        if self._open:
+            fail("an OutputDiscardChain was entered within its own with block; use another one")
+        self._open = True
+        # Where no call is a region there is nobody to find.
+        plain = torch.compiler.is_compiling() or regions.tracing()
+        if plain or not is_repeatable() or Region.is_saved_by_another():
+            return self
+        self._regions = []
+        self._block = ConsumerHooks(self._regions, self._variables)
+        self._block.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open = False
+        block, self._block = self._block, None
+        if block is None:
+            return
+        try:
+            block.__exit__(*error)
+            if error[0] is None:
+                self._discard_used(block, ())
+        finally:
+            for region in self._regions:
+                region.forget_outputs()
+            self._regions = []
+
+    def checkpoint(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `fn(*args, **kwargs)`, saving none of its intermediates.
+
+        Args:
+            fn: any callable. It is called again in backward and must do the same work both times.
+            args, kwargs: pytrees of anything, outputs of earlier regions of the chain among them.
+
+        Raises:
+            RuntimeError: called outside of the chain's with block.
+        """
+        if not self._open:
+            fail("checkpoint() of an OutputDiscardChain was called outside of its with block")
+        return self.run(fn, args, kwargs)
+
+    def run(self, fn: Callable[..., T], args: Any, kwargs: Any, name: str = "") -> T:
+        """The same, where errors call the region by a name."""
+        outputs, region = run_region(fn, args, kwargs, self._options, name)
+        if region is not None:
+            self._regions.append(region)
+        return outputs
+
+    def discard_output_and_register_recompute(self, *hook_tensors: Tensor) -> None:
+        """Free what was used so far before the block ends.
+
+        Args:
+            hook_tensors: tensors that the gradients come to first; none are needed.
+        """
+        if self._block is not None:
+            self._block.keep_what_is_held()
+            self._discard_used(self._block, hook_tensors)
+
+    def _discard_used(self, block: ConsumerHooks, hook_tensors: tuple[Tensor, ...]) -> None:
+        for region in self._regions:
+            verify(region, [block])
+        for region in self._regions:
+            unused = [made.handle for made in region.made if not region.uses.get(made.key)]
+            region.discard(keep=(*unused, *hook_tensors))
+            for t in hook_tensors:
+                if t.requires_grad:
+                    t.register_hook(region.trigger())

@@ -1,0 +1,160 @@
+"""Finding who uses an output: by what was saved while its consumers ran, and by counting."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from storage_ops.checkpoint.region.region import Region
+from storage_ops.checkpoint.saved.guard import storage_key
+from storage_ops.checkpoint.saved.holders import Holders, is_held
+from storage_ops.checkpoint.saved.makers import maker_of
+from storage_ops.checkpoint.saved.saved import fail
+from storage_ops.checkpoint.saved.uses import Kept, Use
+
+
+class _Handed:
+    """A saved tensor that was handed to the hooks around this consumer."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.packed, self.unpack = packed, unpack
+
+    def read(self) -> Tensor:
+        """What those hooks make of it."""
+        return self.unpack(self.packed)
+
+
+def _read(packed: Kept | _Handed) -> Tensor:
+    return packed.read()
+
+
+class ConsumerHooks:
+    """Context manager around consumers of regions' outputs.
+
+    What they save of an output is kept as a use of its region; all else goes to the saved-tensor
+    hooks that were there before, if there are any. An output that something in the block holds by
+    other means is kept: an attribute of a custom Function's context, hooks set inside of the
+    consumer, an object that is returned. It is told by counting, and costs microseconds.
+
+    Args:
+        regions: the regions; the list may grow in the block.
+        variables: whether those of the functions that run around the block do not count, since it
+            is by them that a caller names what is to be freed.
+        named: whether the caller names the outputs of `regions` after the block. If not, every name
+            of an output by then holds the output, also a dictionary that the consumer was given.
+    """
+
+    def __init__(self, regions: list[Region], variables: bool = True, named: bool = True) -> None:
+        self._regions = regions
+        self._variables = variables
+        self._named = named
+        self._outputs: dict[int, Tensor] = {}
+
+    def __enter__(self) -> ConsumerHooks:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+        def pack(t: Tensor) -> Kept | _Handed:
+            region = maker_of(t)
+            if region is not None:
+                return Use(t, region)
+            return Kept(t) if outer is None else _Handed(outer[0](t), outer[1])
+
+        pack.keeps_others = outer is None  # type: ignore[attr-defined]
+        self.start = torch._C._autograd._get_sequence_nr()
+        self._before = {id(m): Holders.of(r, m) for r in self._regions for m in r.made}
+        if not self._named:  # the block names each once, and nobody else needs to
+            alive = (m.output() for r in self._regions for m in r.made)
+            self._outputs = {id(t): t for t in alive if t is not None}
+            self._before = {m: now._replace(names=1) for m, now in self._before.items()}
+        self._hooks: Any = saved_tensors_hooks(pack, _read)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._hooks, self._end = None, torch._C._autograd._get_sequence_nr()
+        if error[0] is None:
+            self.keep_what_is_held()
+        self._outputs = {}
+
+    @property
+    def end(self) -> int:
+        """The number of the first autograd node after the block, or of the next one in it."""
+        return self._end if self._hooks is None else torch._C._autograd._get_sequence_nr()
+
+    def keep_what_is_held(self) -> None:
+        """Note the outputs that something in the block holds."""
+        for region in self._regions:
+            for made in region.made:
+                now = Holders.of(region, made)
+                before = self._before.get(id(made))
+                if before is None:  # of a region of this block: one name is the caller's
+                    before = made.holders._replace(names=int(self._variables))
+                made.is_held = made.is_held or is_held(now, before, made, self._variables)
+
+
+def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
+    """Raise if the graph saved an output of a region outside of the blocks around its consumers.
+
+    The numbers of autograd nodes settle the common case: none was made outside of the blocks. Else
+    it is counted who holds the output. Where variables do not explain the count, what only the
+    graph holds is told from what Python holds, which is kept.
+    """
+    made_since = torch._C._autograd._get_sequence_nr() - region.end
+    if made_since <= sum(block.end - max(block.start, region.end) for block in blocks):
+        return
+    for made in region.made:
+        first = made.holders._replace(names=1 << 30)  # a name is no use of the graph
+        if not is_held(Holders.of(region, made), first, made, variables=True, saved_too=True):
+            continue
+        known = {id(use.tensor) for use in gc.get_objects() if type(use) is Use}
+        output = made.output()
+        outputs = [o for m in region.made if (o := m.output()) is not None]
+        known |= {id(t) for o in outputs for t in (o, o._base)} | {
+            id(m.handle) for m in region.made
+        }
+        mine = [t for t in _live_tensors() if id(t) not in known and storage_key(t) == made.key]
+        views = sum(t._base is output for t in mine) if output is not None else 0
+        now = Holders.of(region, made)
+        saved = now.tensors - made.holders.tensors > len(mine)
+        saved = saved or now.places - made.holders.places > views
+        if saved or any(t._use_count() > 1 for t in mine):  # type: ignore[attr-defined]
+            names = _users(region, output, blocks)
+            fail(
+                f"output {made.index} of {region.name} is also saved by {names}, outside of "
+                "consumer(); every use that autograd saves must run inside of it before the "
+                "discard; nothing was freed"
+            )
+        made.is_held = True
+
+
+def _live_tensors() -> Iterator[Tensor]:
+    # Not isinstance(): it would call __class__ of lazy objects.
+    return (t for t in gc.get_objects() if issubclass(type(t), Tensor))
+
+
+def _users(region: Region, output: Tensor | None, blocks: Iterable[ConsumerHooks]) -> str:
+    """Names of the nodes that read an output outside of the blocks, as far as they can be found."""
+    target = None if output is None else output.grad_fn
+    covered = [(block.start, block.end) for block in blocks]
+    found: set[str] = set()
+    seen: set[Node] = set()
+    stack = [t.grad_fn for t in _live_tensors() if t.grad_fn is not None]
+    while stack and target is not None:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        number = node._sequence_nr()
+        if target in parents and not any(a <= number < b for a, b in covered):
+            found.add(node.name())
+        stack += parents
+    return " and ".join(sorted(found)) or "something"

@@ -1,0 +1,317 @@
+"""Checkpointing in which the OUTPUT of a region is freed too, once its consumer has run.
+
+An ordinary checkpoint frees what a region saves but keeps its output, because the consumer saves
+it. For a wide intermediate such as the activation of an MLP that output is most of the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Generic
+
+import torch
+from torch import Tensor
+from typing_extensions import ParamSpec, TypeVar, Unpack
+
+from storage_ops.checkpoint.discard.consumers import ConsumerHooks, verify
+from storage_ops.checkpoint.discard.options import DiscardOptions
+from storage_ops.checkpoint.region.inputs import leaves_of
+from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
+from storage_ops.checkpoint.region.region import (
+    CHECKS,
+    ContextFn,
+    DeterminismCheck,
+    Options,
+    Region,
+    is_repeatable,
+)
+from storage_ops.checkpoint.saved.saved import fail
+from storage_ops.checkpoint.state.execution import is_disabled
+from storage_ops.foundation import regions
+
+# Arguments and result of a function. A type without them in brackets is that of the defaults.
+P = ParamSpec("P", default=...)
+T = TypeVar("T", default=Any)
+M = TypeVar("M")
+
+
+class OutputDiscardCheckpoint:
+    """Run a region, let a consumer use its output, free the output, recompute it in backward.
+
+    Gradients are those of plain autograd, bit for bit where the ops are deterministic. Parameters
+    used by the region get theirs as usual. Without grad mode every call is a plain call. Under
+    torch.compile the region becomes a `torch.utils.checkpoint`, which frees the output as well.
+    Inside of another checkpoint, which saves nothing of it anyway, and under torch.func every call
+    is a plain call too.
+
+    The region runs again in backward, and what it changes besides returning tensors happens once:
+    the recompute finds what the forward found, and leaves what it finds. This holds for buffers of
+    the modules that it reaches (running statistics, a recurrent state, counters), parameters that
+    its code writes, and other tensors without a gradient, up to 64 MiB in a region; and for what it
+    is given: lists, dictionaries and sets, and objects such as a cache of keys and values.
+    Attributes, items and parameters that the caller exchanged since, by an assignment or
+    `torch.func.functional_call`, are used as the forward had them. What Python does beyond that, to
+    numbers that the forward counts, files or other processes, happens twice, and inputs must not be
+    modified in place.
+    Random numbers are those of the process: a region that draws them in several threads at once
+    cannot be repeated. After a backward with retain_graph=True the output stays in memory.
+
+    What anybody else still holds of the output, other than the caller's variables, is kept and not
+    freed: a parameter, a buffer or an attribute that the region returns, a tensor from outside that
+    it writes to, an object that a consumer returns, an attribute of a custom Function's context.
+
+    Args:
+        preserve_rng_state: repeat the region with the random numbers of the forward: CPU, every
+            device, generators that it is given or reaches, and those of `register_rng_tracker`,
+            which Python's and numpy's have to be given to.
+        determinism_check: "default" compares number, shape, strides, dtype and device of the
+            tensors saved in forward and in the recompute, and that parameters and captured tensors
+            with a gradient were not modified in place in between;
+            "checksum" compares their bytes and those of the outputs as well, and the error names
+            the first that differs; "none" does not compare what is saved.
+        debug: where `storage_ops.info()["guard"]` is False, find reads of a discarded output in
+            Python.
+        context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
+            and for the recompute, such as those of `create_selective_checkpoint_contexts`.
+        retain_input_tensors: an argument of Megatron-LM's class. Outputs that share memory with an
+            input are kept whatever it is.
+        fp8, ckpt_manager: arguments of Megatron-LM's class that have no meaning here; only their
+            defaults are taken.
+
+    Attributes:
+        outputs: the tensors that the last call returned, as far as somebody holds them; None before
+            a call and after the discard.
+
+    Raises:
+        ValueError: an unknown `determinism_check`. TypeError: `fp8` or `ckpt_manager` is given.
+
+    Example:
+        >>> up, down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+        >>> x = torch.randn(4, 16, requires_grad=True)
+        >>> ckpt = storage_ops.OutputDiscardCheckpoint()
+        >>> h = ckpt.checkpoint(lambda x: torch.nn.functional.gelu(up(x)), x)
+        >>> with ckpt.consumer():
+        ...     y = down(h)
+        >>> ckpt.discard_output_and_register_recompute()
+        >>> storage_ops.is_discarded(h)
+        True
+        >>> y.sum().backward()
+    """
+
+    def __init__(
+        self,
+        preserve_rng_state: bool = True,
+        determinism_check: DeterminismCheck = "default",
+        debug: bool = False,
+        context_fn: ContextFn | None = None,
+        *,
+        retain_input_tensors: bool = True,
+        fp8: Any = None,
+        ckpt_manager: Any = None,
+    ) -> None:
+        if fp8:
+            raise TypeError(
+                f"OutputDiscardCheckpoint: fp8 is {fp8!r}; expected None, and a context_fn whose "
+                "second context is the recompute phase of TransformerEngine"
+            )
+        if ckpt_manager is not None:
+            raise TypeError(
+                f"OutputDiscardCheckpoint: ckpt_manager is {ckpt_manager!r}; expected None, and "
+                "regions that feed one another in an OutputDiscardChain"
+            )
+        if determinism_check not in CHECKS:
+            raise ValueError(
+                f"OutputDiscardCheckpoint: determinism_check is {determinism_check!r}; "
+                f"expected one of {CHECKS}"
+            )
+        self.options = Options(preserve_rng_state, determinism_check, debug, context_fn)
+        self._region: Region | None = None
+        self._blocks: list[ConsumerHooks] = []
+        self._outputs: list[weakref.ref[Tensor]] | None = None
+        self._called = False
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...] | None:
+        """The tensors of the last call, until they are discarded."""
+        if self._outputs is None:
+            return None
+        return tuple(t for ref in self._outputs if (t := ref()) is not None)
+
+    def checkpoint(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `fn(*args, **kwargs)`, saving none of its intermediates.
+
+        Args:
+            fn: any callable. It is called again in backward and must do the same work both times.
+            args, kwargs: pytrees of anything; tensors inside them are tracked.
+        """
+        if self._region is not None:
+            warnings.warn(
+                f"OutputDiscardCheckpoint: the output of {self._region.name} was not discarded and "
+                "stays in memory; call discard_output_and_register_recompute() or clear() after "
+                "each region",
+                stacklevel=2,
+            )
+        self.clear()
+        outputs, self._region = run_region(fn, args, kwargs, self.options)
+        self._called = True
+        if not torch.compiler.is_compiling():
+            self._outputs = [weakref.ref(t) for t in leaves_of(outputs) if isinstance(t, Tensor)]
+        return outputs
+
+    def consumer(self) -> contextlib.AbstractContextManager[Any]:
+        """Context manager around what reads the output: finds every tensor saved of it.
+
+        Several blocks may follow one another. Saved-tensor hooks around the block, such as
+        offloading, get all other tensors; those set inside of it are covered as well.
+        """
+        region = self._region
+        if torch.compiler.is_compiling() or region is None:
+            return contextlib.nullcontext()
+        block = ConsumerHooks([region])
+        self._blocks.append(block)
+        return block
+
+    def discard_output_and_register_recompute(self, *hook_tensors: Tensor) -> None:
+        """Free the region's output until the backward needs it.
+
+        Args:
+            hook_tensors: tensors computed from the region's output, such as the consumer's result:
+                the gradient of the first to get one restores the output, and must be ready before
+                any other user of it runs its backward. None are needed when all consumers ran
+                inside of `consumer()`, whose saved tensors restore it.
+
+        Raises:
+            RuntimeError: `checkpoint` was not called, a hook tensor has no gradient to wait for
+                though the output needs grad, a consumer outside of `consumer()` has saved the
+                output, or it was modified in place; nothing is freed.
+        """
+        if not self._called:
+            fail(
+                "checkpoint() was not called; there is no output for "
+                "discard_output_and_register_recompute() to discard"
+            )
+        region = self._region
+        if region is None:  # no grad mode, compiled, or inside another checkpoint: nothing is kept
+            self._outputs = None
+            return
+        if not hook_tensors and not self._blocks:
+            fail(
+                f"no hook_tensor was given for the region {region.name}, and no consumer ran in "
+                "`with consumer():`; expected one of them, or the output would never be restored"
+            )
+        for t in hook_tensors:
+            if not isinstance(t, Tensor) or not (t.requires_grad or region.is_frozen):
+                fail(
+                    f"hook_tensor for the region {region.name} needs no grad; expected a tensor "
+                    "computed from its output, whose gradient triggers the recompute"
+                )
+            if region.made_this(t):
+                fail(
+                    f"hook_tensor is the output of the region {region.name}, or a view of it; "
+                    "expected a tensor computed from it by its consumer"
+                )
+        self._discard(hook_tensors)
+        for t in hook_tensors:
+            if t.requires_grad:
+                t.register_hook(region.trigger())
+
+    def _discard(self, keep: Iterable[Any]) -> None:
+        """Free the region's output, but for storages that are kept."""
+        if self._region is not None:
+            if self._blocks:
+                verify(self._region, self._blocks)
+            self._region.discard(keep)
+        self._region, self._blocks, self._outputs = None, [], None
+
+    def clear(self) -> None:
+        """Forget a region whose output will not be discarded; its backward still works."""
+        if self._region is not None:
+            self._region.forget_outputs()
+        self._region, self._blocks, self._outputs = None, [], None
+        self._called = False
+
+
+def run_region(
+    fn: Callable[..., T], args: Any, kwargs: dict[str, Any], options: Options, name: str = ""
+) -> tuple[T, Region | None]:
+    """What `fn` returns, and the region that can repeat it; None where nothing can be discarded."""
+    if torch.compiler.is_compiling():
+        rng = options.preserve_rng_state
+        return compiled_region(fn, args, kwargs, rng, options.context_fn), None
+    if regions.tracing() and not is_disabled():
+        return traced_region(fn, args, kwargs, options.context_fn, discards=True), None
+    if not is_repeatable() or Region.is_saved_by_another():
+        return fn(*args, **kwargs), None
+    region = Region(fn, args, kwargs, options, name)
+    return region.forward(args, kwargs), region
+
+
+def output_discard(
+    producer: Callable[P, M],
+    consumer: Callable[[M], T],
+    **options: Unpack[DiscardOptions],
+) -> Callable[P, T]:
+    """Compose two callables so that what passes between them is freed until backward.
+
+    Args:
+        producer: called with the arguments; its output is freed once the consumer has run.
+        consumer: called with the producer's output; its own output is kept.
+        options: those of `OutputDiscardCheckpoint`.
+
+    Returns:
+        A function equal to `lambda *args, **kwargs: consumer(producer(*args, **kwargs))`.
+
+    Example:
+        >>> mlp = storage_ops.output_discard(
+        ...     torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU()),
+        ...     torch.nn.Linear(64, 16),
+        ... )
+        >>> mlp(torch.randn(4, 16)).sum().backward()
+    """
+    how = OutputDiscardCheckpoint(**options).options
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        middle, region = run_region(producer, args, kwargs, how)
+        if region is None:
+            return consumer(middle)
+        with ConsumerHooks([region], named=False):
+            outputs = consumer(middle)
+            del middle  # an output that still has a name is held, and kept
+        region.discard()
+        return outputs
+
+    return run
+
+
+class OutputDiscard(torch.nn.Module, Generic[P, T]):
+    """`output_discard` as a module: `consumer(producer(x))` with the middle freed until backward.
+
+    Example:
+        >>> block = storage_ops.OutputDiscard(torch.nn.Linear(16, 64), torch.nn.Linear(64, 16))
+        >>> block(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
+    """
+
+    def __init__(
+        self,
+        producer: Callable[P, M],
+        consumer: Callable[[M], T],
+        **options: Unpack[DiscardOptions],
+    ) -> None:
+        super().__init__()
+        OutputDiscardCheckpoint(**options)  # a wrong option is an error here
+        self.producer = producer
+        self.consumer = consumer
+        self._options = options
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run producer and consumer."""
+        return output_discard(self.producer, self.consumer, **self._options)(*args, **kwargs)
+
+    if TYPE_CHECKING:  # that of torch.nn.Module returns Any
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+            """Call `forward` and its hooks."""

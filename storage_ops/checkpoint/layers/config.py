@@ -1,0 +1,330 @@
+"""Which layers of a model are checkpointed, and how: what users write in a config file."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import nn
+from typing_extensions import TypedDict
+
+from storage_ops.checkpoint.region.region import CHECKS, DeterminismCheck
+from storage_ops.checkpoint.saved.op_names import resolve
+from storage_ops.checkpoint.selective.policies import NAMED, Policy, PolicyName
+from storage_ops.optional import required
+
+Mode = Literal["full", "selective", "output_discard"]
+Names = str | Collection[str]
+MODES: tuple[Mode, ...] = get_args(Mode)
+PolicyChoice = PolicyName | Policy | Sequence[PolicyName | Policy] | None
+_OPS = ("ops_to_save", "ops_to_recompute")
+_LISTS_OF_OPS = (*_OPS, "ops_to_offload")
+_LISTS = (
+    *_LISTS_OF_OPS,
+    "layer_classes",
+    "layer_names",
+    "mm_shapes_to_save",
+    "mm_shapes_to_recompute",
+)
+_SWITCHES = (
+    "use_reentrant", "preserve_rng_state", "allow_no_match", "early_stop", "debug",
+    "respect_saved_tensors_hooks",
+)  # fmt: skip
+# What makes a checkpoint a selective one.
+_RULES = (*_LISTS_OF_OPS, "mm_shapes_to_save", "mm_shapes_to_recompute", "policy")
+
+
+class LayerOptions(TypedDict, total=False):
+    """Arguments of `ActivationCheckpointConfig` that do not choose layers."""
+
+    use_reentrant: bool
+    ops_to_save: Sequence[Any] | None
+    mode: Mode | None
+    ops_to_recompute: Sequence[Any] | None
+    mm_shapes_to_save: Sequence[str] | None
+    mm_shapes_to_recompute: Sequence[str] | None
+    policy: PolicyChoice
+    preserve_rng_state: bool
+    determinism_check: DeterminismCheck
+    early_stop: bool
+    debug: bool
+    respect_saved_tensors_hooks: bool
+    ops_to_offload: Sequence[Any] | None
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointConfig:
+    """Which layers `apply_activation_checkpoint` checkpoints, and how.
+
+    A module is checkpointed if its class or its name matches and no module around it does. What it
+    saves for backward is then recomputed there, but for what the rules below keep.
+
+    Args:
+        layer_classes: classes of modules, or their names as in `type(module).__name__`, such as
+            "LlamaBlock". A class is kept as its name, and its subclasses do not match. This and
+            every other list may also be a set, or a single name, class or op.
+        use_reentrant: the checkpoint of older torch; only without rules, and an input of the layer
+            must need grad. torch.compile always gets the other one.
+        ops_to_save: ops whose results are saved: "aten.mm" for all overloads, "aten.mm.default",
+            "torch.ops.aten.mm.default", a custom op, or the op itself.
+        ops_to_offload: ops, named in the same ways, whose results are saved in host memory, unless
+            other rules save them (`storage_ops.policies.offload`).
+        layer_names: patterns (fnmatch; `*` also matches dots) of names in `named_modules()`, such
+            as "layers.*.mlp". The model itself has the name "", which only "" matches.
+        mode: "full" saves nothing inside a layer, "selective" what the rules say, and
+            "output_discard" nothing, and frees the layer's output too, when the forward of the
+            module that holds it ends; nothing may read it after that. The default is "selective"
+            if there are rules, else "full".
+        every_k: of the layers that match, in the order of `named_modules()`, take the k-th, the
+            2k-th and so on.
+        ops_to_recompute: ops whose results are recomputed, whatever other rules say. Without
+            another rule, all other results are saved.
+        mm_shapes_to_save: patterns of names of linear layers; matrix products (mm, addmm) whose
+            right factor has the shape of such a layer's weight, transposed, are saved.
+        mm_shapes_to_recompute: the same for products that are recomputed, whatever is saved.
+        policy: "matmuls", "attention", "every_other_mm" or "communication", a policy function, or
+            several of these, of which each saves its part (see `storage_ops.policies`).
+        preserve_rng_state: recompute with the random numbers of the forward.
+        determinism_check: "default" compares shape, dtype and device of what is recomputed with
+            what the forward saved, and whether parameters were modified in place in between;
+            "none" does not, and "checksum" compares the bytes as well.
+        early_stop: end a recompute with the last tensor that backward needs; False runs it to the
+            end. Without meaning for what is reentrant, discards outputs or communicates with other
+            ranks.
+        debug: when a recompute differs from the forward, the error names the first op that differs
+            and its line, which costs time per op; with mode "output_discard", as of
+            `OutputDiscardCheckpoint`.
+        respect_saved_tensors_hooks: what the rules save goes through the saved-tensor hooks around
+            the layer, such as `torch.autograd.graph.save_on_cpu`, as all else does; with rules
+            only.
+        allow_no_match: leave a model in which no layer matches as it is; otherwise an error.
+
+    Raises:
+        TypeError: a value of the wrong type. ValueError: an unknown op or choice, or rules that
+            contradict each other or the mode.
+
+    Example:
+        >>> cfg = storage_ops.ActivationCheckpointConfig(
+        ...     layer_classes=["LlamaBlock"], use_reentrant=False, ops_to_save=["aten.mm"]
+        ... )
+        >>> cfg.effective_mode
+        'selective'
+    """
+
+    layer_classes: Names | type[nn.Module] | Collection[str | type[nn.Module]] | None = None
+    use_reentrant: bool = False
+    ops_to_save: Any = None
+    layer_names: Names | None = None
+    mode: Mode | None = None
+    every_k: int = 1
+    ops_to_recompute: Any = None
+    mm_shapes_to_save: Names | None = None
+    mm_shapes_to_recompute: Names | None = None
+    policy: PolicyChoice = None
+    preserve_rng_state: bool = True
+    determinism_check: DeterminismCheck = "default"
+    allow_no_match: bool = False
+    early_stop: bool = True
+    debug: bool = False
+    respect_saved_tensors_hooks: bool = False
+    ops_to_offload: Any = None
+
+    def __post_init__(self) -> None:
+        for name in _LISTS:
+            object.__setattr__(self, name, _list_of(name, getattr(self, name)))
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        if isinstance(self.every_k, bool) or not isinstance(self.every_k, int) or self.every_k < 1:
+            raise ValueError(f"every_k is {self.every_k!r}; expected a whole number of at least 1")
+        _check_choice("mode", self.mode, (None, *MODES))
+        _check_choice("determinism_check", self.determinism_check, CHECKS)
+        self.policies()
+        saved, recomputed = (resolve(getattr(self, name) or (), name) for name in _OPS)
+        resolve(self.ops_to_offload or (), "ops_to_offload")
+        self._check_rules(saved, recomputed)
+
+    def _check_rules(self, saved: frozenset[str], recomputed: frozenset[str]) -> None:
+        rules = [name for name in _RULES if getattr(self, name)]
+        if self.mode == "selective" and not rules:
+            raise ValueError(
+                f"mode is 'selective', but nothing says what to save; expected one of "
+                f"{', '.join(_RULES)}"
+            )
+        if self.mode in ("full", "output_discard") and rules:
+            raise ValueError(
+                f"mode is {self.mode!r}, which saves nothing, but {' and '.join(rules)} is given; "
+                "expected mode 'selective'"
+            )
+        if self.use_reentrant and self.effective_mode != "full":
+            raise ValueError(
+                f"use_reentrant is True with mode {self.effective_mode!r}; a reentrant checkpoint "
+                "can only save nothing. Expected use_reentrant=False"
+            )
+        if self.determinism_check == "checksum" and self.use_reentrant:
+            raise ValueError(
+                "determinism_check is 'checksum' and use_reentrant is True, which compares "
+                "nothing; expected use_reentrant=False"
+            )
+        if self.respect_saved_tensors_hooks and self.effective_mode != "selective":
+            raise ValueError(
+                f"respect_saved_tensors_hooks is True with mode {self.effective_mode!r}, which "
+                "saves nothing; expected mode 'selective'"
+            )
+        others = [name for name in rules if name not in (*_OPS, "mm_shapes_to_recompute")]
+        if saved and not others and saved <= recomputed:
+            raise ValueError(
+                f"ops_to_recompute has every op of ops_to_save, {list(self.ops_to_save or ())}; "
+                "expected a policy that saves something"
+            )
+
+    @property
+    def effective_mode(self) -> Mode:
+        """The mode, chosen by the rules where it is not given."""
+        if self.mode is not None:
+            return self.mode
+        return "selective" if any(getattr(self, name) for name in _RULES) else "full"
+
+    def policies(self) -> list[Policy]:
+        """The policy functions that `policy` names."""
+        given = self.policy
+        if given is None:
+            return []
+        items = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        return [named_policy(item) for item in items]
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ActivationCheckpointConfig:
+        """A config from a mapping of its arguments.
+
+        Raises:
+            ValueError: an unknown key; names the nearest valid one. TypeError: not a mapping.
+
+        Example:
+            >>> storage_ops.ActivationCheckpointConfig.from_dict({"layer_clases": ["Block"]})
+            Traceback (most recent call last):
+            ValueError: unknown key 'layer_clases'; did you mean 'layer_classes'?
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"the config is {values!r}; expected a mapping of names to values")
+        known = [f.name for f in dataclasses.fields(ActivationCheckpointConfig)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+                raise ValueError(f"unknown key {key!r}; did you mean {near[0]!r}?")
+        return ActivationCheckpointConfig(**values)
+
+    @staticmethod
+    def from_json(source: str | os.PathLike[str]) -> ActivationCheckpointConfig:
+        """A config from JSON.
+
+        Args:
+            source: the text, or a file: a path object, or a name that ends in ".json".
+
+        Raises:
+            ValueError: not JSON, or as `from_dict`. OSError: the file cannot be read.
+
+        Example:
+            >>> text = '{"layer_classes": ["Block"], "policy": "matmuls"}'
+            >>> storage_ops.ActivationCheckpointConfig.from_json(text).policy
+            'matmuls'
+        """
+        try:
+            values = json.loads(_text_of(source, (".json",)))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the config is not JSON: {error}") from error
+        return ActivationCheckpointConfig.from_dict(values)
+
+    @staticmethod
+    def from_yaml(source: str | os.PathLike[str]) -> ActivationCheckpointConfig:
+        """A config from YAML; needs PyYAML.
+
+        Args:
+            source: the text, or a file: a path object, or a name that ends in ".yaml" or ".yml".
+
+        Raises:
+            ValueError: not YAML, or as `from_dict`. OSError: the file cannot be read.
+            ImportError: PyYAML is not installed.
+
+        Example:
+            >>> text = "layer_names: ['layers.*']"
+            >>> storage_ops.ActivationCheckpointConfig.from_yaml(text).layer_names
+            ['layers.*']
+        """
+        yaml = required("yaml", "from_yaml")
+        try:
+            values = yaml.safe_load(_text_of(source, (".yaml", ".yml")))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise ValueError(f"the config is not YAML: {error}") from error
+        return ActivationCheckpointConfig.from_dict(values)
+
+
+def named_policy(policy: Any) -> Policy:
+    """The policy function that a name stands for; a function stands for itself.
+
+    Raises:
+        ValueError: there is no policy of this name. TypeError: neither a name nor a function.
+    """
+    if isinstance(policy, str):
+        _check_choice("policy", policy, tuple(NAMED))
+        return NAMED[policy]
+    if not callable(policy):
+        raise TypeError(
+            f"policy is {policy!r}, a {type(policy).__name__}; expected one of {', '.join(NAMED)}, "
+            "or a function policy(ctx, op, *args, **kwargs)"
+        )
+    return policy  # type: ignore[no-any-return]
+
+
+def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    choices = tuple(choices)
+    if value in choices:
+        return
+    names = [c for c in choices if isinstance(c, str)]
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} is {value!r}; expected one of {', '.join(names)}{hint}")
+
+
+def _list_of(name: str, value: Any) -> Any:
+    """A list, or the tuple that was given, of the names or ops that a value stands for.
+
+    Raises:
+        TypeError: it has something else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=str)  # without an order of its own
+    elif isinstance(value, (str, type, nn.Module)) or not isinstance(value, Sequence):
+        value = [value]
+    items = [_name_of(name, item) for item in value]
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+def _name_of(name: str, item: Any) -> Any:
+    """An item of a list as it is kept: a class by its name, so that configs can be written out."""
+    if isinstance(item, str) or name in _LISTS_OF_OPS:
+        return item
+    wants = "names"
+    if name == "layer_classes":
+        if isinstance(item, type) and issubclass(item, nn.Module):
+            return item.__name__
+        wants = "subclasses of torch.nn.Module, or their names"
+        if isinstance(item, nn.Module):
+            wants += f", such as {type(item).__name__!r}"
+    elif isinstance(item, type):
+        wants += "; layer_classes takes classes"
+    raise TypeError(f"{name} contains {item!r}, a {type(item).__name__}; expected {wants}")
+
+
+def _text_of(source: str | os.PathLike[str], suffixes: tuple[str, ...]) -> str:
+    if isinstance(source, os.PathLike) or source.strip().endswith(suffixes):
+        return Path(source).read_text()
+    return source

@@ -1,0 +1,177 @@
+"""What a policy does to a function: every op, its bytes, and what is computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
+
+from storage_ops._op_arguments import tensors_in
+from storage_ops.checkpoint.layers.config import ActivationCheckpointConfig, PolicyChoice
+from storage_ops.checkpoint.layers.config_policy import policy_of
+from storage_ops.checkpoint.saved.guard import by_storage
+from storage_ops.checkpoint.saved.op_names import name_of, readable
+from storage_ops.checkpoint.selective.flops import flops_of
+from storage_ops.checkpoint.selective.policies import OFFLOAD, Policy, begin
+from storage_ops.checkpoint.selective.selective import saves_result
+from storage_ops.quantities import Tabular, metric
+from storage_ops.quantities import readable as readable_bytes
+
+if TYPE_CHECKING:
+    from storage_ops.tables import Grid
+
+
+_IN_WORDS: dict[bool | str, tuple[str, str]] = {  # and the colours
+    True: ("saved", "green"),
+    False: ("recomputed", "yellow"),
+    OFFLOAD: ("offloaded", "cyan"),
+}
+
+
+@dataclass
+class OpRow:
+    """All calls of one op whose results are treated alike.
+
+    Attributes:
+        op: its name, such as "aten.mm".
+        saved: whether the results are saved; otherwise they are recomputed in backward. "offload":
+            saved in host memory.
+        count: how often it ran.
+        nbytes: bytes of its results; those of views and of in-place ops are none.
+        flops: floating-point operations of matrix products, convolutions and attention; other ops
+            count as none.
+        recompute_share: its part of all FLOPs that are recomputed, from 0 to 1.
+    """
+
+    op: str
+    saved: bool | str
+    count: int = 0
+    nbytes: int = 0
+    flops: int = 0
+    recompute_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class PolicyTable(Tabular):
+    """What `explain_policy` found; prints as a table, and rich renders it in colour.
+
+    Attributes:
+        rows: most bytes first.
+    """
+
+    rows: tuple[OpRow, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all results that are saved on the device."""
+        return sum(row.nbytes for row in self.rows if row.saved is True)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the forward."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def recompute_flops(self) -> int:
+        """FLOPs of everything that is not saved."""
+        return sum(row.flops for row in self.rows if not row.saved)
+
+    def __rich__(self) -> Grid:
+        from rich.text import Text
+
+        from storage_ops.tables import Grid
+
+        again = self.recompute_flops / self.flops if self.flops else 0.0
+        rows = [
+            (
+                row.op,
+                str(row.count),
+                readable_bytes(row.nbytes),
+                Text(*_IN_WORDS[row.saved]),
+                metric(row.flops, "") if row.flops else "",
+                f"{row.recompute_share:.1%}" if row.recompute_share else "",
+            )
+            for row in self.rows
+        ]
+        return Grid(
+            "What the policy saves and recomputes",
+            ("op", "count", "bytes", "", "FLOPs", "of recompute"),
+            rows,
+            f"saved: {readable_bytes(self.saved_bytes)}; recomputed: "
+            f"{metric(self.recompute_flops, 'FLOP')}, {again:.0%} of the forward's "
+            f"{metric(self.flops, 'FLOP')}",
+            words=("op", ""),
+            optional=("of recompute", "FLOPs", "count"),
+        )
+
+
+def explain_policy(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: PolicyChoice | ActivationCheckpointConfig,
+    **kwargs: Any,
+) -> PolicyTable:
+    """Run a function once, and tell what a policy would save of it and what it would recompute.
+
+    Nothing is checkpointed. What is not saved counts as recomputed; a checkpoint stops earlier,
+    once backward has all it needs, so it recomputes this at most.
+
+    Args:
+        fn: a function or module; args and kwargs are passed to it.
+        policy: as `ActivationCheckpointConfig.policy`, or such a config.
+
+    Returns:
+        A table with one row for every op and decision; `rows`, `saved_bytes`, `flops` and
+        `recompute_flops` hold its figures.
+
+    Raises:
+        ValueError, TypeError: `policy` is no policy.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU())
+        >>> table = storage_ops.explain_policy(mlp, torch.randn(4, 16), policy="matmuls")
+        >>> [(row.op, row.saved, row.nbytes, row.flops) for row in table.rows if row.nbytes]
+        [('aten.addmm', True, 1024, 8192), ('aten.gelu', False, 1024, 0)]
+    """
+    if isinstance(policy, ActivationCheckpointConfig):
+        cfg = policy
+    else:
+        cfg = ActivationCheckpointConfig(policy=policy)
+    resolved = policy_of(cfg, fn if isinstance(fn, nn.Module) else nn.Module())
+    with _Explaining(resolved) as mode:
+        fn(*args, **kwargs)
+    again = sum(row.flops for row in mode.rows.values() if not row.saved)
+    for row in mode.rows.values():
+        if again and not row.saved:
+            row.recompute_share = row.flops / again
+    return PolicyTable(tuple(sorted(mode.rows.values(), key=lambda r: (-r.nbytes, -r.flops, r.op))))
+
+
+class _Explaining(TorchDispatchMode):
+    def __init__(self, policy: Policy | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: dict[tuple[str, bool | str], OpRow] = {}
+        self._policy = None if policy is None else begin(policy)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = by_storage(tensors_in((args, kwargs)))
+        out = op(*args, **kwargs)
+        if op in SAC_IGNORED_OPS:
+            return out
+        ctx = SelectiveCheckpointContext(is_recompute=False)
+        ctx.op_output = out  # torch 2.10 does not set it
+        saved: bool | str = self._policy is not None and saves_result(
+            self._policy, ctx, op, args, kwargs
+        )
+        name = readable(name_of(op))
+        row = self.rows.setdefault((name, saved), OpRow(name, saved))
+        row.count += 1
+        made = by_storage(tensors_in(out)).items()
+        row.nbytes += sum(t.nbytes for key, t in made if key not in inputs)
+        row.flops += flops_of(op, args, kwargs, out)
+        return out

@@ -1,0 +1,365 @@
+"""Token-wise modules that run over slices of the sequence, in forward and in backward.
+
+The intermediates of an MLP exist for one tile at a time, in the backward as well: there each tile
+runs again and has its backward before the next one. `tile_run.py` is one such call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from storage_ops._subclass import Replaced, like
+from storage_ops.checkpoint.layers import tile_run
+from storage_ops.checkpoint.layers.tile_run import Pieces, fail
+from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
+from storage_ops.checkpoint.region.region import is_repeatable
+from storage_ops.checkpoint.state.execution import is_disabled, is_traced_by_fx
+from storage_ops.checkpoint.state.left_behind import run_on_fakes
+from storage_ops.checkpoint.state.unchanged import replaced, unchanged
+from storage_ops.foundation import regions
+from storage_ops.quantities import parse_bytes, readable
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass
+class Tiling:
+    """How one module is tiled.
+
+    Attributes:
+        tiles: how many tiles; None: as few as `budget` allows.
+        budget: bytes that one tile may take.
+        dim: the dimension of the tokens.
+        found: the number of tiles for calls that were seen, by all that it depends on.
+        checked: whether the module was seen to be token-wise.
+    """
+
+    tiles: int | None
+    budget: int | None
+    dim: int
+    found: dict[Any, int] = field(default_factory=dict, compare=False, repr=False)
+    checked: bool = field(default=False, compare=False, repr=False)
+
+    def run(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
+        """Call a module; `original` is the forward of its class."""
+        if is_traced_by_fx(args, kwargs):
+            return original(module, *args, **kwargs)
+        x, forward = _input_of(module, original, args, kwargs)
+        dim = self._dim_of(module, x)
+        tokens = x.shape[dim]
+        if is_disabled() or tokens < 2:
+            return forward(module, x)
+        if torch.compiler.is_compiling():
+            if self.tiles is None:
+                fail(
+                    type(module).__name__,
+                    "is compiled with a budget, which needs a run on fake tensors; expected tiles",
+                )
+            call = partial(forward, module)
+            if torch.is_grad_enabled():
+                call = partial(_compiled, call)
+            return torch.cat([call(t) for t in _cut(x, min(self.tiles, tokens), dim)], dim)
+        pieces, leaves = Pieces(module, forward, dim, 1), tree_leaves((args, kwargs))
+        with tile_run.lock_of(module):
+            pieces.tiles = self._number_for(pieces, x, (len(args), *kwargs, *map(_choice, leaves)))
+            return self._run(pieces, x)
+
+    def _run(self, pieces: Pieces, x: Tensor) -> Tensor:
+        if regions.tracing():
+            call = pieces.host.run
+            parts = [traced_region(call, (t,), {}, None, False) for t in pieces.of(x)]
+            return torch.cat(parts, pieces.dim)
+        if torch.is_grad_enabled() and not is_repeatable():
+            return torch.cat([pieces.host.run(t) for t in pieces.of(x)], pieces.dim)
+        if not self.checked and tile_run.can_check_tokens(pieces, x):
+            self.checked = tile_run.check_tokens(pieces, x)
+            if not self.checked:  # nothing of the output needs a gradient
+                with torch.no_grad():
+                    return tile_run.run(pieces, x)
+        return tile_run.run(pieces, x)
+
+    def _dim_of(self, module: nn.Module, x: Tensor) -> int:
+        """The dimension of the tokens, counted from the first."""
+        dim = self.dim + x.ndim if self.dim < 0 else self.dim
+        if not 0 <= dim < x.ndim - 1:
+            fail(
+                type(module).__name__,
+                f"got an input of shape {tuple(x.shape)}, and dim is {self.dim}; expected a "
+                "dimension of it other than the last",
+                ValueError,
+            )
+        return dim
+
+    def _number_for(self, pieces: Pieces, x: Tensor, others: tuple[Any, ...]) -> int:
+        """How many tiles; `others` tells apart calls whose other arguments differ."""
+        tokens = x.shape[pieces.dim]
+        if self.tiles is not None:
+            return min(self.tiles, tokens)
+        assert self.budget is not None
+        # What a tile takes depends on these, too: dropout, frozen weights, choices of the caller.
+        modes = tuple(module.training for module in pieces.host.modules())
+        kinds = tuple((p.requires_grad, p.dtype) for p in pieces.host.parameters())
+        autocast = torch.is_autocast_enabled(x.device.type)
+        key = (x.shape, x.dtype, x.requires_grad, autocast, modes, kinds, others)
+        if key not in self.found:
+            self.found[key] = _fewest(pieces, x, tokens, self.budget)
+        return self.found[key]
+
+
+def _choice(leaf: Any) -> Any:
+    """What tells an argument that is no tensor from others: numbers with a point do not choose."""
+    return leaf if isinstance(leaf, (int, str, torch.dtype, type(None))) else type(leaf)
+
+
+def _cut(x: Tensor, tiles: int, dim: int) -> tuple[Tensor, ...]:
+    """Cut a tensor into tiles by bounds, which serve every symbolic number of tokens.
+
+    `torch.tensor_split` with a number of tiles compiles a graph for each remainder.
+    """
+    tokens = x.shape[dim]
+    return torch.tensor_split(x, [tokens * k // tiles for k in range(1, tiles)], dim)
+
+
+def _compiled(call: Any, piece: Tensor) -> Any:
+    return compiled_region(call, (piece,), {}, True, None, False)
+
+
+_estimators: list[Callable[..., Any]] = []
+
+
+def register_estimator(estimate: Callable[..., Any]) -> None:
+    """Let budgets of tiles be searched with a simulation, which belongs to a package above."""
+    _estimators[:] = [estimate]
+
+
+def _fewest(pieces: Pieces, x: Tensor, tokens: int, budget: int) -> int:
+    """The smallest number of tiles of which each takes no more than the budget."""
+    low, high = 1, tokens
+    least = bytes_of_tile(pieces, x, 1)
+    if least > budget:
+        fail(
+            pieces.name,
+            f"takes {readable(least, up=True)} ({least} bytes) for one token, and budget is "
+            f"{readable(budget)}; expected at least that",
+            ValueError,
+        )
+    while low < high:
+        middle = (low + high) // 2
+        if bytes_of_tile(pieces, x, -(-tokens // middle)) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
+    """Bytes that a tile of so many tokens takes at its peak, by a run on fake tensors.
+
+    That is, all it makes in its forward and backward, with one weight's gradient before it joins
+    the sum; not its part of the input, the output, their gradients, and the sums.
+    """
+    shape = list(x.shape)
+    shape[pieces.dim] = tokens
+    places = pieces.places()
+    with _disable_current_modes():
+        with FakeTensorMode():
+            fakes = {t: _fake(t.shape, t) for *_, t in places}
+            piece = _fake(shape, x)
+        places = [(where, name, fakes[t]) for where, name, t in places]
+
+        @contextlib.contextmanager
+        def bound() -> Iterator[None]:
+            with unchanged(pieces.host), replaced(places):
+                yield
+
+        def output_like(_: FakeTensorMode) -> tuple[Any, ...]:
+            with bound(), torch.no_grad():
+                out = pieces.output_of(piece)
+                return out.shape, out.stride(), out.dtype, out.device
+
+        size, stride, dtype, device = run_on_fakes(pieces.host.modules(), output_like)
+        with FakeTensorMode():
+            gradient = torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+        host = pieces.host  # named here, so that the estimate finds its caches
+
+        def step(*_: Tensor) -> None:
+            with torch.enable_grad(), unchanged(host), replaced(places):
+                out = pieces.output_of(piece)
+                if out.requires_grad:
+                    out.backward(gradient)
+
+        found = _estimators[0](step, piece, gradient, *fakes.values())
+    return int(found.peak_bytes - found.input_bytes)
+
+
+def _fake(shape: Any, t: Tensor) -> Tensor:
+    made = torch.empty(shape, dtype=t.dtype, device=t.device)
+    if t.requires_grad:
+        made.requires_grad_()
+        made.grad = torch.empty_like(made)
+    return made
+
+
+class Tiled(Replaced):
+    """A module that runs in tiles: the same module, of another class."""
+
+    # None on an instance: its forward is the plain one.
+    _tiling: Tiling | None = None
+
+    @staticmethod
+    def forward_over(original: Any) -> Any:
+        """The forward that runs the original one on tiles."""
+
+        @like(original)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            how = self._tiling
+            if how is None:
+                return original(self, *args, **kwargs)
+            return how.run(self, original, args, kwargs)
+
+        return forward
+
+
+def tile(
+    module: ModuleT,
+    tiles: int | None = None,
+    budget: int | float | str | None = None,
+    *,
+    dim: int = -2,
+) -> ModuleT:
+    """Run a token-wise module over slices of the sequence, in forward and in backward.
+
+    What the module makes between its input and its output exists for one tile at a time, and
+    nothing of it is kept for backward, where each tile runs once more. So the forward runs twice in
+    all, also within a checkpointed layer that ends with this module: its recompute stops before it.
+
+    The module stays itself, of another class: names, state dict, hooks and attributes are what they
+    were. Its own hooks see the whole sequence, those of modules in it see tiles. Random numbers are
+    repeated exactly. Weight gradients are sums over tiles, each in one buffer, in float32 for
+    16-bit weights; so they differ from those of the whole by rounding, and so may outputs, as
+    products of fewer rows may be summed in another order. Within
+    `storage_ops.disable_checkpointing` the module runs whole. Compiled and traced, the tiles are
+    regions that the graph recomputes, and sums are the graph's. `remove_activation_checkpoint`
+    undoes it.
+
+    Token-wise means that the output at a token depends on the input at that token only, not on its
+    place. The first call checks this by gradients at three tokens, outside of inference mode, but
+    the place it cannot see: a module that adds embeddings of positions gives wrong results without
+    an error.
+
+    A module with a state, such as a counter or running statistics, updates it once for each tile. A
+    tensor that the forward stores on the module, or in a container, has no gradient. Forward-mode
+    derivatives and `is_grads_batched=True` are refused. Threads that call the module wait for one
+    another.
+
+    Args:
+        module: takes one tensor with tokens in dimension `dim` and returns one with as many tokens
+            there, such as (batch, tokens, hidden); other arguments must be no tensors. Changed in
+            place and returned.
+        tiles: how many, at most as many as there are tokens.
+        budget: in place of `tiles`, as bytes or text such as "400MiB": the fewest tiles of which
+            none takes more while it runs forward and backward, not counting the input, the output,
+            their gradients and the sums of weight gradients. Not under torch.compile.
+        dim: the dimension of the tokens; not the last one.
+
+    Raises:
+        TypeError, ValueError: a wrong argument. At a call: the input or the output is not as said
+            above, or the module is not token-wise.
+        RuntimeError: its forward was replaced on the instance, or it is tiled differently. At a
+            call: it uses a tensor that needs a gradient and is no parameter of it, or its
+            parameters have no shapes yet. In a backward: it is differentiated twice.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(
+        ...     torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)
+        ... )
+        >>> mlp = storage_ops.tile(mlp, 4)
+        >>> mlp(torch.randn(2, 100, 16)).sum().backward()
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"tile: module is {module!r}, a {type(module).__name__}; expected a torch.nn.Module"
+        )
+    if (tiles is None) == (budget is None):
+        raise ValueError(
+            f"tile: tiles is {tiles!r} and budget is {budget!r}; expected one of the two"
+        )
+    for name, value in (("tiles", tiles), ("dim", dim)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"tile: {name} is {value!r}; expected a whole number")
+    if tiles is not None and tiles < 1:
+        raise ValueError(f"tile: tiles is {tiles}; expected at least 1")
+    if dim == -1:
+        raise ValueError("tile: dim is -1; expected a dimension other than the last")
+    how = Tiling(tiles, None if budget is None else parse_bytes(budget, "tile: budget"), dim)
+    name = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        fail(name, "is a ScriptModule; expected a module in Python", TypeError)
+    parts = module if isinstance(module, nn.Sequential) else [module]
+    if any(isinstance(part, nn.modules.conv._ConvNd) for part in parts):
+        fail(
+            name,
+            "is a convolution, whose channels are in dimension 1; expected a module with features "
+            "in the last dimension, such as nn.Linear for a convolution of kernel size 1",
+            TypeError,
+        )
+    if "forward" in vars(module):
+        fail(name, "has a forward on the instance; expected that of its class")
+    now = tiling_of(module)
+    if now is not None and now != how:
+        fail(
+            name,
+            f"is tiled already, as {now}; expected the same, {how}, or "
+            "remove_activation_checkpoint(model) first",
+        )
+    if now is None:
+        set_tiling(module, how)
+    return module
+
+
+def tiling_of(module: nn.Module) -> Tiling | None:
+    """How a module is tiled; None if it is not."""
+    return module._tiling if isinstance(module, Tiled) else None
+
+
+def set_tiling(module: Any, how: Tiling) -> None:
+    """Tile a module."""
+    if not isinstance(module, Tiled):
+        Tiled.change(module)
+    module._tiling = how
+
+
+def unset_tiling(module: Any) -> None:
+    """Give a module its plain forward back, and its class unless another was put above it."""
+    vars(module).pop("_tiling", None)
+    Tiled.change_back(module)
+
+
+def _input_of(
+    module: nn.Module, original: Any, args: Any, kwargs: Any
+) -> tuple[Tensor, tile_run.Forward]:
+    """The input of a call, and the forward as a function of the module and of an input."""
+    count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+    if count == 1 and args and isinstance(args[0], Tensor):
+        x, rest = args[0], args[1:]
+        return x, lambda module, t: original(module, t, *rest, **kwargs)
+    named = [key for key, value in kwargs.items() if isinstance(value, Tensor)]
+    if count == 1 and named:
+        key, others = named[0], {k: v for k, v in kwargs.items() if k != named[0]}
+        return kwargs[key], lambda module, t: original(module, *args, **others, **{key: t})
+    fail(
+        type(module).__name__,
+        f"got {count} tensors; expected one, as the first argument or by keyword",
+        TypeError,
+    )

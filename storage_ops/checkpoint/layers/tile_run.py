@@ -1,0 +1,423 @@
+"""One call of a tiled module: the tiles one after the other, and again in backward.
+
+Backward does for each tile what a checkpoint does for a layer. All of it is one node of autograd,
+so that what the tiles give is summed in one buffer for each weight, and not by the engine, which
+has to hold the terms. The tiles of the forward drew their random numbers one after the other; those
+of backward, in the same order, start where the first one did and thus draw the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+
+from storage_ops.checkpoint.region.inputs import Inputs
+from storage_ops.checkpoint.region.region import is_retained
+from storage_ops.checkpoint.saved.holders import Holders
+from storage_ops.checkpoint.saved.light_mode import LightMode
+from storage_ops.checkpoint.saved.op_names import is_view
+from storage_ops.checkpoint.state.execution import ExecutionState
+from storage_ops.checkpoint.state.reachable import Surroundings
+from storage_ops.checkpoint.state.unchanged import Place, places_of, replaced
+
+# A call has other tensors in the places of the module's parameters, so the next one has to wait.
+_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def lock_of(module: nn.Module) -> Any:
+    """What a thread holds while it runs a tiled module; calls of it within that call may run."""
+    return _locks.setdefault(module, threading.RLock())
+
+
+Forward = Callable[[nn.Module, Tensor], Any]
+
+
+def fail(name: str, what: str, kind: type[Exception] = RuntimeError) -> NoReturn:
+    """Raise the error that a user of a tiled module sees."""
+    raise kind(f"tile: {name} {what}")
+
+
+class Pieces:
+    """A module whose input is given in tiles."""
+
+    def __init__(self, module: nn.Module, forward: Forward, dim: int, tiles: int) -> None:
+        """Remember how to call it.
+
+        Args:
+            module, forward: the module, and its plain forward.
+            dim: that is cut, counted from the first.
+            tiles: how many, at most as many as there are tokens.
+        """
+        self.name = type(module).__name__
+        self.dim, self.tiles = dim, tiles
+        self.host = _Host(module, forward)
+
+    def places(self) -> list[Place]:
+        """The places of its parameters and buffers.
+
+        Raises:
+            RuntimeError: one has no shape yet.
+        """
+        places = places_of(self.host)
+        if any(is_lazy(t) for *_, t in places):
+            fail(
+                self.name,
+                "has parameters that get their shapes in its first call; expected a call of the "
+                "module before it is tiled",
+            )
+        return places
+
+    def of(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The tiles of an input; their sizes differ by one token at most."""
+        return torch.tensor_split(x, self.tiles, self.dim)
+
+    def run(self, x: Tensor) -> Tensor:
+        """The outputs of all tiles, each written into one tensor as it is there."""
+        out, at = None, 0
+        for piece in self.of(x):
+            part = self.output_of(piece)
+            if out is None:
+                shape = list(part.shape)
+                shape[self.dim] = x.shape[self.dim]
+                out = part.new_empty(shape)
+            out.narrow(self.dim, at, piece.shape[self.dim]).copy_(part)
+            at += piece.shape[self.dim]
+        assert out is not None
+        return out
+
+    def output_of(self, piece: Tensor) -> Tensor:
+        """The output for one tile.
+
+        Raises:
+            TypeError: it is no tensor. ValueError: it has another number of tokens.
+        """
+        out = self.host.run(piece)
+        if not isinstance(out, Tensor):
+            fail(
+                self.name,
+                f"returned a {type(out).__name__}; expected one tensor with the tokens of its "
+                "input in the same dimension",
+                TypeError,
+            )
+        if out.ndim <= self.dim or out.shape[self.dim] != piece.shape[self.dim]:
+            fail(
+                self.name,
+                f"returned a tensor of shape {tuple(out.shape)} for an input of shape "
+                f"{tuple(piece.shape)}; expected as many tokens in dimension {self.dim}",
+                ValueError,
+            )
+        return out
+
+    def check_leaves(self, out: Tensor, known: Iterable[Tensor]) -> None:
+        """Raise if an output was computed from a tensor that would get no gradient."""
+        allowed = {id(t) for t in known}
+        for leaf in _leaves_of_graph(out):
+            if id(leaf) not in allowed:
+                fail(
+                    self.name,
+                    f"uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
+                    "neither its input nor a parameter of it; expected such a tensor to be one of "
+                    "its parameters, or to need no gradient",
+                )
+
+
+class _TiledCall:
+    """A call that can be repeated in backward."""
+
+    def __init__(self, pieces: Pieces, x: Tensor, places: list[Place]) -> None:
+        """`places`: of the parameters that need a gradient."""
+        self.pieces = pieces
+        numbers: dict[Tensor, int] = {}
+        self._places = [
+            (where, name, numbers.setdefault(t, len(numbers))) for where, name, t in places
+        ]
+        self.parameters = list(numbers)
+        # Held before anything runs: a checkpoint around the module needs to run again up to here.
+        self._inputs: Inputs | None = Inputs((x,), {"parameters": self.parameters})
+        around = Surroundings.of(pieces.host.run, (), self._inputs.tensors)
+        self._state: ExecutionState | None = ExecutionState(around, preserve_rng_state=True)
+        self._inputs.forget()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output."""
+        assert self._state is not None
+        # Autocast remembers what it casts of a parameter; what it casts here has no gradient.
+        with self._with([p.detach().requires_grad_() for p in self.parameters]):
+            out = self.pieces.run(x)
+        self._state.effects.finish()
+        return out
+
+    def _with(self, parameters: list[Tensor]) -> Any:
+        return replaced((where, name, parameters[i]) for where, name, i in self._places)
+
+    def backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
+        """The gradients of the input and of the parameters, of those that are needed."""
+        with lock_of(self.pieces.host.module):
+            return self._backward(gradient, needed)
+
+    def _backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
+        pieces = self.pieces
+        if self._inputs is None or self._state is None:
+            fail(
+                pieces.name,
+                "is needed in a second backward pass, but the first one freed its input; use "
+                "retain_graph=True",
+            )
+        self._state.effects.check(pieces.name)
+        writes = self._state.effects.without_repeated_writes(pieces.name, checks=True)
+        (x,), others = self._inputs.again(pieces.name)
+        parameters = others["parameters"]
+        self._inputs.forget_new_hooks()
+        sums = [_Sum(p, needs) for p, needs in zip(parameters, needed[1:], strict=True)]
+        gradient_of_x = torch.empty_like(x) if needed[0] else None
+        leaves_out = not self._state.modes.see_ops  # a mode may change the result of every op
+        at = 0
+        with self._state, writes, self._with([each.leaf for each in sums]):
+            for tile in pieces.of(x.detach()):
+                where = (pieces.dim, at, tile.shape[pieces.dim])
+                at += where[2]
+                tile = _of_class(type(x), tile.detach()).requires_grad_(needed[0])
+                with self._state.modes.again(), _LastProductLeftOut(leaves_out) as mode:
+                    out = pieces.output_of(tile)
+                mode.finish(weakref.ref(out))
+                pieces.check_leaves(out, [tile, *(each.leaf for each in sums)])
+                if out.requires_grad:
+                    torch.autograd.backward(out, gradient.narrow(*where))
+                del out
+                if gradient_of_x is not None:
+                    part = gradient_of_x.narrow(*where)
+                    _ = part.zero_() if tile.grad is None else part.copy_(tile.grad)
+        if not is_retained():
+            self._inputs = self._state = None
+        return [gradient_of_x, *(each.total() for each in sums)]
+
+
+class _LastProductLeftOut(LightMode):
+    """Leaves out the matrix product that ends a block, of which backward needs the inputs only.
+
+    A product is left until the next op that computes something, and then done; views do not read
+    it. So a checkpoint does, which ends its recompute with the last tensor that is saved. The
+    product that ends the block stays left only if its output is all that has it: a function that
+    saved it, or a hook, may read it in backward.
+    """
+
+    def __init__(self, leaves_out: bool) -> None:
+        super().__init__()
+        self._left: tuple[Any, Any, Tensor] | None = None
+        self._leaves_out = leaves_out
+
+    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, after the product before it, or leave it out if it is a product."""
+        if is_view(op) or op is _aten._unsafe_view.default or op.namespace == "prim":
+            return op(*args, **kwargs)  # one of prim asks for a fake tensor's device
+        left, self._left = self._left, None
+        if left is not None:
+            product, factors, out = left
+            product(*factors, out=out)
+        leaves_out = self._leaves_out and op in _PRODUCTS and not kwargs
+        if not leaves_out or any(type(t) not in _PLAIN for t in args):
+            return op(*args, **kwargs)
+        first, second = args[-2:]
+        made: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
+        self._left = _PRODUCTS[op], args, made
+        return made
+
+    def finish(self, output: Callable[[], Tensor | None]) -> None:
+        """Do what was left, unless nobody but the caller has it: the output that ends the block."""
+        if self._left is None:
+            return
+        product, factors, made = self._left
+        self._left, out = None, output()
+        assert out is not None
+        base, key = out._base, made.untyped_storage()._cdata
+        # What autograd, the caller and the names here account for; whoever else there is may read.
+        known = [weakref.ref(t) for t in (made, base, out) if t is not None]
+        now = [Holders.counted(key, ref) for ref in known]
+        tensors = len({id(ref()) for ref in known})
+        expected = [
+            Holders(
+                tensors, 1 + (t is base), sum(t is name for name in (made, base, out, output()))
+            )
+            for t in (made, base, out)
+            if t is not None
+        ]
+        if now != expected:
+            with torch.no_grad():
+                product(*factors, out=made.data)  # a write that moves no version
+
+
+_aten = torch.ops.aten
+# None of them saves its result for backward.
+_PRODUCTS = {
+    _aten.mm.default: _aten.mm.out,
+    _aten.addmm.default: _aten.addmm.out,
+    _aten.bmm.default: _aten.bmm.out,
+}
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Host(nn.Module):
+    """Holds the module, so that its parameters can be replaced around its plain forward."""
+
+    def __init__(self, module: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.module = module
+        self._forward = forward
+
+    def run(self, piece: Tensor) -> Any:
+        """Call the plain forward."""
+        return self._forward(self.module, piece)
+
+
+def _of_class(cls: type[Tensor], t: Tensor) -> Tensor:
+    """Return a detached tensor as one of `cls`.
+
+    torch returns plain tensors of every class while it runs `backward` of a tensor subclass.
+    """
+    return t if cls in (type(t), nn.Parameter) else t.as_subclass(cls)
+
+
+class _Sum:
+    """A parameter as tiles see it, and the sum of the gradients that they give."""
+
+    def __init__(self, parameter: Tensor, needed: bool) -> None:
+        self.leaf = _of_class(type(parameter), parameter.detach()).requires_grad_(needed)
+        self._wide: Tensor | None = None
+        if needed and parameter.dtype in (torch.bfloat16, torch.float16):
+            self.leaf.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        if self._wide is None:
+            self._wide = leaf.grad.float()
+        else:
+            self._wide.add_(leaf.grad)
+        leaf.grad = None
+
+    def total(self) -> Tensor | None:
+        """The sum in the parameter's dtype; whoever asks holds the only one."""
+        total, self._wide = self._wide, None
+        gradient, self.leaf.grad = self.leaf.grad, None
+        return gradient if total is None else total.to(self.leaf.dtype)
+
+
+def _leaves_of_graph(t: Tensor) -> Iterator[Tensor]:
+    """The leaves that a tensor was computed from."""
+    stack, seen = [t.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        stack += [after for after, _ in node.next_functions]
+
+
+class _Tiled(torch.autograd.Function):
+    """The node of a call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _TiledCall, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.call = call  # `name` is the node's own
+        return call.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            fail(
+                ctx.call.pieces.name,
+                "was differentiated with create_graph=True; tiles have first derivatives only. "
+                "Expected the module without tiles",
+            )
+        return (None, *ctx.call.backward(gradient, ctx.needs_input_grad[1:]))
+
+
+def run(pieces: Pieces, x: Tensor) -> Tensor:
+    """Call a module tile by tile, as one node of autograd where something needs a gradient."""
+    if not torch.is_grad_enabled():
+        return pieces.run(x)
+    places = [place for place in pieces.places() if place[-1].requires_grad]
+    if not (x.requires_grad or places):
+        return pieces.run(x)
+    call = _TiledCall(pieces, x, places)
+    return _Tiled.apply(call, x, *call.parameters)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _as_it_is(t: Tensor) -> Tensor:
+    return t
+
+
+def can_check_tokens(pieces: Pieces, x: Tensor) -> bool:
+    """Whether `check_tokens` would see anything in this call.
+
+    Not without gradients, nor where a checkpoint records ops, nor for fakes, which have no values.
+    """
+    seen = x.numel() > 0 and x.shape[pieces.dim] > 2 and not torch.is_inference_mode_enabled()
+    return seen and not torch._C._len_torch_dispatch_stack()
+
+
+def _has_zeros(p: Tensor) -> bool:
+    if type(p) is not nn.Parameter or p.dtype not in _FLOATS or p.numel() == 0:
+        return False
+    # The norm of order -inf is the smallest magnitude; torch finds it without a temporary tensor.
+    return not torch.linalg.vector_norm(p.detach().flatten(), -torch.inf)
+
+
+def _without_zeros(t: Tensor) -> Tensor:
+    """Return a detached copy of a tensor with positive random numbers in place of zeros."""
+    t = t.detach()
+    random = torch.rand_like(t).add_(0.5).div_(max(t.shape[-1:], default=1) ** 0.5)
+    return torch.where(t == 0, random, t)
+
+
+def check_tokens(pieces: Pieces, x: Tensor) -> bool:
+    """Refuse a module whose output at a token depends on other tokens; whether that was seen.
+
+    The gradient of outputs at the token in the middle of three, with respect to the input at the
+    other two, is zero in a token-wise module, whatever its random numbers are. A parameter that is
+    zero at first, such as a gate, would hide a dependence, so the check replaces zeros in
+    parameters and in the input. A dependence is not seen where the output needs no gradient.
+
+    Raises:
+        ValueError: it is not zero. RuntimeError: the module uses a tensor that needs a gradient and
+            is no parameter of it.
+    """
+    parameters = list(pieces.host.parameters())
+    state = ExecutionState(Surroundings.of(pieces.host.run, (), [x]), preserve_rng_state=True)
+    copies = {b: b.clone() for b in pieces.host.buffers()}
+    own = saved_tensors_hooks(_as_it_is, _as_it_is)  # those around it count what is saved
+    with state, torch.enable_grad(), own:
+        for p in filter(_has_zeros, parameters):
+            copies[p] = _without_zeros(p).requires_grad_(p.requires_grad)
+        places = [(at, name, copies[t]) for at, name, t in places_of(pieces.host) if t in copies]
+        piece = x.detach().narrow(pieces.dim, 0, 3)
+        piece = (_without_zeros(piece) if type(x) in _PLAIN else piece.clone()).requires_grad_()
+        with replaced(places):
+            out = pieces.output_of(piece)
+        pieces.check_leaves(out, [piece, *parameters, *copies.values()])
+        if not out.requires_grad:
+            return False
+        middle = out.narrow(pieces.dim, 1, 1)
+        (gradient,) = torch.autograd.grad(
+            middle, piece, torch.rand_like(middle) + 0.5, allow_unused=True
+        )
+    if gradient is not None and any(
+        gradient.narrow(pieces.dim, other, 1).ne(0).any() for other in (0, 2)
+    ):
+        fail(
+            pieces.name,
+            f"is not token-wise: its output at one place of dimension {pieces.dim} depends on its "
+            "input at another; expected a module such as an MLP or a norm of the last dimension",
+            ValueError,
+        )
+    return True

@@ -1,0 +1,269 @@
+"""Modules that checkpoint their forward: the same modules, with another class.
+
+Such a module changes its class for a subclass of it, as FSDP2 and torch.nn.utils.parametrize do, so
+names, state dict, hooks, attributes and isinstance are what they were. Its hooks run outside of the
+checkpoint, once. A forward set on the instance would keep the module in a reference cycle, and
+would not survive a copy. Where another library has set one before, as torchtitan's `parallelize`
+does, the checkpoint takes it from the instance and repeats it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from typing_extensions import Unpack
+
+from storage_ops._subclass import Replaced, like
+from storage_ops.checkpoint.discard import scope
+from storage_ops.checkpoint.layers.config import ActivationCheckpointConfig, LayerOptions, Mode
+from storage_ops.checkpoint.layers.config_policy import policy_of
+from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
+from storage_ops.checkpoint.region.reentrant import run_reentrant
+from storage_ops.checkpoint.region.region import ContextFn, Options, Region, is_repeatable
+from storage_ops.checkpoint.selective.policies import Policy
+from storage_ops.checkpoint.selective.selective import contexts
+from storage_ops.checkpoint.state.caches import warn_once, without_cache
+from storage_ops.checkpoint.state.execution import is_disabled, is_traced_by_fx
+from storage_ops.foundation import regions
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+# Options that choose layers of a model; a single module has no use for them.
+_SELECTION = ("layer_classes", "layer_names", "every_k", "allow_no_match")
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """How one module is checkpointed."""
+
+    mode: Mode
+    policy: Policy | None
+    use_reentrant: bool
+    respect_saved_tensors_hooks: bool
+    options: Options
+
+    @staticmethod
+    def of(
+        cfg: ActivationCheckpointConfig, model: nn.Module, context_fn: ContextFn | None = None
+    ) -> Checkpointing:
+        """What a config says; shapes of layers are those of the model."""
+        return Checkpointing(
+            cfg.effective_mode,
+            policy_of(cfg, model),
+            cfg.use_reentrant,
+            cfg.respect_saved_tensors_hooks,
+            Options(
+                cfg.preserve_rng_state,
+                cfg.determinism_check,
+                cfg.debug,
+                context_fn,
+                cfg.early_stop,
+                discards=False,
+            ),
+        )
+
+    def run(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the plain forward of a module in a checkpoint."""
+        name, options = type(module).__name__, self.options
+        discards = self.mode == "output_discard"
+        if is_traced_by_fx(args, kwargs):
+            return fn(*args, **kwargs)
+        if torch.is_grad_enabled() and not is_disabled():
+            given = kwargs
+            args, kwargs = without_cache(module, args, kwargs)
+            if kwargs is not given and not torch.compiler.is_compiling():
+                warn_once(name)
+        if torch.compiler.is_compiling():
+            if not torch.is_grad_enabled():
+                return fn(*args, **kwargs)
+            rng, context_fn = options.preserve_rng_state, self._context_fn(name)
+            return compiled_region(fn, args, kwargs, rng, context_fn, discards)
+        if regions.tracing() and not is_disabled():
+            return traced_region(fn, args, kwargs, self._context_fn(name), discards)
+        if not is_repeatable():
+            return fn(*args, **kwargs)
+        if discards:
+            return scope.run(fn, args, kwargs, name)
+        if self.use_reentrant:
+            return run_reentrant(fn, args, kwargs, options, name, module.parameters())
+        options = replace(options, context_fn=self._context_fn(name))
+        return Region(fn, args, kwargs, options, name).forward(args, kwargs)
+
+    def _context_fn(self, name: str) -> ContextFn | None:
+        if self.policy is None:
+            return self.options.context_fn
+        return functools.partial(
+            contexts,
+            self.policy,
+            name,
+            self.options.preserve_rng_state,
+            self.respect_saved_tensors_hooks,
+        )
+
+
+class CheckpointWrapper(Replaced):
+    """A module whose forward is checkpointed. It is the given module itself, of a new class.
+
+    The class is a subclass of the module's own and of `CheckpointWrapper`. Parameters, names, state
+    dict, hooks and attributes stay. Copies and pickles are checkpointed as well. Without grad mode,
+    under the transforms of `torch.func` and in `storage_ops.disable_checkpointing` its forward is
+    the plain one. What the forward changes besides returning tensors happens once, as with
+    `OutputDiscardCheckpoint`. `remove_activation_checkpoint` undoes it.
+
+    Args:
+        module: the module; changed in place and returned.
+        context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
+            and for the recompute. Not with rules of what to save, which are such a pair.
+        options: those of `ActivationCheckpointConfig` that do not choose layers: `mode`,
+            `ops_to_save`, `policy`, `use_reentrant`, `early_stop`, `debug` and so on. None: all is
+            recomputed. With mode "output_discard" the output is freed by the module around this
+            one, which `apply_activation_checkpoint` knows and this does not, so it is refused here.
+
+    Raises:
+        TypeError: `module` is not a module whose class can change. ValueError: an unknown or
+            wrong option.
+        RuntimeError: accelerate has replaced its forward and will put it back, or it is
+            checkpointed differently.
+
+    Example:
+        >>> block = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU())
+        >>> wrapped = storage_ops.CheckpointWrapper(block, ops_to_save=["aten.addmm"])
+        >>> isinstance(wrapped, torch.nn.Sequential), list(wrapped.state_dict())
+        (True, ['0.weight', '0.bias'])
+        >>> wrapped(torch.randn(4, 16)).sum().backward()
+    """
+
+    # None on an instance: its forward is the plain one.
+    _checkpointing: Checkpointing | None = None
+    # A forward that was set on the instance before, which runs in place of that of the class.
+    _own_forward: Callable[..., Any] | None = None
+
+    if TYPE_CHECKING:  # the type of the module itself stands for its new class, a subclass
+
+        def __new__(  # type: ignore[misc]
+            cls,
+            module: ModuleT,
+            context_fn: ContextFn | None = None,
+            **options: Unpack[LayerOptions],
+        ) -> ModuleT:
+            """Change the class of the given module and return it."""
+
+    else:
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            """Change the class of the given module and return it."""
+            if cls is not CheckpointWrapper:  # someone makes another instance of a module's class
+                new = super().__new__
+                return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+            return _wrapped(*args, **kwargs)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # After `_wrapped` python calls this with the same arguments; all is done then.
+            if not any(given is self for given in (*args[:1], kwargs.get("module"))):
+                super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward that checkpoints the original one."""
+
+        @like(original)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            how, own = self._checkpointing, self._own_forward
+            plain = functools.partial(original, self)
+            if own is not None:
+                plain = functools.partial(_call_own, self, own)
+            return plain(*args, **kwargs) if how is None else how.run(self, plain, args, kwargs)
+
+        return forward
+
+
+def _call_own(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of an instance. A region must reach `module`, which `own` may not name."""
+    return own(*args, **kwargs)
+
+
+def _wrapped(module: nn.Module, context_fn: ContextFn | None = None, **options: Any) -> nn.Module:
+    refused = [name for name in _SELECTION if name in options]
+    if refused:
+        raise ValueError(
+            f"CheckpointWrapper: {refused[0]} chooses layers of a model, and this wraps one "
+            "module; expected apply_activation_checkpoint(model, cfg)"
+        )
+    cfg = ActivationCheckpointConfig.from_dict(options)
+    if cfg.effective_mode == "output_discard":
+        raise ValueError(
+            "CheckpointWrapper: mode is 'output_discard', which needs the module that holds this "
+            "one; expected apply_activation_checkpoint(model, cfg), or storage_ops.OutputDiscard"
+        )
+    if context_fn is not None and not callable(context_fn):
+        raise TypeError(f"context_fn is {context_fn!r}; expected a function of no arguments")
+    if context_fn is not None and (cfg.effective_mode != "full" or cfg.use_reentrant):
+        raise ValueError(
+            f"context_fn is given with mode {cfg.effective_mode!r} and use_reentrant="
+            f"{cfg.use_reentrant}; expected mode 'full' and use_reentrant=False"
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"CheckpointWrapper: module is {module!r}, a {type(module).__name__}; expected a "
+            "torch.nn.Module"
+        )
+    how = Checkpointing.of(cfg, module, context_fn)
+    check(module, how)
+    set_checkpointing(module, how)
+    return module
+
+
+def check(module: Any, how: Checkpointing) -> None:
+    """Refuse a module that cannot be checkpointed in this way.
+
+    Raises:
+        TypeError: its class cannot change.
+        RuntimeError: accelerate has replaced its forward and will put it back, or it is
+            checkpointed differently.
+    """
+    name = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{name} is a ScriptModule, whose forward cannot be replaced; expected a module in "
+            "Python"
+        )
+    if "forward" in vars(module) and "_old_forward" in vars(module):
+        raise RuntimeError(
+            f"accelerate has replaced the forward of {name} on the instance, and will put the old "
+            "one back, without a checkpoint; expected a module that is checkpointed before "
+            "accelerate adds its hook"
+        )
+    now = checkpointing_of(module)
+    if now is not None and now != how:
+        raise RuntimeError(
+            f"{name} is checkpointed already, as {now}; expected the same, {how}, or "
+            "remove_activation_checkpoint(model) first"
+        )
+
+
+def checkpointing_of(module: nn.Module) -> Checkpointing | None:
+    """How a module is checkpointed; None if it is not."""
+    return module._checkpointing if isinstance(module, CheckpointWrapper) else None
+
+
+def set_checkpointing(module: Any, how: Checkpointing) -> None:
+    """Checkpoint a module; `check` has passed."""
+    if not isinstance(module, CheckpointWrapper):
+        CheckpointWrapper.change(module)
+    if "forward" in vars(module) and module._checkpointing is None:
+        module._own_forward = module.forward
+        del module.forward
+    module._checkpointing = how
+
+
+def unset_checkpointing(module: Any) -> None:
+    """Give a module its plain forward back, and its class unless another one was put above it."""
+    vars(module).pop("_checkpointing", None)
+    CheckpointWrapper.change_back(module)
+    if "_own_forward" in vars(module) and "forward" not in vars(module):
+        module.forward = module._own_forward
+        del module._own_forward

@@ -1,0 +1,196 @@
+"""The arguments of a region: as autograd keeps them until backward, and the same again there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from storage_ops.checkpoint.saved.makers import maker_of
+from storage_ops.checkpoint.saved.saved import fail, stride_of
+
+_MODIFIED = "modified by an inplace operation"  # as torch says it
+
+
+class _HoldInput(torch.autograd.Function):
+    """Keeps an input of a region as the saved tensor of a node.
+
+    So an enclosing saved-tensor hook (offload, another checkpoint) handles them like any other
+    activation, and torch notices when one is modified in place before the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+class Inputs:
+    """The arguments of one call.
+
+    A recompute gets the tensors that the forward got: the same objects, with their attributes and
+    history. Where saved-tensor hooks around the region have replaced one, it is made like the one
+    that they were given. Containers are new ones, filled as they were at the forward.
+
+    Attributes:
+        tensors: those among the arguments, until `forget`.
+        plain: the leaves that are no tensors.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._at: Sequence[int]
+        flat, self._spec = _flatten(args, kwargs)
+        self.tensors, self.plain, self._at = flat, [], range(len(flat))
+        if self._spec is not None:
+            self._at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+            self.tensors = [flat[i] for i in self._at]
+            self.plain = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
+        self._like = [TensorTraits(t) for t in self.tensors]
+        self._again: list[tuple[Tensor, int]] = []  # what a repetition got, and its hooks then
+        # Hooks hand out other tensors. Where the graph, or hooks of ours, keep the tensor itself
+        # anyway, a repetition gets that.
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        ours = top is not None and getattr(top[0], "keeps_others", False)
+        self._same: dict[int, tuple[Tensor, int]] = {}
+        for i, t in enumerate(self.tensors if top is not None else ()):
+            own = ours and not t.is_inference() and maker_of(t) is None
+            if (t.requires_grad and t.is_leaf) or own:
+                self._same[i] = (t, t._version)
+        self._kept = _hold([] if ours and len(self._same) == len(self.tensors) else self.tensors)
+
+    def forget(self) -> None:
+        """Leave the tensors to autograd."""
+        self.tensors = []
+
+    def forget_new_hooks(self) -> None:
+        """Remove what a repetition has registered on its inputs, which have the forward's hooks."""
+        again, self._again = self._again, []
+        for t, number in again:
+            while len(hooks := t._backward_hooks or {}) > number:
+                hooks.popitem()
+
+    def again(self, region: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for a repetition of a region of this name."""
+        flat, kept = list(self.plain), self._kept()
+        for i, (at, like) in enumerate(zip(self._at, self._like, strict=True)):
+            if i in self._same:
+                t, version = self._same[i]
+                if t._version != version:
+                    fail_argument(region, self._at[i], len(self.plain) + len(self._at), self._spec)
+            else:
+                try:
+                    t = kept[i]()
+                except RuntimeError as error:
+                    if _MODIFIED not in str(error):
+                        raise
+                    fail_argument(region, self._at[i], len(self.plain) + len(self._at), self._spec)
+            t = like.make(t)
+            if like.needs_grad:
+                self._again.append((t, len(t._backward_hooks or ())))
+            flat.insert(at, t)
+        if self._spec is None:
+            return tuple(flat), {}
+        args, kwargs = tree_unflatten(flat, self._spec)
+        return args, kwargs
+
+
+def fail_argument(region: str, at: int, leaves: int, spec: Any) -> NoReturn:
+    """Raise the error for an argument of a region that was modified in place.
+
+    Args:
+        region: its name.
+        at: which of the leaves of the arguments.
+        leaves: how many there are.
+        spec: the tree of the arguments by position and by name; None for plain tensors.
+    """
+    name: Any = at
+    if spec is not None:
+        args, kwargs = tree_unflatten(range(leaves), spec)
+        named = (*enumerate(args), *((repr(key), value) for key, value in kwargs.items()))
+        name = next(key for key, value in named if at in tree_leaves(value))
+    fail(
+        f"argument {name} of {region}, or a tensor in it, was modified in place between forward "
+        f"and recompute, or by {region} itself; expected a new tensor in place of the write, as "
+        "torch.cat makes one, or a copy as the argument if later code writes it"
+    )
+
+
+class TensorTraits:
+    """What a tensor is besides its bytes and its history."""
+
+    __slots__ = ("attributes", "kind", "needs_grad", "stride")
+
+    def __init__(self, t: Tensor) -> None:
+        self.kind = type(t)
+        self.needs_grad = t.requires_grad
+        self.stride = stride_of(t)
+        attributes = t.__dict__
+        self.attributes = dict(attributes) if attributes else None
+
+    def make(self, t: Tensor) -> Tensor:
+        """A tensor that was kept, as it was."""
+        if type(t) is Tensor and stride_of(t) != self.stride:
+            t = _strided(t.detach(), self.stride)
+        if t.requires_grad != self.needs_grad:
+            t = t.detach().requires_grad_(self.needs_grad)
+        if type(t) is not self.kind and type(t) is Tensor:
+            t = t.as_subclass(self.kind)
+        if self.attributes and not t.__dict__:
+            t.__dict__.update(self.attributes)
+        return t
+
+
+def _strided(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of a tensor with these strides, such as pinned memory does not keep."""
+    copy = to = torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
+    for dim, step in enumerate(stride):
+        if step == 0 and t.shape[dim]:
+            t, to = t.narrow(dim, 0, 1), to.narrow(dim, 0, 1)
+    to.copy_(t)
+    return copy
+
+
+def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:
+    """Save the inputs as autograd saves tensors; return what gives a reader of each."""
+    # Autograd saves no inference tensors, and nothing writes them outside of inference mode.
+    if any(t.is_inference() for t in inputs):
+        held = _hold([t for t in inputs if not t.is_inference()])
+
+        def readers() -> list[Callable[[], Tensor]]:
+            rest = iter(held())
+            return [partial(_same, t) if t.is_inference() else next(rest) for t in inputs]
+
+        return readers
+    save = getattr(torch._C._autograd, "_make_saved_tensor", None)
+    if save is None:  # torch 2.10 and 2.11: a node for each, alive as long as its result
+        anchor = torch.empty(0, requires_grad=True)
+        # A tensor in a list, for strided nested tensors cannot be arguments of a Function there.
+        made: list[Any] = [_HoldInput.apply(anchor, [t]) for t in inputs]  # type: ignore[no-untyped-call]
+        return lambda: [partial(_saved_for, each) for each in made]
+    saved = [save(t, False) for t in inputs]
+    return lambda: [s.unpack for s in saved]
+
+
+def _saved_for(result: Any) -> Tensor:
+    (t,) = result.grad_fn.saved_tensors
+    return t  # type: ignore[no-any-return]
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+# Trees are slow to walk in Python, and most calls take and return plain tensors.
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    if not kwargs and all(isinstance(a, Tensor) for a in args):
+        return list(args), None
+    return tree_flatten((args, kwargs))
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What a tree of outputs holds."""
+    return [value] if isinstance(value, Tensor) else tree_leaves(value)

@@ -1,0 +1,112 @@
+"""What a region becomes where it cannot be repeated: a mark in the graph that is recorded.
+
+Under torch.compile that is a checkpoint that shares its mark with all others: partitioners save
+what passes directly from one checkpoint to the next, which they tell by the number of the
+checkpoint on the nodes (`ac_graph_id`). Regions that discard have one number for all of them, so
+that a chain of regions is recomputed as one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+from storage_ops.checkpoint.region.torch_checkpoint import policy_of
+from storage_ops.checkpoint.saved.snapshots import with_snapshots
+from storage_ops.foundation import regions
+
+_NUMBER = 1 << 40  # above those that torch counts up
+
+
+def _recompute(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _recompute_all() -> tuple[Any, Any]:
+    contexts: tuple[Any, Any] = torch_checkpoint.create_selective_checkpoint_contexts(_recompute)
+    return contexts
+
+
+@functools.cache
+def _numbered(mode: Any) -> Any:
+    """A subclass of torch's caching mode with one number, which torch cannot replace."""
+    number = property(lambda self: _NUMBER, lambda self, value: None)
+    return type("OutputDiscardMode", (mode,), {"ac_graph_id": number})
+
+
+def _contexts(context_fn: Callable[[], Any] | None, discards: bool) -> tuple[Any, Any]:
+    forward, recompute = (context_fn or _recompute_all)()
+    if _MODE is not None and isinstance(forward, _MODE):
+        own: Any = type(forward)
+        kind: Any = with_snapshots(own)
+        forward.__class__ = _numbered(kind) if discards and context_fn is None else kind
+    return forward, recompute
+
+
+# Whether this torch takes the number of a checkpoint from its mode: 2.13 does, 2.10 does not.
+_MODE: Any = getattr(torch_checkpoint, "_CachingTorchDispatchMode", None)
+_HAS_NUMBERS = _MODE is not None and "ac_graph_id" in inspect.signature(_MODE).parameters
+
+
+def compiled_region(
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    preserve_rng_state: bool,
+    context_fn: Any,
+    discards: bool = True,
+) -> Any:
+    """Call `fn` as a checkpoint that a partitioner recomputes; outputs too, if it `discards`."""
+    options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+    if _HAS_NUMBERS:
+        options["context_fn"] = functools.partial(_contexts, context_fn, discards)
+    elif context_fn is not None:
+        options["context_fn"] = context_fn
+    compiling = torch.compiler.is_compiling()  # not where a graph breaks inside the region
+    before = _side_effects(True) if compiling else False
+
+    def region(*args: Any) -> Any:  # keywords may have names that the checkpoint has too
+        if compiling:
+            _side_effects(before)
+        return fn(*args, **kwargs)
+
+    return torch_checkpoint.checkpoint(region, *args, use_reentrant=False, **options)
+
+
+def _side_effects(allowed: bool) -> bool:
+    """Whether dynamo may trace what the next checkpoint does to Python objects; the value before.
+
+    It refuses by default, because eager mode does such things again when it recomputes. A graph
+    does not: each of them happens once, which is what a region is to do.
+    """
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_mistake)
+    config: Any = torch._dynamo.config
+    before = bool(getattr(config, _SIDE_EFFECTS, False))
+    if hasattr(config, _SIDE_EFFECTS):
+        setattr(config, _SIDE_EFFECTS, allowed)
+    return before
+
+
+def _is_no_mistake(record: logging.LogRecord) -> bool:
+    """Whether a warning is one: of contexts torch says, once, that in-place ops must be avoided."""
+    return "Detected that context_fn is passed" not in record.getMessage()
+
+
+_SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+# To dynamo the function is a constant, which it calls while it traces: a graph does not contain it.
+_side_effects._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def traced_region(
+    fn: Callable[..., Any], args: Any, kwargs: Any, context_fn: Any, discards: bool
+) -> Any:
+    """Call `fn` once, and mark what a trace records of it as a region."""
+    policy, forward = policy_of(context_fn or torch_checkpoint.noop_context_fn)
+    with forward:
+        return regions.mark(fn, args, kwargs, policy=policy, discards=discards)

@@ -1,0 +1,500 @@
+"""One call of a function whose saved tensors and outputs are recomputed in backward.
+
+The call builds the ordinary autograd graph, with saved-tensor hooks that keep an index in place of
+each saved tensor. In backward the function runs once more: what it saves fills those places, and
+what it returns is bound back into the storages that were discarded. So gradients flow through the
+graph of the first call, and every autograd contract is torch's own.
+
+Only the graph keeps a region alive: its saved tensors, and the uses that consumers have saved. What
+a region holds, its inputs above all, is let go as soon as the last of them has had its backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from storage_ops.checkpoint.region.inputs import Inputs, leaves_of
+from storage_ops.checkpoint.region.rows import SavedBytes
+from storage_ops.checkpoint.saved import guard
+from storage_ops.checkpoint.saved.guard import storage_key
+from storage_ops.checkpoint.saved.made import Made, find_made
+from storage_ops.checkpoint.saved.makers import maker_of, maker_of_storage, makers
+from storage_ops.checkpoint.saved.op_log import OpLog
+from storage_ops.checkpoint.saved.saved import Saved, call_region, compare, drop_graphs, fail
+from storage_ops.checkpoint.saved.versions import check_unread
+from storage_ops.checkpoint.state.execution import ExecutionState, is_disabled
+from storage_ops.checkpoint.state.reachable import Surroundings
+from storage_ops.foundation import collectives, fsdp
+from storage_ops.storage.storage import discard_storage, share_storage, wait_for
+
+ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
+DeterminismCheck = Literal["default", "checksum", "none"]
+CHECKS: tuple[DeterminismCheck, ...] = get_args(DeterminismCheck)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a region is told besides its function and arguments."""
+
+    preserve_rng_state: bool = True
+    determinism_check: DeterminismCheck = "default"
+    debug: bool = False
+    context_fn: ContextFn | None = None
+    early_stop: bool = True
+    discards: bool = True
+    counts_saved: bool = False
+
+
+class _AsFarAsNeeded(BaseException):
+    """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
+
+
+# How torch says that a tensor has no bytes: of views, and of what a kernel reads.
+_FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
+_NOTHING = contextlib.nullcontext()
+_serials = itertools.count()
+# It saves its noise, which its kernel has not written by then, and its input.
+_SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
+# Where the saved-tensor hooks of checkpoints are defined.
+_CHECKPOINTS = ("torch.utils.checkpoint", __name__)
+
+
+def is_repeatable() -> bool:
+    """Whether calls can be regions now.
+
+    Not without grad, nor where checkpoints are disabled, nor under a transform of torch.func, which
+    has no hooks of saved tensors, nor in a trace of torch.jit. Not in
+    `torch.autograd.graph.allow_mutation_on_saved_tensors` either: it copies what is saved before a
+    write, which it cannot do for tensors that a recompute saves.
+    """
+    if not torch.is_grad_enabled() or is_disabled():
+        return False
+    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
+        return False
+    traced = torch._C._get_tracing_state() is not None
+    return not traced and torch._C._functorch.peek_interpreter_stack() is None
+
+
+class Region:
+    """A call of `fn(*args, **kwargs)` that can be repeated in backward."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
+        name: str = "",
+    ) -> None:
+        """Remember the call and what it depends on; `forward` runs it."""
+        self.made: list[Made] = []  # can be discarded
+        self._discarded: list[Made] = []  # wait for the recompute
+        self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
+        self.options = options
+        self._checksums = options.determinism_check == "checksum"
+        self._serial = next(_serials)
+        self._lock = threading.RLock()
+        self._fn: Callable[..., Any] | None = fn
+        self._contexts = options.context_fn() if options.context_fn else ()
+        self._inputs: Inputs | None = Inputs(args, kwargs)
+        around = Surroundings.of(fn, self._inputs.plain, self._inputs.tensors)
+        self._state: ExecutionState | None = ExecutionState(around, options.preserve_rng_state)
+        self._captured = around.tensors  # until the forward has run
+        # Captured tensors with a gradient: weak, for a region must not keep them alive.
+        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+        self._parameters: list[weakref.ref[Tensor]] = []  # captured ones, which FSDP may shard
+        self._log = OpLog() if options.debug else None
+        # Regions whose discarded outputs this one reads.
+        self.producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
+        self._saved: list[Saved] = []
+        self.allocated = SavedBytes() if options.counts_saved else None
+        self._results: dict[int, Saved] = {}  # the outputs, where they are compared
+        # For the backward in progress: its task, what is not read yet, and whether to keep it all.
+        self._task: Any = None
+        self._recomputed: dict[int, Tensor] = {}
+        self._reread = False
+        self._unreleased: set[int] = set()  # what a backward pass may read yet
+        self._stops = options.early_stop
+        self._stopped = 0  # how many tensors the recompute had when it was stopped
+        self._communicates = False  # with other ranks, which repeat it as well
+        self._running = False  # the forward, whose own backward passes may read what it saves
+        self.is_frozen = False  # no output needs grad
+        self.end = 0  # the number of the first autograd node after the forward
+        self.uses: dict[int, int] = {}  # storage -> how many saved tensors of consumers share it
+
+    def __del__(self) -> None:
+        for made in (*self.made, *self._discarded):
+            makers.pop(made.key, None)
+
+    @staticmethod
+    def is_saved_by_another() -> bool:
+        """Whether an enclosing checkpoint, torch's or ours, saves nothing of a call anyway."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and getattr(top[0], "__module__", "") in _CHECKPOINTS
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """Run the function on the arguments of this region; return what it returns."""
+        assert self._fn is not None and self._state is not None and self._inputs is not None
+        start = torch._C._autograd._get_sequence_nr()
+        issued = collectives.number_issued()
+        around = self._contexts[0] if self._contexts else _NOTHING
+        self._running = True
+        with saved_tensors_hooks(self._pack, self._unpack), around, self._log or _NOTHING:
+            outputs = call_region(self.name, self._fn, args, kwargs)
+        self._running = False
+        self._state.effects.finish()
+        self._unreleased = set(range(len(self._saved)))
+        leaves = leaves_of(outputs)
+        if self.options.determinism_check != "none":
+            # Discarded outputs of other regions change as they are bound back.
+            captured = [t for t in self._captured if t.requires_grad and maker_of(t) is None]
+            self._versions = [(weakref.ref(t), t._version) for t in captured]
+        if fsdp.is_used():
+            self._parameters = [weakref.ref(t) for t in self._captured if fsdp.is_parameter(t)]
+        if self.options.discards:
+            self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
+            if self.allocated is not None:
+                self.allocated.finish(self._inputs.tensors, self.made)
+        self._communicates = collectives.number_issued() != issued
+        if self._communicates:
+            collectives.call_before_backward(leaves, self.trigger())
+        self._captured = []
+        self._inputs.forget()
+        self.end = torch._C._autograd._get_sequence_nr()
+        return outputs
+
+    def _note_made(self, leaves: list[Any], attributes: dict[str, Any], start: int) -> None:
+        """Find the outputs that can be discarded."""
+        assert self._inputs is not None
+        self.is_frozen = not any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+        first = None if self.is_frozen else start
+        self.made = find_made(leaves, attributes, self._inputs.tensors, first)
+        for made in self.made:
+            self._results[made.index] = Saved(leaves[made.index], self._checksums)
+            makers[made.key] = weakref.ref(self)
+
+    def made_this(self, t: Any) -> bool:
+        """Whether a tensor is an output that this region made, or a view of one."""
+        return storage_key(t) in {made.key for made in self.made}
+
+    def discard(self, keep: Iterable[Any] = ()) -> None:
+        """Free the outputs that this region made; the recompute binds them back.
+
+        Args:
+            keep: tensors whose storages must not be freed.
+        """
+        kept = {storage_key(leaf) for leaf in keep}
+        kept |= {entry.key for entry in self.made if entry.is_held}
+        made = [entry for entry in self.made if entry.key not in kept]
+        for entry in made:
+            if entry.is_modified:
+                fail(
+                    f"output {entry.index} of {self.name} was modified in place after the region; "
+                    "the recompute could not restore it, nothing was freed"
+                )
+        message = (
+            f"the output of the region {self.name} was discarded by OutputDiscardCheckpoint at "
+            f"{guard.where()} and is read before the recompute; its consumers must run before the "
+            "discard, inside of consumer() or with a hook tensor whose gradient comes before every "
+            "other use in backward"
+        )
+        try:
+            for entry in made:
+                discard_storage(entry.handle, guard=message, allow_leaf=True)
+                self._discarded.append(entry)
+        except RuntimeError:  # one storage cannot be freed: make those again that were
+            self.restore()
+            self.end_backward(retained=True)
+            raise
+        if self.options.debug:
+            for entry in made:
+                guard.watch(entry.output(), message)
+        self.forget_outputs()
+
+    def forget_outputs(self) -> None:
+        """Let go of the outputs that were not discarded."""
+        waiting = {made.key for made in self._discarded}
+        for made in self.made:
+            if made.key not in waiting:
+                makers.pop(made.key, None)
+        self.made = []
+
+    def trigger(self) -> Callable[[Any], None]:
+        """A hook that restores the outputs; it keeps this region alive only if nobody else does."""
+        alive = weakref.ref(self)
+        held = None if self._saved else self
+
+        def on_gradient(gradient: Any) -> None:
+            nonlocal held
+            region = alive()
+            if region is not None:
+                if region._communicates and region._fn is not None:
+                    region.recompute()
+                region.restore()
+                if not is_retained():
+                    held = None
+
+        return on_gradient
+
+    def restore(self, for_another: bool = False) -> None:
+        """Bind discarded outputs back, if they are still missing."""
+        if self._discarded:
+            self.recompute(for_another)
+
+    def _freed_before(self) -> list[Region]:
+        """The regions whose outputs are missing for a repetition of this one, as they came."""
+        found: set[Region] = set()
+        stack = [self]
+        while stack:
+            missing = {r for r in stack.pop().producers if r._discarded} - found
+            found |= missing
+            stack += missing
+        return sorted(found, key=lambda region: region._serial)
+
+    def recompute(self, for_another: bool = False) -> None:
+        """Repeat the forward, once per backward, and bind its outputs to the discarded ones.
+
+        Args:
+            for_another: whether it is another region's repetition that needs them, so that the
+                backward of this one is not next.
+        """
+        if torch.compiler.is_compiling():  # compiled autograd, in a hook
+            from storage_ops._without_graph import run_backward  # imports Dynamo
+
+            run_backward(self.recompute, for_another)
+            return
+        with self._lock:
+            task = _current_task()
+            if self._task is not None and self._task == task:
+                return
+            if self._fn is None:
+                fail(
+                    f"the region {self.name} is needed in a second backward pass, but the first "
+                    "one freed it; use retain_graph=True"
+                )
+            for producer in self._freed_before():
+                producer.restore(for_another=True)
+            again = self._run_again(isinstance(task, int) and not for_another)
+            self._recomputed = dict(enumerate(again))
+            self._task = task
+            if isinstance(task, int):
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(partial(_end_backward, weakref.ref(self), is_retained()))
+
+    def _run_again(self, is_next: bool) -> list[Tensor]:
+        """Run the function once more; return what it saves, and bind what it returns.
+
+        No farther than is needed: while the forward still runs, as that has come; without outputs
+        to bind, up to the last tensor that is saved.
+
+        Args:
+            is_next: whether a backward pass runs in which that of the region comes next.
+        """
+        assert self._fn is not None and self._state is not None and self._inputs is not None
+        checks = self.options.determinism_check != "none"
+        modified: list[Tensor] = []
+        if checks and not self._running:
+            self._state.effects.check(self.name)
+            modified = self._state.effects.modified() + self._modified()
+        start = torch._C._autograd._get_sequence_nr()
+        saved: list[Saved] = []
+        tensors: list[Tensor] = []  # saved ones, with their graph until the function has run
+        first = list(self._saved)
+        whole = self._discarded or self._communicates or modified
+        stops = self._running or (self._stops and not whole)
+        self._stopped = 0
+        args, kwargs = self._inputs.again(self.name)
+
+        def pack(t: Tensor) -> int:
+            saved.append(Saved(t, self._checksums))
+            tensors.append(t)
+            if stops and len(saved) >= len(first):
+                self._stopped = len(first)
+                raise _AsFarAsNeeded
+            return len(saved) - 1
+
+        around = self._contexts[1] if self._contexts else _NOTHING
+        log = OpLog() if self._log else None
+        hooks = saved_tensors_hooks(pack, tensors.__getitem__)
+        parameters = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
+        modes = self._state.modes.again()
+        writes = self._state.effects.without_repeated_writes(self.name, checks)
+        outputs: list[Any] = []
+        try:
+            with parameters, self._state, modes, writes, hooks, around, log or _NOTHING:
+                outputs = leaves_of(self._fn(*args, **kwargs))
+            for leaf in outputs:
+                wait_for(leaf)
+        except _AsFarAsNeeded:
+            pass
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if any(message in str(error) for message in _FREED):
+                fail(
+                    f"{self.name} is repeated where the memory of a tensor that it reads was "
+                    "freed. FullyShardedDataParallel (FSDP1) does so to parameters: expected "
+                    "fully_shard (FSDP2), or regions chosen after the modules were wrapped, or "
+                    "SHARD_GRAD_OP"
+                )
+            if fsdp.lacks_parameters(self._fn):
+                fail(
+                    f"{self.name} is repeated where DeepSpeed (ZeRO stage 3) has partitioned a "
+                    "parameter of it, which the hooks of another module gather; expected regions "
+                    "of whole layers, such as full or selective checkpoints, or stage 2"
+                )
+            raise
+        finally:
+            try:
+                self._inputs.forget_new_hooks()
+            finally:
+                # Not as they are saved, where the modes of `around` would see each detach.
+                drop_graphs(tensors)
+        if checks:
+            again = list(zip(saved, tensors, strict=True))
+            compare(self.name, first, again, lambda: self._difference(log, stops))
+        if modified:
+            given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            check_unread(self.name, modified, outputs, start, given)
+        if not self._running:
+            self._bind(outputs)
+        return tensors
+
+    def _gathered(self, args: Any, kwargs: Any, is_next: bool) -> Any:
+        assert self._state is not None
+        captured = [t for ref in self._parameters if (t := ref()) is not None]
+        given = [t for t in leaves_of((args, kwargs)) if fsdp.is_parameter(t)]
+        return fsdp.gathered([*self._state.effects.exchanged(), *captured, *given], is_next)
+
+    def _modified(self) -> list[Tensor]:
+        seen = ((ref(), version) for ref, version in self._versions)
+        return [t for t, version in seen if t is not None and t._version != version]
+
+    def _difference(self, log: OpLog | None, stops: bool) -> str:
+        """What the logs of ops say, for an error."""
+        noted: str = getattr(self._contexts[1], "difference", "") if self._contexts else ""
+        if self._log is None or log is None:
+            unknown = "" if self.options.debug else "; debug=True names the first op that differs"
+            return f"; {noted}" if noted else unknown
+        if stops:
+            del self._log.ops[len(log.ops) :]
+        return self._log.difference(log)
+
+    def _bind(self, outputs: list[Any]) -> None:
+        """Bind recomputed outputs to the discarded ones, if all of them fit."""
+        for made in self._discarded:
+            first = self._results[made.index]
+            again = outputs[made.index] if made.index < len(outputs) else None
+            if not isinstance(again, Tensor):
+                fail(
+                    f"output {made.index} of {self.name} was {first} in forward and is no tensor "
+                    "when it is recomputed"
+                )
+            if not first.is_like(Saved(again, self._checksums)):
+                fail(
+                    f"output {made.index} of {self.name} was {first} in forward and is "
+                    f"{Saved(again, self._checksums)} when it is recomputed"
+                )
+        bound: set[int] = set()
+        for made in self._discarded:
+            if made.key not in bound:
+                bound.add(made.key)
+                share_storage(made.handle, outputs[made.index].detach())
+            if self.options.debug:
+                guard.unwatch(made.output())
+            makers.pop(made.key, None)
+        self._discarded = []
+
+    def end_backward(self, retained: bool) -> None:
+        """Let go of what one backward recomputed, and of everything when no other can follow."""
+        self._task, self._reread, self._recomputed = None, False, {}
+        if not retained and not self._unreleased and not self._running:
+            self._fn, self._inputs, self._state, self.producers = None, None, None, set()
+            self._contexts = ()
+
+    def _pack(self, t: Tensor) -> int:
+        key = storage_key(t) if makers or self.allocated is not None else None
+        maker = maker_of_storage(key)
+        if maker is not None and maker._serial < self._serial:
+            self.producers.add(maker)  # reached by a closure, not as an argument
+        elif self.allocated is not None:
+            self.allocated.add(t, key)
+        self._saved.append(Saved(t, self._checksums))
+        return len(self._saved) - 1
+
+    def _unpack(self, index: int) -> Tensor:
+        if torch.compiler.is_compiling():  # compiled autograd
+            from storage_ops._without_graph import run_backward  # imports Dynamo
+
+            read: Tensor = run_backward(self.read_saved, index)
+            return read
+        return self.read_saved(index)
+
+    def read_saved(self, index: int) -> Tensor:
+        """Return a tensor that the forward has saved; recompute it where it is not there."""
+        # A place is emptied as it is read, so that a saved tensor dies with its node. A node that
+        # reads twice makes the region run once more, and then nothing is emptied.
+        if self._task is None or index not in self._recomputed or self._task != _current_task():
+            self.recompute()
+        unwritten = index == self._stopped - 2 and self._is_unwritten()
+        if unwritten or index not in self._recomputed:
+            self._task, self._reread = None, True
+            self._stops = self._stops and not unwritten
+            self.recompute()
+        if self._task is not None and not is_retained():
+            self._unreleased.discard(index)
+        value = self._recomputed[index] if self._reread else self._recomputed.pop(index)
+        if self._task is None:  # read by hand, outside of a backward: nobody would clear the rest
+            self.end_backward(retained=True)
+        elif not self._recomputed and not isinstance(self._task, int):  # nor in a group of them
+            self.end_backward(is_retained())
+        return value
+
+    def _is_unwritten(self) -> bool:
+        """Whether the op that was stopped has not written what it saves last but one."""
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() != _SAVES_BEFORE_WRITING:
+            return False
+        if self._running:
+            fail(
+                f"{self.name} has a backward pass of its own right after torch.rrelu in training, "
+                "whose noise cannot be repeated alone; expected another op in between"
+            )
+        return True
+
+
+def _current_task() -> Any:
+    """What identifies the backward pass that runs now, or the group of them; None outside of one.
+
+    `torch.utils.checkpoint.GraphExecGroup` makes several passes share one recompute.
+    """
+    current = _current_group()
+    if current is not None:
+        return current
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def is_retained() -> bool:
+    """Whether the backward pass that runs keeps the graph, or releases what it reads."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+_current_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+
+
+def _end_backward(region: weakref.ref[Region], retained: bool) -> None:
+    alive = region()
+    if alive is not None:
+        alive.end_backward(retained)

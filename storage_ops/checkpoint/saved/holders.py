@@ -1,0 +1,182 @@
+"""Who holds an output besides its region, the saved tensors of consumers and its caller.
+
+It is counted: how many tensors share the storage, how many places in C++ hold the output, and how
+many in Python name it. What the count leaves open is looked up in the variables of the functions
+that are running, never among all objects.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from storage_ops.checkpoint.saved.guard import LIBRARIES, storage_key
+from storage_ops.foundation.walk import CONTAINERS, items_of, names_of_globals
+
+if TYPE_CHECKING:
+    from storage_ops.checkpoint.region.region import Region
+    from storage_ops.checkpoint.saved.made import Made
+
+
+def _count(key: int) -> int:
+    counted: Any = torch._C._storage_Use_Count
+    return int(counted(key))
+
+
+def _count_of_one() -> int:
+    only = torch.empty(1)
+    return _count(only.untyped_storage()._cdata)
+
+
+def _held_by_cpp() -> int:
+    """What holds a tensor in C++ holds its Python object too, once, in some versions of torch."""
+    leaf = torch.ones(1, requires_grad=True)
+    before = sys.getrefcount(leaf)
+    product = leaf * leaf  # saves it
+    return sys.getrefcount(leaf) - before if product.requires_grad else 0
+
+
+_ONE = _count_of_one()  # the storage's own Python object may count as well
+_BY_CPP = _held_by_cpp()
+_OWN_NAMES = _OF_A_PAIR = 0  # what asking adds; measured at the end, for it depends on Python
+
+
+def is_held_by(key: int, tensors: int) -> bool:
+    """Whether no more than so many tensors share a live storage."""
+    return _count(key) - _ONE + 1 <= tensors
+
+
+class Holders(NamedTuple):
+    """How many hold an output.
+
+    Attributes:
+        tensors: those that share its storage, saved tensors of consumers not included.
+        places: in C++, of the output itself; all names in Python together are one.
+        names: in Python, of the output itself.
+    """
+
+    tensors: int
+    places: int
+    names: int
+
+    @staticmethod
+    def counted(key: int, output: Callable[[], Tensor | None], uses: int = 0) -> Holders:
+        """Those of a live storage and of the tensor that was returned."""
+        held = output()
+        if held is None:
+            return Holders(_count(key) - _ONE + 1 - uses, 0, 0)
+        places: int = held._use_count()  # type: ignore[attr-defined]
+        # Asked here: to hand a tensor on takes a reference more where dynamo looks at every call.
+        names = sys.getrefcount(held) - _OWN_NAMES - (_BY_CPP if places > 1 else 0)
+        return Holders(_count(key) - _ONE + 1 - uses, places, names)
+
+    @staticmethod
+    def of(region: Region, made: Made) -> Holders:
+        """Those of an output now."""
+        return Holders.counted(made.key, made.output, region.uses.get(made.key, 0))
+
+
+def is_held(
+    now: Holders, before: Holders, made: Made, variables: bool, saved_too: bool = False
+) -> bool:
+    """Whether an output has more holders than before that are no variables.
+
+    Args:
+        now, before: the counts.
+        made: the output.
+        variables: whether those of the functions that run do not count.
+        saved_too: whether a tensor of a variable counts when the graph holds it as well.
+    """
+    if now == before:
+        return False
+    more = [n - b for n, b in zip(now, before, strict=True)]
+    if max(more) <= 0 or not variables:
+        return max(more) > 0
+    output, first = made.output(), made.holders
+    tensors = places = names = 0
+    found = _in_variables(made.key)
+    for (t, times), others in zip(found, _others(found), strict=True):
+        if t is output:
+            names = times
+        elif others <= 0 and not (saved_too and _is_saved(t)):
+            tensors += 1
+            places += t._base is output
+    total = (now.tensors - first.tensors, now.places - first.places, now.names)
+    explained = (tensors, places, names)
+    return any(min(m, t - e) > 0 for m, t, e in zip(more, total, explained, strict=True))
+
+
+def _others(found: list[tuple[Tensor, int]]) -> list[int]:
+    """How many places in Python hold each tensor besides the variables that were found."""
+    others = []
+    for t, times in found:
+        by_cpp = _BY_CPP if t._use_count() > 1 else 0  # type: ignore[attr-defined]
+        others.append(sys.getrefcount(t) - times - _OF_A_PAIR - by_cpp)
+    return others
+
+
+def _is_saved(t: Tensor) -> bool:
+    return t._use_count() > 1  # type: ignore[attr-defined, no-any-return]
+
+
+def _in_variables(key: int) -> list[tuple[Tensor, int]]:
+    """The tensors of a storage that variables of running functions name, and how often.
+
+    What a short container, or an object with attributes, holds that a variable names counts as
+    well.
+    """
+    found: dict[int, tuple[Tensor, int]] = {}
+    frame: FrameType | None = sys._getframe(1)
+    seen: set[int] = set()
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
+            for value in _variables(frame):
+                for t in _inside(value, seen):
+                    if isinstance(t, Tensor) and storage_key(t) == key:
+                        found[id(t)] = (t, found[id(t)][1] + 1 if id(t) in found else 1)
+        frame = frame.f_back
+    return list(found.values())
+
+
+_ASKS_FOR_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
+
+
+def _variables(frame: FrameType) -> list[Any]:
+    code, values = frame.f_code, frame.f_locals
+    own = {*code.co_varnames, *code.co_cellvars}  # the others are counted where they are its own
+    of_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+    found = [value for name, value in values.items() if name in own or not of_function]
+    # Before Python 3.13 a copy, which the frame keeps, and all in it. It is the function's own if
+    # that asks for it.
+    asks = _ASKS_FOR_LOCALS.intersection(names_of_globals(code))
+    if of_function and type(values) is dict and not asks:
+        values.clear()
+    return found
+
+
+def _inside(value: Any, seen: set[int]) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        if type(value) in CONTAINERS or isinstance(value, tuple):
+            yield from items_of(value)
+        elif not isinstance(value, (type, FunctionType, ModuleType, nn.Module)):
+            yield from getattr(value, "__dict__", {}).values()
+
+
+def _measure() -> tuple[int, int]:
+    """What is counted of a tensor that has one name, this one."""
+    only = torch.empty(1)
+    counted = Holders.counted(only.untyped_storage()._cdata, weakref.ref(only))
+    return counted.names - 1, _others([(only, 1)])[0]
+
+
+_OWN_NAMES, _OF_A_PAIR = _measure()

@@ -1,0 +1,204 @@
+"""Match the ops of a recompute with the ops of the forward, whose results a policy saved.
+
+The forward logs every op, and a mark for every tensor that autograd saves. The recompute goes
+through the log in step with the forward. A cache that the forward fills, or a mask that only the
+first call makes, leaves ops out of the recompute. From the first difference on, only a saved
+result that fits exactly one call of the log is used, and all other ops run again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from storage_ops.checkpoint.saved.op_names import Facts, readable
+from storage_ops.checkpoint.saved.saved import shape_of
+
+_PLAIN = frozenset((int, float, bool, str))
+_SAVED_TENSOR, _END = object(), object()
+_ADVICE = (
+    "A region must do the same work both times. A cache that grows, such as that of keys and "
+    "values, makes it do more: switch it off (use_cache=False). Work that only the first call "
+    "does, such as making a table, belongs outside of the region"
+)
+Call = list[Any]
+
+
+# Attribute of a leaf that stands for a tensor with a history: the name of the tensor's node.
+ORIGIN = "_storage_ops_origin"
+
+
+def describe_call(args: Any, kwargs: Any) -> Call:
+    """Describe the arguments of an op: numbers, and shape, dtype and origin of each tensor."""
+    found: Call = []
+    _describe(args, found)
+    if kwargs:
+        _describe(kwargs.values(), found)
+    return found
+
+
+def _describe(values: Any, found: Call) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            base = value._base
+            root = value if base is None else base
+            node = root.grad_fn
+            if node is not None:
+                origin: Any = node.name()
+            # Asked by class first: isinstance with a Parameter's metaclass takes long.
+            elif type(root) is not Tensor and isinstance(root, nn.Parameter):
+                origin = id(root)
+            else:
+                origin = root.requires_grad and vars(root).get(ORIGIN, True)
+            found.append((shape_of(value), value.dtype, origin))
+        elif type(value) in _PLAIN:
+            found.append(value if value == value else "nan")
+        elif isinstance(value, (list, tuple)):
+            _describe(value, found)
+        elif isinstance(value, dict):
+            _describe(value.values(), found)
+
+
+class Log:
+    """The ops of one forward, in order.
+
+    Attributes:
+        is_complete: whether the forward has ended.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []  # the facts of an op, or a mark
+        # By position: the arguments of the calls of ops of which results are saved.
+        self._calls: dict[int, Call] = {}
+        self._names: set[str] = set()
+        self.is_complete = False
+
+    def add(self, facts: Facts) -> int:
+        """Note an op that begins. Return its position."""
+        self._events.append(facts)
+        return len(self._events) - 1
+
+    def add_saved_tensor(self) -> None:
+        """Note that autograd saves a tensor."""
+        self._events.append(_SAVED_TENSOR)
+
+    def describe(self, position: int, name: str, args: Any, kwargs: Any, wanted: bool) -> None:
+        """Note the arguments of a call whose result is wanted, and of later calls of its op."""
+        if wanted:
+            self._names.add(name)
+        if wanted or name in self._names:
+            self._calls[position] = describe_call(args, kwargs)
+
+    def finish(self) -> None:
+        """Note that the forward has ended."""
+        self._events.append(_END)
+        self.is_complete = True
+
+    def name_at(self, position: int) -> str:
+        """Return the name of the op at a position."""
+        return str(self._events[position].name)
+
+    def counts(self) -> Counter[str]:
+        """Return how often each op ran."""
+        return Counter(event.name for event in self._events if isinstance(event, Facts))
+
+
+class Cursor:
+    """Where a recompute is in the log of its forward.
+
+    Attributes:
+        difference: a sentence on the first op that differs; empty if none does.
+    """
+
+    def __init__(self, log: Log, region: str) -> None:
+        self._events, self._calls, self._names = log._events, log._calls, log._names
+        self._region = region
+        self._at = 0  # the next position
+        self._in_step = True
+        self._handed_out = -1  # the last position whose result was used
+        self.difference = ""
+
+    def find(self, facts: Facts, args: Any, kwargs: Any) -> int | None:
+        """Return the position of a call in the log, if a result may be saved there.
+
+        Raises:
+            RuntimeError: the recompute does other work than the forward.
+        """
+        at = self._at
+        if self._in_step and self._events[at] is facts:
+            call = self._calls.get(at)
+            if call is None or call == describe_call(args, kwargs):
+                self._at = at + 1
+                return at
+        if self._in_step:
+            self._lose_step(readable(facts.name))
+        if facts.name not in self._names:
+            return None
+        call = describe_call(args, kwargs)
+        fitting = [
+            i
+            for i in range(self._at, len(self._events))
+            if self._events[i] is facts and self._calls.get(i, call) == call
+        ]
+        if not fitting:
+            self._fail(f"{readable(facts.name)} has a saved result, but not for this call")
+        if len(fitting) > 1 or fitting[0] not in self._calls:
+            return None
+        self._at, self._in_step = fitting[0] + 1, True
+        return fitting[0]
+
+    def use(self, position: int) -> None:
+        """Note that the recompute uses the result of a call in place of running it."""
+        self._handed_out = position
+
+    def see_saved_tensor(self) -> None:
+        """Note that autograd saves a tensor of the recompute.
+
+        Raises:
+            RuntimeError: the recompute does other work than the forward.
+        """
+        if self._in_step:
+            if self._events[self._at] is _SAVED_TENSOR:
+                self._at += 1
+            else:
+                self._lose_step("")
+
+    def _lose_step(self, name: str) -> None:
+        """Note the first difference; refuse to go on where a result that was used may be wrong."""
+        self._in_step = False
+        if not self.difference:
+            self.difference = self._describe_difference(name)
+        used, self._handed_out = self._handed_out, -1
+        # What was left out lies after any event that does not come a second time.
+        if used >= 0 and not any(map(self._is_last_of_its_kind, range(used, self._at))):
+            self._fail(
+                f"a saved result of {readable(self._events[used].name)} that was used by then may "
+                "be that of another call"
+            )
+
+    def _is_last_of_its_kind(self, at: int) -> bool:
+        event, call = self._events[at], self._calls.get(at)
+        for i in range(at + 1, len(self._events)):
+            other = self._calls.get(i)
+            if self._events[i] is event and (call is None or other is None or call == other):
+                return False
+        return True
+
+    def _describe_difference(self, name: str) -> str:
+        ops = [e for e in self._events[: self._at] if isinstance(e, Facts)]
+        later = (e.name for e in self._events[self._at :] if isinstance(e, Facts))
+        expected = next(later, None)
+        if expected is None:
+            return f"the forward ran {len(ops)} ops, and the recompute then ran {name or 'others'}"
+        if readable(expected) == name:
+            return f"op {len(ops)}, {name}, had other arguments in forward"
+        first = f"op {len(ops)} was {readable(expected)} in forward"
+        return f"{first} and {name or 'did not run'} when it was recomputed"
+
+    def _fail(self, why: str) -> NoReturn:
+        raise RuntimeError(
+            f"selective checkpoint: {self._region} does other work when it is recomputed than in "
+            f"forward: {self.difference}; {why}. {_ADVICE}"
+        )

@@ -1,0 +1,223 @@
+"""Names of ops, looked up in the dispatcher's registry.
+
+An op is known here by the name the dispatcher has for it: `aten::mm`, `aten::mm.dtype`, and for
+higher-order ops, which have no schema, `higher_order::flex_attention`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+HIGHER_ORDER = "higher_order"
+# aten.mm, aten.mm.default, aten::mm, torch.ops.aten.mm.default
+_SPELLINGS = re.compile(r"(?:torch\.ops\.)?(\w+)(?:\.|::)(\w+)(?:\.(\w+))?")
+
+
+@functools.cache
+def name_of(op: Any) -> str:
+    """The dispatcher's name of an op that a policy is asked about.
+
+    Example:
+        >>> from storage_ops.checkpoint.saved.op_names import name_of
+        >>> name_of(torch.ops.aten.mm.default), name_of(torch.ops.aten.mm.dtype)
+        ('aten::mm', 'aten::mm.dtype')
+    """
+    name = str(op.name())
+    return name if "::" in name else f"{HIGHER_ORDER}::{name}"
+
+
+def readable(name: str) -> str:
+    """The dispatcher's name as users write it: `aten.mm`."""
+    return name.replace("::", ".")
+
+
+def packet_of(name: str) -> str:
+    """The name without the overload."""
+    return name.partition(".")[0]
+
+
+@functools.cache
+def is_mutating(op: Any) -> bool:
+    """Whether the op modifies an argument in place."""
+    return bool(getattr(getattr(op, "_schema", None), "is_mutable", False))
+
+
+@functools.cache
+def is_view(op: Any) -> bool:
+    """Whether an output of the op is a view of an argument, by its schema."""
+    schema = getattr(op, "_schema", None)
+    return schema is not None and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+    )
+
+
+@functools.cache
+def is_allocation(op: Any) -> bool:
+    """Whether the op returns bytes that nothing has written."""
+    return name_of(op).startswith(("aten::empty", "aten::new_empty"))
+
+
+class Facts(NamedTuple):
+    """What modes ask of each op that runs.
+
+    Attributes:
+        op: itself.
+        name: the dispatcher's.
+        saveable: whether its result can be kept in the place of running it again: not of an op that
+            modifies an argument, nor a view, nor bytes that nothing has written.
+        may_share: whether an output may lie on the bytes of an argument with a version of its own.
+            A view has the version of what it views.
+        may_draw: whether it may draw random numbers.
+        is_ignored: whether it only asks for the layout of a tensor, as C++ code does where an
+            exception ends the process.
+        is_cast: whether it converts a tensor.
+    """
+
+    op: Any
+    name: str
+    saveable: bool
+    may_share: bool
+    may_draw: bool
+    is_ignored: bool
+    is_cast: bool
+
+
+_facts: dict[int, Facts] = {}
+
+
+def facts_of(op: Any) -> Facts:
+    """The facts of an op, by its identity: an op's hash is computed in Python, which takes long."""
+    found = _facts.get(id(op))
+    if found is None:
+        name = name_of(op)
+        saveable = not (is_mutating(op) or is_view(op) or is_allocation(op))
+        new = saveable and name.startswith("aten::") and op is not _UNSAFE_VIEW
+        found = _facts[id(op)] = Facts(
+            op,
+            name,
+            saveable,
+            not (new or is_view(op)),
+            _may_draw(op),
+            op in SAC_IGNORED_OPS or name.startswith(_ABOUT_LAYOUTS),
+            op is _CAST,
+        )
+    return found
+
+
+def _may_draw(op: Any) -> bool:
+    arguments = getattr(getattr(op, "_schema", None), "arguments", ())
+    seeded = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    return seeded or any("Generator" in str(argument.type) for argument in arguments)
+
+
+# Sizes, strides and offsets of strided nested tensors, and the layout of jagged ones.
+_ABOUT_LAYOUTS = ("aten::_nested_tensor_s", "prim::")
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_CAST = torch.ops.aten._to_copy.default
+
+
+def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:
+    """The dispatcher's names of all overloads that the given names mean.
+
+    Args:
+        ops: names such as "aten.mm" (all overloads that modify no argument), "aten.mm.default",
+            "torch.ops.aten.mm.default", "aten::mm", or the ops themselves.
+        field: what the names were given for; errors begin with it.
+
+    Raises:
+        TypeError: something is neither a name nor an op.
+        ValueError: there is no such op (names similar ones), or it modifies an argument.
+
+    Example:
+        >>> from storage_ops.checkpoint.saved.op_names import resolve
+        >>> sorted(resolve(["aten.mm"], "ops_to_save"))
+        ['aten::mm', 'aten::mm.dtype']
+        >>> sorted(resolve(["torch.ops.aten.mm.default"], "ops_to_save"))
+        ['aten::mm']
+    """
+    if isinstance(ops, str):
+        raise TypeError(f"{field} is the string {ops!r}; expected a list of op names")
+    found: set[str] = set()
+    for op in ops:
+        found |= _resolve_one(op, field)
+    return frozenset(found)
+
+
+def _resolve_one(op: Any, field: str) -> set[str]:
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return {name_of(op)}
+    if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        op = str(op)
+    if not isinstance(op, str):
+        raise TypeError(
+            f"{field} contains {op!r}, a {type(op).__name__}; expected the name of an op, "
+            "such as 'aten.mm'"
+        )
+    match = _SPELLINGS.fullmatch(op.strip())
+    if match is None:
+        raise ValueError(
+            f"{field} contains {op!r}; expected the name of an op: namespace.name or "
+            "namespace.name.overload, such as 'aten.mm'"
+        )
+    namespace, name, overload = match.groups()
+    packet = f"{namespace}::{name}"
+    if namespace == HIGHER_ORDER and name in torch._ops._higher_order_ops:
+        return {packet}
+    by_overload = _overloads(packet)
+    if not by_overload:
+        raise ValueError(f"{field} contains {op!r}: there is no such op{_similar(packet)}")
+    if overload is not None and overload not in by_overload:
+        raise ValueError(
+            f"{field} contains {op!r}: {readable(packet)} has no such overload; expected one of "
+            f"{', '.join(sorted(by_overload))}"
+        )
+    wanted = by_overload if overload is None else [overload]
+    kept = {by_overload[o].name for o in wanted if not by_overload[o].schema.is_mutable}
+    if not kept:
+        raise ValueError(
+            f"{field} contains {op!r}, which modifies its arguments in place; expected an op whose "
+            "result can be kept in the place of running it again"
+        )
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if all(has_kernel(name, "CompositeImplicitAutograd") for name in kept):
+        warnings.warn(
+            f"{field} contains {op!r}, which autograd sees as the ops it is made of; a policy is "
+            "asked about those (explain_policy lists them), and seldom about this one",
+            stacklevel=2,
+        )
+    return kept
+
+
+class _Overload(NamedTuple):
+    name: str
+    schema: Any
+
+
+def _overloads(packet: str) -> dict[str, _Overload]:
+    """All overloads that the dispatcher has; TorchScript knows more."""
+    known = set(torch._C._dispatch_get_all_op_names())
+    found = {}
+    for schema in torch._C._jit_get_schemas_for_operator(packet):
+        name = f"{packet}.{schema.overload_name}" if schema.overload_name else packet
+        if name in known:
+            found[schema.overload_name or "default"] = _Overload(name, schema)
+    return found
+
+
+def _similar(packet: str) -> str:
+    packets = {packet_of(name) for name in torch._C._dispatch_get_all_op_names()}
+    packets |= {f"{HIGHER_ORDER}::{name}" for name in torch._ops._higher_order_ops}
+    namespace, _, name = packet.partition("::")
+    near = [f"{namespace}::{n}" for n in difflib.get_close_matches(
+        name, [p.partition("::")[2] for p in packets if p.startswith(f"{namespace}::")]
+    )]  # fmt: skip
+    near = near or difflib.get_close_matches(packet, packets)
+    return f"; did you mean {', '.join(map(readable, near))}?" if near else ""

@@ -1,0 +1,386 @@
+"""Policies: which results of a checkpointed region are saved, and which are recomputed in backward.
+
+A policy is a plain function of the form `torch.utils.checkpoint` knows:
+
+    def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool
+
+It is asked about every op of the forward, with the op's arguments; `ctx.op_output` is its result.
+True and `CheckpointPolicy.MUST_SAVE` or `PREFER_SAVE` save it, "offload" saves it in host memory.
+Policies are combined as the sets of ops that they save: `union`, `difference`, `every_kth`. One
+that counts ops has a method `begin()` that returns a fresh one; it is called for every region.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from storage_ops.checkpoint.saved.op_names import (
+    facts_of,
+    is_mutating,
+    is_view,
+    name_of,
+    packet_of,
+    resolve,
+)
+
+Policy = Callable[..., CheckpointPolicy | bool | str]
+
+MATMULS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "mkldnn_linear",
+        "_addmm_activation", "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm",
+        "_scaled_grouped_mm", "_scaled_grouped_mm_v2",
+    )
+) | {"transformers::grouped_mm_fallback"}  # fmt: skip
+ATTENTION = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
+        "_efficient_attention_forward",
+    )
+) | {"higher_order::flex_attention"}  # fmt: skip
+# Ops that do the same, of which the device, the dtype or the compiler decides which runs.
+_SAME = dict.fromkeys(ATTENTION, "attention") | dict.fromkeys(
+    ("aten::_grouped_mm", "transformers::grouped_mm_fallback"), "grouped_mm"
+)
+COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
+
+_SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_RECOMPUTING = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+OFFLOAD: Literal["offload"] = "offload"
+# torch has a word for it from 2.13 on, and in eager mode nothing that heeds it.
+_OFFLOADING = (OFFLOAD, getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", OFFLOAD))
+_Kept = bool | Literal["offload"]  # saved, recomputed, or saved in host memory
+
+
+def _decision(save: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _word(kept: _Kept) -> CheckpointPolicy | str:
+    return kept if isinstance(kept, str) else _decision(kept)
+
+
+def saves(policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any) -> _Kept:
+    """Whether a policy saves the result of an op; "offload" where it does so in host memory.
+
+    Raises:
+        ValueError: the policy returned neither a bool, "offload", nor a CheckpointPolicy that saves
+            or recomputes.
+        RuntimeError: it raised a TypeError, which an operator such as @ would hide.
+    """
+    try:
+        decision = policy(ctx, op, *args, **kwargs)
+    except TypeError as error:
+        raise RuntimeError(
+            f"the policy {policy!r} failed for {op}: {error}; expected a function "
+            "policy(ctx, op, *args, **kwargs)"
+        ) from error
+    if decision is True or decision in _SAVING:
+        return True
+    if decision is False or decision in _RECOMPUTING:
+        return False
+    if decision in _OFFLOADING:
+        return OFFLOAD
+    raise ValueError(
+        f"the policy {policy!r} returned {decision!r} for {op}; expected a bool, 'offload', or a "
+        "CheckpointPolicy that saves or recomputes"
+    )
+
+
+def begin(policy: Policy) -> Policy:
+    """The policy for one region: a fresh one where it counts, else itself."""
+    fresh: Policy = policy.begin() if hasattr(policy, "begin") else policy
+    return fresh
+
+
+def matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the results of matrix products, also batched, scaled and grouped ones."""
+    return _decision(packet_of(name_of(op)) in MATMULS)
+
+
+def attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the results of fused attention kernels and of flex_attention."""
+    return _decision(packet_of(name_of(op)) in ATTENTION)
+
+
+def communication(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the results of functional collectives, so that nothing is sent a second time."""
+    return _decision(name_of(op).startswith(COLLECTIVES))
+
+
+def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save all results but views, which cost nothing; to be narrowed by `difference`."""
+    return _decision(not (is_mutating(op) or is_view(op)))
+
+
+@dataclass(frozen=True)
+class _Save:
+    names: frozenset[str]
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return _decision(name_of(op) in self.names)
+
+
+def save(*ops: Any) -> Policy:
+    """Save the results of these ops.
+
+    Args:
+        ops: names ("aten.mm" means all its overloads, "aten.mm.default" one) or the ops themselves.
+
+    Raises:
+        ValueError: there is no such op, or it modifies its arguments. TypeError: not a name.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policies.save("aten.mm", torch.ops.aten.addmm.default)(None, torch.ops.aten.mm.default)
+        <CheckpointPolicy.MUST_SAVE: 0>
+    """
+    return _Save(resolve(ops, "save()"))
+
+
+def call_name(op: Any) -> str:
+    """The name by which `save_calls` counts the calls of an op."""
+    return _call_name(facts_of(op).name)
+
+
+@functools.cache
+def _call_name(name: str) -> str:
+    return _SAME.get(packet_of(name), name)
+
+
+@dataclass(frozen=True)
+class _SaveCalls:
+    calls: frozenset[tuple[str, int]]
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        raise _not_begun("save_calls")
+
+    def begin(self) -> Policy:
+        return _CallCounter(self.calls)
+
+
+class _CallCounter:
+    """Numbers the calls of each op of one region, as `_Counter` does."""
+
+    def __init__(self, calls: frozenset[tuple[str, int]]) -> None:
+        self._calls = calls
+        self._names = {name for name, _ in calls}
+        self._seen: dict[tuple[str, bool], int] = {}
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = call_name(op)
+        if name not in self._names:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        key = name, bool(ctx.is_recompute)
+        number = self._seen.get(key, 0)
+        self._seen[key] = number + 1
+        return _decision((name, number) in self._calls)
+
+    def never_made(self) -> list[str]:
+        """Names of ops of which a call is to be saved that a forward has not made."""
+        missing = {
+            name for name, number in self._calls if number >= self._seen.get((name, False), 0)
+        }
+        return sorted(missing)
+
+
+def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
+    """Save the results of single calls of ops, counted anew in every region.
+
+    Args:
+        calls: pairs of the dispatcher's name of an op, "aten::mm" for its default overload, and the
+            number of the call among those of this op, from 0. "attention" counts the calls of all
+            fused kernels of attention, of which each device has its own, and "grouped_mm" those of
+            products of groups, which transformers does by an op of its own where torch cannot.
+
+    Raises:
+        TypeError: not such pairs.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.save_calls([("aten::mm", 0), ("attention", 0)])
+    """
+    kept = set()
+    for call in calls:
+        if not (isinstance(call, (tuple, list)) and [type(v) for v in call] == [str, int]):
+            raise TypeError(
+                f"save_calls: calls has {call!r}; expected pairs such as ('aten::mm', 0)"
+            )
+        kept.add((_call_name(call[0]), call[1]))
+    return _SaveCalls(frozenset(kept))
+
+
+# Which argument of a product is its right factor.
+_RIGHT_FACTOR = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
+
+
+@dataclass(frozen=True)
+class _SaveShapes:
+    shapes: frozenset[tuple[int, ...]]
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        position = _RIGHT_FACTOR.get(packet_of(name_of(op)))
+        if position is None or len(args) <= position:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        shape = tuple(args[position].shape)  # a symbolic size is no layer's
+        return _decision(all(type(n) is int for n in shape) and shape in self.shapes)
+
+
+def save_mm_shapes(shapes: Iterable[tuple[int, ...]]) -> Policy:
+    """Save matrix products (mm, addmm) whose right factor has one of these shapes.
+
+    Args:
+        shapes: (in_features, out_features) of linear layers.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.save_mm_shapes([(16, 64)])
+        >>> policy(None, torch.ops.aten.mm.default, torch.ones(2, 16), torch.ones(16, 64))
+        <CheckpointPolicy.MUST_SAVE: 0>
+    """
+    return _SaveShapes(frozenset(tuple(int(n) for n in shape) for shape in shapes))
+
+
+@dataclass(frozen=True)
+class _Union:
+    parts: tuple[Policy, ...]
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+        decisions = [saves(p, ctx, op, args, kwargs) for p in self.parts]  # each one may count
+        return _decision(True) if True in decisions else _word(next(filter(None, decisions), False))
+
+    def begin(self) -> Policy:
+        return _Union(tuple(begin(p) for p in self.parts))
+
+
+def union(*policies: Policy) -> Policy:
+    """Save what any of these policies saves, in host memory what none saves on the device.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.union(policies.matmuls, policies.attention)
+    """
+    return policies[0] if len(policies) == 1 else _Union(policies)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    policy: Policy
+    other: Policy
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+        first, second = (saves(p, ctx, op, args, kwargs) for p in (self.policy, self.other))
+        return _word(first if not second else False)
+
+    def begin(self) -> Policy:
+        return _Difference(begin(self.policy), begin(self.other))
+
+
+def difference(policy: Policy, other: Policy) -> Policy:
+    """Save what `policy` saves and `other` does not.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.difference(policies.matmuls, policies.save("aten.bmm"))
+    """
+    return _Difference(policy, other)
+
+
+@dataclass(frozen=True)
+class _Offload:
+    policy: Policy
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+        return OFFLOAD if saves(self.policy, ctx, op, args, kwargs) else _decision(False)
+
+    def begin(self) -> Policy:
+        return _Offload(begin(self.policy))
+
+
+def offload(policy: Policy) -> Policy:
+    """Save what `policy` saves in host memory, between a region's forward and its backward.
+
+    The copies run beside the work of the GPU: those to pinned host memory while the next region
+    with a policy runs its forward, after which the bytes on the device are freed, and those back
+    while the region after it runs its backward. It costs no time where the link to the host moves
+    the results of a region in less time than a region takes, which `storage_ops.fit` computes.
+
+    A result that something else holds when the forward of its region ends, such as an output of the
+    region, is saved on the device, and so is what a collective returns. On a CPU there is no other
+    memory, so everything is saved, but in `simulated_copies`. A graph that is retained has the
+    bytes on the device from its first backward on. Code that torch.compile compiles or
+    `trace_step` traces refuses such a policy.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.union(policies.attention, policies.offload(policies.matmuls))
+    """
+    return _Offload(policy)
+
+
+def _not_begun(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} counts the ops of one region and was not told where that begins; give "
+        "functools.partial(storage_ops.policies.contexts, policy) to checkpoint as context_fn"
+    )
+
+
+@dataclass(frozen=True)
+class _EveryKth:
+    policy: Policy
+    k: int
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        raise _not_begun("every_kth")
+
+    def begin(self) -> Policy:
+        return _Counter(begin(self.policy), self.k)
+
+
+class _Counter:
+    """Counts the ops of one region, in its forward and, in torch 2.10, in its recompute."""
+
+    def __init__(self, policy: Policy, k: int) -> None:
+        self._policy = policy
+        self._k = k
+        self._seen = {False: 0, True: 0}
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+        kept = saves(self._policy, ctx, op, args, kwargs)
+        if not kept:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen = self._seen[ctx.is_recompute]
+        self._seen[ctx.is_recompute] += 1
+        return _word(kept if seen % self._k == 0 else False)
+
+
+def every_kth(policy: Policy, k: int) -> Policy:
+    """Of the results that `policy` saves, save the first, and every k-th after it.
+
+    Counting starts anew in every region.
+
+    Raises:
+        ValueError: k is less than 1.
+
+    Example:
+        >>> from storage_ops import policies
+        >>> policy = policies.every_kth(policies.save("aten.mm"), 3)
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"every_kth: k is {k!r}; expected a whole number of at least 1")
+    return _EveryKth(policy, k)
+
+
+every_other_mm = every_kth(matmuls, 2)
+
+PolicyName = Literal["matmuls", "attention", "every_other_mm", "communication"]
+NAMED: dict[str, Policy] = {name: globals()[name] for name in get_args(PolicyName)}

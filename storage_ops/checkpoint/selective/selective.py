@@ -1,0 +1,451 @@
+"""What a policy saves in the forward of a region, and gives back when the region is recomputed.
+
+The two modes here do in eager what torch's own pair does, and more: a saved op that drew random
+numbers leaves its generator as it did the first time, so that a later dropout repeats its mask; a
+saved result that the region modifies in place is recomputed instead; a graph can be retained; and
+a policy that saves nothing warns. torch.compile knows torch's pair only, and gets that.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+
+from storage_ops._op_arguments import tensors_in, with_tensors
+from storage_ops.checkpoint.region.region import Region, is_retained
+from storage_ops.checkpoint.saved.guard import by_storage, storage_key
+from storage_ops.checkpoint.saved.holders import is_held_by
+from storage_ops.checkpoint.saved.light_mode import LightMode
+from storage_ops.checkpoint.saved.matching import Cursor, Log
+from storage_ops.checkpoint.saved.op_names import Facts, facts_of, name_of, readable
+from storage_ops.checkpoint.selective import offload
+from storage_ops.checkpoint.selective.copies import copies_for
+from storage_ops.checkpoint.selective.offload import Away, Trip
+from storage_ops.checkpoint.selective.policies import COLLECTIVES, OFFLOAD, Policy, begin, saves
+from storage_ops.checkpoint.state.execution import rng_of
+from storage_ops.storage.storage import is_discarded, is_own, locals_of
+
+RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def contexts(
+    policy: Policy,
+    region: str = "a region",
+    preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool = False,
+) -> tuple[Any, Any]:
+    """The pair of contexts that makes `torch.utils.checkpoint` follow a policy.
+
+    Args:
+        policy: a policy of `storage_ops.policies`, or a function of that form.
+        region: what warnings and errors call the region.
+        preserve_rng_state: the same as given to `checkpoint`.
+        respect_saved_tensors_hooks: what is saved goes through the saved-tensor hooks around the
+            region, such as `torch.autograd.graph.save_on_cpu`.
+
+    Example:
+        >>> from functools import partial
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from storage_ops import policies
+        >>> x = torch.randn(4, 4, requires_grad=True)
+        >>> context_fn = partial(policies.contexts, policies.matmuls)
+        >>> f = lambda x: (x @ x).sin()
+        >>> checkpoint(f, x, use_reentrant=False, context_fn=context_fn).sum().backward()
+    """
+    if torch.compiler.is_compiling() or _is_traced():
+        decide = _ForCompile(begin(policy), region)
+        forward, recompute = create_selective_checkpoint_contexts(decide)
+        forward.__class__ = _ending(type(forward))  # type: ignore[arg-type]
+        return forward, recompute
+    saved = _Saved(region, preserve_rng_state)
+    if respect_saved_tensors_hooks:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        # What an enclosing checkpoint would do with it is to throw it away.
+        saved.hooks = None if Region.is_saved_by_another() else top
+    return _Recording(begin(policy), saved), _Replaying(saved)
+
+
+def _is_traced() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+@dataclass
+class _ForCompile:
+    """A policy as torch's modes ask it, with what it was asked about."""
+
+    policy: Policy
+    region: str
+    calls: Counter[str] = field(default_factory=Counter)
+    saves_any: bool = False
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        self.calls[name_of(op)] += 1
+        kept = saves_result(self.policy, ctx, op, args, kwargs)
+        if kept == OFFLOAD:
+            raise RuntimeError(
+                f"the policy of the selective checkpoint says 'offload' for "
+                f"{readable(name_of(op))} in {self.region}, which is compiled or traced: only "
+                "eager code brings bytes back from host memory; expected a policy that saves or "
+                "recomputes"
+            )
+        if kept:
+            self.saves_any = True
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _ending(mode: type) -> type:
+    """A subclass of torch's caching mode that warns at the end if less is saved than is wanted."""
+
+    def __exit__(self: Any, kind: Any, error: Any, trace: Any) -> None:
+        mode.__exit__(self, kind, error, trace)  # type: ignore[attr-defined]
+        decide = self.policy_fn
+        if kind is not None:
+            return
+        if not decide.saves_any:
+            _warn_of_nothing(decide.region, decide.calls)
+            return
+        missing: list[str] = getattr(decide.policy, "never_made", list)()
+        if missing:
+            names = ", ".join(map(readable, missing))
+            warnings.warn(
+                f"{decide.region} makes fewer calls of {names} where it is compiled than the "
+                "policy of its selective checkpoint saves: what it counts on is recomputed; "
+                "expected a policy for compiled code",
+                stacklevel=2,
+            )
+
+    # That torch 2.10 and 2.11 do not let through.
+    members = {"__exit__": __exit__, "supports_higher_order_operators": True}
+    return type("SelectiveMode", (mode,), members)
+
+
+def _warn_of_nothing(region: str, calls: dict[str, int]) -> None:
+    if calls:
+        ran = [f"{readable(name)} x{n}" for name, n in Counter(calls).most_common(8)]
+        warnings.warn(
+            f"the policy of the selective checkpoint saves nothing in {region}, which is "
+            f"recomputed as a whole; its ops are {', '.join(ran)}",
+            stacklevel=3,
+        )
+
+
+def saves_result(
+    policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any
+) -> bool | Literal["offload"]:
+    """Whether the result of an op is saved: as the policy says, where that can be done.
+
+    An op that modifies an argument must run again to do so. A view is nothing to save, nor are
+    bytes that no op has written yet.
+    """
+    wanted = saves(policy, ctx, op, args, kwargs)
+    if not wanted or not facts_of(op).saveable:
+        return False
+    if wanted == OFFLOAD and name_of(op).startswith(COLLECTIVES):
+        return True  # its bytes come later than the op
+    return wanted
+
+
+@dataclass
+class _Result:
+    """What an op returned, and the random numbers that were next after it."""
+
+    value: Any
+    random: RandomState
+    # All tensors on the same bytes and their versions. Most views share their version with the
+    # value; what aten._unsafe_view returns, the last step of a product in 3-D, has its own.
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    offloads: bool = False
+    trips: list[Trip] = field(default_factory=list)  # of its bytes to host memory and back
+
+    def watch(self, t: Tensor) -> None:
+        self.versions.append((t, t._version))
+
+    def is_modified(self) -> bool:
+        return any(t._version != version for t, version in self.versions)
+
+    def depart(self) -> None:
+        """Begin to copy the bytes to host memory, if nobody else holds them."""
+        ours = {id(t): t for t in (*tensors_in(self.value), *(t for t, _ in self.versions))}
+        for key, t in by_storage(tensors_in(self.value)).items():
+            held = sum(storage_key(each) == key for each in ours.values())
+            inside = locals_of("offload", "a result", t)
+            copies = copies_for(inside[0]) if len(inside) == 1 else None
+            if (
+                copies is not None
+                and not is_discarded(t)
+                and is_own(inside[0])
+                and is_held_by(key, held)
+            ):
+                self.trips.append(Trip(inside[0], copies))
+
+    def pack(self, hooks: Hooks) -> None:
+        """Hand the tensors to saved-tensor hooks; whoever modifies them then is unseen."""
+        self.versions = []
+        self.value = with_tensors(lambda t: _Packed(hooks[0](t), hooks[1]), self.value)
+
+    def read(self) -> Any:
+        """What the op returned; the tensors without a history."""
+        while self.trips:
+            self.trips[0].arrive()
+            self.trips.pop(0)
+        return with_tensors(_unpacked, self.value, (Tensor, _Packed))
+
+
+@dataclass
+class _Packed:
+    """A tensor that saved-tensor hooks keep."""
+
+    kept: Any
+    unpack: Callable[[Any], Tensor]
+
+
+def _unpacked(value: Tensor | _Packed) -> Tensor:
+    return _detached(value if isinstance(value, Tensor) else value.unpack(value.kept))
+
+
+@dataclass
+class _Saved:
+    """The saved results of one region, by their positions in the log of its forward."""
+
+    region: str
+    preserve_rng_state: bool
+    log: Log = field(default_factory=Log)
+    results: dict[int, _Result] = field(default_factory=dict)
+    hooks: Hooks | None = None
+    away: Away | None = None  # what of it is in host memory
+    # Whether a backward pass inside of the forward repeats a part of it.
+    is_repeating: bool = False
+    # A pass that keeps the graph has had them: passes for parts of the rest may follow, such as
+    # those for the weights alone, of which none is known to be the last.
+    is_shared: bool = False
+
+
+class _Following(LightMode):
+    """A mode that is told of each tensor that autograd saves for the region."""
+
+    _hooks: Any = None
+
+    def _enter(self, note: Callable[[], None]) -> Any:
+        """Enter the mode, and call `note` before each tensor that a checkpoint's hook packs."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks = None if top is None else _noting(note, *top)
+        if self._hooks is not None:
+            self._hooks.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        finally:
+            hooks, self._hooks = self._hooks, None
+            if hooks is not None:
+                hooks.__exit__(kind, error, trace)
+
+
+def _noting(note: Callable[[], None], pack: Any, unpack: Any) -> saved_tensors_hooks:
+    def pack_and_note(t: Tensor) -> Any:
+        note()
+        return pack(t)
+
+    # By it regions inside know that an enclosing checkpoint saves nothing of theirs.
+    pack_and_note.__module__ = getattr(pack, "__module__", "")
+    return saved_tensors_hooks(pack_and_note, unpack)
+
+
+class _Recording(_Following):
+    """Active in the forward of a region."""
+
+    def __init__(self, policy: Policy, saved: _Saved) -> None:
+        super().__init__()
+        self._policy = policy
+        self._saved = saved
+        self._on_storage: dict[int, _Result] = {}
+
+    def __enter__(self) -> Any:
+        return self._enter(self._saved.log.add_saved_tensor)
+
+    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run the op, and save its result if the policy wants it."""
+        facts, saved = facts_of(op), self._saved
+        if saved.is_repeating or _ignores(facts, args):
+            return op(*args, **kwargs)
+        position = saved.log.add(facts)  # before it runs: one that raises counts too
+        out = op(*args, **kwargs)
+        ctx = SelectiveCheckpointContext(is_recompute=False)
+        ctx.op_output = out  # torch 2.10 does not set it
+        wanted = saves_result(self._policy, ctx, op, args, kwargs)
+        saved.log.describe(position, facts.name, args, kwargs, bool(wanted))
+        if not (wanted or (self._on_storage and facts.may_share)):
+            return out
+        tensors = tensors_in(out)
+        made = by_storage(tensors)
+        for key, t in made.items():
+            if key in self._on_storage:
+                self._on_storage[key].watch(_detached(t))
+        if not wanted or not tensors:  # a number costs nothing
+            return out
+        # On the bytes of an argument there is nothing to save, and whoever modifies them is unseen.
+        if made.keys().isdisjoint(by_storage(tensors_in((args, kwargs)))):
+            value = with_tensors(_detached, out)
+            random: RandomState = []
+            if facts.may_draw and saved.preserve_rng_state:
+                random = _random_state(tensors, (*args, *kwargs.values()))
+            result = _Result(value, random, offloads=wanted == OFFLOAD)
+            saved.results[position] = result
+            for t in tensors_in(value):
+                result.watch(t)
+            self._on_storage |= dict.fromkeys(made, result)
+        return out
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is not None:
+            return
+        self._on_storage.clear()
+        saved = self._saved
+        saved.log.finish()
+        if not saved.results:
+            _warn_of_nothing(saved.region, saved.log.counts())
+        modified = {at: r for at, r in saved.results.items() if r.is_modified()}
+        for at in modified:
+            del saved.results[at]
+        if saved.hooks is not None:
+            for result in saved.results.values():
+                result.pack(saved.hooks)
+        else:
+            self._send_away()
+        if modified:
+            names = sorted({readable(saved.log.name_at(at)) for at in modified})
+            warnings.warn(
+                f"{saved.region} modifies in place what the policy of its selective checkpoint "
+                f"saves: results of {', '.join(names)} are recomputed instead",
+                stacklevel=2,
+            )
+
+    def _send_away(self) -> None:
+        trips: list[Trip] = []
+        for result in self._saved.results.values():
+            if result.offloads:
+                result.depart()
+                trips += result.trips
+        offload.region_ended()
+        if trips:
+            self._saved.away = Away(trips)
+
+
+class _Replaying(_Following):
+    """Active while a region is recomputed.
+
+    Attributes:
+        difference: the first op that differs from the forward; empty if none does.
+    """
+
+    def __init__(self, saved: _Saved) -> None:
+        super().__init__()
+        self._saved = saved
+        self._cursor = Cursor(saved.log, saved.region)
+
+    @property
+    def difference(self) -> str:
+        return self._cursor.difference
+
+    def __enter__(self) -> Any:
+        saved = self._saved
+        self._cursor = Cursor(saved.log, saved.region)
+        if not saved.log.is_complete:
+            saved.is_repeating = True
+            return self._enter(_nothing)
+        if saved.away is not None:
+            saved.away.fetch()
+        return self._enter(self._cursor.see_saved_tensor)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._saved.is_repeating = False
+        super().__exit__(kind, error, trace)
+
+    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Give back the saved result of the op, or run it."""
+        facts, saved = facts_of(op), self._saved
+        if saved.is_repeating or _ignores(facts, args):
+            return op(*args, **kwargs)
+        position = self._cursor.find(facts, args, kwargs)
+        result = None if position is None else saved.results.get(position)
+        if position is None or result is None:
+            return op(*args, **kwargs)
+        if result.is_modified():
+            raise RuntimeError(
+                f"selective checkpoint: a result of {readable(facts.name)} that was saved in "
+                f"{saved.region} was modified in place after it"
+            )
+        for put, state in result.random:
+            put(state)
+        if not _is_needed_again(saved):
+            del saved.results[position]
+        self._cursor.use(position)
+        return result.read()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _is_needed_again(saved: _Saved) -> bool:
+    """Return True if another backward pass may ask for what one asks for now.
+
+    A saved tensor that is read outside of a backward pass is still there for the pass.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    saved.is_shared = saved.is_shared or is_retained()
+    return saved.is_shared
+
+
+def _detached(t: Tensor) -> Tensor:
+    """The same bytes and version counter, without autograd's record of the tensor.
+
+    Below autograd a detach has a version counter of its own unless this key is let in.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return t.detach()
+
+
+def is_ignored(op: Any, args: Any) -> bool:
+    """Whether an op does not count: it may run in the forward and not in the recompute.
+
+    Autocast casts a leaf that requires grad where it is first used, and keeps the result for other
+    regions. Parameters are such leaves.
+    """
+    return _ignores(facts_of(op), args)
+
+
+def _ignores(facts: Facts, args: Any) -> bool:
+    return facts.is_ignored or (facts.is_cast and _is_cast_once(args[0]))
+
+
+def _is_cast_once(t: Tensor) -> bool:
+    return isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)
+
+
+def _random_state(made: list[Tensor], given: tuple[Any, ...]) -> RandomState:
+    """The state of the generators that an op which draws may have used, after it."""
+    for value in given:
+        if isinstance(value, torch.Generator):
+            return [(value.set_state, value.get_state())]
+    devices = {t.device for t in made if t.device.type != "meta"}
+    return [(put, get()) for get, put in map(rng_of, devices)]

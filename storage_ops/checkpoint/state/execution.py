@@ -1,0 +1,263 @@
+"""What a forward depends on besides its arguments: random numbers, autocast, modes and defaults,
+the hooks of modules (`calls`), and what is in the places that it reaches (`effects`)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import _symbolic_trace as fx_trace
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from storage_ops.checkpoint.state.calls import Calls
+from storage_ops.checkpoint.state.effects import Effects
+from storage_ops.checkpoint.state.modes import active_modes
+from storage_ops.checkpoint.state.reachable import Surroundings
+
+_Source = tuple[Callable[[], Any], Callable[[Any], object]]  # get and set a piece of state
+_trackers: OrderedDict[int, Any] = OrderedDict()
+
+
+def register_rng_tracker(tracker: Any) -> RemovableHandle:
+    """Repeat the random numbers of a generator or tracker in every recompute from now on.
+
+    The default generators of the CPU and of every device are repeated anyway, and so are
+    `torch.Generator` objects that a region is called with, closes over or names as a global, and
+    those that a module or another object among these has as an attribute, or that its forward or
+    `__call__` names. Not repeated unless they are registered: others, those of Python
+    (`register_rng_tracker(random)`) and those of numpy (`register_rng_tracker(numpy.random)`).
+
+    Args:
+        tracker: a `torch.Generator`, `random`, `numpy.random`, or an object with `get_states()` and
+            `set_states(states)`, as Megatron-LM's tracker of tensor-parallel random states has.
+
+    Returns:
+        A handle whose `remove()` undoes the registration.
+
+    Raises:
+        TypeError: `tracker` is neither.
+
+    Example:
+        >>> handle = storage_ops.register_rng_tracker(torch.Generator())
+        >>> handle.remove()
+    """
+    _accessors(tracker)
+    handle = RemovableHandle(_trackers)
+    _trackers[handle.id] = tracker
+    return handle
+
+
+_ACCESSORS = (("get_states", "set_states"), ("get_state", "set_state"), ("getstate", "setstate"))
+
+
+def _accessors(source: Any) -> _Source:
+    for get, put in _ACCESSORS:
+        if hasattr(source, get) and hasattr(source, put):
+            return getattr(source, get), getattr(source, put)
+    raise TypeError(
+        f"register_rng_tracker: tracker is {type(source).__name__}; expected a torch.Generator, "
+        "random, numpy.random or an object with get_states() and set_states(states)"
+    )
+
+
+def rng_of(device: torch.device) -> _Source:
+    """How to get and set the state of a device's default generator."""
+    if device.type == "cpu":
+        return _state_of_cpu, torch.default_generator.set_state
+    library = torch.get_device_module(device)
+    put = functools.partial(library.set_rng_state, device=device)
+    return functools.partial(library.get_rng_state, device), put
+
+
+def _state_of_cpu() -> Tensor:
+    state = torch.default_generator.get_state()
+    if torch._C._len_torch_dispatch_stack():  # a simulation of `storage_ops.memory` counts it
+        for mode in _get_current_dispatch_mode_stack():
+            getattr(mode, "note_random_state", lambda _: None)(state)
+    return state
+
+
+_RNG_OF_CPU = rng_of(torch.device("cpu"))
+
+
+def _device() -> torch.device | None:
+    """Where factories put tensors by default; asking torch is slow, and mostly there is no mode."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def _autocast(device_type: str) -> tuple[bool, torch.dtype, bool]:
+    return (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _set_deterministic(state: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(state[0], warn_only=state[1])
+
+
+def _attention() -> Any:
+    return F.scaled_dot_product_attention
+
+
+def _set_attention(attention: Any) -> None:
+    F.scaled_dot_product_attention = attention
+
+
+class _Switch(threading.local):
+    """Whether checkpoints of this thread are plain calls."""
+
+    off = False
+
+
+_switch = _Switch()
+
+
+def is_disabled() -> bool:
+    """Whether this is inside of `disable_checkpointing`."""
+    return _switch.off
+
+
+def is_traced_by_fx(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return True if a call has proxies of `torch.fx.symbolic_trace`, which are no tensors."""
+    if torch.compiler.is_compiling() or not fx_trace._is_fx_tracing_flag:  # make_fx sets it too
+        return False
+    return any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves((args, kwargs)))
+
+
+def _disable(off: bool) -> None:
+    _switch.off = off
+
+
+@contextlib.contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Make every checkpoint of this package a plain call, in the forwards of a with block.
+
+    Holds for checkpointed layers, `OutputDiscardCheckpoint`, `output_discard` and chains, in this
+    thread, in traced steps too: they save what plain autograd saves, and free nothing. A backward
+    may run anywhere; it repeats what was checkpointed in the forward. Compiled code and
+    `torch.utils.checkpoint` keep their checkpoints.
+
+    Example:
+        >>> layer = storage_ops.CheckpointWrapper(torch.nn.Linear(4, 4))
+        >>> with storage_ops.disable_checkpointing():
+        ...     y = layer(torch.randn(2, 4))
+        >>> y.sum().backward()
+    """
+    before = _switch.off
+    _switch.off = True
+    try:
+        yield
+    finally:
+        _switch.off = before
+
+
+# Modes that change what the same code computes, or by which kernel, which may save other tensors.
+_SETTINGS: tuple[_Source, ...] = (
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (is_disabled, _disable),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_deterministic, _set_deterministic),
+    # torch.nn.attention.sdpa_kernel. Not the order in which it prefers them: torch changes that by
+    # itself, at the first attention of a process on some GPUs.
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    # torch.backends.cudnn.flags
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    # Context parallelism exchanges this function for the forward.
+    (_attention, _set_attention),
+)
+
+
+class ExecutionState:
+    """State captured before a region runs; a context manager that runs it again the same way."""
+
+    def __init__(self, around: Surroundings, preserve_rng_state: bool) -> None:
+        """Capture the state for a call with these surroundings."""
+        devices = set(around.devices)
+        if torch.cuda.is_initialized():
+            devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
+        types = {"cpu", *(device.type for device in devices)}
+        self._autocast = {name: _autocast(name) for name in types}
+        self._device = _device()
+        self.modes = active_modes()  # a recompute enters them around the call alone
+        self._current = torch.cuda.current_device() if "cuda" in types else -1
+        self._settings = [get() for get, _ in _SETTINGS]
+        self._training = [(module, module.training) for module in around.modules]
+        self._calls = Calls(around.modules)
+        self.effects = Effects(around)
+        self._rng: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+        if not preserve_rng_state:
+            return
+        sources = [_RNG_OF_CPU, *map(rng_of, devices)] if devices else [_RNG_OF_CPU]
+        sources += [_accessors(each) for each in (*around.generators, *_trackers.values())]
+        self._rng = [(get, put, get()) for get, put in sources]
+
+    def __enter__(self) -> None:
+        """Make the captured state current, where it is not."""
+        self._undo: list[Callable[[], object]] = []
+        try:
+            self._restore()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        """Put back what was current, all of it whatever happens."""
+        try:
+            while self._undo:
+                self._undo.pop()()
+        finally:
+            if self._undo:
+                self.__exit__()
+
+    def _set(self, put: Callable[[Any], object], value: Any, back: Any) -> None:
+        self._undo.append(functools.partial(put, back))
+        put(value)
+
+    def _around(self, context: Any) -> None:
+        context.__enter__()
+        self._undo.append(functools.partial(context.__exit__, None, None, None))
+
+    def _restore(self) -> None:
+        for device_type, (enabled, dtype, cache) in self._autocast.items():
+            if _autocast(device_type) != (enabled, dtype, cache):
+                self._around(torch.autocast(device_type, dtype, enabled, cache))
+        if _device() != self._device:
+            self._around(self._device or torch.device("cpu"))
+        if self._current >= 0:
+            self._around(torch.cuda.device(self._current))
+        for (get, put), value in zip(_SETTINGS, self._settings, strict=True):
+            now = get()
+            if now != value:
+                self._set(put, value, now)
+        for module, training in self._training:
+            if module.training != training:
+                put = functools.partial(setattr, module, "training")
+                self._set(put, training, module.training)
+        # Before the effects, which may reach what a tracker returns and is given.
+        for get, put, state in self._rng:
+            self._set(put, state, get())
+        self._calls.restore(self._undo)
+        self.effects.restore(self._undo)

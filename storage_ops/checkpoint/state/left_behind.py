@@ -1,0 +1,265 @@
+"""Take fake tensors out of caches that outlive the run that made them.
+
+A function with `functools.lru_cache`, a dictionary of masks in a Python module, or an attribute of
+a class keeps the tensors of a run on fake tensors. The next real call would find them and fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import CellType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.checkpoint.state.containers import MISSING, copy_of, put
+from storage_ops.checkpoint.state.random_states import undo_draws_of_process
+from storage_ops.foundation.walk import (
+    CONTAINERS,
+    MAPPINGS,
+    OPAQUE,
+    attributes_of,
+    is_data,
+    is_opaque,
+    package_of,
+    walk,
+)
+
+_CACHE: Any = type(functools.lru_cache(int))
+_DEEP = 3  # objects and containers between a name and a tensor
+T = TypeVar("T")
+IsLeft = Callable[[FakeTensor], bool]
+_thawed: list[Callable[[], Any]] = []  # of `few_objects` blocks: what ends the freeze for a moment
+
+
+class Left(NamedTuple):
+    """A fake tensor that could not be removed, and a description of the object that holds it."""
+
+    tensor: FakeTensor
+    place: str
+
+
+class Namespaces:
+    """What the code of modules and functions can bind to names, as it is before a run.
+
+    These are the globals of the Python modules that define the code, and of functions that those
+    name, with the containers and objects among them; the attributes of classes; and variables of
+    enclosing functions.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
+        self._contents: list[tuple[Any, Any]] = []
+        self._classes: list[tuple[type, dict[str, Any]]] = []
+        self._cells: list[tuple[CellType, Any]] = []
+        self._caches: list[Any] = []
+        self._seen: set[int] = set()
+        kinds = {type(module) for module in modules}
+        classes = {c for kind in kinds for c in kind.__mro__ if not is_opaque(c)}
+        scopes = [vars(sys.modules[c.__module__]) for c in classes if c.__module__ in sys.modules]
+        for cls in classes:
+            self._classes.append((cls, dict(vars(cls))))
+            self._note_values(vars(cls).values())
+        plain = [getattr(function, "__func__", function) for function in functions]
+        self._note_values(plain)
+        scopes += [f.__globals__ for f in plain if isinstance(f, FunctionType)]
+        named = [each for scope in scopes for each in self._note_scope(scope)]
+        for scope in named:
+            self._note_scope(scope)
+
+    def _note_scope(self, scope: dict[str, Any]) -> list[dict[str, Any]]:
+        """Note the globals of a Python module; return those of the functions among them."""
+        if not self._note(scope):
+            return []
+        self._note_values(scope.values())
+        functions = [v for v in scope.values() if isinstance(v, FunctionType)]
+        return [f.__globals__ for f in functions if package_of(f) not in OPAQUE]
+
+    def _note(self, container: Any) -> bool:
+        """Note the contents of a container; return False if they were noted before."""
+        if id(container) in self._seen:
+            return False
+        self._seen.add(id(container))
+        self._contents.append((container, copy_of(container)))
+        return True
+
+    def _note_values(self, values: Iterable[Any]) -> None:
+        for given in values:
+            value: Any = given.__func__ if isinstance(given, (staticmethod, classmethod)) else given
+            if isinstance(value, _CACHE):
+                self._caches.append(value)
+                value = value.__wrapped__
+            if type(value) in CONTAINERS:
+                if not is_data(value):
+                    self._note(value)
+            elif isinstance(value, FunctionType):
+                cells = [(cell, content_of(cell)) for cell in value.__closure__ or ()]
+                self._cells += cells
+                self._note_values(c for _, c in cells if not isinstance(c, FunctionType))
+            elif not _is_atom(value) and not is_opaque(type(value)):
+                attributes = attributes_of(value)
+                if attributes:
+                    self._note(attributes)
+
+    def remove(self, is_left: IsLeft) -> None:
+        """Give names and containers that got a fake tensor of the run what they had before."""
+        for container, contents in self._contents:
+            if type(container) not in MAPPINGS:
+                if any(holds(value, is_left) for value in container):
+                    put(container, contents)
+                continue
+            for key, before in _replaced(container, contents, is_left):
+                if before is MISSING:
+                    del container[key]
+                else:
+                    container[key] = before
+        for cls, attributes in self._classes:
+            for name, before in _replaced(vars(cls), attributes, is_left):
+                if before is MISSING:
+                    delattr(cls, name)
+                else:
+                    setattr(cls, name, before)
+        for cell, before in self._cells:
+            if holds(content_of(cell), is_left):
+                set_content(cell, before)
+        for cache in self._caches:
+            _remove_from_cache(cache, is_left)
+
+
+def _replaced(now: Any, contents: dict[Any, Any], is_left: IsLeft) -> list[tuple[Any, Any]]:
+    """Return the keys whose values hold a fake tensor of the run, with their earlier values."""
+    both = [(key, value, contents.get(key, MISSING)) for key, value in now.items()]
+    return [
+        (k, before) for k, value, before in both if value is not before and holds(value, is_left)
+    ]
+
+
+def holds(value: Any, is_left: IsLeft) -> bool:
+    """Return True if a value is a fake tensor of the run, or has one in it."""
+    visits = walk([("", value)], into_functions=False)
+    return any(isinstance(v.value, FakeTensor) and is_left(v.value) for v in visits)
+
+
+def _is_atom(value: Any) -> bool:
+    return isinstance(value, (type, ModuleType, FunctionType, Tensor, nn.Module, str, int, float))
+
+
+def _remove_from_cache(cache: Any, is_left: IsLeft) -> None:
+    """Remove fake tensors from an lru_cache; a cache of limited size forgets all its results."""
+    referents = gc.get_referents(cache)
+    for results in referents:
+        if type(results) is dict and results is not vars(cache):
+            for key in [key for key, value in results.items() if holds((key, value), is_left)]:
+                del results[key]
+    if any(holds(each, is_left) for each in referents if type(each) is not dict):
+        cache.cache_clear()
+
+
+def remove_left_behind(
+    names: Namespaces, is_left: IsLeft, is_any_left: Callable[[], bool]
+) -> list[Left]:
+    """Remove the fake tensors that a run left outside of its modules.
+
+    Args:
+        names: as they were before the run.
+        is_left: whether a fake tensor is one of the run.
+        is_any_left: whether there may be one.
+
+    Returns:
+        Tensors that are still held, by an object that is neither a cache nor a container.
+    """
+    if not is_any_left():
+        return []
+    names.remove(is_left)
+    if not is_any_left():
+        return []
+    for thaw in _thawed:  # else the collector does not know who refers to a tensor
+        thaw()
+    gc.collect(1)  # cycles of the run itself
+    left = [t for t in gc.get_objects() if type(t) is FakeTensor and is_left(t)]
+    found = [each for t in left for each in _removed(t, left, 0)]
+    if _thawed:
+        gc.freeze()
+    return found
+
+
+def run_on_fakes(modules: Iterable[nn.Module], run: Callable[[FakeTensorMode], T]) -> T:
+    """Return `run(mode)` under a mode of fake tensors; caches are afterwards what they were."""
+    names, modes = Namespaces(modules), [FakeTensorMode(allow_non_fake_inputs=True)]
+    mode, undo = weakref.ref(modes[0]), undo_draws_of_process()
+    try:
+        with modes[0]:
+            return run(modes[0])
+    finally:
+        modes.clear()
+        for each in undo:
+            each()
+        remove_left_behind(names, lambda t: t.fake_mode is mode(), lambda: mode() is not None)
+
+
+def _removed(held: Any, ignored: Any, depth: int) -> Iterator[Left]:
+    """Remove a value from every cache and container of the process; yield its other holders."""
+    for holder in gc.get_referrers(held):
+        if holder is ignored or isinstance(holder, (FakeTensor, FrameType, CellType)):
+            continue
+        if isinstance(holder, _CACHE):
+            holder.cache_clear()
+        elif type(holder) in MAPPINGS:
+            owner = next((r for r in gc.get_referrers(holder) if attributes_of(r) is holder), None)
+            if owner is not None:
+                yield from _attributes_that_are(held, owner)
+                continue
+            for key in [k for k, value in holder.items() if value is held or k is held]:
+                del holder[key]
+        elif type(holder) in CONTAINERS:
+            put(holder, [value for value in holder if value is not held])
+        elif not isinstance(holder, tuple):
+            yield from _attributes_that_are(held, holder)
+        elif depth < _DEEP:
+            yield from _removed(holder, ignored, depth + 1)
+
+
+def _attributes_that_are(held: Any, owner: Any) -> Iterator[Left]:
+    t = next((t for t in tree_leaves(held) if isinstance(t, FakeTensor)), None)
+    for name, value in attributes_of(owner).items():
+        if value is held and t is not None:
+            yield Left(t, f"{type(owner).__name__}, under {name!r}")
+
+
+def content_of(cell: CellType) -> Any:
+    """Return the value of a variable of an enclosing function; `MISSING` if it has none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def set_content(cell: CellType, value: Any) -> None:
+    """Give a variable of an enclosing function a value, or none for `MISSING`."""
+    if value is MISSING:
+        with contextlib.suppress(ValueError):
+            del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+@contextlib.contextmanager
+def few_objects() -> Iterator[None]:
+    """Spare runs in a with block from collecting garbage among all objects of the process."""
+    if gc.get_freeze_count():  # by the caller; thawing cannot tell whose objects are whose
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    _thawed.append(gc.unfreeze)
+    try:
+        yield
+    finally:
+        _thawed.pop()
+        gc.unfreeze()

@@ -1,0 +1,228 @@
+"""What a function depends on besides its arguments: what it closes over, is bound to or names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from storage_ops.checkpoint.state import code_writes
+from storage_ops.foundation.walk import (
+    CONTAINER,
+    FUNCTION,
+    GENERATOR,
+    METHOD,
+    MODULE,
+    PARTIAL,
+    PLAIN,
+    REFERENCE,
+    TENSOR,
+    TUPLE,
+    Name,
+    attributes_of,
+    cells_of,
+    globals_of,
+    is_data,
+    is_of_torch,
+    is_opaque,
+    items_of,
+    kind_of,
+    package_of,
+    slots_of,
+)
+
+_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
+_DEEP = 4  # functions that call one another, containers in containers
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@dataclass
+class Surroundings:
+    """What a call depends on, each once.
+
+    Attributes:
+        modules: that it reaches, with all in them.
+        generators: that are reached, or are attributes of something that is.
+        tensors: that are reached by themselves, and not given.
+        devices: of tensors, given or not, but the CPU.
+        names: variables of enclosing functions, and globals, that its code reads, with tensors and
+            modules in them.
+        attributes: those of modules that are reached and are not torch's own.
+        objects: the attributes of other objects that are reached and are not torch's own.
+        containers: short ones that are reached and not given.
+        given: the attributes of objects that are given, and containers in them.
+        writes: how code among all this may write tensors (`code_writes`).
+        code: the names that code among all this uses.
+        called: the names that each function that is reached uses.
+        classes: those of the modules and objects that are reached and are not torch's own.
+        elsewhere: classes and functions that these functions name (`code_writes.elsewhere_of`).
+    """
+
+    modules: list[nn.Module] = field(default_factory=list)
+    generators: dict[torch.Generator, None] = field(default_factory=dict)
+    tensors: list[Tensor] = field(default_factory=list)
+    devices: set[torch.device] = field(default_factory=set)
+    names: list[Name] = field(default_factory=list)
+    attributes: list[dict[str, Any]] = field(default_factory=list)
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
+    writes: int = 0
+    code: list[frozenset[str]] = field(default_factory=list)
+    called: list[frozenset[str]] = field(default_factory=list)
+    classes: dict[Any, None] = field(default_factory=dict)
+    elsewhere: dict[Any, None] = field(default_factory=dict)
+
+    @staticmethod
+    def of(fn: Callable[..., Any], given: Iterable[Any], tensors: Iterable[Tensor]) -> Surroundings:
+        """Those of a call of `fn` with what is given, in which there are these tensors."""
+        found = Surroundings()
+        for t in tensors:
+            found._add_device(t)
+        nothing = frozenset[str]()
+        roots = [(fn, 0, False, nothing), *((value, 0, True, nothing) for value in given)]
+        found._reach(roots, {id(t) for t in tensors})
+        code = found.classes, found.called, found.elsewhere
+        found.writes |= code_writes.of_calls(*map(tuple, code))
+        return found
+
+    def _add_device(self, t: Tensor) -> None:
+        if not (t.is_cpu or t.is_meta):
+            self.devices.add(t.device)
+
+    def _inside_attributes(self, attributes: dict[str, Any], names: frozenset[str]) -> list[Any]:
+        """Note the generators among attributes; return the values that code may use further.
+
+        Args:
+            attributes: of a module or another object.
+            names: those that the code around uses; objects under other names are passed over.
+        """
+        inside = []
+        for name, value in attributes.items():
+            cls = type(value)
+            if cls in _ATOMS:
+                continue
+            kind = kind_of(cls)
+            if kind == GENERATOR:
+                self.generators[value] = None
+            elif kind == CONTAINER:
+                if name not in _OF_EVERY_MODULE:
+                    inside.append(value)
+            elif kind == MODULE or (name in names and kind != TENSOR):
+                inside.append(value)
+        return inside
+
+    def _reach(self, stack: list[tuple[Any, int, bool, frozenset[str]]], seen: set[int]) -> None:
+        """Note what calls of these may read, but for what was seen.
+
+        That is: what is in the closure of a function, in its defaults, in the globals that its code
+        names, and what it is bound to; the modules in a module; and all this of the functions among
+        them, of the methods that an object runs, of the attributes of objects that code names, and
+        of what short containers hold.
+
+        Args:
+            stack: values, how far each is from the call, whether it is given, by itself or as a
+                part of an object or container that is, and the names that the code around uses.
+            seen: the identities of values to pass over.
+        """
+        while stack:
+            value, depth, given, names = stack.pop()
+            kind = kind_of(type(value))
+            if kind == PLAIN or id(value) in seen:
+                continue
+            seen.add(id(value))
+            inside: list[Any] = []
+            deeper = depth + 1
+            if kind == TENSOR:
+                self.tensors.append(value)
+                self._add_device(value)
+            elif kind == PARTIAL:
+                inside = [value.func, *value.args, *value.keywords.values()]
+                deeper = depth  # it is the call itself
+            elif kind == METHOD:
+                inside, deeper = [value.__self__, value.__func__], depth
+            elif kind == FUNCTION:
+                if not is_of_torch(value):
+                    inside, names = self._inside_function(value)
+                given = False
+            elif kind == MODULE:
+                (inside, names), given = self._inside_module(value, seen), False
+            elif kind in (CONTAINER, TUPLE):
+                if given and kind == CONTAINER:
+                    self.given.append(value)
+                if not is_data(value):
+                    inside = items_of(value)
+                    if not given and kind == CONTAINER:
+                        self.containers.append(value)
+            elif kind == GENERATOR:
+                self.generators[value] = None
+            elif kind == REFERENCE:
+                inside = [value()]
+            else:
+                inside = self._inside_object(value, given)
+            if depth < _DEEP and inside:
+                stack += [(v, deeper, given, names) for v in inside]
+
+    def _inside_object(self, value: Any, given: bool) -> list[Any]:
+        cls: Any = type(value)
+        inside: list[Any] = []
+        if not is_opaque(cls):
+            attributes = attributes_of(value)
+            if attributes:
+                (self.given if given else self.objects).append(attributes)
+                inside = self._inside_attributes(attributes, _Everything)
+                self.classes[cls] = None
+            inside += [each for _, each in slots_of(value)]
+        return inside + list(code_writes.run_by(cls))
+
+    def _inside_module(self, root: nn.Module, seen: set[int]) -> tuple[list[Any], frozenset[str]]:
+        modules = [m for m in root.modules() if m is root or id(m) not in seen]
+        self.modules += modules
+        types = dict.fromkeys(map(type, modules))
+        names = code_writes.names_of_classes(tuple(types))
+        self.code.append(names)
+        own = {cls for cls in types if not is_of_torch(cls)}
+        inside: list[Any] = []
+        for module in modules:
+            seen.add(id(module))
+            if type(module) in own:
+                self.attributes.append(vars(module))
+                found = self._inside_attributes(vars(module), names)
+                # A module that is an attribute but no part is the model around, mostly.
+                inside += [value for value in found if kind_of(type(value)) != MODULE]
+            if module._forward_pre_hooks or module._forward_hooks:
+                inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        adapters = {cls for cls in own if package_of(cls) == "peft"}
+        may_write = (getattr(m, "merged", False) for m in modules if type(m) in adapters)
+        if adapters and not any(may_write):
+            # Their forward names the method that takes a merged adapter out of the weights.
+            types = dict.fromkeys(cls for cls in types if cls not in adapters)
+        for cls in types:
+            inside += code_writes.run_by(cls)
+        self.classes.update(types)
+        return inside, names
+
+    def _inside_function(self, fn: FunctionType) -> tuple[list[Any], frozenset[str]]:
+        facts = code_writes.facts_of(fn.__code__)
+        self.writes |= facts.writes
+        self.called.append(facts.names)
+        self.code.append(facts.names)
+        self.elsewhere.update(dict.fromkeys(code_writes.elsewhere_of(fn)))
+        names = [*cells_of(fn), *globals_of(fn)]
+        self.names += [n for n in names if kind_of(type(n[2])) in (TENSOR, MODULE)]
+        defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+        return [value for _, _, value in names] + list(defaults), facts.names
+
+
+class _EveryName(frozenset[str]):
+    """Has every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+_Everything = _EveryName()

@@ -1,0 +1,127 @@
+"""What modules and other objects hold, put back after a run on fake tensors.
+
+A module that runs on fake tensors stores them where it would store real ones: in a cache that it
+fills at the first call, as a state for the next. Training that finds them goes on with them, and
+computes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from storage_ops.checkpoint.state.containers import Undo, copy_of, put
+from storage_ops.checkpoint.state.random_states import undo_draws, undo_draws_of_process
+from storage_ops.foundation.walk import (
+    CONTAINER,
+    CONTAINERS,
+    MODULE,
+    OBJECT,
+    attributes_of,
+    is_opaque,
+    package_of,
+    walk,
+)
+
+_OF_GENERATORS = frozenset({"random", "numpy"})
+
+
+@contextlib.contextmanager
+def unchanged(*roots: Any) -> Iterator[None]:
+    """Let objects hold afterwards what they hold now, whatever happens in between.
+
+    That is: the attributes of modules, with all modules in them, and of other objects but torch's
+    and Python's own; the contents of containers; the states of generators of Python and numpy, with
+    those of the process; and all that of what these hold. Tensors keep what is written to them.
+    """
+    undo = [*undo_changes(roots), *undo_draws_of_process()]
+    try:
+        with without_cached_parametrizations():
+            yield
+    finally:
+        for each in undo:
+            each()
+
+
+def undo_changes(roots: Iterable[Any]) -> Undo:
+    """Return functions that let objects hold what they hold now."""
+    found: Undo = []
+    for value in _reached(roots):
+        if isinstance(value, CONTAINERS):
+            found.append(functools.partial(put, value, copy_of(value)))
+        elif (undo := undo_draws(value)) is not None:
+            found.append(undo)
+    return found
+
+
+def _reached(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield the containers and generators that are reached, each once.
+
+    The attributes of an object are a container.
+    """
+    seen = set[int]()
+    for visit in walk((("", root) for root in roots), into_functions=False):
+        value, found = visit.value, list[Any]()
+        if visit.kind == CONTAINER:
+            found = [value]
+        elif visit.kind == MODULE:
+            attributes = vars(value)
+            found = [attributes, *(v for v in attributes.values() if type(v) in CONTAINERS)]
+        elif visit.kind == OBJECT:
+            is_generator = package_of(type(value)) in _OF_GENERATORS
+            found = [value] if is_generator else [attributes_of(value)]
+            found *= is_generator or not is_opaque(type(value))
+        for each in found:
+            if id(each) not in seen:
+                seen.add(id(each))
+                yield each
+
+
+@contextlib.contextmanager
+def without_cached_parametrizations() -> Iterator[None]:
+    """Let parametrized weights be computed at each use, and nothing of it be remembered.
+
+    What `torch.nn.utils.parametrize.cached` remembers belongs to the parameters and the graph that
+    were there, and to no others.
+    """
+    module: Any = parametrize
+    before = module._cache_enabled, module._cache
+    module._cache_enabled, module._cache = 0, {}
+    try:
+        yield
+    finally:
+        module._cache_enabled, module._cache = before
+
+
+Place = tuple[dict[str, Any], str, Any]
+
+
+def places_of(module: nn.Module) -> list[Place]:
+    """The places of a module that have tensors: what they are in, their names, the tensors.
+
+    Parameters first, then buffers. Each place is there once, however many names it has; a tensor in
+    several places is there several times.
+    """
+    modules = list(module.modules())
+    held: list[dict[str, Any]] = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
+    return [(where, name, t) for where in held for name, t in where.items() if t is not None]
+
+
+@contextlib.contextmanager
+def replaced(places: Iterable[Place]) -> Iterator[None]:
+    """Have other tensors in places of a module."""
+    before: list[Place] = []
+    try:
+        with without_cached_parametrizations():
+            for where, name, t in places:
+                before.append((where, name, where[name]))
+                where[name] = t
+            yield
+    finally:
+        for where, name, t in reversed(before):
+            where[name] = t

@@ -1,0 +1,237 @@
+"""Peak memory and memory over time of a block of code."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+from dataclasses import dataclass, field, fields
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
+from storage_ops.foundation.ledger import levels
+from storage_ops.measure.owners import Marks, history
+from storage_ops.quantities import parse_bytes
+
+# Activity of the CPU has the memory events of every device. Nothing else is asked for: CUPTI, which
+# records calls of the CUDA runtime and what a GPU does, slows a block down and serves one profiler
+# at a time. Where torch has no filters, the calls of the runtime are activity of the CPU.
+_FILTERS = "activity_filters" in inspect.signature(torch.autograd.profiler.profile).parameters
+_WITHOUT_CUPTI = {ProfilerActivity.CPU: ["CPU_OP", "CPU_INSTANT_EVENT", "USER_ANNOTATION"]}
+ACTIVITIES: list[Any] = [_WITHOUT_CUPTI if _FILTERS else ProfilerActivity.CPU]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Bytes allocated above the level at entry, from a moment on."""
+
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Life:
+    """One allocation of a timeline.
+
+    Attributes:
+        owner: "parameters", "gradients", "optimizer state", "activations of " and the name of a
+            module, "temporaries", and of an estimate "inputs" and others; "" where it is not known.
+        nbytes: its size.
+        start: the index of the sample of the timeline that is the first with it.
+        end: the index of the first sample without it; None if it is there at the end.
+    """
+
+    owner: str
+    nbytes: int
+    start: int
+    end: int | None
+
+
+def numbered(device: str | torch.device) -> torch.device:
+    """A device that was named, if torch finds it; the current GPU for "cuda".
+
+    Raises:
+        ValueError: that is no device, or there is none.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}; expected 'cpu' or a CUDA device") from None
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but torch finds none; expected 'cpu'")
+    if found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if found.index >= torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise ValueError(
+            f"device is {device!r}; expected a number below {there}, as many there are"
+        )
+    return found
+
+
+@dataclass
+class Measurement:
+    """What a `measure` block allocated; an AttributeError before the block has ended.
+
+    Attributes:
+        peak_bytes: highest level above the level at entry.
+        kept_bytes: level at exit above the level at entry; negative if the block freed more.
+        timeline: the level after every allocation and release, in order.
+        lives: every allocation: whose it is, its bytes, and from when to when it lives.
+        subject: what was measured, such as the class of the model; "" where it is not known.
+        device: where, such as "cpu" or "h100".
+    """
+
+    peak_bytes: int = field(default_factory=int)  # a default would be read before the end
+    kept_bytes: int = field(default_factory=int)
+    timeline: list[Sample] = field(default_factory=list, repr=False)
+    lives: list[Life] = field(default_factory=list, repr=False)
+    subject: str = field(default_factory=str, repr=False, compare=False, kw_only=True)
+    device: str = field(default_factory=str, repr=False, compare=False, kw_only=True)
+
+    def __repr__(self) -> str:
+        if not vars(self):
+            return "Measurement(of a block that has not ended)"
+        return f"Measurement(peak_bytes={self.peak_bytes}, kept_bytes={self.kept_bytes})"
+
+    if not TYPE_CHECKING:  # a type checker knows what there is
+
+        def __getattr__(self, name: str) -> Any:
+            if name in {f.name for f in fields(Measurement)}:
+                raise AttributeError(f"{name} is known only once the block of measure has ended")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def plot(self, path: str | os.PathLike[str], budget: int | float | str | None = None) -> None:
+        """Draw memory over time into a file, in a colour for each owner.
+
+        Owners whose names differ by numbers alone, such as layers, have one colour. The seven that
+        have most at the peak have colours of their own, all others share one. Time is the share of
+        the allocations and releases, for the seconds of an estimate are not those of a GPU.
+
+        Args:
+            path: where to; its ending says what it becomes: ".html" is a page that shows numbers
+                under the pointer and needs no network (plotly makes it), ".pickle" what PyTorch's
+                memory visualizer (pytorch.org/memory_viz) opens, and any other an image
+                (matplotlib), such as ".png" or ".svg".
+            budget: bytes, or text such as "80GiB", at which a line is drawn, unless
+                it is more than four times the peak. None: no line.
+
+        Raises:
+            ModuleNotFoundError: the library that draws it is not installed; the error names it
+                and the command that installs it.
+            ValueError: nothing was allocated, matplotlib does not know the ending, or `budget` is
+                no number of bytes.
+
+        Example:
+            >>> mlp = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+            >>> with storage_ops.memory.measure(model=mlp) as m:
+            ...     mlp(torch.randn(32, 64)).sum().backward()
+            >>> m.plot("memory.png")
+        """
+        from storage_ops.measure.plot import save
+
+        save(self, path, None if budget is None else parse_bytes(budget, "budget"))
+
+
+class measure:
+    """Context manager that measures the memory of a block.
+
+    On the CPU the allocations that torch makes in this thread are counted, from the events of
+    torch.profiler. Not seen are buffers inside math libraries, and releases of blocks that were
+    allocated before the first `measure` of the process. On CUDA the peak is that of the caching
+    allocator and the timeline comes from the same events. The block runs somewhat slower: do not
+    time it.
+
+    Args:
+        device: the device whose memory is measured, "cpu" or a CUDA device.
+        model: a module that runs in the block. What is allocated has an owner then: the innermost
+            of its modules whose call made it and returned before it was freed, the gradients of its
+            parameters, or the state of an optimizer; `Measurement.plot` shows them. Nothing in it
+            may be compiled.
+
+    Raises:
+        TypeError: model is no module. ValueError: another device, or a compiled module.
+        RuntimeError: a torch profiler is running already.
+
+    Example:
+        >>> with storage_ops.memory.measure(device="cpu") as m:
+        ...     kept = torch.empty(256) + torch.empty(256)
+        >>> m.peak_bytes, m.kept_bytes
+        (3072, 1024)
+    """
+
+    def __init__(self, device: str | torch.device = "cpu", model: nn.Module | None = None) -> None:
+        self._device = numbered(device)
+        if self._device.type not in ("cpu", "cuda"):
+            raise ValueError(f"measure: device is {device!r}; expected 'cpu' or a CUDA device")
+        self._marks = Marks(model)
+        self._subject = "" if model is None else class_of(uncompiled(model)).__name__
+        self._result = Measurement.__new__(Measurement)  # without its numbers until the end
+        self._entry_bytes = 0
+
+    def __enter__(self) -> Measurement:
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "measure: a torch profiler or another measure is running; expected none, for torch "
+                "has one profiler at a time"
+            )
+        gc.collect()  # garbage of earlier code must not be freed inside the block
+        # Kineto announces each start and stop on stderr unless told otherwise before the first.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._entry_bytes = torch.cuda.memory_allocated(self._device)
+        # torch 2.10 and 2.11 warn of events that are not accumulated, in a first cycle too.
+        self._profile = profile(activities=ACTIVITIES, profile_memory=True, acc_events=True)
+        self._marks.__enter__()
+        try:
+            self._profile.__enter__()
+            # Else they are all read in Python when it stops, and here none is needed.
+            profiler: Any = self._profile.profiler
+            profiler.acc_events = False
+        except BaseException:
+            self._marks.close()
+            raise
+        return self._result
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._marks.close()
+        self._profile.__exit__(kind, error, trace)
+        self._read_events()
+        if self._device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            self._result.kept_bytes = allocated - self._entry_bytes
+            self._result.peak_bytes = peak - self._entry_bytes
+
+    def _read_events(self) -> None:
+        profiler: Any = self._profile.profiler
+        changes, taken = history(
+            profiler.kineto_results.experimental_event_tree(), self._device.type, self._device.index
+        )
+        del self._profile
+        after = levels(nbytes for _, nbytes in changes)
+        timeline = [
+            Sample((start - changes[0][0]) / 1e9, level)
+            for (start, _), level in zip(changes, after[1:], strict=True)
+        ]
+        lives = [Life(t.owner, t.nbytes, t.start, t.end) for t in taken]
+        result = Measurement(
+            max(after), after[-1], timeline, lives, subject=self._subject, device=str(self._device)
+        )
+        vars(self._result).update(vars(result))

@@ -1,0 +1,177 @@
+"""Names of owners of memory, and whose the allocations in a profile are.
+
+`Marks` puts calls of modules and gradients into the profile, `history` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from storage_ops.checkpoint.layers.config_policy import is_compiled
+from storage_ops.measure.calls import around_calls
+from storage_ops.quantities import readable
+
+PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
+GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
+INPUTS, WORKSPACES = "inputs", "workspaces of cuBLAS"
+
+# Names of events in the profile; the first two are torch's own.
+_STEP, _BACKWARD = "Optimizer.step#", "autograd::engine::evaluate_function"
+_CALL, _GRADIENT = "storage_ops call ", "storage_ops gradient "
+
+
+def activations_of(name: str) -> str:
+    """The owner of what a call of a module made, by its name in the model, "" for itself."""
+    return f"activations of {name}" if name else "activations"
+
+
+def by_kind(by_owner: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by owner with alike names together: "layers.0.mlp" and its like are "layers.*.mlp"."""
+    kinds: Counter[str] = Counter()
+    for owner, nbytes in by_owner.items():
+        kinds[kind_of(owner)] += nbytes
+    return dict(kinds.most_common())
+
+
+def owners_in_words(by_owner: Mapping[str, int]) -> str:
+    """Return a list in words of who holds bytes: first what no recomputing changes."""
+    first = (PARAMETERS, GRADIENTS, STATE)
+    activations = sum(n for owner, n in by_owner.items() if owner.startswith("activations"))
+    shown = {owner: by_owner.get(owner, 0) for owner in first} | {"activations": activations}
+    rest = sum(by_owner.values()) - sum(shown.values())
+    parts = [f"{owner} {readable(n)}" for owner, n in shown.items() if n]
+    return ", ".join(parts + ([f"everything else {readable(rest)}"] if rest else []))
+
+
+def kind_of(owner: str) -> str:
+    """The name of an owner without the numbers of layers, as "activations of layers.*.mlp"."""
+    return re.sub(r"(?<![^. ])\d+(?![^.])", "*", owner)
+
+
+class Marks(contextlib.ExitStack):
+    """Puts the calls of a model's modules, and its gradients, into a profile; of None, nothing.
+
+    Raises:
+        TypeError, ValueError: the model is no module, or has parts that are compiled.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        super().__init__()
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        for name, module in model.named_modules() if model is not None else ():
+            if is_compiled(module):
+                raise ValueError(
+                    f"model has a compiled module, {name or 'itself'}; expected none, for what is "
+                    "compiled is not called module by module"
+                )
+        self._model = model
+
+    def __enter__(self) -> Marks:
+        super().__enter__()
+        if self._model is not None:
+            self.enter_context(around_calls(self._model, _marked))
+            for p in self._model.parameters():
+                if p.requires_grad and p.is_leaf:
+                    self.callback(p.register_post_accumulate_grad_hook(_mark).remove)
+        return self
+
+
+def _marked(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+    with record_function(_CALL + name):
+        return call(*args, **kwargs)
+
+
+def _mark(p: Any) -> None:
+    if p.grad is not None and p.grad.layout == torch.strided:
+        with record_function(f"{_GRADIENT}{p.grad.untyped_storage().data_ptr()}"):
+            pass
+
+
+@dataclass
+class Taken:
+    """An allocation: whose it is, its bytes, and the changes that begin and end it."""
+
+    owner: str
+    nbytes: int
+    start: int
+    end: int | None = None
+    made_in: Any = None  # the event of the call, the optimizer's step or the node of autograd
+
+
+def history(
+    roots: Iterable[Any], kind: str, index: int | None
+) -> tuple[list[tuple[int, int]], list[Taken]]:
+    """What a profile saw on a device, in order of time.
+
+    Args:
+        roots: of the trees of its events.
+        kind, index: type and number of the device; a number only of a GPU.
+
+    Returns:
+        (nanoseconds, bytes taken, or given back as a negative number) of each change, and the
+        allocations.
+    """
+    events = sorted(_relevant(roots), key=lambda found: found[0].start_time_ns)
+    changes: list[tuple[int, int]] = []
+    taken: list[Taken] = []
+    live: dict[int, Taken] = {}
+    for event, inside in events:
+        if event.name.startswith(_GRADIENT):
+            block = live.get(int(event.name.removeprefix(_GRADIENT)))
+            if block is not None:
+                block.owner = GRADIENTS
+            continue
+        memory = event.extra_fields
+        if memory.device.type != kind or index not in (None, memory.device.index):
+            continue
+        nbytes = memory.alloc_size
+        if nbytes > 0:
+            block = live[memory.ptr] = Taken("", nbytes, len(changes), made_in=inside)
+            taken.append(block)
+        elif memory.ptr in live:
+            block = live.pop(memory.ptr)
+            block.end = len(changes)
+            _own(block, event.start_time_ns)
+        changes.append((event.start_time_ns, nbytes))
+    for block in live.values():
+        _own(block, None)
+    return changes, taken
+
+
+def _own(block: Taken, freed: int | None) -> None:
+    """Say whose an allocation is that was freed at a time, or is there at the end."""
+    made_in = block.made_in
+    if block.owner or made_in is None:
+        return
+    name = made_in.name
+    if name.startswith(_BACKWARD):
+        block.owner = GRADIENTS if freed is None else TEMPORARIES
+    elif freed is not None and freed <= made_in.end_time_ns:
+        block.owner = TEMPORARIES
+    else:
+        block.owner = STATE if name.startswith(_STEP) else activations_of(name.removeprefix(_CALL))
+
+
+def _relevant(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """The events of memory and gradients, each with what is around it: a call, a step or a node.
+
+    Those of one moment come in the order in which they were.
+    """
+    ahead: list[tuple[Any, Any]] = [(root, None) for root in roots][::-1]
+    while ahead:
+        event, inside = ahead.pop()
+        if event.name == "[memory]" or event.name.startswith(_GRADIENT):
+            yield event, inside
+        elif event.name.startswith((_CALL, _STEP, _BACKWARD)):
+            inside = event
+        ahead += [(child, inside) for child in event.children][::-1]

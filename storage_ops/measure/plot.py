@@ -1,0 +1,222 @@
+"""Draw memory over time. What draws it is imported only when something is drawn."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from storage_ops.measure.owners import BUFFERS, GRADIENTS, PARAMETERS, STATE, kind_of
+from storage_ops.optional import check_drawable
+from storage_ops.quantities import readable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from storage_ops.measure.measurement import Life, Measurement
+
+MIB = 1 << 20
+_COLOURS = 7  # owners that have one of their own
+_OTHERS = "others"
+_LASTING = (PARAMETERS, BUFFERS, STATE, GRADIENTS)
+_FAR = 4  # times the peak: a budget that is drawn as a line is lower
+_MOMENTS = 1500  # of a timeline that are drawn
+# Colours that people with red-green blindness tell apart (Okabe and Ito, 2008), and grey.
+_PALETTE = (
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999",
+)  # fmt: skip
+
+
+def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
+    """Draw the memory of several measurements as step curves on one pair of axes.
+
+    Args:
+        axes: where to draw; x is the share of the block's time in per cent, so that blocks of
+            different length can be compared, y is MiB above the level at entry.
+        measurements: label -> measurement.
+
+    Example:
+        >>> figure, axes = matplotlib.pyplot.subplots()
+        >>> with storage_ops.memory.measure() as m:
+        ...     _ = torch.empty(1 << 20)
+        >>> storage_ops.memory.plot_timelines(axes, {"one tensor": m})
+    """
+    for label, measurement in measurements.items():
+        timeline = measurement.timeline
+        length = timeline[-1].seconds if timeline else 0.0
+        x = [100 * sample.seconds / (length or 1.0) for sample in timeline]
+        y = [sample.nbytes / MIB for sample in timeline]
+        peak = f"peak {measurement.peak_bytes / MIB:.0f} MiB"
+        axes.step(x, y, where="post", label=f"{label} ({peak})")
+    axes.set_xlabel("share of the step (%)")
+    axes.set_ylabel("MiB above the level at entry")
+    axes.legend(loc="upper right", fontsize="small")
+
+
+def title_of(measurement: Measurement) -> str:
+    """Return the title of a picture: what was measured, where, and its peak."""
+    device = f"on {measurement.device}" if measurement.device else ""
+    where = " ".join(filter(None, (measurement.subject or "memory", device)))
+    return f"{where}: peak {readable(measurement.peak_bytes, up=True)}"
+
+
+def save(measurement: Measurement, path: str | os.PathLike[str], budget: int | None = None) -> None:
+    """Write a measurement in the format that the ending of a path names; see `Measurement.plot`."""
+    if not measurement.lives:
+        raise ValueError("plot: nothing was allocated; expected a measurement of some code")
+    check_drawable(path)
+    ending = Path(path).suffix.lower()
+    if ending == ".pickle":
+        Path(path).write_bytes(pickle.dumps(_snapshot(measurement)))
+    elif ending == ".html":
+        _page(_stack(measurement), path, budget)
+    else:
+        _image(_stack(measurement), path, budget)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Areas above one another: MiB of each owner at some moments, in per cent of all changes."""
+
+    title: str
+    moments: list[float]
+    areas: dict[str, list[float]]
+    peak: float
+
+
+def _stack(measurement: Measurement) -> _Stack:
+    lives, timeline = measurement.lives, measurement.timeline
+    levels = [sample.nbytes for sample in timeline]
+    peak = max(range(len(levels)), key=levels.__getitem__)
+    kinds = {owner: kind_of(owner) or "not known" for owner in {life.owner for life in lives}}
+    shown = _largest(lives, kinds, peak)
+    steps: list[Counter[str]] = [Counter() for _ in range(len(levels) + 1)]
+    for life in lives:
+        kind = kinds[life.owner]
+        owner = kind if kind in shown else _OTHERS
+        steps[life.start][owner] += life.nbytes
+        if life.end is not None:
+            steps[life.end][owner] -= life.nbytes
+    areas: dict[str, list[float]] = {owner: [] for owner in shown}
+    now: Counter[str] = Counter()
+    moments = _moments(levels)
+    wanted = set(moments)
+    for at in range(len(levels)):
+        now.update(steps[at])
+        if at in wanted:
+            for owner, area in areas.items():
+                area.append(now[owner] / MIB)
+    shares = [100 * at / max(len(levels) - 1, 1) for at in moments]
+    return _Stack(title_of(measurement), shares, areas, levels[peak] / MIB)
+
+
+def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str]:
+    """The kinds of owners to draw, from below: those with most at the peak, then at any time."""
+    size: dict[str, tuple[int, int]] = {}
+    for life in lives:
+        there = life.start <= peak and (life.end is None or life.end > peak)
+        kind = kinds[life.owner]
+        most, all_ = size.get(kind, (0, 0))
+        size[kind] = (most + life.nbytes * there, all_ + life.nbytes)
+    order = sorted(size, key=lambda kind: size[kind], reverse=True)
+    shown = order if len(order) <= _COLOURS + 1 else order[:_COLOURS]
+    # What is always there is below what comes and goes.
+    stacked = [kind for kind in _LASTING if kind in shown]
+    stacked += [kind for kind in shown if kind not in stacked]
+    return stacked if len(shown) == len(order) else [*stacked, _OTHERS]
+
+
+def _moments(levels: list[int]) -> list[int]:
+    """Which samples to draw: of each stretch of a long timeline the highest, and both ends."""
+    stretch = -(-len(levels) // _MOMENTS)
+    ranges = (range(i, min(i + stretch, len(levels))) for i in range(0, len(levels), stretch))
+    highest = {max(found, key=levels.__getitem__) for found in ranges}
+    return sorted(highest | {0, len(levels) - 1})
+
+
+def _is_far(stack: _Stack, budget: int) -> bool:
+    """Return True if the areas would be flat below a line at the budget."""
+    return budget / MIB > _FAR * stack.peak
+
+
+def _budget_label(stack: _Stack, budget: int) -> str:
+    return f"budget {readable(budget)}" + (", far above" if _is_far(stack, budget) else "")
+
+
+def _top(stack: _Stack, budget: int) -> float:
+    """Return the upper end of the axis, in MiB: above the peak, and a budget that is near."""
+    return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / MIB))
+
+
+def _image(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.stackplot(
+        stack.moments, *stack.areas.values(), labels=list(stack.areas), colors=_PALETTE, step="post"
+    )
+    axes.set(
+        title=stack.title, ylabel="MiB", xlabel="share of allocations and releases (%)",
+        xlim=(0, 100),
+    )  # fmt: skip
+    if budget is not None:
+        axes.axhline(
+            budget / MIB, color="black", linestyle="--", label=_budget_label(stack, budget)
+        )
+        axes.set_ylim(0, _top(stack, budget))
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles[::-1], labels[::-1], loc="outside right upper", fontsize="small", frameon=False
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _page(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> None:
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    for (owner, area), colour in zip(stack.areas.items(), _PALETTE, strict=False):
+        figure.add_scatter(
+            x=stack.moments, y=area, name=owner, stackgroup="all", mode="lines", fillcolor=colour,
+            line={"width": 0, "shape": "hv", "color": colour}, hovertemplate="%{y:,.1f} MiB",
+        )  # fmt: skip
+    figure.update_layout(
+        title=stack.title, template="plotly_white", hovermode="x unified", yaxis_title="MiB",
+        xaxis_title="share of allocations and releases (%)", legend_traceorder="reversed",
+    )  # fmt: skip
+    if budget is not None:
+        label = _budget_label(stack, budget)
+        figure.add_hline(y=budget / MIB, line_dash="dash", annotation_text=label)
+        figure.add_scatter(x=[None], y=[None], name=label, mode="lines", line_dash="dash")
+        figure.update_yaxes(range=[0, _top(stack, budget)])
+    figure.write_html(path)
+
+
+def _snapshot(measurement: Measurement) -> dict[str, Any]:
+    """As torch.cuda.memory._snapshot() writes down what it recorded: addresses never come again.
+
+    The format is described at https://docs.pytorch.org/docs/stable/torch_cuda_memory.html.
+    """
+    changes: list[tuple[int, str, int, Life]] = []
+    address = 0
+    for life in measurement.lives:
+        changes.append((life.start, "alloc", address, life))
+        if life.end is not None:
+            changes.append((life.end, "free_completed", address, life))
+        address += life.nbytes
+    changes.sort(key=lambda change: change[0])
+    trace = [
+        {
+            "action": action, "addr": addr, "size": life.nbytes, "stream": 0,
+            "time_us": int(measurement.timeline[at].seconds * 1e6),
+            "frames": [{"name": life.owner or "not known", "filename": "storage_ops", "line": 0}],
+        }
+        for at, action, addr, life in changes
+    ]  # fmt: skip
+    return {"segments": [], "device_traces": [trace]}

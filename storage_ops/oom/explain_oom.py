@@ -1,0 +1,265 @@
+"""Who held the memory when it ran out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.foundation.ledger import Block, ModuleCall
+from storage_ops.measure.measurement import numbered
+from storage_ops.measure.owners import (
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    STATE,
+    WORKSPACES,
+    activations_of,
+    by_kind,
+)  # fmt: skip
+from storage_ops.oom.advice import Follower, KnownStep, advise, bytes_of
+from storage_ops.oom.tracking import Tracking
+from storage_ops.quantities import Tabular, readable
+from storage_ops.simulate.patches.gpu import following_resizes
+from storage_ops.simulate.step import check_loss
+from storage_ops.simulate.values.wrappers import inside
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from storage_ops.fitting.plan import FitPlan
+
+_ROWS = 16  # of the table; the rest is one row
+UNKNOWN = "not known"
+
+
+@dataclass
+class OomReport(Tabular):
+    """Who held the memory when it ran out; prints as a table. Empty until it did.
+
+    Attributes:
+        by_owner: bytes by their owner, most first. Owners are "parameters", "gradients", "optimizer
+            state" and "buffers", each with the name of its module, "activations of" a module by
+            name, "temporaries of" an op outside of modules, as in backward, "input" with its
+            shape, "workspaces of cuBLAS", which are freed to know them and made again when they
+            are needed, and "not known" for what the allocator had given to others.
+        in_use_bytes: the sum of these.
+        attributed_share: the part of it that has a known owner, from 0 to 1.
+        failed: the op that asked for more, and the module that called it.
+        plan: what `storage_ops.fit` would do for the memory that there is; None if it cannot tell.
+        advice: a sentence above the plan, or why there is none and what to call.
+    """
+
+    by_owner: dict[str, int] = field(default_factory=dict)
+    in_use_bytes: int = 0
+    attributed_share: float = 1.0
+    failed: str = ""
+    plan: FitPlan | None = None
+    advice: str = ""
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.text import Text
+
+        from storage_ops.tables import Grid
+
+        rows = list(by_kind(self.by_owner).items())
+        rest = sum(nbytes for _, nbytes in rows[_ROWS:])
+        rows = rows[:_ROWS] + ([("all others", rest)] if rest else [])
+        total = max(self.in_use_bytes, 1)
+        table = Grid(
+            f"out of memory in {self.failed}: {readable(self.in_use_bytes)} were in use",
+            ("owner", "bytes", "of all"),
+            [(owner, readable(nbytes), f"{nbytes / total:.1%}") for owner, nbytes in rows],
+            words=("owner",),
+            optional=("of all",),
+        )
+        below = [Text(self.advice)] if self.advice else []
+        return Group(table, *below, *([self.plan] if self.plan is not None else []))
+
+
+@contextlib.contextmanager
+def explain_oom(
+    device: str | torch.device | None = None,
+    model: nn.Module | None = None,
+    batch: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: type[Optimizer] | Optimizer | None = None,
+) -> Iterator[OomReport]:
+    """Say who held the memory if a with block runs out of it, and what `fit` would do.
+
+    A torch.OutOfMemoryError that leaves the block stays what it is and gets a note, which is
+    printed below its message: bytes by owner, where the op failed, and the plan of
+    `storage_ops.fit` for the memory that there is, whose search takes seconds for a large model.
+    Storages are followed as in `limit`, op by op, so each op takes some ten microseconds longer,
+    and functions under `torch.compile` run uncompiled.
+
+    Args:
+        device: whose memory; None is the current CUDA device, or the CPU where there is none.
+        model: what `storage_ops.fit` plans for. None: the module with most parameters that the
+            block called with gradients on.
+        batch: what the model is called with. None: what it was called with.
+        loss: as of `storage_ops.fit`.
+        optimizer: as of `storage_ops.fit`. None: the one that has the parameters of the model, if
+            it was made before memory ran out.
+
+    Yields:
+        A report, empty until memory runs out.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(512, 512), torch.randn(64, 512)
+        >>> try:
+        ...     with storage_ops.memory.limit("1.2 MiB"), storage_ops.memory.explain_oom() as told:
+        ...         layer(layer(x))
+        ... except torch.OutOfMemoryError:
+        ...     print(max(told.by_owner, key=told.by_owner.get))
+        parameters of Linear
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = numbered(device)
+    check_loss(loss)
+    mode = Explaining(where)
+    follower = Follower(mode.roots)
+    named, calls = mode.named(), follower.following()
+    try:
+        with torch.compiler.set_stance("force_eager"), following_resizes(), named, calls, mode:
+            yield mode.report
+    except torch.OutOfMemoryError as error:
+        mode.note(error, "code outside of ops")
+        step = follower.complete(KnownStep(model, batch, loss, optimizer), mode.optimizers)
+        mode.report.plan, mode.report.advice = advise(step, bytes_of(where, error))
+        text = str(mode.report)
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:  # Python 3.10
+            print(text)
+        raise
+
+
+class Explaining(Tracking):
+    """Follows who makes what, and notes who has it once memory runs out."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.report = OomReport()
+        self._noted: BaseException | None = None
+        self._names: dict[int, str] = {}
+        for root in self.roots:
+            for name, module in root.named_modules():
+                self._names.setdefault(id(module), name or type(root).__name__)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            self.note(error, str(func))
+            raise
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Follow the calls of all modules, with no hook on any of them."""
+        calls = self.ledger.calls
+
+        def begin(module: nn.Module, args: Any) -> None:
+            calls.append(ModuleCall(self._names.get(id(module), type(module).__name__)))
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if calls:
+                calls.pop()
+
+        handles = (
+            modules.register_module_forward_pre_hook(begin),
+            modules.register_module_forward_hook(end, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def note(self, error: BaseException, failed: str) -> None:
+        """Write down who has what, at the first sight of an error."""
+        if error is self._noted:
+            return
+        self._noted = error
+        self._add_late_holders()
+        roles = self._roles()
+        owners: Counter[str] = Counter()
+        for block in self.ledger.live:
+            owners[roles.get(block) or _maker_of(block)] += block.nbytes
+        calls = self.ledger.calls
+        self.report.failed = f"{failed} of {calls[-1].name}" if calls else failed
+        known = self.ledger.level
+        total = known
+        if self._device.type == "cuda":
+            total = max(known, torch.cuda.memory_allocated(self._device))
+            owners[WORKSPACES] = workspaces = min(_freed_workspaces(self._device), total - known)
+            known += workspaces
+            owners[UNKNOWN] = total - known
+        self.report.by_owner = dict((+owners).most_common())
+        self.report.in_use_bytes = total
+        self.report.attributed_share = known / total if total else 1.0
+
+    def _add_late_holders(self) -> None:
+        """Find the optimizers and models that were made in the block, too."""
+        roots = self.roots
+        known = {id(module) for root in roots for module in root.modules()}
+        self.look_for_holders()
+        late = (r for r in self.roots if known.isdisjoint(map(id, r.modules())))  # not around one
+        self.roots = [*roots, *late]
+
+    def _roles(self) -> dict[Block, str]:
+        """The blocks of parameters, gradients, buffers and optimizer state."""
+        roles: dict[Block, str] = {}
+
+        def give(role: str, t: Any) -> None:
+            for part in filter(self.counts, inside(t)):
+                block = self.ledger.block_of(part)
+                if block is not None:
+                    roles.setdefault(block, role)
+
+        for root in self.roots:
+            for name, module in root.named_modules():
+                of = f" of {name or type(root).__name__}"
+                for p in module.parameters(recurse=False):
+                    give(PARAMETERS + of, p)
+                    give(GRADIENTS + of, p.grad)
+                for b in module.buffers(recurse=False):
+                    give(BUFFERS + of, b)
+        for optimizer in self.optimizers:
+            self._give_state(optimizer, give)
+        return roles
+
+    @staticmethod
+    def _give_state(optimizer: Optimizer, give: Any) -> None:
+        for p in tree_leaves([group["params"] for group in optimizer.param_groups]):
+            give(PARAMETERS, p)
+            give(GRADIENTS, p.grad)
+        for t in tree_leaves(list(optimizer.state.values())):
+            give(f"{STATE} of {type(optimizer).__name__}", t)
+
+
+def _freed_workspaces(device: torch.device) -> int:
+    """Bytes that cuBLAS had for itself, one part for each thread and stream that multiplied."""
+    if torch.cuda.is_current_stream_capturing():
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated(device)
+
+
+def _maker_of(block: Block) -> str:
+    if block.made_by == "input":
+        return f"input {tuple(block.shape)} {str(block.dtype).removeprefix('torch.')}"
+    if block.call is not None:
+        return activations_of(block.call.name)
+    return f"temporaries of {block.made_by}"

@@ -1,0 +1,409 @@
+"""What a step would take on a GPU that is not there: peak, timeline and who is in memory then."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.autograd import functional
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
+
+from storage_ops._callers import warn_caller
+from storage_ops.checkpoint.layers.tile import register_estimator
+from storage_ops.checkpoint.state.left_behind import Namespaces, remove_left_behind
+from storage_ops.checkpoint.state.unchanged import unchanged
+from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.loss.devices import Rates, standing_for
+from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
+from storage_ops.measure.measurement import Life, Measurement, Sample
+from storage_ops.measure.owners import (
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    PARAMETERS,
+    STATE,
+    TEMPORARIES,
+    activations_of,
+)  # fmt: skip
+from storage_ops.progress import say, showing
+from storage_ops.quantities import InLines
+from storage_ops.simulate.held import Held, on_one_device, simulated_optimizers
+from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.patches.functions import (
+    Functions,
+    autocast_off_on_meta,
+    distributions_unchecked,
+)
+from storage_ops.simulate.patches.gpu import following_resizes, gpu_kernels
+from storage_ops.simulate.patches.hf import masks_as_in_a_run
+from storage_ops.simulate.ranks.collectives import propagation_unseen
+from storage_ops.simulate.ranks.ddp import ddp_simulated
+from storage_ops.simulate.ranks.fsdp import GATHERED, REDUCED, fsdp_simulated
+from storage_ops.simulate.values.assume import Assumption, name_of, users_line
+from storage_ops.storage.storage import share_storage
+
+_MIB = 1 << 20
+
+
+@dataclass
+class Estimate(InLines, Measurement):
+    """What a call takes on a GPU, from an empty GPU on: its inputs are part of every number.
+
+    Printing it lists what is in memory at the peak.
+
+    Attributes:
+        peak_bytes: highest level.
+        kept_bytes: level when the call has returned and its result is still held.
+        timeline: the level after every allocation and release; the seconds are those of the
+            simulation, not of a GPU.
+        input_bytes: the arguments and every other tensor that was there before the call, such as
+            parameters, gradients and the state of an optimizer.
+        at_peak: the blocks in memory at the peak, largest first.
+        by_owner: bytes at the peak by their owner, most first: "parameters", "buffers",
+            "gradients", "optimizer state", "inputs", "temporaries", and "activations of " with the
+            name of the innermost module whose call made them and returned before they were freed.
+        sent_bytes: of one rank of several, what it sends to the others by the name of the
+            collective, as ring algorithms send it: of n bytes in all on R ranks 2 n (R - 1) / R
+            for an all_reduce and n (R - 1) / R for the others.
+    """
+
+    input_bytes: int = 0
+    at_peak: list[Block] = field(default_factory=list, repr=False)
+    by_owner: dict[str, int] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [
+            f"peak {self.peak_bytes / _MIB:.1f} MiB, kept {self.kept_bytes / _MIB:.1f} MiB, "
+            f"inputs {self.input_bytes / _MIB:.1f} MiB; in memory at the peak:"
+        ]
+        alike = Counter((b.nbytes, b.shape, b.dtype, b.made_by) for b in self.at_peak)
+        order = sorted(alike.items(), key=lambda item: -item[0][0] * item[1])
+        for (nbytes, shape, dtype, made_by), count in order[:12]:
+            size = f"{nbytes * count / _MIB:10.1f} MiB  {count:4d} x"
+            lines.append(f"{size} {tuple(shape)} {str(dtype).removeprefix('torch.')}, {made_by}")
+        return "\n".join(lines)
+
+
+def estimate(
+    fn: Callable[..., Any],
+    *args: Any,
+    assume: float | Mapping[str, float] | None = None,
+    **kwargs: Any,
+) -> Estimate:
+    """Return what `fn(*args, **kwargs)` would take on a GPU, without a GPU and without the memory.
+
+    The call runs once on fake tensors, which have shapes but no bytes. Counted are the live
+    storages after every op, rounded as the CUDA caching allocator does, with the memory that torch
+    takes on a GPU where it differs from the CPU's (fused RMSNorm and attention, byte masks of
+    dropout), and with what kernels take while they run, where that is as large as tensors are:
+    partial sums of the gradients of attention, biases and embeddings, copies for convolutions of
+    cuDNN, the temporary of the softmax backward. `flex_attention` is counted as the kernel that
+    torch.compile makes of it: it keeps its inputs, its output and a number per query and head, and
+    never scores or a mask; everything else runs as it would uncompiled. `discard_storage`,
+    `share_storage` and `OutputDiscardCheckpoint` free and bind as they do here. Of a model on
+    several ranks (`fully_shard`, DDP, `parallelize_module`, DTensors) this rank is counted, with
+    what collectives return and FSDP gathers; no collective is carried out. Not counted are
+    workspaces of cuBLAS and of other kernels, such as a sort's, the CUDA context, and
+    fragmentation.
+
+    Some sizes depend on values. Known are the values of integers, booleans and single
+    floating-point numbers (up to 256 MiB each) that come from real tensors, constants and other
+    known values, and drawn integers, with any draw. Where nothing is assumed, so are other
+    floating-point tensors of up to 16 MiB, such as masks, but for parameters. Numbers are taken to
+    be finite: nothing makes a GradScaler skip a step. All the rest, such as the choices of a
+    router, has to be assumed. Checks of `torch.distributions` are left out.
+
+    Args:
+        fn: a function or module: a block, or a whole step with backward and optimizer.
+        args, kwargs: passed to it. Tensors, here and wherever else `fn` finds them, are real, fake
+            or on the meta device, and are not changed. Gradients, `requires_grad`, the contents of
+            modules, of arguments and of objects that `fn` names, optimizers, schedulers and random
+            number generators are afterwards what they were. Tensors among the arguments are taken
+            to the meta device if parameters are there. A keyword of `fn` that is called `assume`
+            goes into a `functools.partial`.
+        assume: what is said of values that are not known, as a share (a float from 0.0 to 1.0) or
+            as a count (an int). For a condition (`x > 0`): of its elements that are True. For a
+            choice (`topk`, `argmax`, `sort`, `multinomial`, ...): of its choices that the fullest
+            option gets, at least its even part; the other options get even parts. For an op whose
+            size depends on values of which nothing is known (`nonzero`, `unique`, `coalesce`): of
+            the largest size that it could have. A mapping says it by the name of the op, as in
+            `{"topk": 0.2, "gt": 0.5}`, and then also the number that is read by `item()` and its
+            kin, as in `{"item": 1.0}`.
+
+    Raises:
+        RuntimeError: a way of training on several ranks is not simulated: FSDP1, a communication
+            hook or mixed_precision of DDP, CPUOffloadPolicy; the error names it. `fn` needs the
+            values of a tensor of which nothing is known and nothing was
+            assumed; the error names the op, its line and what to say. Or it asks for a device that
+            this machine does not have.
+        TypeError: a tensor has a layout other than strided and COO, or `assume` is not numbers.
+        ValueError: `assume` is out of range or names no op.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(
+        ...     torch.nn.Linear(4096, 16384, device="meta"),
+        ...     torch.nn.GELU(),
+        ...     torch.nn.Linear(16384, 4096, device="meta"),
+        ... )
+        >>> x = torch.empty(8192, 4096, device="meta")
+        >>> e = storage_ops.memory.estimate(lambda x: mlp(x).sum().backward(), x)
+        >>> e.peak_bytes >> 20, e.input_bytes >> 20
+        (2432, 640)
+
+        A quarter of the tokens passes:
+
+        >>> kept = lambda x: x[x[:, 0] > 0]
+        >>> e = storage_ops.memory.estimate(kept, x, assume=0.25)
+        >>> (e.kept_bytes - e.input_bytes) >> 20
+        32
+    """
+    ledger = Ledger()
+    held = Held(fn, args, kwargs)
+    roles: dict[Block, str] = {}
+
+    def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        say(name or type(module).__name__)
+        with ledger.call(name):
+            return call(*args, **kwargs)
+
+    simulated = simulating(ledger, held, args, kwargs, Assumption(assume))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(showing("estimate"))
+        for root in held.roots:
+            stack.enter_context(around_calls(root, around))
+        simulation, args, kwargs = stack.enter_context(simulated)
+        for root in held.roots:
+            note_roles(roles, PARAMETERS, root.parameters(), simulation)
+            note_roles(roles, BUFFERS, root.buffers(), simulation)
+        note_optimizers(roles, held, simulation)
+        result = call_simulated(fn, args, kwargs)
+        for root in held.roots:
+            note_roles(roles, GRADIENTS, (p.grad for p in root.parameters()), simulation)
+        note_optimizers(roles, held, simulation)
+        estimated = Estimate(
+            sent_bytes=dict(simulation.sent),
+            subject=getattr(fn, "__name__", type(fn).__name__),
+            device="a GPU",
+            **settle(ledger, roles),
+        )
+        del result
+    return estimated
+
+
+register_estimator(estimate)
+
+
+def note_optimizers(roles: dict[Block, str], held: Held, simulation: Simulation) -> None:
+    """Write down which blocks are parameters of optimizers, their gradients and states."""
+    for optimizer in held.optimizers:
+        parameters = tree_leaves([group["params"] for group in optimizer.param_groups])
+        note_roles(roles, PARAMETERS, parameters, simulation)
+        note_roles(roles, GRADIENTS, (p.grad for p in parameters), simulation)
+        note_roles(roles, STATE, tree_leaves(list(optimizer.state.values())), simulation)
+
+
+def note_roles(
+    roles: dict[Block, str], role: str, tensors: Iterable[Any], simulation: Simulation
+) -> None:
+    """Write down that the blocks of tensors have a role, unless they have one."""
+    for t in tensors:
+        if isinstance(t, Tensor):
+            for block in simulation.blocks_of(t):
+                roles.setdefault(block, role)
+
+
+@contextlib.contextmanager
+def simulating(
+    ledger: Ledger, held: Held, args: Any, kwargs: Any, assumption: Assumption,
+    on_gpu: bool = True, rates: Rates | None = None,
+) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
+    """Run ops on fake tensors inside a with block; yields the mode, and arguments to call with.
+
+    `rates`: of the GPU that losses plan for, if it is not that of the tensors.
+    """
+    simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ONE_AT_A_TIME)
+        # Autocast keeps the casts of parameters until its outermost block ends.
+        torch.clear_autocast_cache()
+        stack.callback(torch.clear_autocast_cache)
+        stack.enter_context(_no_collection())
+        stack.enter_context(_nothing_left(simulation, held))
+        stack.enter_context(unchanged(*held.holders))
+        # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
+        # mode unless told so.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(simulated_optimizers(held, simulation, on_gpu))
+        stack.callback(simulation.restore_leaves)
+        stack.enter_context(following_resizes())
+        stack.enter_context(masks_as_in_a_run(simulation.values))
+        stack.enter_context(distributions_unchecked())
+        on_meta = any(t.is_meta for t in held.tensors)
+        if on_gpu or on_meta:  # torch takes fused kernels apart for the meta device
+            stack.enter_context(gpu_kernels())
+        stack.enter_context(fsdp_simulated(held.modules, simulation))
+        stack.enter_context(propagation_unseen(simulation))
+        elsewhere = on_gpu and not any(t.is_cuda for t in held.tensors)
+        stack.enter_context(standing_for(rates if elsewhere else None))
+        stack.enter_context(simulation)
+        if on_meta:
+            stack.enter_context(autocast_off_on_meta())
+        stack.enter_context(Functions(simulation, on_meta))
+        args, kwargs = on_one_device(simulation, held, args, kwargs)
+        for t in held.tensors:
+            simulation.twin(t)
+        stack.enter_context(ddp_simulated(held.modules, simulation))
+        yield simulation, args, kwargs
+
+
+@contextlib.contextmanager
+def _nothing_left(simulation: Simulation, held: Held) -> Iterator[None]:
+    """Remove the fake tensors that a simulation in a with block leaves outside of its modules.
+
+    Training that reads such a tensor fails later, far from the cause.
+    """
+    names = Namespaces(held.modules, held.functions)
+    try:
+        yield
+    finally:
+        simulation.forget()
+        left = remove_left_behind(names, simulation.has_made, lambda: bool(simulation.alive()))
+    if left:
+        first, place = left[0]
+        warn_caller(
+            f"estimate: fn left {len(left)} simulated tensors behind, one of shape "
+            f"{tuple(first.shape)} in {place}. Reading them after the simulation fails. Expected a "
+            "function that stores tensors only in modules, in its arguments, in variables that it "
+            "names itself, and in caches; those are restored"
+        )
+
+
+# What torch says where a simulation cannot go on, and what that means here.
+_RAW_ERRORS = {
+    "data is not allocated yet": "reads the bytes of a tensor",
+    "data pointer of Tensor": "reads the bytes of a tensor",
+    ".numpy() is not supported": "reads the bytes of a tensor",
+    "Attempted to set the storage of": "runs a recurrent layer of cuDNN, or sets a storage,",
+    "FakeTensor.__format__": "prints the value of a tensor",
+    "no rule registered for HigherOrderOperator": "calls a higher-order operator of torch",
+}
+
+
+def call_simulated(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call fn, and say in the terms of this module what it cannot do."""
+    try:
+        with warnings.catch_warnings():
+            # torch only warns that autocast and scalers for an absent GPU do nothing.
+            warnings.filterwarnings("error", ".*CUDA is not available.*", UserWarning)
+            return fn(*args, **kwargs)
+    except UnsupportedOperatorException as error:
+        raise RuntimeError(
+            f"estimate: fn calls {name_of(error.func)} at {users_line(error.__traceback__)}, which "
+            "has no implementation for fake tensors; leave that part out of fn"
+        ) from error
+    except (RuntimeError, TypeError) as error:
+        does = next((does for text, does in _RAW_ERRORS.items() if text in str(error)), None)
+        if does is None and _is_in_jacfwd(error) and "same device" in str(error):
+            raise RuntimeError(
+                f"estimate: fn differentiates in forward mode at {users_line(error.__traceback__)} "
+                "with torch.autograd.functional, where torch mixes devices of fake tensors; "
+                "expected torch.func.hessian or torch.func.jacfwd, or strategy='reverse-mode'"
+            ) from error
+        if does is None:
+            raise
+        raise RuntimeError(
+            f"estimate: fn {does} at {users_line(error.__traceback__)}, which a simulation does "
+            "not have; leave that part out of fn"
+        ) from error
+    except UserWarning as error:
+        if "CUDA is not available" not in str(error):
+            raise
+        what, expected = "torch.autocast for CUDA", "torch.autocast(x.device.type)"
+        if "GradScaler" in str(error):
+            what, expected = "a GradScaler for CUDA", "torch.amp.GradScaler(x.device.type)"
+        raise RuntimeError(
+            f"estimate: fn uses {what}, which torch turns off on this machine; expected {expected}"
+        ) from error
+
+
+def _is_in_jacfwd(error: BaseException) -> bool:
+    """Return True if `torch.autograd.functional` raised an error in forward mode."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code is functional._jacfwd.__code__ for frame in frames)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from freeing cycles at a moment that depends on other code.
+
+    What is new is collected first, such as what the last of many simulations left. Among all
+    objects of a process that would take a tenth of a second each time.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect(1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def share_copies() -> bool:
+    """Whether share_storage copies here, for want of a native library."""
+    with no_dispatch():  # the caller may be in a fake mode
+        dst, src = torch.empty(1), torch.empty(1)
+        share_storage(dst, src)
+        return dst.data_ptr() != src.data_ptr()
+
+
+def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
+    """Add up what was booked, as the fields of an `Estimate`; `roles` are owners that are known."""
+    levels = ledger.levels()
+    seconds = [0.0, *(at for at, _, _ in ledger.events)]
+    peak = max(levels)
+    peak_at = levels.index(peak)
+    began: dict[Block, int] = dict.fromkeys(ledger.inputs, 0)
+    ended: list[tuple[Block, int, int | None]] = []
+    for count, (_, block, taken) in enumerate(ledger.events, 1):
+        if taken:
+            began[block] = count
+        else:
+            ended.append((block, began.pop(block), count))
+    ended += [(block, start, None) for block, start in began.items()]
+    lives, at_peak = [], []
+    by_owner: Counter[str] = Counter()
+    for block, start, end in sorted(ended, key=lambda life: life[1]):
+        owner = roles.get(block) or _owner_of(block, end)
+        lives.append(Life(owner, block.nbytes, start, end))
+        if start <= peak_at and (end is None or end > peak_at):
+            at_peak.append(block)
+            by_owner[owner] += block.nbytes
+    return {
+        "peak_bytes": peak, "kept_bytes": levels[-1], "input_bytes": levels[0],
+        "timeline": [Sample(at, level) for at, level in zip(seconds, levels, strict=True)],
+        "at_peak": sorted(at_peak, key=lambda block: -block.nbytes), "lives": lives,
+        "by_owner": dict(by_owner.most_common()),
+    }  # fmt: skip
+
+
+def _owner_of(block: Block, end: int | None) -> str:
+    call = block.call
+    if call is not None and call.name in (GATHERED, REDUCED):
+        return call.name
+    if block.made_by == "input":
+        return INPUTS
+    if call is None or call.end is None or (end is not None and end <= call.end):
+        return TEMPORARIES
+    return activations_of(call.name)

@@ -1,0 +1,217 @@
+"""What a call finds in memory: its arguments, and what its function holds on to."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from storage_ops.foundation.walk import (
+    CONTAINER,
+    FUNCTION,
+    GRADIENT,
+    METHOD,
+    MODULE,
+    OBJECT,
+    OPAQUE,
+    PARTIAL,
+    REGISTERED,
+    TENSOR,
+    TUPLE,
+    Visit,
+    is_opaque,
+    package_of,
+    walk,
+)
+from storage_ops.measure.calls import outermost
+from storage_ops.simulate.mode import Simulation
+
+_STEPPERS = (Optimizer, GradScaler, LRScheduler)
+
+
+class Held:
+    """The tensors, functions, optimizers, scalers and schedulers that are there before."""
+
+    def __init__(self, fn: Any, args: Any, kwargs: Any) -> None:
+        self.tensors: list[Tensor] = []
+        self._modules: dict[nn.Module, None] = {}
+        self.optimizers: list[Optimizer] = []
+        self.steppers: list[GradScaler | LRScheduler] = []
+        self._given = fn, args, kwargs
+        self.functions: list[Any] = []
+        self._objects: list[Any] = []  # that functions name
+        leaves = enumerate(tree_leaves((args, kwargs)))
+        for visit in walk([("fn", fn), *((f"argument {i}", leaf) for i, leaf in leaves)]):
+            if visit.is_first:
+                self._note(visit)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that were found, and the modules in them."""
+        return list(self._modules)
+
+    @property
+    def holders(self) -> list[Any]:
+        """What a call may change: modules, schedulers, what is given, and what functions name."""
+        steppers = [vars(stepper) for stepper in self.steppers]
+        return [*self._modules, *steppers, *self._given, *self._objects]
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules that are in no other."""
+        return outermost(self._modules)
+
+    def _note(self, visit: Visit) -> None:
+        value, kind = visit.value, visit.kind
+        if kind == TENSOR:
+            if _is_counted(visit):
+                self.tensors.append(value)
+        elif kind == MODULE:
+            self._modules[value] = None
+        elif isinstance(value, Optimizer):
+            if unwrapped(value) is value:
+                self.optimizers.append(value)
+        elif isinstance(value, (GradScaler, LRScheduler)):
+            self.steppers.append(value)
+        elif kind == FUNCTION:
+            if package_of(value) not in OPAQUE:
+                self.functions.append(value)
+        elif kind == OBJECT and not is_opaque(type(value)) and _is_named(visit):
+            self._objects.append(value)
+
+
+def _is_counted(visit: Visit) -> bool:
+    """Return True if a tensor is in memory before the call, as far as one can tell.
+
+    These are arguments, variables that functions name, attributes of an object whose method is
+    called, and what modules, optimizers, schedulers and scalers have. Tensors in other objects and
+    in containers that functions name are counted when an op reads them.
+    """
+    if visit.access is GRADIENT:
+        return False
+    parent = visit.parent
+    is_inside = parent is not None and parent.kind in (CONTAINER, TUPLE)
+    while parent is not None and parent.kind in (CONTAINER, TUPLE):
+        parent = parent.parent
+    if parent is None or parent.kind == PARTIAL or isinstance(parent.value, _STEPPERS):
+        return True
+    if parent.kind == MODULE:
+        return visit.access is REGISTERED
+    if parent.kind == OBJECT:
+        is_called = parent.parent is None or parent.parent.kind == METHOD
+        return is_called and not is_inside
+    return parent.kind == FUNCTION and not is_inside
+
+
+def _is_named(visit: Visit) -> bool:
+    """Return True if a function names a value, or a container that the value is in."""
+    parent = visit.parent
+    if parent is not None and parent.kind in (CONTAINER, TUPLE):
+        parent = parent.parent
+    return parent is not None and parent.kind == FUNCTION
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer in one that stands for it, as `Accelerator.prepare` returns it, or itself."""
+    while "param_groups" not in vars(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def on_one_device(simulation: Simulation, held: Held, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Take tensors among the arguments to the meta device, if that is where parameters are."""
+    if not any(t.is_meta for t in held.tensors):
+        return args, kwargs
+    moved: dict[int, Tensor] = {}
+
+    def move(t: Tensor) -> Tensor:
+        if t.is_meta or isinstance(t, nn.Parameter):
+            return t
+        if id(t) not in moved:
+            held.tensors = [other for other in held.tensors if other is not t]
+            moved[id(t)] = simulation.moved(t, torch.device("meta"))
+        return moved[id(t)]
+
+    result: tuple[Any, Any] = tree_map_only(Tensor, move, (args, kwargs))
+    return result
+
+
+def _handles_all_at_once(kind: type[Optimizer]) -> bool:
+    """Whether an optimizer asks torch what to do where `foreach` is None; Adafactor does not."""
+    classes = kind.__mro__[: kind.__mro__.index(Optimizer)]
+    modules = [sys.modules.get(each.__module__) for each in classes]
+    return any(hasattr(module, "_default_to_fused_or_foreach") for module in modules)
+
+
+@contextlib.contextmanager
+def simulated_optimizers(held: Held, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
+    """Let every optimizer that steps in this thread step as for that device, and forget it.
+
+    An optimizer that `held` missed, such as one in a global of another package, is found when it
+    first steps, and joins `held.optimizers`.
+    """
+    thread = threading.get_ident()
+    with contextlib.ExitStack() as stack:
+
+        def simulate(optimizer: Optimizer) -> None:
+            stack.enter_context(_simulated_steps(optimizer, simulation, on_gpu))
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            is_known = any(optimizer is known for known in held.optimizers)
+            if not is_known and threading.get_ident() == thread:
+                held.optimizers.append(optimizer)
+                simulate(optimizer)
+
+        for optimizer in held.optimizers:
+            simulate(optimizer)
+        stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+        yield
+
+
+@contextlib.contextmanager
+def _simulated_steps(optimizer: Optimizer, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
+    """Let an optimizer step as it does for parameters on that device, and forget what it did.
+
+    On a GPU most of torch's optimizers handle all parameters at once unless told otherwise. They
+    read their step counts, on which no shape depends. That they are capturable needs the GPU.
+    """
+
+    def reads_counts(value: bool) -> None:
+        simulation.any_value = value
+
+    hooks = (
+        optimizer.register_step_pre_hook(lambda *_: reads_counts(True)),
+        optimizer.register_step_post_hook(lambda *_: reads_counts(False)),
+    )
+    state = {key: dict(value) for key, value in optimizer.state.items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    at_once = on_gpu and _handles_all_at_once(type(optimizer))
+    for group in optimizer.param_groups:
+        if at_once and group.get("foreach", False) is None:
+            group["foreach"] = not group.get("fused") and not group.get("differentiable")
+        if group.get("capturable"):
+            group["capturable"] = False
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        del optimizer.param_groups[len(groups) :]
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        optimizer.state.clear()
+        optimizer.state.update(state)

@@ -1,0 +1,108 @@
+"""What kernels of the CPU take only while they run, where that is as large as their tensors.
+
+oneDNN convolves copies of its operands that lie in blocks of channels, the last one filled up, and
+copies the result back. With Arm's Compute Library it multiplies a copy of a weight of float32.
+Observed with torch 2.13 by allocation events, on AVX-512 and on an emulated aarch64. What products
+of 16 bits copy on Arm is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.matmul import aten
+from storage_ops.simulate.kernels.scratch import Scratch
+
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out)
+_CHANNELS = 16  # of a block
+_FEW_CHANNELS = 8  # an input of fewer is read as it is
+_WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
+
+
+class _Scratch(Scratch):
+    """As oneDNN has it, whose images lie in blocks of channels."""
+
+    def take_blocked(self, *images: Tensor, times: int = 1) -> list[Block]:
+        found = []
+        for t in images:
+            channels = -(-t.shape[1] // _CHANNELS) * _CHANNELS
+            found += self.take_bytes(t, t[:, :1].numel() * channels * t.itemsize * times)
+        return found
+
+
+def book(ledger: Ledger, func: Any, args: Any, out: Any, see: Callable[[Tensor], None]) -> None:
+    """Book what an op takes besides its results, in the order in which it takes it."""
+    scratch = _Scratch(ledger, func)
+    if func is _aten.convolution.default and _is_blocked(args[0], args[1]):
+        _convolution(scratch, args, out, see)
+    elif func is _aten.convolution_backward.default and _is_blocked(args[1], args[2]):
+        _convolution_backward(scratch, args, out, see)
+    elif func in _PRODUCTS and aten.has_arm_library() and _is_packed(*args[-2:]):
+        see(out)
+        classes, hidden = args[-1].shape[1], args[-1].shape[0]
+        scratch.use(args[-1], aten.packed_bytes(classes, hidden))
+
+
+def _is_packed(left: Tensor, right: Tensor) -> bool:
+    """Whether Arm's library copies the right operand of a product, as of x @ w.T."""
+    return left.dtype == torch.float32 and left.stride(1) == 1 and right.stride(0) == 1
+
+
+def _is_blocked(x: Tensor, weight: Tensor) -> bool:
+    return weight[0, 0].numel() > 1 or weight.dtype != torch.float32
+
+
+def _is_product(args: Any) -> bool:
+    """Whether the gradient of a weight, as of the patches of a ViT, is a product of columns."""
+    weight, transposed, groups = args[2], args[7], args[9]
+    plain = weight.dim() == 4 and weight.dtype == torch.float32
+    return plain and not transposed and groups == 1 and weight.shape[-1] > _WIDEST
+
+
+def _convolution(scratch: _Scratch, args: Any, out: Tensor, see: Any) -> None:
+    x, weight, transposed = args[0], args[1], args[6]
+    operands = scratch.take_blocked(*([x] if x.shape[1] >= _FEW_CHANNELS else []))
+    operands += scratch.take(weight)
+    result = scratch.take_blocked(out)
+    scratch.give_back(operands)
+    again = scratch.take(out) if transposed else []
+    see(out)
+    scratch.give_back(again + result)
+
+
+def _convolution_backward(scratch: _Scratch, args: Any, out: Any, see: Any) -> None:
+    grad, x, weight, strides = args[0], args[1], args[2], args[4]
+    of_x, of_weight, of_bias = out
+    if of_x is not None:
+        operands = scratch.take_blocked(grad) + scratch.take(weight)
+        result = scratch.take_blocked(x)
+        scratch.give_back(operands)
+        again = scratch.take(x) if max(strides) > 1 and not args[7] else []
+        see(of_x)
+        scratch.give_back(again + result)
+    if of_weight is not None and _is_product(args):
+        result = scratch.take(weight)
+        columns = weight[0].nbytes * grad[0, 0].numel()
+        sums = torch.get_num_threads() * (4 * weight.nbytes + columns)
+        scratch.use(weight, sums)
+        see(of_weight)
+        scratch.give_back(result)
+    elif of_weight is not None:
+        operands = scratch.take_blocked(grad, *([x] if x.shape[1] >= _FEW_CHANNELS else []))
+        result = scratch.take(weight)
+        if weight.itemsize == 2:  # sums are in float32, and each thread turns an image of both
+            turned = (x[:1], grad[:1]) if weight[0, 0].numel() > 1 else ()
+            sums = scratch.take(weight, times=2)
+            sums += scratch.take_blocked(*turned, times=torch.get_num_threads())
+            scratch.give_back(sums)
+        scratch.give_back(operands)
+        see(of_weight)
+        scratch.give_back(result)
+    if of_bias is not None:
+        see(of_bias)

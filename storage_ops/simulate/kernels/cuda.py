@@ -1,0 +1,201 @@
+"""What kernels of a GPU take only while they run, where that is as large as their tensors.
+
+Observed by allocation events on an H200 with torch 2.11. Of attention and of sums these are the
+very sizes; of convolutions those of cuDNN's usual choice, which for images of few channels, and for
+some shapes in float32, is another. What it takes where TF32 is turned off is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from storage_ops.foundation.ledger import Ledger
+from storage_ops.loss.devices import threads_of
+from storage_ops.simulate.kernels.scratch import Scratch
+
+_See = Callable[[Tensor], None]
+_aten = torch.ops.aten
+_PARTIAL = 8 << 20  # bytes of partial sums of the gradient of a weight
+_PARTS = 13  # of them
+_FEW_ROWS = 3072  # of an embedding, whose gradient is added up without sorting them
+_BLOCK, _WARP = 512, 32  # threads
+
+
+def book(ledger: Ledger, func: Any, args: Any, out: Any, see: _See) -> None:
+    """Book what an op takes besides its results, in the order in which it takes it."""
+    kernel = _KERNELS.get(func)
+    if kernel is not None:
+        kernel(Scratch(ledger, func), args, out, see)
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def _attention(rows: int, rows_of_wide: int, width: int) -> Any:
+    """Of a kernel that fills up queries to `rows`, and heads to `width`.
+
+    Blocks of keys add to the gradient of the queries in float32, and there is a number for each
+    query. Heads that share keys have gradients of their own at first.
+    """
+
+    def kernel(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+        for gradient in out[:3]:
+            see(gradient)
+        q, k, v = args[1:4]
+        batch, heads, tokens, size = q.shape
+        tokens = _up(tokens, rows if size <= 64 else rows_of_wide)
+        nbytes = 4 * batch * heads * tokens * (_up(size, width) + 1)
+        if heads > k.shape[1]:
+            nbytes += (k.nbytes + v.nbytes) // k.shape[1] * heads
+        scratch.use(q, nbytes)
+
+    return kernel
+
+
+def _softmax_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+    see(out)
+    scratch.use(args[0], args[0].nbytes)  # the product of the gradient and the output
+
+
+def _embedding_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+    """Indices are sorted; ten of one row, or all of it, make a sum in float32."""
+    see(out)
+    indices = args[1].numel()
+    if indices > _FEW_ROWS:
+        scratch.use(out, 4 * out.shape[1] * (indices // 10 + min(indices, len(out))))
+
+
+def _reduction(numbers: int) -> Any:
+    """Of a kernel that has so many numbers of 32 bits for each result."""
+
+    def kernel(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+        results = out if isinstance(out, tuple) else (out,)
+        for result in results:
+            see(result)
+        if len(args) > 1 and args[1]:
+            scratch.use(results[0], numbers * _bytes_of_sum(args[0], args[1]))
+
+    return kernel
+
+
+def _bytes_of_sum(t: Tensor, dims: list[int]) -> int:
+    """What a sum over rows takes, as that of a bias' gradient: partial ones, of blocks of threads.
+
+    Work is divided as in torch's aten/src/ATen/native/cuda/Reduce.cuh.
+    """
+    order = [d for d in sorted(range(t.dim()), key=t.stride) if t.shape[d] > 1]
+    reduced = {d % t.dim() for d in dims} if order else set()
+    if not t.numel() or not order or order[0] in reduced or t.itemsize > 4:
+        return 0
+    width = 1  # of what lies together and is not reduced
+    for d in order:
+        if d in reduced or t.stride(d) != width:
+            break
+        width *= t.shape[d]
+    rows = math.prod(t.shape[d] for d in reduced)
+    outputs = t.numel() // rows
+    of_thread = next(n for n in (4, 2, 1) if width % n == 0)  # outputs
+    across, most = _power_of_two(width // of_thread), _BLOCK // of_thread
+    down = min(_power_of_two(rows), most // min(across, _WARP))
+    across = min(across, most // down)
+    each = -(-rows // down)  # rows of a thread
+    if each < 256:
+        return 0
+    columns = across * of_thread
+    blocks = threads_of(t.device) // (across * down)  # at a time
+    beside = -(-outputs // columns)
+    if beside > blocks:
+        return 0
+    parts = max(min(-(-blocks // beside), -(-each // 16)), -(-each // 256))
+    return 4 * outputs * parts * columns if parts > 1 else 0
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (min(size, _BLOCK).bit_length() - 1)
+
+
+def _convolution(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+    see(out)
+    scratch.use(out, _bytes_of_convolution(args[0], args[1], out, args[8]))
+
+
+def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+    grad, x, weight = args[:3]
+    of_x, of_weight, of_bias = out
+    copies = _bytes_of_convolution(x, weight, grad, args[9])
+    if of_x is not None:
+        see(of_x)
+        scratch.use(grad, copies)
+    if of_weight is not None:
+        see(of_weight)
+        scratch.use(grad, copies + _bytes_of_partial_sums(x, weight, args[9]))
+    if of_bias is not None:
+        see(of_bias)
+        scratch.use(of_bias, _bytes_of_sum(grad, [0, *range(2, grad.dim())]))
+
+
+def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
+    """Copies for cuDNN, whose fast kernels have channels last, in whole groups of 16 bytes."""
+    if not _is_for_cudnn(x, weight, groups):
+        return 0
+    last = _has_channels_last(x) or _has_channels_last(weight)
+    if x.dtype == torch.float32 and not _has_tf32():
+        return x.nbytes + weight.nbytes + y.nbytes if last else 0
+    if not last and weight[0, 0].numel() == 1 and x.shape[2:] == y.shape[2:]:
+        return 0  # a product
+    copies = x.nbytes if last and not _has_channels_last(x) else 0
+    for t, dims in ((x, [1]), (weight, [0, 1]), (y, [1])):
+        filled = t.nbytes
+        for d in dims if groups == 1 else []:
+            filled = filled // t.shape[d] * _up(t.shape[d], 16 // t.itemsize)
+        if not last or filled > t.nbytes:
+            copies += filled
+    return copies
+
+
+def _has_tf32() -> bool:
+    """Whether convolutions of float32 may round; allow_tf32 fails where this was said for them."""
+    cudnn: Any = torch.backends.cudnn
+    settings = cudnn.conv, cudnn, torch.backends
+    said = (setting.fp32_precision for setting in settings)
+    return next((how for how in said if how != "none"), "none") == "tf32"
+
+
+def _is_for_cudnn(x: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether its fast kernels compute; those of depthwise convolutions take any layout."""
+    is_depthwise = groups > 1 and weight.shape[1] == 1
+    by_cudnn = torch.backends.cudnn.enabled and x.dtype != torch.float64
+    return by_cudnn and not is_depthwise and x.numel() > 0 and weight.numel() > 0
+
+
+def _has_channels_last(t: Tensor) -> bool:
+    return t.dim() in (4, 5) and suggest_memory_format(t) != torch.contiguous_format
+
+
+def _bytes_of_partial_sums(x: Tensor, weight: Tensor, groups: int) -> int:
+    sums = 4 * weight.numel()
+    in_parts = _is_for_cudnn(x, weight, groups) and sums <= _PARTIAL
+    return min(_PARTS * sums, _PARTIAL) if in_parts else 0
+
+
+_KERNELS: dict[Any, Callable[[Scratch, Any, Any, _See], None]] = {
+    _aten._scaled_dot_product_flash_attention_backward.default: _attention(128, 128, 32),
+    _aten._scaled_dot_product_efficient_attention_backward.default: _attention(64, 128, 64),
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _attention(1, 1, 1),
+    _aten._softmax_backward_data.default: _softmax_backward,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten.sum.dim_IntList: _reduction(1),
+    _aten.mean.dim: _reduction(1),
+    _aten.std.correction: _reduction(4),  # count, as a float too, mean and sum of squares
+    _aten.var.correction: _reduction(4),
+    _aten.var_mean.correction: _reduction(4),
+    _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution_backward,
+}

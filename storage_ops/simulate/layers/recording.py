@@ -1,0 +1,434 @@
+"""What a call of a module does to the books, written down from one run of it by itself.
+
+Forward and backward run on books of their own. A *recording* is a list of what is taken and given
+back, by *slot*: a block that is made inside, or one that the call shares with its surroundings:
+inputs, outputs, their gradients and those of parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.module_kinds import SIMPLE, LayerNumber, Unlike
+
+INSIDE, INPUT, OUTPUT, GRAD_OUT, GRAD_IN, PARAMETER = (
+    "inside", "input", "output", "gradient of output", "gradient of input", "parameter"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockSlot:
+    """A block of a recording.
+
+    Attributes:
+        role: whose it is; number: of the input, output or parameter.
+        block: as the first call had it.
+        call: the name below the module's of the call that made it and that it outlived, or None.
+    """
+
+    role: str
+    number: int
+    block: Block
+    call: str | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor that leaves the call: where it lies in the storage of a slot."""
+
+    slot: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    needs_grad: bool
+
+    @staticmethod
+    def of(t: Tensor, slot: int) -> View:
+        """The view that a tensor is."""
+        shape, offset = tuple(t.shape), int(t.storage_offset())
+        return View(slot, shape, t.stride(), offset, t.dtype, t.requires_grad)
+
+    def storage(self, simulation: Simulation, nbytes: int, device: torch.device) -> Tensor:
+        """A tensor with a new storage that this one lies in, itself if it fills it."""
+        # A view that a node of autograd made could not be written to in place.
+        fills = is_dense(self.shape, self.stride)
+        if fills and self.offset == 0 and math.prod(self.shape) * self.dtype.itemsize == nbytes:
+            make, like = torch.empty_strided, {"dtype": self.dtype, "device": device}
+            made: Tensor = simulation.unseen(make, self.shape, self.stride, **like)
+        else:
+            made = simulation.unseen(torch.empty, nbytes, dtype=torch.uint8, device=device)
+        return made
+
+    def on(self, simulation: Simulation, t: Tensor) -> Tensor:
+        """This view of the storage of a tensor."""
+        where = (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
+        if where == (self.shape, self.stride, self.offset, self.dtype):
+            return t
+        return self.anew(simulation, t)
+
+    def anew(self, simulation: Simulation, t: Tensor) -> Tensor:
+        """This view of the storage of a tensor, as a tensor of its own."""
+        return simulation.viewed(t, self.shape, self.stride, self.offset, self.dtype)
+
+
+def laid(simulation: Simulation, views: list[View], bases: dict[int, Tensor]) -> list[Tensor]:
+    """Views of storages, by slot; no two are one tensor, for each has a history of its own."""
+    found: list[Tensor] = []
+    for view in views:
+        t = view.on(simulation, bases[view.slot])
+        is_taken = any(t is other for other in found)
+        found.append(view.anew(simulation, t) if is_taken else t)
+    return found
+
+
+@dataclass
+class Recording:
+    """What a call does to the books.
+
+    Attributes:
+        slots: its blocks.
+        forward, backward: the numbers of slots, and whether each is taken or given back.
+        outputs: for each leaf of what it returns a View, the number of an input tensor that it is,
+            or ("value", it).
+        form: of what it returns.
+        held: slots of inputs and outputs that its nodes hold until backward.
+        edges: how often a gradient arrives at the input.
+        gradients: by the number of an input that needs one, its View; None where there is none.
+        parameters: views of their gradients; None where there is none.
+        sent: bytes to other ranks in forward and in backward, by collective.
+        written: the numbers of outputs to whose gradients autograd adds others in place.
+    """
+
+    slots: list[BlockSlot]
+    forward: list[tuple[int, bool]]
+    outputs: list[Any]
+    form: Any
+    held: set[int]
+    edges: int = 0
+    backward: list[tuple[int, bool]] = field(default_factory=list)
+    gradients: dict[int, View | None] = field(default_factory=dict)
+    parameters: list[View | None] = field(default_factory=list)
+    sent: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
+    written: frozenset[int] = frozenset()
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether it has a backward."""
+        return any(isinstance(o, View) and o.needs_grad for o in self.outputs)
+
+    def storage_of(self, number: int, simulation: Simulation, device: torch.device) -> Tensor:
+        """A tensor with a new storage as that of a slot, of the first view in it."""
+        views = (*self.outputs, *self.gradients.values(), *self.parameters)
+        first = next(v for v in views if isinstance(v, View) and v.slot == number)
+        return first.storage(simulation, self.slots[number].block.asked, device)
+
+
+class _Enter(torch.autograd.Function):
+    """Makes given tensors the inputs of a call, whose gradients arrive here.
+
+    They are no leaves, which autograd would hold to the end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, arrived: list[Any], inputs: list[Tensor], anchor: Tensor) -> Any:
+        ctx.arrived = arrived
+        ctx.set_materialize_grads(False)
+        return tuple(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.arrived += gradients
+        return None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The outputs of a call, and where their gradients come from."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Callable[[list[Tensor]], None], *outputs: Tensor) -> Tensor:
+        ctx.begin = begin
+        ctx.likes = [(t.shape, t.stride(), t.dtype, t.device) for t in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        made = [torch.empty_strided(s, st, dtype=d, device=w) for s, st, d, w in ctx.likes]
+        ctx.begin(made)
+        return (None, *made)
+
+
+def record(
+    simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Any,
+    kwargs: Any, places: list[tuple[nn.Module, str]], accumulate: bool,
+) -> Recording:  # fmt: skip
+    """Run a call by itself and write down what it does to the books.
+
+    Args:
+        accumulate: gradients that its parameters have stay, and it adds to them. Else it makes
+            all of them.
+
+    Raises:
+        Unlike: it does more than that, such as keeping something.
+    """
+    before = [(p, p.grad) for p in module.parameters()]
+    if not accumulate:
+        for p, _ in before:
+            p.grad = None
+    outer, sent = simulation.ledger, simulation.sent
+    simulation.ledger = side = Ledger(outer.round_up, outer)
+    simulation.parts.append(side)
+    simulation.sent = Counter()
+    try:
+        with hidden(places):
+            return _Recorder(simulation, side, module, name).run(call, args, kwargs)
+    finally:
+        simulation.ledger, simulation.sent = outer, sent
+        for p, gradient in before:
+            p.grad = gradient
+
+
+@contextlib.contextmanager
+def hidden(places: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Let nobody look at the numbers of layers in a block."""
+    plain = [vars(module)[name] for module, name in places]
+    for module, name in places:
+        vars(module)[name] = LayerNumber()
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(places, plain, strict=True):
+            vars(module)[name] = value
+
+
+class _Recorder:
+    """One call, run by itself on books of its own."""
+
+    def __init__(self, simulation: Simulation, side: Ledger, module: nn.Module, name: str) -> None:
+        self._simulation, self._side = simulation, side
+        self._module, self._name = module, name
+        self._roles: dict[Block, tuple[str, int]] = {}
+        self._numbers: dict[Block, int] = {}  # of slots
+        self._grads_there = 0  # the moment when the gradients of the outputs were there
+
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Recording:
+        """Run it and write down what it does."""
+        events, arrived = self._side.events, list[Any]()
+        has_gradient = [p.grad is not None for p in self._module.parameters()]
+        given, needing, args, kwargs = self._inputs(args, kwargs, arrived)
+        entries = {t.grad_fn for t in given}
+        versions = [t._version for t in given]
+        start, since = len(events), next_node()
+        with self._side.call(self._name):
+            result = call(*args, **kwargs)
+        stop, sent = len(events), self._simulation.sent.copy()
+        if versions != [t._version for t in given]:
+            raise Unlike
+        leaves, form = tree_flatten(result)
+        outputs = [self._output(leaf, given) for leaf in leaves]
+        edges = 0
+        pairs = zip(leaves, outputs, strict=True)
+        leaving = [t for t, v in pairs if isinstance(v, View) and v.needs_grad]
+        if reads_history(leaving, entries, self._module.parameters(), since):
+            raise Unlike
+        last = self._leave(leaving)
+        if last is not None and needing:
+            edges = edges_behind(last)[0][given[needing[0]].grad_fn, 0]
+        # From here on only the nodes of autograd hold inputs and outputs.
+        del given, args, kwargs, result, leaves, pairs, leaving, entries
+        dropped = {block for _, block, taken in events[stop:] if not taken}
+        gradients: dict[int, View | None] = {}
+        parameters: list[View | None] = []
+        begin = end = len(events)
+        if last is not None:
+            last.backward()
+            begin, end = self._grads_there, len(events)
+            gradients = {
+                i: self._leaving(g, GRAD_IN, i) for i, g in zip(needing, arrived, strict=True)
+            }
+            for i, p in enumerate(self._module.parameters()):
+                if has_gradient[i]:
+                    parameters.append(None)
+                else:
+                    parameters.append(self._leaving(p.grad, PARAMETER, i))
+                    p.grad = None
+        arrived.clear()
+        last = None
+        self._check_nothing_is_kept(dropped)
+        theirs = {block for _, block, taken in events[stop:begin] if taken} - self._roles.keys()
+        forward = self._numbered(events[start:stop], theirs)
+        backward = self._numbered(events[begin:end], theirs)
+        held = {
+            self._number(block)
+            for block, (role, _) in self._roles.items()
+            if role in (INPUT, OUTPUT) and block not in dropped
+        }
+        slots = [self._slot(block) for block in self._numbers]
+        roles = (self._roles.get(block, ("", 0)) for block in self._side.added_to)
+        return Recording(
+            slots, forward, outputs, form, held, edges, backward, gradients, parameters,
+            (sent, self._simulation.sent - sent), frozenset(n for r, n in roles if r == GRAD_OUT),
+        )  # fmt: skip
+
+    def _inputs(
+        self, args: Any, kwargs: Any, arrived: list[Any]
+    ) -> tuple[list[Tensor], list[int], Any, Any]:
+        """Copies to call with, the numbers of those that need a gradient, and the arguments."""
+        leaves, form = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        given = self._copies([leaves[i] for i in places])
+        needing = [k for k, i in enumerate(places) if leaves[i].requires_grad]
+        if len(needing) > 1:
+            raise Unlike  # their gradients leave at different moments, and a node has one
+        if needing:
+            with torch.enable_grad():
+                anchor = self._simulation.unseen(torch.empty, (), device=given[0].device)
+                entered = _Enter.apply(  # type: ignore[no-untyped-call]
+                    arrived, [given[k] for k in needing], anchor.requires_grad_()
+                )
+            for k, t in zip(needing, entered, strict=True):
+                given[k] = t
+        for i, t in zip(places, given, strict=True):
+            leaves[i] = t
+        return given, needing, *tree_unflatten(leaves, form)
+
+    def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors like these, with the same values, of storages of their own."""
+        bases: dict[int, Tensor] = {}
+        views: dict[int, View] = {}  # by tensor: one that is given twice is one in the call too
+        for number, t in enumerate(tensors):
+            storage = t.untyped_storage()
+            view = views.setdefault(id(t), View.of(t, storage._cdata))
+            if view.slot not in bases:
+                base = view.storage(self._simulation, storage.nbytes(), t.device)
+                bases[view.slot] = base
+                self._side.see(base, "input")
+                block = self._side.block_of(base)
+                if block is not None:
+                    self._roles[block] = (INPUT, number)
+        copies = dict(zip(views, laid(self._simulation, [*views.values()], bases), strict=True))
+        for t in tensors:
+            self._simulation.imitate(copies[id(t)], t)
+        return [copies[id(t)] for t in tensors]
+
+    def _output(self, leaf: Any, given: list[Tensor]) -> Any:
+        """What a leaf of the result is."""
+        if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, SIMPLE):
+                raise Unlike
+            return ("value", leaf)
+        for number, t in enumerate(given):
+            if leaf is t:
+                return number
+        block = self._side.block_of(leaf) if leaf.layout == torch.strided else None
+        if block is None or self._roles.get(block, (OUTPUT, 0))[0] != OUTPUT:
+            raise Unlike
+        self._roles[block] = (OUTPUT, 0)
+        return View.of(leaf, self._number(block))
+
+    def _leave(self, leaving: list[Tensor]) -> Tensor | None:
+        if not leaving:
+            return None
+        with torch.enable_grad():
+            last: Tensor = _Leave.apply(self._gradients_of_outputs, *leaving)  # type: ignore[no-untyped-call]
+        return last
+
+    def _gradients_of_outputs(self, made: list[Tensor]) -> None:
+        for k, t in enumerate(made):
+            block = self._side.block_of(t)
+            if block is not None:
+                self._roles[block] = (GRAD_OUT, k)
+        self._grads_there = len(self._side.events)
+
+    def _leaving(self, t: Tensor | None, role: str, number: int) -> View | None:
+        """Where a gradient that leaves the call lies."""
+        if t is None:
+            return None
+        block = self._side.block_of(t) if t.layout == torch.strided else None
+        if block is None or self._roles.get(block, (role, number))[0] not in (role, GRAD_OUT):
+            raise Unlike
+        self._roles.setdefault(block, (role, number))
+        return View.of(t, self._number(block))
+
+    def _check_nothing_is_kept(self, dropped: set[Block]) -> None:
+        alive: set[Block] = set()
+        for _, block, taken in self._side.events:
+            (alive.add if taken else alive.remove)(block)
+        if alive or any(self._roles.get(b, ("", 0))[0] not in (INPUT, OUTPUT) for b in dropped):
+            raise Unlike
+
+    def _numbered(self, events: Any, theirs: set[Block]) -> list[tuple[int, bool]]:
+        return [(self._number(b), taken) for _, b, taken in events if b not in theirs]
+
+    def _number(self, block: Block) -> int:
+        return self._numbers.setdefault(block, len(self._numbers))
+
+    def _slot(self, block: Block) -> BlockSlot:
+        role, number = self._roles.get(block, (INSIDE, 0))
+        call = None
+        if block.call is not None and block.call.end is not None:
+            freed = next(i for i, e in enumerate(self._side.events) if e[1] is block and not e[2])
+            if freed >= block.call.end:
+                call = block.call.name[len(self._name) :]
+        return BlockSlot(role, number, block, call)
+
+
+def next_node() -> int:
+    """Return the number of the next node of autograd that this thread makes."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def reads_history(
+    outputs: list[Tensor], entries: set[Any], leaves: Iterable[Tensor], since: int
+) -> bool:
+    """Return True if the backward of a call goes through more than its arguments.
+
+    Args:
+        outputs: that the call returned.
+        entries: the nodes of autograd that made the arguments.
+        leaves: the parameters and arguments whose gradients it may make.
+        since: the number of the first node that the call could make.
+    """
+    own = {id(t) for t in leaves}
+    left = [t.grad_fn for t in outputs]
+    seen = set(entries)
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in own:
+            return True
+        if variable is None and node._sequence_nr() < since:
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
+
+
+def edges_behind(last: Tensor) -> tuple[Counter[Any], set[Any]]:
+    """How many edges lead to each input of the nodes behind a tensor, and the nodes."""
+    counts: Counter[Any] = Counter()
+    nodes: set[Any] = set()
+    left = [last.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        counts.update(edge for edge in node.next_functions if edge[0] is not None)
+        left += [following for following, _ in node.next_functions]
+    return counts, nodes

@@ -1,0 +1,212 @@
+"""Calls that do to the books what their recording says, without running their ops.
+
+Each is one node of autograd. It books the inner blocks, makes the tensors that leave the call, and
+holds inputs and outputs for as long as the call's own nodes would.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_unflatten
+
+from storage_ops.foundation.ledger import Block, ModuleCall
+from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.layers.recording import (
+    GRAD_OUT,
+    INPUT,
+    INSIDE,
+    BlockSlot,
+    Recording,
+    View,
+    edges_behind,
+    laid,
+)
+from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.module_kinds import Unlike
+
+
+class Replay:
+    """One call of a kind that is recorded."""
+
+    def __init__(
+        self, simulation: Simulation, recording: Recording, module: nn.Module, name: str,
+        inputs: list[Tensor],
+    ) -> None:  # fmt: skip
+        self._simulation, self.recording = simulation, recording
+        self._parameters, self._name = list(module.parameters()), name
+        self._device = next((t.device for t in (*self._parameters, *inputs)), torch.device("cpu"))
+        self._live: dict[int, Block] = {}  # by slot, the inner blocks
+        self._held: dict[int, torch.UntypedStorage] = {}
+        for number, slot in enumerate(recording.slots):
+            if slot.role == INPUT and number in recording.held:
+                self._held[number] = inputs[slot.number].untyped_storage()
+
+    def __del__(self) -> None:
+        # Its node is gone, and all that its own nodes would have held goes with them.
+        for block in self._live.values():
+            self._simulation.ledger.give_back(block)
+
+    def forward(self) -> dict[int, Tensor]:
+        """Book the forward; returns the tensors that have storages of slots."""
+        self._simulation.sent += self.recording.sent[0]
+        made = self._carry_out(self.recording.forward, ())
+        held = self.recording.held
+        self._held |= {n: t.untyped_storage() for n, t in made.items() if n in held}
+        return made
+
+    def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Book the backward; returns the gradients of inputs, and assigns those of parameters."""
+        recording = self.recording
+        for number in recording.written:
+            given = gradients[number]
+            if given is None or _uses(given) > _uses_of_the_last():
+                raise Unlike
+            if not is_dense(given.shape, given.stride()):
+                raise Unlike  # autograd adds to it out of place
+            del given
+        self._simulation.sent += recording.sent[1]
+        made = self._carry_out(recording.backward, gradients)
+        for p, view in zip(self._parameters, recording.parameters, strict=True):
+            if view is not None and p.grad is None:
+                p.grad = self._view(view, made, gradients)
+        return [
+            None if v is None else self._view(v, made, gradients)
+            for v in recording.gradients.values()
+        ]
+
+    def _carry_out(
+        self, events: list[tuple[int, bool]], gradients: tuple[Tensor | None, ...]
+    ) -> dict[int, Tensor]:
+        ledger, recording = self._simulation.ledger, self.recording
+        made: dict[int, Tensor] = {}
+        for number, taken in events:
+            slot = recording.slots[number]
+            if slot.role == INSIDE:
+                if taken:
+                    self._live[number] = ledger.take(self._block(slot))
+                else:
+                    ledger.give_back(self._live.pop(number))
+            elif taken:
+                made[number] = t = recording.storage_of(number, self._simulation, self._device)
+                ledger.see_as(t, self._block(slot))
+                del t
+            elif slot.role == GRAD_OUT:
+                given = gradients[slot.number]
+                if given is not None and _uses(given) <= _uses_of_the_last():
+                    ledger.release(given)
+            elif number in self._held:
+                del self._held[number]
+        return made
+
+    def _block(self, slot: BlockSlot) -> Block:
+        call = None if slot.call is None else ModuleCall(self._name + slot.call, 0)
+        return replace(slot.block, call=call, _storages=0)
+
+    def _view(
+        self, view: View, made: dict[int, Tensor], gradients: tuple[Tensor | None, ...]
+    ) -> Tensor | None:
+        slot = self.recording.slots[view.slot]
+        if slot.role == GRAD_OUT:
+            return gradients[slot.number]
+        return view.on(self._simulation, made[view.slot])
+
+    def outputs(self, made: dict[int, Tensor]) -> list[Tensor]:
+        """The tensors among what the call returns that it made."""
+        views = [view for view in self.recording.outputs if isinstance(view, View)]
+        return laid(self._simulation, views, made)
+
+
+class _Replayed(torch.autograd.Function):
+    """The node of a call that is carried out from its recording."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replay, *inputs: Tensor) -> Any:
+        ctx.replay, ctx.count = replay, len(inputs)
+        ctx.set_materialize_grads(False)
+        recording = replay.recording
+        outputs = replay.outputs(replay.forward())
+        views = [view for view in recording.outputs if isinstance(view, View)]
+        ctx.mark_non_differentiable(
+            *(t for t, view in zip(outputs, views, strict=True) if not view.needs_grad)
+        )
+        ctx.differentiable = [k for k, view in enumerate(views) if view.needs_grad]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        given = tuple(gradients[k] for k in ctx.differentiable)
+        found = ctx.replay.backward(given)
+        return (None, *found) if found else (None,) * (1 + ctx.count)
+
+
+def check_edges(last: Tensor) -> None:
+    """Look whether gradients are added up in the order that recordings have.
+
+    Raises:
+        Unlike: an input gets several gradients from within a call and others from outside.
+    """
+    counts, nodes = edges_behind(last)
+    for node in nodes:
+        replay = getattr(node, "replay", None)
+        several = isinstance(replay, Replay) and replay.recording.edges > 1
+        if several and any(counts[edge] > 1 for edge in node.next_functions):
+            raise Unlike
+
+
+def _uses(t: Any) -> int:
+    """References to the gradient that a node got, and to its storage."""
+    storage: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    return int(t._use_count()) + storage
+
+
+class _Counting(torch.autograd.Function):
+    """A node that notes how many references there are if nobody else has the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, found: list[int], t: Tensor) -> Tensor:
+        ctx.found = found
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        given = gradients[0]
+        ctx.found.append(_uses(given))
+        return None, None
+
+
+@functools.cache
+def _uses_of_the_last() -> int:
+    found: list[int] = []
+    with no_dispatch(), torch.enable_grad():
+        t = torch.zeros(2, requires_grad=True)
+        (_Counting.apply(found, t) * t.detach()).sum().backward()  # type: ignore[no-untyped-call]
+    return found[0]
+
+
+def replayed(
+    simulation: Simulation, recording: Recording, module: nn.Module, name: str,
+    inputs: list[Tensor],
+) -> Any:  # fmt: skip
+    """Carry out a call from its recording and return what it returns."""
+    replay = Replay(simulation, recording, module, name, inputs)
+    if recording.needs_grad:
+        # Where no input needs a gradient, a parameter makes the node part of the graph.
+        entering = [inputs[i] for i in recording.gradients] or [
+            next(p for p in module.parameters() if p.requires_grad)
+        ]
+        made = iter(_Replayed.apply(replay, *entering))  # type: ignore[no-untyped-call]
+    else:
+        made = iter(replay.outputs(replay.forward()))
+    leaves = []
+    for what in recording.outputs:
+        if isinstance(what, View):
+            leaves.append(next(made))
+        else:
+            leaves.append(inputs[what] if isinstance(what, int) else what[1])
+    return tree_unflatten(leaves, recording.form)

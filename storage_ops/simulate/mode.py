@@ -1,0 +1,500 @@
+"""The mode under which a run is simulated: every op on fake tensors, every storage booked."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from storage_ops._op_arguments import tensors_in, with_tensors
+from storage_ops.checkpoint.selective.copies import BookedCopies, active
+from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.simulate.kernels import cpu, cuda, fake_tensor_gaps
+from storage_ops.simulate.kernels.workspaces import PRODUCTS
+from storage_ops.simulate.module_kinds import Unlike
+from storage_ops.simulate.ranks import collectives
+from storage_ops.simulate.values.assume import Assumption, Source, unanswered
+from storage_ops.simulate.values.known import Values
+from storage_ops.simulate.values.leaves import Leaf
+from storage_ops.simulate.values.sizes import SIZED, Sizes
+from storage_ops.simulate.values.sparse import Sparse
+from storage_ops.simulate.values.wrappers import inside, is_wrapper, is_wrapper_type, rewrapped
+from storage_ops.storage import reference
+
+_OPS = torch.ops.storage_ops
+_aten = torch.ops.aten
+
+
+class _Fakes(FakeTensorMode):
+    """Fake tensors; `reads`: on a CPU, where a loss counts tokens, whether values are known."""
+
+    reads: Callable[[Tensor], bool] | None = None
+
+
+class Simulation(TorchDispatchMode):
+    """Runs every op on fake tensors and books the storages that it makes.
+
+    A tensor from outside (real, meta, or of another fake mode) has a fake twin here, so that its
+    bytes are neither needed nor changed. Gradients of such tensors, which autograd assigns to
+    them, are what they were after `restore_leaves`.
+    """
+
+    def __init__(
+        self, ledger: Ledger, copies: bool, assumption: Assumption, on_gpu: bool = True
+    ) -> None:
+        """`copies`: whether share_storage copies, as it does where no other way is available."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = ledger
+        self._copies = copies
+        self.on_gpu = on_gpu
+        self._assumption = assumption
+        self.values = Values(assumption)
+        self._sizes = Sizes(self.values, assumption)
+        self._sparse = Sparse(self.unseen, self._sizes.distinct, self._temporary)
+        self._fake = _Fakes()
+        if not on_gpu:
+            self._fake.reads = lambda t: self.values.read(t) is not None
+        self._paused = False
+        self._wrapped: Any = None  # the op that was called last with a wrapper
+        # Whether values do not matter, as those of the step counts of an optimizer.
+        self.any_value = False
+        self.multiplies = False  # whether a matrix product was seen
+        self.sent: Counter[str] = Counter()  # bytes from this rank to others, by collective
+        self.buckets: list[Tensor] = []  # of DDP
+        self._to_host = BookedCopies()
+        # Tensors from outside stay referenced, so that their ids and those of their storages stay
+        # theirs. By storage: fake bytes that all twins with this storage are views of.
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._bytes: dict[int, Tensor] = {}
+        self._exchanged: set[int] = set()  # whose twins have the memory of others
+        self._leaves: dict[int, Leaf] = {}  # by the id of a tensor from outside
+        self._moved: list[weakref.ref[torch.UntypedStorage]] = []  # of arguments: callers hold them
+        self.parts: list[Ledger] = []  # of calls that were recorded by themselves
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not for each op by itself: `simulating` keeps Dynamo from compiling anything."""
+        return False
+
+    def __enter__(self) -> Simulation:
+        self._fake.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._fake.__exit__(*exception)
+
+    @property
+    def copies(self) -> BookedCopies | None:
+        """What carries results to host memory: on a GPU, and where a CPU stands for one."""
+        if not self.on_gpu and active() is None:
+            return None
+        if self.ledger.is_of_a_part:
+            raise Unlike  # they leave when the next region has ended, which is in no such part
+        return self._to_host
+
+    def follow_resize(self, storage: torch.UntypedStorage) -> None:
+        """Book that a storage was resized, which is not an op."""
+        self.ledger.follow_resize(storage)
+
+    def blocks_of(self, t: Tensor) -> list[Block]:
+        """The blocks of a tensor, or of the twin of one from outside."""
+        if is_wrapper(t):
+            return [b for part in inside(t) for b in self.blocks_of(part)]
+        twin = self.twin(t)
+        parts = self._sparse.parts(twin) if twin.layout == torch.sparse_coo else [twin]
+        found = [self.ledger.block_of(part) for part in parts]
+        return [block for block in found if block is not None]
+
+    def note_random_state(self, t: Tensor) -> None:
+        """Book the state of the CPU's generator, which is copied without an op; not on a GPU."""
+        if not self.on_gpu:
+            self.ledger.see(t, "random state")
+
+    def restore_leaves(self) -> None:
+        """Give tensors from outside the gradients, flags and hooks that they had."""
+        for leaf in self._leaves.values():
+            leaf.restore()
+
+    def twin(self, t: Tensor) -> Tensor:
+        """Return the fake tensor that stands for one from outside, and book it as an input.
+
+        A wrapper is itself: its class asks for what is inside.
+        """
+        if not self.is_from_outside(t):
+            return t
+        if is_wrapper(t):
+            return self._wrapper(t)
+        if id(t) not in self._twins:
+            if t.layout == torch.sparse_coo:
+                twin = self._new_sparse(t, self.twin)
+            else:
+                twin = self._new_twin(t)
+                self.ledger.see(twin, "input", is_input=True)
+                self.values.offer(twin, t)
+            self._twins[id(t)] = (t, twin)
+            self.note_leaf(t)
+        return self._twins[id(t)][1]
+
+    def exchange(self, t: Tensor, value: Tensor) -> None:
+        """Let a tensor from outside have the memory of another, as `t.data = value` does.
+
+        Its twin has; the tensor itself keeps what it has.
+
+        Raises:
+            RuntimeError: it would have another shape or dtype, which only the tensor itself can.
+        """
+        with no_dispatch():
+            old, new = self.twin(t), self.twin(value)
+            if is_wrapper(t) or (old.shape, old.dtype) != (new.shape, new.dtype):
+                raise RuntimeError(
+                    f"estimate: fn sets .data of a {tuple(t.shape)} tensor of {t.dtype} to a "
+                    f"{tuple(value.shape)} one of {value.dtype}; expected a plain tensor and one "
+                    "of its shape and dtype"
+                )
+            if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                self._bytes.pop(t.untyped_storage()._cdata, None)
+                self._twins[id(t)] = (t, new)
+                self._exchanged.add(id(t))
+
+    def forget(self) -> None:
+        """Drop all tensors that stand for others."""
+        for table in (self._twins, self._bytes, self._leaves, self.buckets):
+            table.clear()
+
+    def alive(self) -> set[int]:
+        """Return the keys of the storages of this run that still exist, but for moved arguments."""
+        known = [s._cdata for ledger in (self.ledger, *self.parts) for s in ledger.alive()]
+        return set(known) - self._keys_of_moved()
+
+    def _keys_of_moved(self) -> set[int]:
+        return {s._cdata for s in (reference() for reference in self._moved) if s is not None}
+
+    def has_made(self, t: FakeTensor) -> bool:
+        """Return True if a tensor that still exists is of this run, and no moved argument."""
+        if t.fake_mode is not self._fake or t.layout != torch.strided:
+            return False
+        key = t.untyped_storage()._cdata
+        known = any(ledger.has(key) for ledger in (self.ledger, *self.parts))
+        return known and key not in self._keys_of_moved()
+
+    def is_exchanged(self, t: Tensor) -> bool:
+        """Whether the memory of a tensor from outside is another than it was."""
+        return id(t) in self._exchanged
+
+    def is_from_outside(self, t: Tensor) -> bool:
+        """Whether a tensor is none of the simulation's own."""
+        return not (isinstance(t, FakeTensor) and t.fake_mode is self._fake)
+
+    def _wrapper(self, t: Tensor) -> Tensor:
+        for part in inside(t):
+            self.twin(part)
+        self.note_leaf(t)
+        return t
+
+    def moved(self, t: Tensor, device: torch.device) -> Tensor:
+        """Return a fake tensor of the simulation that is like `t` but on another device."""
+        if is_wrapper(t):
+            other = rewrapped(t, lambda part: self.moved(part, device))
+            return other.detach().requires_grad_(t.requires_grad)  # type: ignore[no-any-return]
+        if t.layout == torch.sparse_coo:
+            return self._new_sparse(t, lambda part: self.moved(part, device))
+        new: Tensor = self.unseen(
+            torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=device
+        )
+        self.values.offer(new, t)
+        self.ledger.see(new, "input", is_input=True)
+        self._moved.append(weakref.ref(new.untyped_storage()))
+        return new.requires_grad_(t.requires_grad)
+
+    def unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an op on fake tensors without booking what it makes."""
+        self._paused = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._paused = False
+
+    def _new_twin(self, t: Tensor) -> Tensor:
+        if t.layout != torch.strided:
+            raise TypeError(
+                f"estimate: a tensor is a {type(t).__name__} with layout {t.layout}; expected "
+                "plain strided tensors"
+            )
+        storage = t.untyped_storage()
+        if storage._cdata not in self._bytes:
+            self._bytes[storage._cdata] = self.unseen(
+                torch.empty, storage.nbytes(), dtype=torch.uint8, device=t.device
+            )
+        whole, offset = self._bytes[storage._cdata], int(t.storage_offset())
+        return self.viewed(whole, t.shape, t.stride(), offset, t.dtype)
+
+    def viewed(self, base: Tensor, shape: Any, stride: Any, offset: int, dtype: Any) -> Tensor:
+        """A tensor, without a history, that lies somewhere in the storage of another."""
+
+        def view() -> Tensor:
+            with torch.no_grad():
+                nbytes = base.untyped_storage().nbytes()
+                whole = base.as_strided((nbytes // base.itemsize,), (1,), 0).view(torch.uint8)
+                elements = whole[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+                return elements.as_strided(shape, stride, offset)
+
+        made: Tensor = self.unseen(view)
+        return made
+
+    def _see(self, func: Any, t: Tensor) -> None:
+        self.ledger.see(t, str(func))
+
+    def imitate(self, new: Tensor, t: Tensor) -> None:
+        """Let a tensor have the known values of another, of which it is a copy."""
+        with no_dispatch():
+            self.values.imitate(new, self.twin(t))
+
+    def _temporary(self, t: Tensor, made_by: str) -> None:
+        self.ledger.temporary(t, made_by)
+
+    def _new_sparse(self, t: Tensor, new: Callable[[Tensor], Tensor]) -> Tensor:
+        if isinstance(t, FakeTensor) or t.is_meta:
+            raise TypeError(
+                f"estimate: a sparse tensor is a {type(t).__name__} on {t.device}; expected a real "
+                "one, for others do not know how many elements they have"
+            )
+        with no_dispatch(), torch.no_grad():
+            indices, values, coalesced = t._indices(), t._values(), t.is_coalesced()
+        return self._sparse.new(new(indices), new(values), t.shape, coalesced)
+
+    def note_leaf(self, t: Tensor) -> None:
+        """Note what a tensor from outside is before the run changes it; it gets a fake gradient."""
+        if not t.is_leaf or id(t) in self._leaves:
+            return
+        self._leaves[id(t)] = leaf = Leaf.of(t)
+        gradient = t.grad
+        if isinstance(gradient, FakeTensor) and gradient.fake_mode is self._fake:
+            leaf.gradient = None  # assigned in this run already
+        elif gradient is not None:  # a twin that nobody else holds: it goes when the run drops it
+            t.grad = self.moved(gradient, gradient.device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # several times for each op
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if any(map(is_wrapper_type, types)):
+            self._wrapped = func
+            return NotImplemented  # it is called again for what is inside
+        if func in _VIEWS and not kwargs:
+            t = self.twin(args[0])
+            if isinstance(t, FakeTensor) and t.layout == torch.strided and t.constant is None:
+                return self._view(func, t, args[1:])
+        if func is _aten._local_scalar_dense.default:
+            return self._value(func, args[0])
+        _check_device(func, kwargs.get("device"))
+        args, kwargs = with_tensors(self.twin, (args, kwargs))
+        given = tensors_in((args, kwargs))
+        is_inside = func is self._wrapped
+        if func in fake_tensor_gaps.IN_PLACE and not is_inside:
+            block = self.ledger.block_of(given[0])
+            func = fake_tensor_gaps.as_real(func, block, args)
+            if func is _aten.add_.Tensor and block is not None:
+                self.ledger.added_to.add(block)
+        if self.on_gpu and func.overloadpacket in PRODUCTS:
+            self.multiplies = True
+        collectives.count_sent(self.sent, func, args)
+        if collectives.is_collective(func):
+            return collectives.pretended(self, func, args)
+        if func.namespace == "storage_ops":
+            if func in _KERNELS_OF_OPS:
+                with self:  # what happens inside is simulated as well
+                    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
+            if func in _STORAGE_OPS:
+                return self._storage_op(func, *args)
+        if self._sparse.takes(func, args, given):
+            with self:
+                return self._sparse(func, args, kwargs)
+        try:
+            if func is _aten.histc.default and not args[0].is_floating_point():
+                out = args[0].new_empty(args[1] if len(args) > 1 else 100)  # GPUs count integers
+            elif func in _IN_PLACE:
+                out = None
+            elif func is _aten.addmm.dtype_out:
+                out = kwargs["out"]  # before torch 2.13 its fake raises
+            elif func is _GROUPED and args[0].dtype != torch.bfloat16:
+                out = self.unseen(_grouped_product, *args, **kwargs)  # torch's fake wants bf16
+            else:
+                out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            out = self._by_values(func, args, kwargs)
+        if func._schema.is_mutable:
+            for t in given:
+                if isinstance(t, FakeTensor) and t.layout == torch.strided:
+                    self.ledger.follow_resize(t.untyped_storage())
+        if is_inside:
+            self._wrapped = None
+        else:
+            fake_tensor_gaps.book(self.ledger, func, args, out)
+        kernels = cuda if self.on_gpu else cpu
+        kernels.book(self.ledger, func, args, out, partial(self._see, func))
+        for t in tensors_in(out):
+            if isinstance(t, FakeTensor):
+                _check_layout(func, t)
+                self._see(func, t)
+        if not collectives.communicates(func):  # whose values others have
+            self.values.follow(func, args, kwargs, out)
+        return out
+
+    def _view(self, func: Any, t: FakeTensor, rest: Any) -> Tensor:
+        """Run an op that returns a view of its first argument, half of a step's ops.
+
+        FakeTensorMode would do the same, after a look into its cache that takes longer.
+        """
+        with in_kernel_invocation_manager(self._fake):
+            view = func(t, *rest)
+        view = FakeTensor(self._fake, view, t.fake_device)
+        self._see(func, view)
+        return view
+
+    def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op whose result has a shape, or is a number, that depends on values."""
+        real = self.values.compute(func, args, kwargs)
+        if real is None and func in _SIZED_BY_INTEGERS:
+            real = self.values.compute(func, args, kwargs, any_numbers=True)
+        if real is None and func in SIZED:
+            with self:
+                return SIZED[func](self._sizes, func, *args, **kwargs)
+        if real is None:
+            returned = [str(r.type) for r in func._schema.returns]
+            return self._said(func, args, "nothing" if "Tensor" in returned else "value")
+        device = tensors_in((args, kwargs))[0].device
+        return tree_map_only(
+            Tensor,
+            lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device),
+            real,
+        )
+
+    def _value(self, func: Any, t: Tensor) -> Any:
+        known = self.values.read(self.twin(t))
+        if known is not None:
+            with no_dispatch():
+                return func(known)
+        if self.any_value:
+            return 1.0
+        kind = bool if t.dtype == torch.bool else float if t.is_floating_point() else int
+        return kind(self._said(func, t))
+
+    def listed(self, t: Tensor) -> Any:
+        """Return what `t.tolist()` does."""
+        known = self.values.read(self.twin(t))
+        with no_dispatch():
+            if known is None:
+                number = self._value(_aten._local_scalar_dense.default, t)
+                known = torch.full(t.shape, number, dtype=t.dtype)
+            return known.tolist()
+
+    def _said(self, func: Any, args: Any, kind: str = "value") -> Any:
+        """The number that the caller said such an op returns."""
+        value = self._assumption.value() if kind == "value" else None
+        if value is None:
+            cause = self.values.source(args)
+            raise unanswered(Source.here(func, kind), cause)
+        return value
+
+    def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:
+        if func is _OPS.discard_storage.default:
+            self.ledger.discard(t)
+        elif func is _OPS.share_storage.default:
+            reference.check_geometry(t, rest[0])
+            self.ledger.share(t, rest[0], self._copies)
+        elif func is _OPS._is_discarded.default:
+            return self.ledger.is_discarded(t)
+        return None
+
+
+_STORAGE_OPS = {
+    _OPS.discard_storage.default,
+    _OPS.share_storage.default,
+    _OPS._is_discarded.default,
+    _OPS._check_storage.default,
+    _OPS._record_stream.default,
+}
+_KERNELS_OF_OPS = {
+    _OPS.linear_cross_entropy.default,
+    _OPS.linear_cross_entropy_backward.default,
+    _OPS.linear_cross_entropy_backward_kept.default,
+    _OPS.linear_cross_entropy_backward_target.default,
+    _OPS.linear_cross_entropy_backward_into.default,
+    _OPS.linear_cross_entropy_backward_into_kept.default,
+    _OPS.linear_kl_div.default,
+    _OPS.linear_kl_div_backward.default,
+}
+
+
+# They write to what they are given, and return and take nothing; tiles of a loss call thousands.
+_IN_PLACE = {
+    _OPS._cross_entropy_rows.default,
+    _OPS._divergence_rows.default,
+    _OPS._product.default,
+    _OPS._scale.default,
+    _OPS._transposed_product.default,
+}
+# Ops whose fake cannot tell sizes, which depend on shapes and on integers alone.
+_SIZED_BY_INTEGERS = {
+    _aten._ctc_loss.default, _aten._ctc_loss.Tensor, _aten._pack_padded_sequence.default,
+    _aten.linalg_lstsq.default,
+}  # fmt: skip
+_DEVICE = torch.ops.prim.device.default
+_VIEWS = {
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.view.default,
+}
+_GROUPED = getattr(_aten._grouped_mm, "default", None)
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """The result of products of groups, which lie in rows, in columns or in matrices."""
+    shape = (left.shape[-2], right.shape[-1])
+    if left.dim() == right.dim() == 2 and offsets is not None:
+        return left.new_empty((len(offsets), *shape))
+    return left.new_empty((len(left), *shape) if left.dim() == right.dim() == 3 else shape)
+
+
+def _check_layout(func: Any, t: Tensor) -> None:
+    if t.layout != torch.strided:
+        here = Source.here(func, "nothing")
+        raise RuntimeError(
+            f"estimate: fn calls {here.name} at {here.line}, which makes a tensor with layout "
+            f"{t.layout} that is not simulated; leave that part out of fn"
+        )
+
+
+def _check_device(func: Any, device: Any) -> None:
+    if device is None or torch.device(device).type in ("cpu", "meta"):
+        return
+    if not (torch.device(device).type == "cuda" and torch.cuda.is_available()):
+        raise RuntimeError(
+            f"estimate: {func} asks for device {device}, which this machine does not have; "
+            "expected the device of an argument, such as device=x.device"
+        )

@@ -1,0 +1,5 @@
+"""Functions that run differently in a simulation.
+
+`gpu.py` replaces CPU kernels by the memory behaviour of GPU kernels, `functions.py` functions of
+torch that are no ops, and `hf.py` the attention masks of transformers.
+"""

@@ -1,0 +1,99 @@
+"""What functions of torch do in a simulation that is no op, or is another on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.values.wrappers import is_wrapper
+
+_DATA: Any = Tensor.data
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_GRAD: Any = Tensor.grad
+# What changes a tensor from outside without an op.
+_OF_LEAVES = {
+    Tensor.requires_grad_, _REQUIRES_GRAD.__set__, _GRAD.__set__, Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+}  # fmt: skip
+
+
+class Functions(TorchFunctionMode):
+    """Exchanges the memory of twins and not of what they stand for, at `t.data = value`.
+
+    It also notes what tensors are before their flags, gradients or hooks change, and lists the
+    values of tensors.
+
+    Where tensors are on the meta device it raises where autocast would be without effect, and makes
+    the sparse tensors of SparseAdam.
+    """
+
+    def __init__(self, simulation: Simulation, on_meta: bool) -> None:
+        super().__init__()
+        self._simulation, self._on_meta = simulation, on_meta
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_LEAVES and self._simulation.is_from_outside(args[0]):
+            self._simulation.note_leaf(args[0])
+        if func == _DATA.__set__ and self._simulation.is_from_outside(args[0]):
+            return self._simulation.exchange(*args)
+        if func == _DATA.__get__ and self._simulation.is_exchanged(args[0]):
+            return args[0].detach()
+        if func is Tensor.tolist and not is_wrapper(args[0]):
+            return self._simulation.listed(args[0])
+        if self._on_meta and torch.is_autocast_enabled("cpu"):
+            raise RuntimeError(
+                "estimate: fn uses torch.autocast('cpu'), which does nothing to tensors on the "
+                "meta device; expected parameters and arguments on the CPU"
+            )
+        if (
+            self._on_meta
+            and func is Tensor.new
+            and args[0].layout == torch.sparse_coo
+            and len(args) > 1
+        ):
+            return torch.sparse_coo_tensor(*args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def autocast_off_on_meta() -> Iterator[None]:
+    """Let `torch.autocast("meta", enabled=False)` do nothing in a with block, where torch raises.
+
+    Rotary embeddings of transformers 4 turn autocast off for the device of their input.
+    """
+    kind: Any = torch.autocast
+    plain = kind.__init__
+
+    def __init__(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        known = "cpu" if device_type == "meta" and not enabled else device_type
+        plain(self, known, dtype, enabled, cache_enabled)
+
+    kind.__init__ = __init__
+    try:
+        yield
+    finally:
+        kind.__init__ = plain
+
+
+@contextlib.contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Let `torch.distributions` not check the values of arguments in a with block."""
+    kind: Any = torch.distributions.Distribution
+    before = kind._validate_args
+    kind._validate_args = False
+    try:
+        yield
+    finally:
+        kind._validate_args = before

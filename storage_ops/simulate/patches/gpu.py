@@ -1,0 +1,254 @@
+"""What torch computes on a GPU with other memory than on the CPU, for fake tensors of the CPU.
+
+torch chooses these kernels inside functions that it takes apart before any mode sees them. So the
+functions themselves are replaced while a run is simulated, and only for its tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.foundation.walk import TENSOR, walk
+from storage_ops.simulate.mode import Simulation
+
+
+@contextlib.contextmanager
+def following_resizes() -> Iterator[None]:
+    """Let modes that keep books notice `untyped_storage().resize_`, inside a with block."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = plain(storage, size)
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "follow_resize"):
+                mode.follow_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Use them inside a with block."""
+    with contextlib.ExitStack() as stack:
+        for module, name, kernel in _REPLACED_FUNCTIONS:
+            stack.enter_context(_replaced(importlib.import_module(module), name, kernel))
+        stack.enter_context(_replaced_ops())
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, kernel: Any) -> Iterator[None]:
+    """Let a function of a module be another one while a thread is simulating."""
+    original = getattr(module, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (kernel if _is_simulated() else original)(*args, **kwargs)
+
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def _replaced_ops() -> Iterator[None]:
+    library = Library("aten", "IMPL")
+    replaced = {
+        "rms_norm": _rms_norm,
+        "dropout": _dropout,
+        "scaled_dot_product_attention": _attention,
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch reports an overridden kernel
+            for name, kernel in replaced.items():
+                for key in ("AutogradCPU", "AutogradMeta"):
+                    library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def _simulation() -> Simulation | None:
+    """That of this thread: a replacement holds for the whole process."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, Simulation)), None)
+
+
+def _is_simulated() -> bool:
+    return _simulation() is not None
+
+
+def _original(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the kernel that was there before; torch takes the functions apart there."""
+    op = getattr(torch.ops.aten, name).default
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Any:
+    """A mask of bytes is kept; on the CPU it has the type of the input."""
+    if not _is_simulated() or not train or not 0 < p < 1:
+        return _original("dropout", input, p, train)
+    return torch.native_dropout(input, p, True)[0]
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """One kernel that keeps the input and a number per row; on the CPU it is made of several."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: int, weight: Tensor | None) -> Tensor:
+        rows = (*x.shape[: x.dim() - dims], *(1 for _ in range(dims)))
+        rstd = x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    if not _is_simulated():
+        return _original("rms_norm", input, normalized_shape, weight, eps)
+    return _FusedRMSNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps its inputs, its output and a number per query and head; never a score matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        # By an op of a GPU, so that policies of checkpoints see it; its output has heads after
+        # tokens in memory, as the layer that follows wants them.
+        keys, values = (t.detach().expand(len(q), *t.shape[1:]) for t in (k, v))
+        results: Any = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values)
+        out: Tensor = results[0]
+        lse = results[1]
+        del results
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, out, lse = ctx.saved_tensors
+        # By an op as well, so that its arithmetic counts; what it is told of sequences is not read.
+        lengths = (lse, lse, q.shape[2], k.shape[2])
+        gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, *lengths, 0.0, False, lse, lse
+        )
+        return (*gradients, None)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    rest = attn_mask, dropout_p, is_causal
+    # torch 2.10 divides by the number of heads of the keys, which may be 0.
+    enable_gqa = enable_gqa and query.shape[-3:-2] != key.shape[-3:-2]
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    fused = query.dim() == 4 and (attn_mask is None or not attn_mask.requires_grad)
+    if not _is_simulated() or not fused or not query.numel():
+        return _original("scaled_dot_product_attention", query, key, value, *rest, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to scores
+        rest = attn_mask, dropout_p, is_causal
+    shared = query.shape[1] != key.shape[1]
+    if query.dtype == torch.float64 or (query.dtype == torch.float32 and shared):
+        # No fused kernel of a GPU takes these.
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        return math(query, key, value, *rest, **options)[0]
+    return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+
+
+class _FlexAttention(torch.autograd.Function):
+    """The compiled kernel of flex_attention, which makes neither scores nor a mask.
+
+    Forward: the output, and two numbers per query and head (the logarithm of the sum, which is
+    kept, and the maximum). Backward: a number per query and head, the gradients, and those of
+    tensors that score_mod captures, added up in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Any:
+        strides = q.stride()
+        order = sorted(range(4), key=lambda dim: -strides[dim])  # that of the queries in memory
+        shape = (*q.shape[:3], v.shape[3])
+        out = q.new_empty([shape[dim] for dim in order]).permute([order.index(d) for d in range(4)])
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        top = torch.empty_like(lse)
+        ctx.save_for_backward(q, k, v, out, lse, *captured)
+        ctx.mark_non_differentiable(top)
+        ctx.set_materialize_grads(False)
+        return out, lse, top
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        q, k, v, _, lse, *captured = ctx.saved_tensors
+        delta = torch.empty_like(lse)
+        of_q = torch.empty_like(q)
+        # One of keys that several batches share is added up afterwards.
+        of_k, of_v = (t.new_empty((len(q), *t.shape[1:])) for t in (k, v))
+        sums = [
+            torch.empty_like(t, dtype=torch.float32) if t.requires_grad else None for t in captured
+        ]
+        del delta
+        if len(k) < len(q):
+            of_k, of_v = of_k.sum(0, keepdim=True), of_v.sum(0, keepdim=True)
+        of_captured = [
+            total if total is None else total.to(t.dtype)
+            for total, t in zip(sums, captured, strict=True)
+        ]
+        return of_q, of_k, of_v, *of_captured
+
+
+def _flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, *rest: Any,
+    **options: Any,
+) -> Any:  # fmt: skip
+    simulation = _simulation()
+    assert simulation is not None
+    for t in tree_leaves(block_mask):
+        if isinstance(t, Tensor):
+            simulation.twin(t)  # it is in memory, though no op reads it
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    reached = walk([("score_mod", score_mod)])
+    captured = [v.value for v in reached if v.kind == TENSOR and v.is_first]
+    return _FlexAttention.apply(query, key, value, *captured)  # type: ignore[no-untyped-call]
+
+
+def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    """The branch that the condition says, which has to be known."""
+    return (true_fn if bool(pred) else false_fn)(*operands)
+
+
+# Functions of torch for which a kernel is compiled or that trace their arguments.
+_REPLACED_FUNCTIONS = (
+    ("torch.nn.attention.flex_attention", "flex_attention_hop", _flex_attention),
+    ("torch.nn.attention.flex_attention", "_validate_device", lambda *_: None),
+    # That it is not compiled is no news here, and torch tells it once only.
+    ("torch.nn.attention.flex_attention", "_warn_once", lambda *_, **__: None),
+    ("torch._higher_order_ops.cond", "cond_op", _cond),
+)

@@ -1,0 +1,58 @@
+"""Masks of transformers in a simulation: those of a run, not those of a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from storage_ops.simulate.values.known import Values
+
+
+@contextlib.contextmanager
+def masks_as_in_a_run(values: Values) -> Iterator[None]:
+    """Let transformers look at values that are known, in a with block.
+
+    In a run it looks whether a mask is of use (sequences are packed, tokens are padding) and makes
+    none otherwise, so that attention is causal by itself and keys and values are not repeated for
+    their heads. It takes every fake tensor for one of a trace, whose values nobody knows.
+    """
+    module: Any = sys.modules.get("transformers.masking_utils")
+    if hasattr(module, "is_tracing"):
+        names, replacement = ["is_tracing"], _is_tracing
+    else:  # transformers 4 looks at every mask, whose values a simulation may not know
+        names = ["_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"]
+        replacement = _ignores_mask
+    plain = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name, function in plain.items():
+        setattr(module, name, replacement(function, values))
+    try:
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(module, name, function)
+
+
+def _is_tracing(plain: Callable[..., Any], values: Values) -> Callable[..., bool]:
+    """Return `is_tracing` of transformers 5, false for fake tensors whose values are known."""
+
+    def is_tracing(tensor: Any = None) -> bool:
+        if isinstance(tensor, FakeTensor) and values.read(tensor) is not None:
+            return False
+        return bool(plain(tensor))
+
+    return is_tracing
+
+
+def _ignores_mask(plain: Callable[..., Any], values: Values) -> Callable[..., bool]:
+    """Return a function of transformers 4, false for masks whose values are not known."""
+
+    def ignores_mask(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+        if isinstance(padding_mask, FakeTensor) and values.read(padding_mask) is None:
+            return False
+        return bool(plain(padding_mask, *args, **kwargs))
+
+    return ignores_mask

@@ -1,0 +1,1 @@
+"""One rank of several, simulated alone: collectives, FSDP2 and DDP."""

@@ -1,0 +1,181 @@
+"""One rank of many: DTensors, and collectives that are not carried out.
+
+A DTensor is a wrapper (`estimate_wrappers.py`). A collective is booked and never carried out, so
+the other ranks need not exist: a process group of torch's backend "fake" will do.
+`fsdp.py` and `ddp.py` have what FSDP2 and DDP need besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from storage_ops._op_arguments import tensors_in
+from storage_ops.simulate.ranks.ddp import ddp_in
+from storage_ops.simulate.ranks.fsdp import sharded_parameters, states_in
+from storage_ops.simulate.values.wrappers import is_wrapper
+
+if TYPE_CHECKING:
+    from storage_ops.simulate.mode import Simulation
+
+_ELEMENTWISE = {
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam,
+    torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+}  # fmt: skip
+# What a ring sends from each of R ranks, of n bytes in all: so many times n (R - 1) / R.
+_ROUNDS = {
+    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1,
+    "all_to_all": 1, "gather": 1, "scatter": 1,
+}  # fmt: skip
+_NAMES = (
+    ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"), ("allgather", "all_gather"),
+    ("all_gather", "all_gather"), ("reduce_scatter", "reduce_scatter"), ("alltoall", "all_to_all"),
+    ("all_to_all", "all_to_all"), ("broadcast", "broadcast"), ("reduce_", "reduce"),
+    ("gather", "gather"), ("scatter", "scatter"),
+)  # fmt: skip
+
+
+def is_spread(t: Any) -> bool:
+    """Whether a tensor is this rank's part of one that lies on several."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Whether a model is a part of one that lies on several ranks."""
+    modules = list(model.modules())
+    spread = any(map(is_spread, model.parameters()))
+    return spread or bool(ddp_in(modules)) or bool(states_in(modules))
+
+
+def is_sharded_alone(model: nn.Module) -> bool:
+    """Whether all that lies on several ranks is parameters of FSDP2: ops are those of one rank."""
+    known = sharded_parameters(model)
+    others = any(is_spread(p) and id(p) not in known for p in model.parameters())
+    return not others and not ddp_in(list(model.modules()))
+
+
+@contextlib.contextmanager
+def updated_locally(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer work on this rank's parts of DTensors, where that is the same.
+
+    It is if each number is updated by itself and gradients lie as their parameters do. DTensor
+    finds that out for every list of parameters, a third of the time of a large model's estimate.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    every = [p for params in groups for p in params]
+    alike = all(p.grad is None or _lie_alike(p, p.grad) for p in every)
+    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(is_spread, every)):
+        alike = False
+    if not alike:
+        yield
+        return
+    try:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [_part(p) for p in params]
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = params
+
+
+def _lie_alike(p: Any, gradient: Any) -> bool:
+    if not is_spread(p) or not is_spread(gradient):
+        return not is_wrapper(p) and not is_wrapper(gradient)
+    return bool(p.placements == gradient.placements)
+
+
+def _part(p: Any) -> Any:
+    if not is_spread(p):
+        return p
+    part = nn.Parameter(p.detach().to_local(), requires_grad=p.requires_grad)
+    part.grad = None if p.grad is None else p.grad.to_local()
+    return part
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an op is a collective that works on tensors in place and returns its handle."""
+    return str(func.namespace) == "c10d"
+
+
+def communicates(func: Any) -> bool:
+    """Whether an op is a collective."""
+    return func.namespace in ("c10d", "_c10d_functional", "_dtensor")
+
+
+def count_sent(sent: Counter[str], func: Any, args: Any) -> None:
+    """Add the bytes that a collective sends from this rank, if the op is one."""
+    if not communicates(func):
+        return
+    op = func._schema.name.split("::")[1].lstrip("_")
+    given = tensors_in(args[:2])
+    if op == "send":
+        sent["send"] += sum(t.nbytes for t in given)
+    name = next((name for start, name in _NAMES if op.startswith(start)), None)
+    ranks = _ranks(func, args)
+    if name is None or ranks < 2:
+        return
+    if func.namespace == "c10d" and name in ("all_gather", "reduce_scatter", "all_to_all"):
+        given = tensors_in(args[1])
+    whole = sum(t.nbytes for t in given) * (ranks if name == "all_gather" else 1)
+    sent[name] += whole * _ROUNDS[name] * (ranks - 1) // ranks
+
+
+def _ranks(func: Any, args: Any) -> int:
+    from torch.distributed import distributed_c10d as c10d
+
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "group_name":
+            find: Any = vars(c10d)["_resolve_process_group"]
+            group = find(value) if isinstance(value, str) else value
+            return int(group.size())
+        if argument.name == "process_group":
+            return int(c10d.ProcessGroup.unbox(value).size())
+    return 1
+
+
+def pretended(simulation: Simulation, func: Any, args: Any) -> Any:
+    """What a collective in place returns, without carrying it out."""
+    from torch._C._distributed_c10d import FakeWork
+
+    op = func._schema.name.split("::")[1]
+    if simulation.on_gpu and op in ("allgather_", "reduce_scatter_"):
+        # NCCL works on one tensor; a list of them is copied into one.
+        many = tensors_in(args[0] if op == "allgather_" else args[1])
+        if len({t.shape for t in many}) == 1:
+            flat = simulation.unseen(many[0].new_empty, (len(many), *many[0].shape))
+            simulation.ledger.temporary(flat, str(func))
+    handle = FakeWork().boxed()
+    returned = func._schema.returns
+    if len(returned) == 2:
+        return args[0], handle
+    return handle if returned else None
+
+
+@contextlib.contextmanager
+def propagation_unseen(simulation: Simulation) -> Iterator[None]:
+    """Let DTensor ask by ops for the shapes of whole tensors, without any being booked."""
+    module = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if module is None:
+        yield
+        return
+    kind = module.ShardingPropagator
+    name = "_propagate_tensor_meta_non_cached"
+    plain = getattr(kind, name)
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        return simulation.unseen(plain, *args, **kwargs)
+
+    setattr(kind, name, unseen)
+    try:
+        yield
+    finally:
+        setattr(kind, name, plain)

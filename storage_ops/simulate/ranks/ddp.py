@@ -1,0 +1,106 @@
+"""DDP on one rank of many. Its reducer is native code, so what it does to memory is done here.
+
+Gradients lie a second time in buckets, or with `gradient_as_bucket_view` there alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from storage_ops.simulate.mode import Simulation
+
+
+def ddp_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those of these modules that are DDP's."""
+    return [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)]
+
+
+@contextlib.contextmanager
+def ddp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[None]:
+    """Do to memory what DDP's reducer does, which would communicate."""
+    found = ddp_in(modules)
+    if not found:
+        yield
+        return
+    kind = nn.parallel.DistributedDataParallel
+    plain = kind.forward
+    with contextlib.ExitStack() as stack:
+        for ddp in found:
+            stack.enter_context(_buckets(ddp, simulation))
+        kind.forward = _ddp_forward  # type: ignore[method-assign]
+        stack.callback(setattr, kind, "forward", plain)
+        yield
+
+
+def _ddp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.will_sync_module_buffers() and torch.is_grad_enabled():
+        for alike in _by_dtype(self.modules_buffers):
+            # They are sent as one tensor, which a single one is already.
+            _flatten_dense_tensors([b.detach() for b in alike])
+    output = self.module(*args, **kwargs)
+    if self.find_unused_parameters and not self.static_graph and torch.is_grad_enabled():
+        output = tree_map_only(Tensor, torch.clone, output)
+    return output
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        found.setdefault(t.dtype, []).append(t)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _buckets(ddp: Any, simulation: Simulation) -> Iterator[None]:
+    """The buckets of a DDP module, and the hooks that put gradients into them."""
+    dist: Any = importlib.import_module("torch.distributed")
+
+    what = "a communication hook" if ddp._comm_hooks else None
+    what = "mixed_precision" if ddp.mixed_precision is not None else what
+    if what is not None:
+        raise RuntimeError(
+            f"estimate: a DistributedDataParallel has {what}, which is not simulated; expected "
+            "one without"
+        )
+    parameters = [p for p in ddp._module_parameters if p.requires_grad]
+    ranks = ddp.process_group.size()
+    first = min(dist._DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap)
+    backwards = parameters[::-1]
+    places, _ = dist._compute_bucket_assignment_by_size(backwards, [first, ddp.bucket_bytes_cap])
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            members = [backwards[i] for i in place]
+            bucket = simulation.unseen(
+                torch.empty, sum(p.numel() for p in members), dtype=members[0].dtype,
+                device=members[0].device,
+            )  # fmt: skip
+            simulation.ledger.see(bucket, "bucket of DistributedDataParallel", is_input=True)
+            simulation.buckets.append(bucket)
+            offset = 0
+            for p in members:
+                hook = _into_bucket(ddp, simulation, bucket, offset, ranks)
+                stack.callback(p.register_post_accumulate_grad_hook(hook).remove)
+                offset += p.numel()
+        yield
+
+
+def _into_bucket(
+    ddp: Any, simulation: Simulation, bucket: Tensor, offset: int, ranks: int
+) -> Callable[[Tensor], None]:
+    def hook(p: Tensor) -> None:
+        if not ddp.require_backward_grad_sync:
+            return
+        simulation.sent["all_reduce"] += 2 * p.nbytes * (ranks - 1) // ranks
+        if ddp.gradient_as_bucket_view:
+            p.grad = simulation.viewed(bucket, p.shape, p.stride(), offset, p.dtype)
+
+    return hook

@@ -1,0 +1,235 @@
+"""FSDP2 on one rank of many: it runs as it is, and is afterwards what it was."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from storage_ops.checkpoint.state.unchanged import unchanged
+from storage_ops.foundation import fsdp
+
+if TYPE_CHECKING:
+    from storage_ops.simulate.mode import Simulation
+
+_CODE = "torch.distributed.fsdp._fully_shard."
+_MODULES = ("_fsdp_param_group", "_fsdp_collectives")
+# What parts of FSDP make.
+GATHERED, REDUCED = "gathered parameters", "gradients to reduce"
+_PARTS = {
+    "foreach_all_gather": GATHERED,
+    "foreach_all_gather_copy_out": GATHERED,
+    "foreach_reduce": REDUCED,
+}
+
+
+@contextlib.contextmanager
+def fsdp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[None]:
+    """Let FSDP2 train parameters on the meta device, and forget what it did.
+
+    It asks the device of its mesh for memory and for streams. Here memory is where the parameters
+    are, and its streams are those of the mesh.
+    """
+    if any(isinstance(m, _fsdp1()) for m in modules):
+        raise RuntimeError(
+            "estimate: a module is a FullyShardedDataParallel (FSDP1), which is not simulated; "
+            "expected fully_shard (FSDP2)"
+        )
+    states = states_in(modules)
+    if not states:
+        yield
+        return
+    groups = [group for state in states for group in fsdp.groups(state)]
+    kept = [s for state in states for s in (state, state._state_ctx, state._comm_ctx)]
+    kept += [p for group in groups for p in (group, *group.fsdp_params)]
+    with contextlib.ExitStack() as stack:
+        for group in groups:
+            _refuse_fsdp(group)
+        stack.enter_context(unchanged(*map(vars, dict.fromkeys(kept))))
+        stack.enter_context(_named(simulation))
+        meta = [g for g in groups if any(p.sharded_param.is_meta for p in g.fsdp_params)]
+        if meta:
+            stack.enter_context(_on_meta(meta))
+        yield
+
+
+def _fsdp1() -> tuple[type, ...]:
+    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    kind = getattr(module, "FullyShardedDataParallel", None)
+    return () if kind is None else (kind,)
+
+
+def _refuse_fsdp(group: Any) -> None:
+    """Refuse what takes other memory than that of the device, or takes it in another way."""
+    makers = (getattr(group, name, None) for name in ("_all_gather_comm", "_reduce_scatter_comm"))
+    own = [type(m).__name__ for m in makers if m is not None]
+    own = [name for name in own if not name.startswith("Default")]
+    what = "CPUOffloadPolicy" if any(p.offload_to_cpu for p in group.fsdp_params) else None
+    what = f"the collective {own[0]}" if own else what
+    if what is not None:
+        raise RuntimeError(
+            f"estimate: a module of fully_shard has {what}, which is not simulated; expected "
+            "parameters on the device and torch's own collectives"
+        )
+
+
+@contextlib.contextmanager
+def _named(simulation: Simulation) -> Iterator[None]:
+    """Let blocks that FSDP makes belong to what it does."""
+    module = importlib.import_module(_CODE + _MODULES[0])
+
+    def under(plain: Any, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with simulation.ledger.call(name):
+                return plain(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for function, name in _PARTS.items():
+            plain = getattr(module, function)
+            setattr(module, function, under(plain, name))
+            stack.callback(setattr, module, function, plain)
+        yield
+
+
+def states_in(modules: list[nn.Module]) -> list[Any]:
+    """What FSDP2 keeps of these modules."""
+    mine = set(modules)
+    return [state for state in fsdp.states() if mine.intersection(state._modules)]
+
+
+def sharded_modules(model: nn.Module) -> dict[int, set[int]]:
+    """By the id of a module of FSDP2, the numbers of the hooks that FSDP has on its forward."""
+    found: dict[int, set[int]] = {}
+    for state in states_in(list(model.modules())):
+        handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+        numbers = {h.id for h in handles if hasattr(h, "id")}  # those on several modules have none
+        found |= {id(module): numbers for module in state._modules}
+    return found
+
+
+def sharded_parameters(model: nn.Module) -> dict[int, Hashable]:
+    """By the id of a parameter of FSDP2 that is plain when gathered, what decides over its memory.
+
+    A parameter of tensor parallelism is not: gathered it is a DTensor.
+    """
+    every = (g for state in states_in(list(model.modules())) for g in fsdp.groups(state))
+    return {
+        id(p.sharded_param): (
+            p._orig_size, p.sharded_param.dtype, p.mp_policy, p.mesh_info.mesh, p.fsdp_placement,
+            p.sharded_param.requires_grad,
+        )
+        for group in every for p in group.fsdp_params if not p.is_dtensor
+    }  # fmt: skip
+
+
+class _Root(nn.Module):
+    """A root of FSDP around a layer. FSDP frees what a root gathers after the backward only."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """Let a layer run by itself, below the hooks of FSDP that its model has around it.
+
+    Yield the module to call. Modules of FSDP inside the layer gather their parameters, and reduce
+    gradients, as they do in the model.
+
+    Args:
+        layer: the layer.
+        gathered: for each parameter that FSDP gathers before the layer runs, by name, a tensor of
+            its whole size. These are the parameters of the layer inside the block.
+    """
+    around = [state for state in states_in([layer]) if state._modules == (layer,)]
+    inner = [state for state in states_in(list(layer.modules())) if state not in around]
+    meshes = [group.mesh_info.mesh for state in inner for group in fsdp.groups(state)]
+    called: nn.Module = layer
+    if meshes:
+        called = _Root(layer)
+        shard: Any = importlib.import_module("torch.distributed.fsdp").fully_shard
+        shard(called, mesh=meshes[0], ignored_params=set(called.parameters()))
+        shard.state(called)._lazy_init()
+    every = dict(layer.named_parameters())
+    whole = {
+        id(every[name]): nn.Parameter(t, requires_grad=every[name].requires_grad)
+        for name, t in gathered.items()
+    }
+    with contextlib.ExitStack() as stack:
+        for module in layer.modules():
+            for name, p in list(module._parameters.items()):
+                if id(p) in whole:
+                    module._parameters[name] = whole[id(p)]
+                    stack.callback(module._parameters.__setitem__, name, p)
+        for state in around:
+            numbers = (state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id)
+            hooks: Any = (layer._forward_pre_hooks, layer._forward_hooks)
+            for known, number in zip(hooks, numbers, strict=True):
+                stack.callback(_put_back, known, dict(known))
+                known.pop(number)
+        yield called
+
+
+def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    """Restore hooks in their order."""
+    hooks.clear()
+    hooks.update(before)
+
+
+def gathered_inside(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that FSDP modules of a layer have gathered, whole ones."""
+    every = (g for state in states_in(list(layer.modules())) for g in fsdp.groups(state))
+    found = (getattr(p, "_unsharded_param", None) for group in every for p in group.fsdp_params)
+    return [p for p in found if p is not None]
+
+
+@contextlib.contextmanager
+def forwards_forgotten(layer: nn.Module) -> Iterator[None]:
+    """Let the FSDP modules of a layer forget the forwards that they run inside a with block.
+
+    FSDP gathers parameters in the backward in the order of the forwards that it remembers.
+    """
+    states = states_in(list(layer.modules()))
+    kept = [s for state in states for s in (state, state._state_ctx, state._comm_ctx)]
+    kept += [group for state in states for group in fsdp.groups(state)]
+    with unchanged(*map(vars, dict.fromkeys(kept))) if kept else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _on_meta(groups: list[Any]) -> Iterator[None]:
+    param_group, collectives = (importlib.import_module(_CODE + part) for part in _MODULES)
+
+    where = groups[0].device.type
+    before: list[Any] = [(m, m._get_device_handle) for m in (collectives, param_group)]
+
+    def handle_of(kind: str) -> Any:
+        return before[0][1](where if kind == "meta" else kind)
+
+    kind: Any = param_group.FSDPParamGroup
+    refuse, stream = kind._validate_no_meta_params, vars(torch.cpu)["Stream"]
+    kind._validate_no_meta_params = lambda _: None
+    # Replicas of what is sharded expect one of any device but a CPU, whose streams record none.
+    record, stream.record_event = stream.record_event, lambda _: torch.cpu.Event()
+    for module, _ in before:
+        module._get_device_handle = handle_of
+    for group in groups:
+        for holder in (group, *group.fsdp_params):
+            holder.device = torch.device("meta")
+    try:
+        yield  # the devices are put back with everything else
+    finally:
+        kind._validate_no_meta_params, stream.record_event = refuse, record
+        for module, plain in before:
+            module._get_device_handle = plain

@@ -1,0 +1,36 @@
+"""How fast the device is that a simulation is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from storage_ops.checkpoint.layers.config_policy import is_compiled
+from storage_ops.checkpoint.selective.copies import active
+from storage_ops.loss.devices import DEFAULT_GPU, DEVICES, Rates, named, rates_of
+
+
+def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
+    """Return the rates of a device by its name; None: of where the parameters are.
+
+    The meta device, and "cuda" where torch finds no GPU, stand for `DEFAULT_GPU`. A compiled module
+    has the rates of compiled code.
+    """
+    if device is None:
+        kinds = {p.device for p in model.parameters() if p.device.type != "cpu"}
+        device = next(iter(kinds), torch.device("cpu"))
+    if str(device).lower() in DEVICES:
+        rates = named(str(device).lower())
+    else:
+        found = torch.device(device)
+        if found.type == "cuda" and torch.cuda.is_available():
+            return rates_of(found)
+        rates = named("cpu" if found.type == "cpu" else DEFAULT_GPU)
+    copies = active()
+    if copies is not None and not rates.link:
+        rates = replace(rates, link=copies.bytes_per_second)
+    if any(map(is_compiled, model.modules())):
+        rates = replace(rates, asking=0.0, fuses=True)
+    return rates

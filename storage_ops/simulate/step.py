@@ -1,0 +1,462 @@
+"""One whole training step of a model, simulated: its peak, and whose bytes those are."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from storage_ops._callers import warn_caller
+from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
+from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.loss.devices import DEVICES, Rates
+from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
+from storage_ops.measure.measurement import Measurement
+from storage_ops.measure.owners import (
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    STATE,
+    WORKSPACES,
+    by_kind,
+)
+from storage_ops.progress import say, showing
+from storage_ops.quantities import Tabular, readable
+from storage_ops.simulate.compiled import as_it_runs
+from storage_ops.simulate.estimate import (
+    call_simulated,
+    note_optimizers,
+    note_roles,
+    settle,
+    simulating,
+)
+from storage_ops.simulate.held import Held, unwrapped
+from storage_ops.simulate.kernels.workspaces import keep_workspaces, workspace_bytes
+from storage_ops.simulate.layers.replay_cache import Quick
+from storage_ops.simulate.ranks.collectives import (
+    is_distributed,
+    is_sharded_alone,
+    updated_locally,
+)
+from storage_ops.simulate.rates import rates_for
+from storage_ops.simulate.values.assume import Assumption
+
+if TYPE_CHECKING:
+    from storage_ops.tables import Grid
+
+_ROWS = 16  # of the table; the rest is one row
+BUCKETS = "gradient buckets"
+LOSS = "loss"  # what the loss makes, as a module would
+
+
+class _How(NamedTuple):
+    """What is simulated, and for what device."""
+
+    args: Any
+    kwargs: Any
+    loss: Any
+    optimizer: Optimizer | None
+    on_gpu: bool
+    rates: Rates
+    workspace: int  # bytes that cuBLAS has in each thread
+    assumption: Assumption
+    accumulate: bool  # there are gradients from the beginning
+
+
+@dataclass
+class StepEstimate(Tabular, Measurement):
+    """What one training step takes, everything on the device included; prints as a table.
+
+    Attributes:
+        peak_bytes: highest level.
+        kept_bytes: level after the optimizer's step: parameters, gradients and state.
+        timeline: the level after every allocation and release; the seconds are those of the
+            simulation.
+        by_owner: bytes at the peak by their owner, most first; their sum is `peak_bytes`. Owners
+            are "parameters", "buffers", "gradients", "optimizer state", "batch", "temporaries", on
+            a GPU that is known "workspaces of cuBLAS", with FSDP2 "gathered parameters" and
+            "gradients to reduce", with DDP "gradient buckets", and for activations "activations of
+            " and the name of the innermost module whose call made them and returned before they
+            were freed.
+        at_peak: the blocks at the peak, largest first.
+        sent_bytes: what this rank sends to others in the step, as of `Estimate`.
+        batch: the index of this batch in the list that was given; 0 if it was none.
+    """
+
+    by_owner: dict[str, int] = field(default_factory=dict)
+    at_peak: list[Block] = field(default_factory=list, repr=False)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    batch: int = 0
+
+    def by_kind(self) -> dict[str, int]:
+        """`by_owner` with those of alike layers together, as "activations of layers.*.mlp"."""
+        return by_kind(self.by_owner)
+
+    def table(self, title: str) -> Grid:
+        """A table of what is in memory at the peak."""
+        from storage_ops.tables import Grid
+
+        rows = list(self.by_kind().items())
+        rest = sum(nbytes for _, nbytes in rows[_ROWS:])
+        rows = rows[:_ROWS] + ([("all others", rest)] if rest else [])
+        peak = max(self.peak_bytes, 1)
+        return Grid(
+            title,
+            ("owner", "bytes", "of peak"),
+            [(owner, readable(nbytes), f"{nbytes / peak:.1%}") for owner, nbytes in rows],
+            "in memory at the peak of a step; without the CUDA context",
+            words=("owner",),
+            optional=("of peak",),
+        )
+
+    def __rich__(self) -> Grid:
+        return self.table(f"peak {readable(self.peak_bytes, up=True)}")
+
+
+def simulate_step(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: type[Optimizer] | Optimizer | None = None,
+    device: str | torch.device | None = None,
+    assume: float | Mapping[str, float] | None = None,
+    accumulate: bool = False,
+) -> StepEstimate:
+    """Simulate forward, loss, backward and optimizer step of a model, and tell what they take.
+
+    Of a model on several ranks (`fully_shard`, DDP, `parallelize_module`) it is the step of this
+    rank, and no collective is carried out: with torch's backend "fake" there need be no others.
+    The step is one from the second on: gradients were dropped before it, as by `zero_grad()`, and
+    the state that the optimizer makes in its first step is there. The model's output is dropped
+    when the loss is there. Simulated is the model as it is: in training mode or not, with its
+    checkpoints and hooks. Model, batch and optimizer are afterwards what they were.
+
+    Args:
+        model: on the meta device or a real one; its bytes are neither needed nor changed.
+        batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of such, of
+            which the one with the highest peak decides.
+        loss: a function of the model's output that returns a scalar. None: the output itself if it
+            is one, or its `loss`, or the sum of its numbers.
+        optimizer: one of the model's parameters, or a class, called with those that are trained.
+            None: the step ends with the backward.
+        device: "cpu" or a GPU, such as "cuda" or "h100": sizes are rounded and kernels are chosen
+            as there. None: where the parameters are, or the batch if there are none; the meta
+            device stands for a GPU. Of a GPU by its name, and of one that is here, workspaces of
+            cuBLAS are counted as well.
+        assume: as of `estimate`, for sizes that depend on values.
+        accumulate: whether the gradients of batches before are there, as where one step of the
+            optimizer is for several batches; all but the first of them take as much.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the error names it.
+        RuntimeError: as of `estimate`.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(
+        ...     torch.nn.Linear(1024, 4096, device="meta"),
+        ...     torch.nn.GELU(),
+        ...     torch.nn.Linear(4096, 1024, device="meta"),
+        ... )
+        >>> x = torch.empty(512, 1024, device="meta")
+        >>> step = storage_ops.memory.simulate_step(mlp, x, optimizer=torch.optim.AdamW)
+        >>> step.peak_bytes >> 20, step.by_owner["optimizer state"] >> 20
+        (162, 64)
+    """
+    check_model(model)
+    check_accumulate(accumulate)
+    check_loss(loss)
+    batches = batch if isinstance(batch, list) else [batch]
+    if not batches:
+        raise ValueError("batch is an empty list; expected at least one batch")
+    on_gpu, workspace = is_gpu(model, batches, device), workspace_bytes(device, model)
+    rates = rates_for(device, model)
+    assumption = Assumption(assume)
+    loss = as_it_runs(loss)
+    steps = []
+    for index, one in enumerate(batches):
+        args, kwargs = arguments(one)
+        made = optimizer_of(model, optimizer)
+        what = args, kwargs, loss or loss_of, made
+        how = _How(*what, on_gpu, rates, workspace, assumption, accumulate)
+        step = _quickly(model, how) or _simulate(model, how)
+        step.batch = index
+        step.subject = f"Step of {class_of(uncompiled(model)).__name__}"
+        step.device = rates.name if device is None else str(device)
+        steps.append(step)
+    return max(steps, key=lambda step: step.peak_bytes)
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+
+
+def warn_of_eval_mode(model: nn.Module, function: str) -> None:
+    """Warn if a model, such as one of `from_pretrained`, is not in the mode of training."""
+    if not model.training:
+        warn_caller(
+            f"{function}: model, a {type(model).__name__}, is in eval mode, in which dropout and "
+            "other parts take less memory than in training. Trainers train in training mode; call "
+            "model.train() first"
+        )
+
+
+def check_accumulate(accumulate: Any) -> None:
+    """Refuse what is not whether, such as how many batches there are.
+
+    Raises:
+        TypeError: it is no bool.
+    """
+    if not isinstance(accumulate, bool):
+        raise TypeError(
+            f"accumulate is {accumulate!r}; expected True where gradients of several batches are "
+            "added up, however many, or False"
+        )
+
+
+def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | None) -> bool:
+    """Whether sizes are those of a GPU; of a model without parameters, as its batches are.
+
+    Raises:
+        ValueError: a device that is not known.
+    """
+    if device is None:
+        given = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
+        return "cpu" not in {t.device.type for t in list(model.parameters()) or given}
+    name = str(device).lower()
+    if name in DEVICES:
+        return name != "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(
+            f"device is {device!r}; expected one of {', '.join(DEVICES)}, 'cuda', or None"
+        )
+    return kind == "cuda"
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call a model with.
+
+    Raises:
+        TypeError: the batch is of another kind.
+    """
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple):
+        return batch, {}
+    raise TypeError(
+        f"batch is a {type(batch).__name__}; expected a tensor, a tuple, a dict, or a list of such"
+    )
+
+
+def optimizer_of(
+    model: nn.Module, optimizer: type[Optimizer] | Optimizer | None
+) -> Optimizer | None:
+    """An optimizer of the model's parameters that are trained.
+
+    Raises:
+        TypeError: the argument is neither an optimizer nor a class that makes one.
+    """
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, Optimizer):
+        found: Optimizer = unwrapped(optimizer)
+        _check_step(found)
+        return found
+    trained = [p for p in model.parameters() if p.requires_grad]
+    make: Any = optimizer
+    made = make(trained) if callable(make) and trained else None
+    if trained and not isinstance(made, Optimizer):
+        raise TypeError(
+            f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, its class, or None"
+        )
+    _check_step(made)
+    return made
+
+
+def _check_step(optimizer: Optimizer | None) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "optimizer is an LBFGS, whose step() runs the model several times by a closure; "
+            "expected one that updates from the gradients of one backward"
+        )
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that cannot be called with a model's output.
+
+    Raises:
+        TypeError: it is no function, or one of other arguments.
+    """
+    if loss is None:
+        return
+    form = "a function of the model's output, such as lambda output: cross_entropy(output, labels)"
+    if not callable(loss):
+        raise TypeError(f"loss is {loss!r}; expected {form}, or None")
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        signature = inspect.signature(called)
+    except ValueError:  # of a function in C, of which nothing is known
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        name = getattr(loss, "__qualname__", type(loss).__name__)
+        raise TypeError(f"loss is {name}{signature}: {error}; expected {form}") from None
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar to go backward from where the caller named none."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    numbers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not numbers:
+        raise ValueError(
+            "loss is None and the model's output has no tensor that requires grad; expected a "
+            "function of the output that returns a scalar"
+        )
+    first = numbers[0]
+    if len(numbers) == 1 and first.numel() == 1:
+        return first
+    return sum((t.sum() for t in numbers[1:]), first.sum())
+
+
+def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
+    """As `_simulate`, with alike layers simulated once; None where that may not be the same."""
+    if is_distributed(model) and not is_sharded_alone(model):
+        return None
+    quick = Quick(model, accumulate=how[-1])
+    try:
+        step = _simulate(model, how, quick)
+    except Exception:
+        if quick.count == 0 and not quick.is_spoiled:
+            raise
+        return None
+    return None if quick.is_spoiled else step
+
+
+def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
+    args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = how
+    ledger = Ledger() if on_gpu else Ledger(round_up=int)
+    held = Held((model, loss, optimizer), args, kwargs)
+    roles: dict[Block, str] = {}
+
+    def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        say(name or type(module).__name__)
+        if quick is not None:
+            done, result = quick.call(simulation, module, name, call, args, kwargs)
+            if done:
+                return result
+        with simulation.ledger.call(name):
+            return call(*args, **kwargs)
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        if accumulate:
+            earlier_gradients(model.parameters())
+            note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
+            _was_there(ledger, {block for block, role in roles.items() if role == GRADIENTS})
+        _backward(loss, model, args, kwargs, ledger, quick)
+        note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
+        if optimizer is not None:
+            with updated_locally(optimizer):
+                optimizer.step()
+        note_optimizers(roles, held, simulation)  # optimizers that step in hooks included
+
+    simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu, rates)
+    gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
+    alone, told = ONE_AT_A_TIME, showing("simulating a step")
+    with alone, told, gradients, calls, simulated as (simulation, *moved):
+        note_roles(roles, PARAMETERS, model.parameters(), simulation)
+        note_roles(roles, BUFFERS, model.buffers(), simulation)
+        note_roles(roles, BATCH, tree_leaves(moved), simulation)
+        note_roles(roles, BUCKETS, simulation.buckets, simulation)
+        args, kwargs = moved
+        del moved
+        call_simulated(step, args, kwargs)
+        made = {block for block, role in roles.items() if role == STATE}
+        _was_there(ledger, made.difference(ledger.inputs))
+        if simulation.multiplies:
+            roles |= dict.fromkeys(keep_workspaces(ledger, workspace), WORKSPACES)
+        settled = settle(ledger, roles)
+        sent = dict(simulation.sent)
+    if quick is not None and quick.count and ledger.discards:
+        # Who frees outputs looks for those who saved them, and does not find recordings.
+        raise RuntimeError("outputs are discarded across layers")
+    del settled["input_bytes"]
+    return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
+
+
+def _backward(
+    loss: Any, model: nn.Module, args: Any, kwargs: Any, ledger: Ledger, quick: Quick | None
+) -> None:
+    output = model(*args, **kwargs)
+    with ledger.call(LOSS):
+        value = loss(output)
+        del output
+    check_value(value)
+    if quick is not None:
+        quick.check(value)
+    value.backward()
+
+
+def check_value(value: Any) -> None:
+    """Refuse what a loss returned if no backward starts from it.
+
+    Raises:
+        ValueError: it is no scalar, or depends on nothing that is trained.
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise ValueError(f"loss returned {shown}; expected a scalar tensor")
+    if not value.requires_grad:
+        raise ValueError(
+            "loss returned a tensor that needs no gradient; expected one that depends on a "
+            "parameter with requires_grad"
+        )
+
+
+def _was_there(ledger: Ledger, blocks: set[Block]) -> None:
+    """Let what earlier steps, or batches, made be there from the beginning."""
+    ledger.inputs += blocks
+    ledger.events = [event for event in ledger.events if event[1] not in blocks]
+
+
+def earlier_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give trained parameters gradients in a simulation, as batches before this one leave them."""
+    for p in parameters:
+        if p.requires_grad:
+            p.grad = torch.empty_like(p)
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let parameters have no gradients inside a with block, and those of before after it."""
+    parameters = list(parameters)
+    before = [(p, p.grad) for p in parameters]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in before:
+            p.grad = gradient

@@ -1,0 +1,434 @@
+"""The values that a simulated run knows: those on which sizes depend, which are small.
+
+Followed are the values of integers, booleans and single floating-point numbers, from real tensors,
+constants and factories on, and short floating-point tensors of the kind, such as masks, but for
+parameters. What is computed from known ones alone is known, for it is computed.
+Activations are not, nor is what is computed from them, unless the caller makes an assumption: then
+conditions (`x > 0`) and choices (`topk`) get values that fit it, and what follows from them, such
+as the counts of an expert and their sum, is consistent. Numbers are taken to be finite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from storage_ops._op_arguments import tensors_in, with_tensors
+from storage_ops.simulate.values.assume import Assumption, Source, name_of
+
+_aten = torch.ops.aten
+# Elements and bytes above which a tensor is not followed. The one-hot choices of 8 among 128
+# experts for 32768 tokens still are.
+_LIMIT = 256 << 20
+_SHORT = 16 << 20  # bytes of floating-point data and constants up to which they are followed
+# Ops that return indices along a dimension: where that is among their arguments.
+_CHOICES = {
+    "topk": 2,
+    "argmax": 1,
+    "argmin": 1,
+    "max": 1,
+    "min": 1,
+    "sort": 1,
+    "median": 1,
+    "mode": 1,
+    "kthvalue": 2,
+    "multinomial": None,
+}
+_UNINITIALISED = {
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Known:
+    """The values of a tensor, apart from it; equal for equal values.
+
+    Attributes:
+        digest: of the values; "" where they are unknown.
+        elements: in the order of memory, from the first to the last; None where unknown.
+        source: the op that made them unknown.
+    """
+
+    digest: str
+    elements: Tensor | None = field(compare=False, repr=False)
+    source: Source | None = field(compare=False, repr=False)
+
+    @staticmethod
+    def of(real: Tensor | None, last: int, source: Source | None) -> Known:
+        """Return the values of a real tensor, whose last element is so far behind its first."""
+        if real is None:
+            return Known("", None, source)
+        with no_dispatch(), torch.no_grad():
+            elements = real.as_strided((last + 1,), (1,), real.storage_offset()).clone()
+            content: Any = elements.view(torch.uint8).numpy()
+        return Known(hashlib.blake2b(content, digest_size=16).hexdigest(), elements, None)
+
+
+# Whose integer results depend on integers alone.
+_PACKS = _aten._pack_padded_sequence.default
+
+
+class Values:
+    """By storage, the bytes that are known, and for the others who made them unknown."""
+
+    def __init__(self, assumption: Assumption) -> None:
+        self._assumption = assumption
+        self._bytes: dict[int, Tensor] = {}
+        # Those that nobody asked for yet: what makes the bytes.
+        self._later: dict[int, Callable[[], Tensor]] = {}
+        self._sources: dict[int, Source] = {}
+        self._known: dict[int, dict[Any, Known]] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def offer(self, twin: Tensor, real: Tensor) -> None:
+        """Take the values of a real tensor for its twin, should they be asked for."""
+        if real.is_meta or isinstance(real, FakeTensor):
+            return
+        is_data = _is_short(real) and not real.requires_grad and not isinstance(real, nn.Parameter)
+        # What the caller says comes before data.
+        if not _is_followed(real) and not (is_data and self._assumption.is_empty):
+            return
+
+        def copied() -> Tensor:
+            storage = real.untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            return torch.empty_like(whole, device="cpu").copy_(whole)
+
+        key = self._key(twin)
+        if key not in self._bytes:
+            self._later[key] = copied
+
+    def imitate(self, new: Tensor, t: Tensor) -> None:
+        """Let a fake tensor whose storage is new have the values of another that is followed."""
+        if not _is_followed(t):
+            return
+        real = self.read(t)
+        if real is not None:
+            self._know(new, partial(_same, real.clone()))
+        elif t.untyped_storage()._cdata in self._sources:
+            self._sources[self._key(new)] = self._sources[t.untyped_storage()._cdata]
+
+    def read(self, t: Tensor) -> Tensor | None:
+        """Return the values of a fake tensor, or None. What is written to them is kept."""
+        if not self._is_known(t):
+            return None
+        key = _key_of(t)
+        with no_dispatch(), torch.no_grad():
+            if key in self._later:
+                self._bytes[key] = self._later.pop(key)()
+            return _view(self._bytes[key], t.dtype, t.shape, t.stride(), t.storage_offset())
+
+    def _is_known(self, t: Any) -> bool:
+        if not _is_strided(t) or t.numel() > _LIMIT:
+            return False
+        key = _key_of(t)
+        return key in self._bytes or key in self._later
+
+    def known(self, t: Tensor) -> Known | None:
+        """Return the values of a fake tensor to give to others; None if they are not followed."""
+        is_followed = _is_strided(t) and (_is_followed(t) or (_is_short(t) and self._is_known(t)))
+        if not is_followed or t.numel() == 0:
+            return None
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        place = (t._version, int(t.storage_offset()), last, t.dtype)
+        found = self._known.setdefault(self._key(t), {})
+        if place not in found:
+            found[place] = Known.of(self.read(t), last, self.source(t))
+        return found[place]
+
+    def assign(self, new: Tensor, known: Known) -> None:
+        """Let a fake tensor whose storage is new, and that begins with it, have values of another.
+
+        Values that were unknown are unknown here too.
+        """
+        key, elements = self._key(new), known.elements
+        self._bytes.pop(key, None)
+        self._later.pop(key, None)
+        if elements is None:
+            if known.source is not None:
+                self._sources[key] = known.source
+            return
+        size = new.untyped_storage().nbytes()
+
+        def made() -> Tensor:
+            whole = torch.zeros(size, dtype=torch.uint8)
+            whole[: elements.nbytes].copy_(elements.view(torch.uint8))
+            return whole
+
+        self._later[key] = made
+
+    def source(self, args: Any) -> Source | None:
+        """Who made a value among these unknown."""
+        for t in tensors_in(args):
+            if _is_strided(t) and not self._is_known(t):
+                return self._sources.get(_key_of(t))
+        return None
+
+    def compute(self, func: Any, args: Any, kwargs: Any, any_numbers: bool = False) -> Any:
+        """Run an op on known values, or return None if not all are known.
+
+        Args:
+            func, args, kwargs: the op and its arguments.
+            any_numbers: whether unknown floating-point numbers may be any.
+        """
+        given = tensors_in((args, kwargs))
+        known = {}
+        for t in given:
+            known[id(t)] = self.read(t)
+            if known[id(t)] is None and any_numbers and t.is_floating_point():
+                with no_dispatch():
+                    known[id(t)] = torch.rand((), dtype=t.dtype).expand(t.shape)
+            if known[id(t)] is None:
+                return None
+        cpu = torch.device("cpu")
+        with no_dispatch(), torch.no_grad(), _private_random_numbers(func):
+            args, kwargs = with_tensors(lambda t: known[id(t)], (args, kwargs))
+            args, kwargs = tree_map_only(torch.device, lambda _: cpu, (args, kwargs))
+            if name_of(func) == "histc" and not args[0].is_floating_point():  # GPUs have it
+                return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+            try:
+                out = func(*args, **kwargs)
+                # Else each run would read other bytes.
+                if name_of(func) in _UNINITIALISED:
+                    out.untyped_storage().fill_(0)
+                return out
+            except (RuntimeError, IndexError):  # a kernel that the CPU does not have
+                return None
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what an op did to values, once it ran on fake tensors."""
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return  # found_inf stays 0.0: numbers are finite
+        written = list(_written(func, args, kwargs))
+        results = [t for t in tensors_in(out) if _is_strided(t) and _is_followed(t)]
+        if not results and not any(map(_is_followed, written)):
+            self._follow_numbers(func, args, kwargs, out, written)
+            return
+        given = {_key_of(t) for t in tensors_in((args, kwargs)) if _is_strided(t)}
+        made = [
+            (i, leaf)
+            for i, leaf in enumerate(tree_leaves(out))
+            if _is_strided(leaf) and _key_of(leaf) not in given and _is_followed(leaf)
+        ]
+        if not made and not any(map(_is_followed, written)):
+            return  # a view
+        real = self.compute(func, args, kwargs, any_numbers=func is _PACKS)
+        if real is not None:
+            computed = tree_leaves(real)
+            for i, leaf in made:
+                self._know(leaf, partial(_same, computed[i]))
+            return
+        for t in written:
+            if _is_followed(t):
+                self._is_unknown(func, args, kwargs, t, "value")
+            self._bytes.pop(_key_of(t), None)
+            self._later.pop(_key_of(t), None)
+        for _, leaf in made:
+            self._suppose(func, args, kwargs, leaf)
+
+    def _follow_numbers(
+        self, func: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor]
+    ) -> None:  # fmt: skip
+        """Note what an op on short data and constants did, such as one that makes a mask."""
+        given = tensors_in((args, kwargs))
+        real = None
+        if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self._is_known, given)):
+            keys = {_key_of(t) for t in given}
+            made = [
+                (i, leaf)
+                for i, leaf in enumerate(tree_leaves(out))
+                if _is_strided(leaf) and _is_short(leaf) and _key_of(leaf) not in keys
+            ]
+            if made or written:
+                real = self.compute(func, args, kwargs)
+            computed = tree_leaves(real)
+            for i, leaf in made if real is not None else ():
+                self._know(leaf, partial(_same, computed[i]))
+        if real is None:
+            for t in written:
+                self._bytes.pop(_key_of(t), None)
+                self._later.pop(_key_of(t), None)
+
+    def _know(self, t: Tensor, value: Callable[[], Tensor]) -> None:
+        """Take these values, when they are asked for, for a fake tensor whose storage is new."""
+        size = t.untyped_storage().nbytes()
+        dtype, shape, stride, offset = t.dtype, t.shape, t.stride(), t.storage_offset()
+
+        def made() -> Tensor:
+            whole = torch.zeros(size, dtype=torch.uint8)
+            given = value()
+            for dim, (n, step) in enumerate(zip(shape, stride, strict=True)):
+                once = 1 if step == 0 else n  # what is expanded is there once
+                given = given.narrow(dim, 0, min(once, given.shape[dim]))
+            _view(whole, dtype, given.shape, stride, offset).copy_(given)
+            return whole
+
+        self._later[self._key(t)] = made
+
+    def _suppose(self, func: Any, args: Any, kwargs: Any, t: Tensor) -> None:
+        """Give a tensor that depends on unknown values those that the assumption says."""
+        name = name_of(func)
+        is_integer = not t.dtype.is_floating_point and not t.dtype.is_complex
+        if t.dtype == torch.bool:
+            kind = "condition"
+        else:
+            kind = "choice" if name in _CHOICES and is_integer else "value"
+        self._is_unknown(func, args, kwargs, t, kind)
+        if kind == "value" or t.numel() == 0:
+            return
+        finite = _of_finite_numbers(func, args) if kind == "condition" else None
+        if finite is not None:
+            count: int | None = int(finite) * t.numel()
+        else:
+            count = self._assumption.count(Source.here(func, kind), t.numel())
+        if count is None:
+            return
+        if kind == "condition":
+            self._know(t, partial(_some_true, t.shape, count))
+        else:
+            dim = _along(name, args, kwargs)
+            self._know(t, partial(_choices, dim, args[0].shape, t.shape, count))
+
+    def _is_unknown(self, func: Any, args: Any, kwargs: Any, t: Tensor, kind: str) -> None:
+        """Note who is to be told of, should the values of a tensor be asked for."""
+        cause = self.source((args, kwargs))
+        if cause is None or cause.kind == "value":
+            cause = Source.here(func, kind)
+        self._sources[self._key(t)] = cause
+
+    def _key(self, t: Tensor) -> int:
+        """The key of a storage, whose entries go when it goes."""
+        storage, key = t.untyped_storage(), _key_of(t)
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, partial(self._gone, key))
+        return key
+
+    def _gone(self, key: int, reference: Any) -> None:
+        for table in (self._bytes, self._later, self._sources, self._known, self._alive):
+            table.pop(key, None)
+
+
+def _key_of(t: Tensor) -> int:
+    key: int = t.untyped_storage()._cdata
+    return key
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _is_followed(t: Tensor) -> bool:
+    if t.dtype.is_floating_point or t.dtype.is_complex:
+        return t.untyped_storage().nbytes() == t.itemsize
+    return t.untyped_storage().nbytes() <= _LIMIT
+
+
+def _is_short(t: Tensor) -> bool:
+    """Return True for floating-point tensors that masks and small data are as long as."""
+    return t.is_floating_point() and _is_strided(t) and t.untyped_storage().nbytes() <= _SHORT
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Tensors that an op writes to."""
+    for i, name in _places_written(func):
+        value = args[i] if i < len(args) else kwargs.get(name)
+        yield from filter(_is_strided, tensors_in(value))
+
+
+@functools.cache
+def _places_written(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+@contextlib.contextmanager
+def _private_random_numbers(func: Any) -> Iterator[None]:
+    """Let an op that draws draw the same every time, and leave the generator as it was."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
+def _of_finite_numbers(func: Any, args: Any) -> bool | None:
+    """What a condition is for every finite number, if that does not depend on the number."""
+    name = name_of(func)
+    if name in ("isnan", "isinf"):
+        return False
+    if name not in ("eq", "ne") or len(args) < 2:
+        return None
+    left, right = args[:2]
+    is_inf = isinstance(right, (int, float)) and math.isinf(right)
+    if left is right or is_inf:
+        return (name == "eq") is not is_inf
+    return None
+
+
+def _some_true(shape: torch.Size, count: int) -> Tensor:
+    """`count` elements are True, in no order that a shape could resonate with."""
+    numel = shape.numel()
+    value = torch.zeros(numel, dtype=torch.bool)
+    if count in (0, numel):
+        return value.fill_(count > 0).view(shape)
+    order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
+    value[order[:count]] = True
+    return value.view(shape)
+
+
+def _along(name: str, args: Any, kwargs: Any) -> int | None:
+    """The dimension along which an op chooses; None is all of them."""
+    at = _CHOICES[name]
+    if at is None:
+        return -1
+    missing = None if name.startswith("arg") else -1
+    dim: int | None = kwargs.get("dim", args[at] if len(args) > at else missing)
+    return dim
+
+
+def _choices(dim: int | None, among: torch.Size, shape: torch.Size, count: int) -> Tensor:
+    """Indices of which `count` are 0, if that is more than its even part; the others are even.
+
+    Those of one row differ, as those of topk do.
+    """
+    options = among.numel() if dim is None else among[dim]
+    # A dimension with the choices of a row, unless there is one choice for each.
+    along = dim if dim is not None and len(shape) == len(among) else None
+    moved = list(shape)
+    if along is not None:
+        moved.append(moved.pop(along))
+    position = torch.arange(shape.numel())
+    if count * options <= shape.numel() or options == 1:
+        value = position % options
+    else:
+        total = shape.numel()
+        count = min(count, total // (moved[-1] if along is not None else 1))  # one in each row
+        fullest = (position + 1) * count // total > position * count // total
+        value = ((~fullest).cumsum(0) - 1) % (options - 1) + 1
+        value[fullest] = 0
+    value = value.view(moved)
+    return value if along is None else value.movedim(-1, along)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _view(whole: Tensor, dtype: Any, shape: Any, stride: Any, offset: Any) -> Tensor:
+    """Elements that lie somewhere in bytes."""
+    elements = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return elements.as_strided(shape, stride, offset)

@@ -1,0 +1,183 @@
+"""Sparse tensors of a simulated run: a pair of fake tensors, indices and values, behind a shell.
+
+Fake tensors of torch forget how many elements a sparse tensor has. So ops on sparse tensors are
+simulated here, as the CUDA kernels do them, with what they only take while they run left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from storage_ops.simulate.values.assume import name_of, users_line
+
+_aten = torch.ops.aten
+# Ops that act on the values alone, out of place and in place; all take one sparse tensor.
+_ON_VALUES = {"mul", "div", "neg", "clone", "abs", "sqrt", "pow", "square", "to_copy"}
+
+_METADATA = {_aten.sparse_dim.default, _aten.dense_dim.default}
+_CONSTRUCTORS = {
+    _aten._sparse_coo_tensor_with_dims_and_tensors.default,
+    _aten.sparse_coo_tensor.indices_size,
+}
+
+
+@dataclass
+class Parts:
+    """What a sparse tensor consists of.
+
+    Attributes:
+        indices: positions, one column per element.
+        values: elements, which may be rows.
+        coalesced: whether no position occurs twice.
+    """
+
+    indices: Tensor
+    values: Tensor
+    coalesced: bool
+
+
+class Sparse:
+    """Simulates the ops on sparse tensors, for embeddings and their optimizers."""
+
+    def __init__(
+        self, paused: Callable[..., Any], distinct: Callable[[Any, Tensor], int],
+        temporary: Callable[[Tensor, str], None],
+    ) -> None:  # fmt: skip
+        """`paused`: runs an op unseen. `distinct`: how many columns differ. `temporary`: books."""
+        self._paused, self._distinct, self._temporary = paused, distinct, temporary
+        self._parts = WeakTensorKeyDictionary()
+
+    def new(self, indices: Tensor, values: Tensor, size: Any, coalesced: bool) -> Tensor:
+        """Return a sparse tensor of these parts."""
+        shell: Tensor = self._paused(
+            _aten._sparse_coo_tensor_with_dims.default, len(indices), values.dim() - 1, size,
+            dtype=values.dtype, layout=torch.sparse_coo, device=values.device,
+        )  # fmt: skip
+        self._parts[shell] = Parts(indices, values, coalesced)
+        return shell
+
+    def _of(self, t: Tensor) -> Parts:
+        parts: Parts = self._parts[t]
+        return parts
+
+    def parts(self, t: Tensor) -> list[Tensor]:
+        """The tensors that hold a sparse tensor's bytes."""
+        return [self._of(t).indices, self._of(t).values]
+
+    def takes(self, func: Any, args: Any, given: list[Tensor]) -> bool:
+        """Whether an op, given these tensors, takes or makes sparse ones and looks into them."""
+        if func.namespace == "prim" or func in _METADATA:
+            return False
+        if func is _aten._embedding_bag_backward.default:
+            return bool(args[9])
+        return func in _CONSTRUCTORS or any(map(_is_sparse, given))
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run such an op."""
+        if func in _CONSTRUCTORS:
+            return self._construct(func, args, kwargs)
+        name = func._schema.name.removeprefix("aten::").strip("_")
+        simulated = getattr(self, f"_{name}_of", None)
+        if simulated is not None:
+            return simulated(func, *args, **kwargs)
+        own = self._parts.get(args[0]) if _is_sparse(args[0]) else None
+        if own is None or name not in _ON_VALUES or any(map(_is_sparse, args[1:])):
+            raise RuntimeError(
+                f"estimate: fn calls {name_of(func)} with a sparse tensor at "
+                f"{users_line(sys._getframe())}, which is not simulated; leave that part out of fn"
+            )
+        if name == "clone" and own.indices.is_contiguous() and own.values.is_contiguous():
+            node = torch._C._current_autograd_node()
+            if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+                # Without a mode, autograd takes such a gradient as it is.
+                return self.new(own.indices, own.values, args[0].shape, own.coalesced)
+        values = func(own.values, *args[1:], **kwargs)
+        if func._schema.is_mutable:
+            return args[0]
+        indices = own.indices.clone() if name == "clone" else own.indices
+        return self.new(indices, values, args[0].shape, own.coalesced)
+
+    def _construct(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        given.update(kwargs)
+        coalesced = bool(given.get("is_coalesced", False))
+        return self.new(given["indices"], given["values"], given["size"], coalesced)
+
+    def _indices_of(self, func: Any, t: Tensor) -> Tensor:
+        return self._of(t).indices.detach()
+
+    def _values_of(self, func: Any, t: Tensor) -> Tensor:
+        return self._of(t).values.detach()
+
+    def _nnz_of(self, func: Any, t: Tensor) -> int:
+        return len(self._of(t).values)
+
+    def _is_coalesced_of(self, func: Any, t: Tensor) -> bool:
+        return self._of(t).coalesced
+
+    def _coalesced_of(self, func: Any, t: Tensor, coalesced: bool) -> Tensor:
+        self._of(t).coalesced = coalesced
+        return t
+
+    def _coalesce_of(self, func: Any, t: Tensor) -> Tensor:
+        own = self._of(t)
+        if own.coalesced:
+            return t
+        n = self._distinct(func, own.indices)
+        indices = own.indices.new_empty((len(own.indices), n))
+        return self.new(indices, own.values.new_empty((n, *own.values.shape[1:])), t.shape, True)
+
+    def _embedding_bag_backward_of(
+        self, func: Any, grad: Tensor, indices: Tensor, *options: Any, **_: Any
+    ) -> Tensor:
+        """A row of the gradient for every index, that of its bag."""
+        rows = grad.new_empty((indices.numel(), grad.shape[1]))
+        return self.new(indices.view(1, -1), rows, (options[4], grad.shape[1]), False)
+
+    def _detach_of(self, func: Any, t: Tensor) -> Tensor:
+        own = self._of(t)
+        return self.new(own.indices, own.values, t.shape, own.coalesced)
+
+    _alias_of = _detach_of
+
+    def _zero_of(self, func: Any, t: Tensor) -> Tensor:
+        own = self._of(t)
+        empty = own.values.new_empty((0, *own.values.shape[1:]))
+        self._parts[t] = Parts(own.indices.new_empty((len(own.indices), 0)), empty, True)
+        return t
+
+    def _sparse_mask_of(self, func: Any, t: Tensor, mask: Tensor) -> Tensor:
+        own = self._of(mask)
+        values = torch.empty_like(own.values, dtype=t.dtype)
+        self._temporary(values, str(func))  # the rows, before they are multiplied by the mask
+        return self.new(own.indices.clone(), values, t.shape, own.coalesced)
+
+    def _to_dense_of(self, func: Any, t: Tensor, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
+        own = self._of(t)
+        dense: Tensor = own.values.new_empty(t.shape, dtype=dtype or t.dtype)
+        return dense
+
+    def _add_of(self, func: Any, t: Tensor, other: Tensor, *, alpha: Any = 1) -> Tensor:
+        """A sparse one to a dense one, or two sparse ones: the elements of both, in one list."""
+        in_place = func._schema.is_mutable
+        own, added = self._parts.get(t), self._parts.get(other)
+        if own is None or added is None:
+            dense = t if own is None else other
+            return dense if in_place else torch.empty_like(dense)
+        indices = torch.cat([own.indices, added.indices], 1)
+        parts = Parts(indices, torch.cat([own.values, added.values]), False)
+        if in_place:
+            self._parts[t] = parts
+            return t
+        return self.new(parts.indices, parts.values, t.shape, False)
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.sparse_coo

@@ -1,0 +1,105 @@
+"""Whether a training step fits into a GPU, answered without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from storage_ops.loss.devices import DEFAULT_GPU
+from storage_ops.quantities import Tabular, parse_bytes, readable
+from storage_ops.simulate.step import StepEstimate, check_model, simulate_step, warn_of_eval_mode
+
+if TYPE_CHECKING:
+    from storage_ops.tables import Grid
+
+
+@dataclass(frozen=True)
+class FitReport(Tabular):
+    """Whether a step fits, and what is in memory where it takes most; prints as a table.
+
+    Attributes:
+        fits: whether the peak is within the budget.
+        peak_bytes: highest level of everything on the device during one step.
+        budget_bytes: the budget.
+        by_owner: bytes at the peak by their owner, as of `StepEstimate`.
+        device: what the step was simulated for.
+        step: the whole estimate.
+    """
+
+    fits: bool
+    peak_bytes: int
+    budget_bytes: int
+    by_owner: dict[str, int]
+    device: str
+    step: StepEstimate = field(repr=False)
+
+    def __rich__(self) -> Grid:
+        margin = self.budget_bytes - self.peak_bytes
+        verdict = f"fits, {readable(margin)} to spare" if self.fits else "does not fit"
+        lacking = "" if self.fits else f", {readable(-margin, up=True)} too much"
+        return self.step.table(
+            f"{verdict}{lacking}: peak {readable(self.peak_bytes, up=True)} of "
+            f"{readable(self.budget_bytes)} on {self.device}"
+        )
+
+
+def will_it_fit(
+    model: nn.Module,
+    batch: Any,
+    budget: int | float | str = "80GiB",
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: type[Optimizer] | Optimizer | None = torch.optim.AdamW,
+    device: str | torch.device | None = DEFAULT_GPU,
+    accumulate: bool = False,
+    assume: float | Mapping[str, float] | None = None,
+) -> FitReport:
+    """Tell whether a training step of a model fits into a device, and whose the bytes are.
+
+    The step is simulated as `simulate_step` does it: nothing is computed and nothing of that size
+    is allocated, so a model on the meta device and a laptop will do. Not counted are the CUDA
+    context and workspaces of libraries other than cuBLAS, for which some hundred MiB of a GPU
+    should stay free, and fragmentation.
+
+    Args:
+        model: as it will be trained, with its checkpoints, its dtype and its mode.
+        batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of such, of
+            which the one with the highest peak decides.
+        budget: what there is, in bytes or as text such as "80GiB".
+        loss: a function of the model's output that returns a scalar. None: the output itself if it
+            is one, or its `loss`, or the sum of its numbers.
+        optimizer: one of the model's parameters, a class, or None.
+        device: "cpu" or a GPU, such as "cuda" or "h100", the default. None: where the parameters
+            are.
+        accumulate: whether the gradients of batches before are there, as of `simulate_step`.
+        assume: as of `estimate`, for sizes that depend on values.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the error names it.
+        RuntimeError: as of `estimate`.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(
+        ...     torch.nn.Linear(4096, 16384, device="meta"),
+        ...     torch.nn.GELU(),
+        ...     torch.nn.Linear(16384, 4096, device="meta"),
+        ... )
+        >>> x = torch.empty(8192, 4096, device="meta")
+        >>> report = storage_ops.memory.will_it_fit(mlp, x, budget="4GiB")
+        >>> report.fits, report.peak_bytes >> 20
+        (True, 3520)
+    """
+    budget_bytes = parse_bytes(budget, "budget")
+    check_model(model)
+    warn_of_eval_mode(model, "will_it_fit")
+    step = simulate_step(
+        model, batch, loss=loss, optimizer=optimizer, device=device, assume=assume,
+        accumulate=accumulate,
+    )  # fmt: skip
+    where = str(device) if device is not None else "the device of its parameters"
+    peak = step.peak_bytes
+    return FitReport(peak <= budget_bytes, peak, budget_bytes, step.by_owner, where, step)
