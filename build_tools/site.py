@@ -78,7 +78,7 @@ def _reference():
     parts = ["# Reference\n"]
     for package, title in REFERENCE.items():
         parts.append(f"## {title}\n")
-        for name, source in _public(DEFINED_IN.get(package, package)):
+        for name, source in _public(package):
             heading = f"heading: {package}.{name}\n      toc_label: {name}"
             parts.append(f"::: {source}.{name}\n    options:\n      {heading}\n")
     return "\n".join(parts)
@@ -86,6 +86,7 @@ def _reference():
 
 def _public(package):
     """The functions and classes in a package's `__all__`, and the modules that define them."""
+    package = DEFINED_IN.get(package, package)
     where = ROOT / package.replace(".", "/")
     path = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
     tree = ast.parse(path.read_text())
