@@ -116,7 +116,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch):
         raise KeyboardInterrupt
 
     model = make()
-    monkeypatch.setattr(transform.discard_scope, "hold", interrupted)
+    monkeypatch.setattr(transform.scope, "hold", interrupted)
     with pytest.raises(KeyboardInterrupt):
         apply(model)
     assert type(SHARED) is nn.SiLU and all(layer.act is layer.again is SHARED for layer in model)

@@ -17,7 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from storage_ops.storage.reference import lacks_bytes
 from storage_ops.storage.storage import DiscardedTensorError
 
-LIBRARIES = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_PACKAGE = Path(__file__).parents[2]
+LIBRARIES = (
+    str(_PACKAGE / "checkpoint"),
+    str(_PACKAGE / "foundation"),
+    str(Path(torch.__file__).parent),
+)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 
