@@ -48,11 +48,16 @@ def measured(model, batch, loss, optimizer, accumulate=False):
     return sum(there.values()) + m.peak_bytes
 
 
+mkldnn = torch.ops.mkldnn
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["none", "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_agrees_with_what_is_measured(name, way, dtype):
+    if (name, dtype) == ("unet", torch.bfloat16) and not mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("the estimate is of a processor on which oneDNN convolves in 16 bits")
     model, batch, loss = made(name, dtype)
     checkpointed(model, way)
     e = simulate_step(model, batch, loss=loss, optimizer=torch.optim.AdamW)
