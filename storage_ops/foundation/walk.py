@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+T = TypeVar("T")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype)
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
 LONG = 256
 _DEEP = 6  # objects, containers and functions between a root or a module and a value
-_MANY = 4096  # pieces of code whose globals are remembered
+_MANY = 4096  # pieces of code of which a function keeps results
 _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL"}
 _TORCH_HOLDERS = (Optimizer, GradScaler, LRScheduler)
 # Packages whose objects hold nothing that a user trains, or manage it themselves. Namespaces and
@@ -44,7 +45,7 @@ _TORCH_HOLDERS = (Optimizer, GradScaler, LRScheduler)
 _MANAGED = {"torch", "storage_ops", "deepspeed"}
 OPAQUE = frozenset(_MANAGED | sys.stdlib_module_names - {"collections", "types"})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # The kind of a value depends on its class. Asking an object for its class may run code of its own.
 PLAIN, TENSOR, PARTIAL, METHOD, FUNCTION, MODULE, CONTAINER, TUPLE, GENERATOR, REFERENCE, OBJECT = (
     range(11)
@@ -103,11 +104,14 @@ def is_data(container: Any) -> bool:
     return not kinds & {TENSOR, MODULE}
 
 
+def values_in(container: Any) -> Any:
+    """Return the values of a mapping, and another container itself."""
+    return container.values() if isinstance(container, dict) else container
+
+
 def items_of(container: Any) -> list[Any]:
     """Return the items of a container, or the values of a mapping; nothing of data."""
-    if is_data(container):
-        return []
-    return list(container.values() if type(container) in MAPPINGS else container)
+    return [] if is_data(container) else list(values_in(container))
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -158,20 +162,26 @@ def globals_of(fn: FunctionType) -> Iterator[Name]:
             yield values, name, values[name]
 
 
-_names: dict[int, tuple[CodeType, tuple[str, ...]]] = {}
+def cached_by_code(fn: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
+    """Cache the results of a function by the identity of code, because its hash reads all of it."""
+    results: dict[int, tuple[CodeType, T]] = {}
+
+    @functools.wraps(fn)
+    def cached(code: CodeType) -> T:
+        known = results.get(id(code))
+        if known is None:
+            if len(results) >= _MANY:
+                results.clear()
+            known = results[id(code)] = code, fn(code)
+        return known[1]
+
+    return cached
 
 
+@cached_by_code
 def names_of_globals(code: CodeType) -> tuple[str, ...]:
-    """Return the names of globals that code and the functions in it read or set.
-
-    They are remembered by the identity of the code, because its hash reads all of it.
-    """
-    known = _names.get(id(code))
-    if known is None:
-        if len(_names) >= _MANY:
-            _names.clear()
-        known = _names[id(code)] = code, tuple(sorted(_find_globals(code)))
-    return known[1]
+    """Return the names of globals that code and the functions in it read or set."""
+    return tuple(sorted(_find_globals(code)))
 
 
 def _find_globals(code: CodeType) -> set[str]:
@@ -358,7 +368,7 @@ def _inside_module(value: nn.Module) -> Iterator[Part]:
     for hooks in _HOOKS:
         yield from [(hook, _HOOK, hook) for hook in getattr(value, hooks).values()]
     for key, child in list(vars(value).items()):
-        if key not in _OF_EVERY_MODULE:
+        if key not in OF_EVERY_MODULE:
             yield child, _ATTRIBUTE, key
 
 

@@ -70,7 +70,10 @@ def closure_of(roots: Iterable[tuple[str, Any]]) -> Closure:
     """Every tensor, module and container that named values reach by names, attributes and items."""
     found = Closure({}, [], [], [], [], [], [])
     for visit in walk(roots):
-        value, slot = visit.value, _slot_of(visit)
+        value = visit.value
+        if visit.kind == PLAIN and value is not None:
+            continue
+        slot = _slot_of(visit)
         if slot.write is not None and isinstance(value, _STATE):
             found.places.append((slot, value))
         if visit.kind == TENSOR:

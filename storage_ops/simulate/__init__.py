@@ -9,7 +9,8 @@ the call. The packages below have the details:
   wrong.
 * `patches/`: functions of torch and transformers that run differently in a simulation.
 * `ranks/`: one rank of several: collectives, FSDP2 and DDP.
-* `layers/`: equal layers are simulated once; the others are replayed from a recording.
+* `layers/`: equal layers (`module_kinds.py`) are simulated once; the others are replayed from a
+  recording.
 
 `estimate.py` simulates a function, `step.py` a training step of a model, and `will_it_fit.py`
 compares its peak with a budget. A loss that is compiled with `backend="storage_ops"` is simulated

@@ -63,8 +63,7 @@ class Held:
     @property
     def holders(self) -> list[Any]:
         """What a call may change: modules, schedulers, what is given, and what functions name."""
-        steppers = [vars(stepper) for stepper in self.steppers]
-        return [*self._modules, *steppers, *self._given, *self._objects]
+        return [*self._modules, *self.steppers, *self._given, *self._objects]
 
     @property
     def roots(self) -> list[nn.Module]:

@@ -176,10 +176,11 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
             fakes = {t: _fake(t.shape, t) for *_, t in places}
             piece = _fake(shape, x)
         places = [(where, name, fakes[t]) for where, name, t in places]
+        host = pieces.host  # named here, so that the estimate finds its caches
 
         @contextlib.contextmanager
         def bound() -> Iterator[None]:
-            with unchanged(pieces.host), replaced(places):
+            with unchanged(host), replaced(places):
                 yield
 
         def output_like(_: FakeTensorMode) -> tuple[Any, ...]:
@@ -187,14 +188,12 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
                 out = pieces.output_of(piece)
                 return out.shape, out.stride(), out.dtype, out.device
 
-        size, stride, dtype, device = run_on_fakes(pieces.host.modules(), output_like)
+        size, stride, dtype, device = run_on_fakes(host.modules(), output_like)
         with FakeTensorMode():
             gradient = torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-        host = pieces.host  # named here, so that the estimate finds its caches
-
         def step(*_: Tensor) -> None:
-            with torch.enable_grad(), unchanged(host), replaced(places):
+            with torch.enable_grad(), bound():
                 out = pieces.output_of(piece)
                 if out.requires_grad:
                     out.backward(gradient)

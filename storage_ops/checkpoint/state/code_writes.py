@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from storage_ops.foundation.walk import is_of_torch, package_of
+from storage_ops.foundation.walk import cached_by_code, is_of_torch, package_of
 
 # How code may write tensors. Plain integers, which are fast to combine.
 IN_PLACE = 1  # by an op that moves the version
@@ -43,17 +43,10 @@ class Facts(NamedTuple):
     names: frozenset[str]
 
 
-_facts: dict[int, tuple[CodeType, Facts]] = {}
-
-
+@cached_by_code
 def facts_of(code: CodeType) -> Facts:
-    """Return what code tells. Looked up by identity, because the hash of code reads all of it."""
-    known = _facts.get(id(code))
-    if known is None:
-        if len(_facts) >= _MANY:
-            _facts.clear()
-        known = _facts[id(code)] = code, Facts(of_code(code), names_of_code(code))
-    return known[1]
+    """Return what code tells."""
+    return Facts(of_code(code), names_of_code(code))
 
 
 @functools.lru_cache(maxsize=4096)

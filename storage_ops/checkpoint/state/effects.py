@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,10 +61,7 @@ from storage_ops.checkpoint.state.places import (
 )
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.repeated_writes import RepeatedWrites, fail_parameter
-from storage_ops.foundation.walk import MAPPINGS, is_of_torch
-
-if TYPE_CHECKING:
-    pass
+from storage_ops.foundation.walk import is_of_torch, values_in
 
 _parametrize: Any = parametrize
 _MANY = 4096  # items of a container beyond which it is data
@@ -311,7 +308,7 @@ def _values(held: Any) -> Any:
     """The values of a mapping, or the items of another container; none where there are many."""
     if len(held) > _MANY:
         return ()
-    return held.values() if type(held) in MAPPINGS else held
+    return values_in(held)
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

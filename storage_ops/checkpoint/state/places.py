@@ -22,7 +22,7 @@ from storage_ops.checkpoint.saved.makers import maker_of
 from storage_ops.checkpoint.saved.matching import ORIGIN
 from storage_ops.checkpoint.saved.uses import Use
 from storage_ops.checkpoint.state.containers import MISSING, Undo, copy_of, has, put, set_item
-from storage_ops.foundation.walk import CONTAINERS, LONG, MAPPINGS, PLAIN, kind_of
+from storage_ops.foundation.walk import CONTAINERS, LONG, MAPPINGS, PLAIN, kind_of, values_in
 
 _DEEP = 4  # containers in containers
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
@@ -116,7 +116,7 @@ class Items:
         """Return True if a container has items that can be set, and tensors among them."""
         if type(container) is not list and type(container) not in MAPPINGS:
             return False
-        return _may_hold_state(_values_of(container))
+        return _may_hold_state(values_in(container))
 
     def finish(self) -> None:
         """Let go of graphs."""
@@ -161,7 +161,7 @@ class AllItems(Items):
             self._restores_all = False
             if not self.may_be_replaced(self._container):
                 self._before = type(before)()
-        if _may_hold_state(_values_of(before)):
+        if _may_hold_state(values_in(before)):
             super().finish()
 
     def restore(self, undo: Undo) -> None:
@@ -172,10 +172,6 @@ class AllItems(Items):
         elif not _are_same(before, container):
             undo.append(functools.partial(put, container, copy_of(container)))
             put(container, _each(value_of, before))
-
-
-def _values_of(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
 
 
 def _each(fn: Callable[[Any], Any], contents: Any) -> Any:
@@ -191,7 +187,7 @@ def _are_same(before: Any, container: Any) -> bool:
         return False
     if type(before) is dict and any(map(operator.is_not, before, container)):
         return False
-    return all(map(is_same, _values_of(before), _values_of(container)))
+    return all(map(is_same, values_in(before), values_in(container)))
 
 
 def _set_index(container: list[Any], index: int, value: Any) -> None:
@@ -310,12 +306,12 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
         return True
     if depth == _DEEP or not (cls in CONTAINERS or isinstance(value, (tuple, frozenset))):
         return False
-    return len(value) <= LONG and all(_is_plain(v, depth + 1) for v in _values_of(value))
+    return len(value) <= LONG and all(_is_plain(v, depth + 1) for v in values_in(value))
 
 
 def _has_no_objects(container: Any) -> bool:
     """Return True if a container has tensors and plain values alone, of which it may hold many."""
-    return all(is_state(value) or _is_plain(value) for value in _values_of(container))
+    return all(is_state(value) or _is_plain(value) for value in values_in(container))
 
 
 @functools.lru_cache(maxsize=4096)

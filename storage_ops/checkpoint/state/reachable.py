@@ -17,6 +17,7 @@ from storage_ops.foundation.walk import (
     GENERATOR,
     METHOD,
     MODULE,
+    OF_EVERY_MODULE,
     PARTIAL,
     PLAIN,
     REFERENCE,
@@ -29,15 +30,14 @@ from storage_ops.foundation.walk import (
     is_data,
     is_of_torch,
     is_opaque,
-    items_of,
     kind_of,
     package_of,
     slots_of,
+    values_in,
 )
 
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
 _DEEP = 4  # functions that call one another, containers in containers
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Surroundings:
             if kind == GENERATOR:
                 self.generators[value] = None
             elif kind == CONTAINER:
-                if name not in _OF_EVERY_MODULE:
+                if name not in OF_EVERY_MODULE:
                     inside.append(value)
             elif kind == MODULE or (name in names and kind != TENSOR):
                 inside.append(value)
@@ -155,7 +155,7 @@ class Surroundings:
                 if given and kind == CONTAINER:
                     self.given.append(value)
                 if not is_data(value):
-                    inside = items_of(value)
+                    inside = list(values_in(value))
                     if not given and kind == CONTAINER:
                         self.containers.append(value)
             elif kind == GENERATOR:

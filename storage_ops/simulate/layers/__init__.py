@@ -1,5 +1,6 @@
 """Equal layers: the first call is simulated and recorded, the others are replayed.
 
-`module_kinds.py` decides which modules and arguments are equal, `recording.py` records what a call
-does to the ledger, `replay.py` repeats that, and `replay_cache.py` keeps the recordings.
+`simulate/module_kinds.py` decides which modules and arguments are equal. `recording.py` records
+what a call does to the ledger, `replay.py` repeats that, and `replay_cache.py` keeps the
+recordings.
 """
