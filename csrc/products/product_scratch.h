@@ -91,7 +91,8 @@ inline int64_t shares_of(const Request& r, int64_t rows) {
   const int64_t copied = rows * r.depth / (r.rounded ? 4 : 2);
   const int64_t in_place = kSquares ? rows * std::min(r.columns, r.depth) / 4 : 0;
   const int64_t all = std::max(r.direct ? in_place : copied, kFreeSlots);
-  const int64_t most = std::min(r.direct ? kMostSlots : kMostSlotsCopied, parts(all, r.threads));
+  // Rounded down, so that all threads together keep to the limit.
+  const int64_t most = std::min(r.direct ? kMostSlots : kMostSlotsCopied, all / r.threads);
   return r.threads * std::max(std::min(whole, most), least);
 }
 

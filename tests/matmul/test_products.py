@@ -216,6 +216,7 @@ deep = st.integers(0, 200_000)
 @given(deep, deep, deep, st.integers(1, 64), st.booleans(), st.booleans())
 @example(0, 1, 16385, 1, True, False)
 @example(3, 1, 16385, 1, True, False)
+@example(0, 553, 5, 38, True, False)
 def test_scratch_is_asked_of_the_native_library(m, n, k, threads, narrow, direct):
     """Whole rows unless their sums take too much, and a limit for each thread and for all."""
     rows, slots = scratch.piece(m, n, k, threads, narrow, direct)
