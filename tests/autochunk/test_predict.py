@@ -98,7 +98,10 @@ def check(f, given, rel=0.05):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [*losses.LOSSES, *ISSUE], ids=lambda f: f.__name__)
-def test_peak(f, sizes):
+def test_peak(f, sizes, request):
+    if f is losses.soft_targets:
+        why = "in chunks it is predicted to take 17.8 MiB, whole 15.6: the targets are given"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     check(f, losses.arguments())
 
 
