@@ -132,14 +132,14 @@ def _rms_norm(
     return _FusedRMSNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
 
 
-class _FusedAttention(torch.autograd.Function):
+class _FlashAttention(torch.autograd.Function):
     """Keeps its inputs, its output and a number per query and head; never a score matrix."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         # By an op of a GPU, so that policies of checkpoints see it; its output has heads after
         # tokens in memory, as the layer that follows wants them.
-        keys, values = (t.detach().expand(len(q), *t.shape[1:]) for t in (k, v))
+        keys, values = _for_each_batch(q, k, v)
         results: Any = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values)
         out: Tensor = results[0]
         lse = results[1]
@@ -158,6 +158,34 @@ class _FusedAttention(torch.autograd.Function):
         return (*gradients, None)
 
 
+class _EfficientAttention(torch.autograd.Function):
+    """Like `_FlashAttention`; takes masks, float32, and values with another head size."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        keys, values = _for_each_batch(q, k, v)
+        op = torch.ops.aten._scaled_dot_product_efficient_attention
+        results: Any = op(q, keys, values, None if mask is None else mask.detach(), True)
+        out: Tensor = results[0]
+        lse = results[1]
+        del results
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        op: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        wanted = [True, True, True, ctx.needs_input_grad[3]]
+        *gradients, of_mask = op(grad, q, k, v, mask, out, lse, lse, lse, 0.0, wanted)
+        return (*gradients, of_mask if wanted[3] else None)
+
+
+def _for_each_batch(q: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Return keys and values that all batches may share, expanded to the batches of the queries."""
+    return [t.detach().expand(len(q), *t.shape[1:]) for t in tensors]
+
+
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
@@ -167,18 +195,59 @@ def _attention(
     # torch 2.10 divides by the number of heads of the keys, which may be 0.
     enable_gqa = enable_gqa and query.shape[-3:-2] != key.shape[-3:-2]
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    fused = query.dim() == 4 and (attn_mask is None or not attn_mask.requires_grad)
-    if not _is_simulated() or not fused or not query.numel():
+    if not _is_simulated() or query.dim() != 4 or not query.numel():
         return _original("scaled_dot_product_attention", query, key, value, *rest, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to scores
         rest = attn_mask, dropout_p, is_causal
-    shared = query.shape[1] != key.shape[1]
-    if query.dtype == torch.float64 or (query.dtype == torch.float32 and shared):
-        # No fused kernel of a GPU takes these.
+    kernel = _fused_kernel(query, key, value, attn_mask, is_causal)
+    if kernel is None:
         math = torch.ops.aten._scaled_dot_product_attention_math
         return math(query, key, value, *rest, **options)[0]
-    return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    if attn_mask is not None:
+        attn_mask = _aligned(attn_mask, query, key)
+    size = value.shape[3]
+    if size % 8 and kernel is _FlashAttention:
+        query, key, value = (_filled_up(t, 8) for t in (query, key, value))
+    out = kernel.apply(query, key, value, attn_mask)
+    return out[..., :size] if size < out.shape[3] else out
+
+
+def _fused_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+) -> type[torch.autograd.Function] | None:
+    """Return the fused kernel that torch chooses on a GPU; None if it forms the scores.
+
+    The conditions are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp in torch 2.11.
+    cuDNN's kernel, which Hoppers may choose first, keeps the same tensors. It alone takes heads
+    that share keys together with a mask.
+    """
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    if not is_half and q.dtype != torch.float32:
+        return None
+    size, shared = q.shape[3], q.shape[1] != k.shape[1]
+    same_sizes, is_square = v.shape[3] == size, q.shape[2] == k.shape[2]
+    no_mask = mask is None and (is_square or not is_causal)
+    if is_half and same_sizes and size <= 256 and no_mask:
+        return _FlashAttention
+    if size % (8 if is_half else 4) or v.shape[3] % (8 if is_half else 4):
+        return None
+    if not shared:
+        return _EfficientAttention
+    by_cudnn = is_half and same_sizes and size <= 128  # sizes that all its versions take
+    return _FlashAttention if by_cudnn and not (mask is not None and mask.requires_grad) else None
+
+
+def _aligned(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return the mask as the kernel reads it: with rows of 8, expanded to heads and batches."""
+    if mask.shape[-1] % 8:
+        mask = _filled_up(mask, 8)[..., : mask.shape[-1]]
+    return mask.expand(*q.shape[:3], k.shape[2])
+
+
+def _filled_up(t: Tensor, to: int) -> Tensor:
+    """Return a copy whose last dimension is a multiple of `to`."""
+    return torch.nn.functional.pad(t, (0, -t.shape[-1] % to))
 
 
 class _FlexAttention(torch.autograd.Function):
