@@ -1,11 +1,12 @@
 """`python -m storage_ops {info,demo,plan,will-it-fit,fit,bench}`, and `storage-ops-plan`.
 
 Each command is a module here with `HELP`, `add_arguments(parser)` and `run(args, console)`, which
-returns the exit code: 0, 1 where something does not work here, 2 for wrong arguments. It is 141,
-as a shell says of a broken pipe, where the reader of the output went away. Commands share
-`output.py` and `hf_model.py`. `demo/` and `plan_plot.py` import what not every installation has,
-and are imported only when they are run. `info` and `plan` work without torch;
-`storage_ops_plan.py`, beside the package, is `plan` that never imports it.
+returns the exit code. It is 0 for an answer, 1 where the answer is no or something does not work
+here, and 2 for wrong arguments and all else that prevents an answer, with one line. `python -X dev`
+shows the traceback. It is 141, as a shell says of a broken pipe, where the reader of the output
+went away. Commands share `output.py`, `hf_model.py` and `hf_batch.py`. `demo/` and `plan_plot.py`
+import what not every installation has, and are imported only when they are run. `info` and `plan`
+work without torch; `storage_ops_plan.py`, beside the package, is `plan` that never imports it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except BrokenPipeError:
         return output.leave_quietly()
+    except Exception as error:  # of a model's code, it may be any
+        if sys.flags.dev_mode:
+            raise
+        output.complain(error, args)
+        return 2
 
 
 def _console() -> Console:

@@ -46,21 +46,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     except NothingFits as error:
         output.complain(error, args)
         return 1
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        output.complain(error, args)
-        return 2
     if args.json:
         output.print_json(plan.as_dict())
     else:
         console.print(plan.table(output.in_flags(plan.hint, args)))
-    try:
-        if args.save is not None:
-            plan.save(args.save)
-        if args.plot is not None:
-            _draw(args.plot, search, plan)
-    except (OSError, ValueError) as error:
-        output.complain(error, args)
-        return 2
+    if args.save is not None:
+        plan.save(args.save)
+    if args.plot is not None:
+        _draw(args.plot, search, plan)
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="config.json of a model of transformers, or the folder that it is in",
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
-    parser.add_argument("--seq", type=int, required=True, help="tokens in a sequence")
+    parser.add_argument("--seq", type=int, help="tokens in a sequence, for models that take tokens")
     parser.add_argument(
         "--accumulate", action="store_true", help="one step of the optimizer is for several batches"
     )
@@ -90,20 +91,25 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
-    """The model on the meta device, in training mode, and token ids that are also the labels.
+    """Return the model on the meta device, in training mode, and a batch for it.
 
     Raises:
         ImportError: transformers is not there. ValueError: an option, or the config, is wrong.
     """
-    if args.batch < 1 or args.seq < 1:
-        raise ValueError(f"--batch is {args.batch} and --seq {args.seq}; expected 1 or more")
+    for name, value in (("--batch", args.batch), ("--seq", args.seq)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected 1 or more")
     import torch
 
     dtype = getattr(torch, dtype_name(args.dtype))
     transformers = required("transformers", "--hf-config")
+    # It writes the traceback of an op's error, which is reported in one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
         read = json.loads(path.read_text())
+        if not isinstance(read, dict):
+            raise ValueError(f"it is a {type(read).__name__} of JSON, not an object")
         config: Any = transformers.AutoConfig.for_model(**read)
         # A step of training fills no cache of keys and values.
         config.use_cache = False
@@ -113,17 +119,27 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         # in float32.
         with torch.device("meta"), _default_dtype(dtype):
             made = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
-    except (
-        AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError,
-    ) as error:  # fmt: skip
-        why, _, types = str(error).partition(". Should contain one of ")  # the names of all types
-        wrong = why.rpartition(" ")[2]
-        if like := difflib.get_close_matches(wrong, types.split(", "), 1):
-            why += f", like {like[0]}"
+    except Exception as error:  # a config's own code may raise anything
         raise ValueError(
-            f"--hf-config is {args.hf_config}, of which no model can be made: {why}; expected the "
-            "config.json of a model of transformers"
+            f"--hf-config is {args.hf_config}, of which no model can be made: {_why(error)}; "
+            "expected the config.json of a model of transformers"
         ) from error
+    from storage_ops.cli import hf_batch
+
     model: nn.Module = made.train()
-    ids = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")
-    return model, {"input_ids": ids, "labels": ids}
+    batch = hf_batch.batch_for(model, args)
+    if unused := hf_batch.left_out(model, batch):
+        output.note(f"{type(model).__name__} also takes {unused}, which are not counted")
+    return model, batch
+
+
+def _why(error: Exception) -> str:
+    """Return what is wrong with a config in one line, without the list of all types and classes."""
+    why, _, types = str(error).partition(". Should contain one of ")
+    why = why.partition("\nModel type should be one of ")[0]
+    wrong = why.rpartition(" ")[2]
+    if like := difflib.get_close_matches(wrong, types.split(", "), 1):
+        why += f", like {like[0]}"
+    if not isinstance(error, (OSError, ValueError)):
+        why = f"{type(error).__name__}: {why}"
+    return " ".join(why.split())

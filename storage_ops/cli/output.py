@@ -55,9 +55,21 @@ def complain(error: Exception | str, args: argparse.Namespace | None = None) -> 
         error: the error, or its text.
         args: of the command; arguments that the text names are spelled as its options.
     """
-    text = str(error) if args is None else in_flags(str(error), args)
+    text = str(error)
+    if not isinstance(error, (str, ImportError, OSError, RuntimeError, TypeError, ValueError)):
+        # Its text alone, such as the key of a KeyError, says little.
+        text = f"{type(error).__name__}: {' '.join(text.split())}"
+    _print_aside(text if args is None else in_flags(text, args), "red")
+
+
+def note(text: str) -> None:
+    """Print what an answer assumes, on the standard error."""
+    _print_aside(text, "yellow")
+
+
+def _print_aside(text: str, style: str) -> None:
     console = Pipe(stderr=True)
-    console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 _ALIASES = {"memory_budget": "budget"}  # arguments of functions whose option has another name

@@ -26,18 +26,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if it fits, 1 if not."""
     from storage_ops.memory import will_it_fit
 
-    try:
-        output.check_plot(args.plot, images_only=False)
-        model, batch = hf_model.model_and_batch(args)
-        optimizer = hf_model.optimizer_named(args.optimizer)
-        report = will_it_fit(
-            model, batch, args.budget, None, optimizer, args.device, args.accumulate
-        )
-        if args.plot is not None:
-            report.step.plot(args.plot, report.budget_bytes)
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        output.complain(error, args)
-        return 2
+    output.check_plot(args.plot, images_only=False)
+    model, batch = hf_model.model_and_batch(args)
+    optimizer = hf_model.optimizer_named(args.optimizer)
+    report = will_it_fit(model, batch, args.budget, None, optimizer, args.device, args.accumulate)
+    if args.plot is not None:
+        report.step.plot(args.plot, report.budget_bytes)
     if args.json:
         names = ("fits", "peak_bytes", "budget_bytes", "by_owner", "device")
         output.print_json({name: getattr(report, name) for name in names})

@@ -61,7 +61,7 @@ def test_json(command, capsys):
     ("options", "complaint"),
     [
         (["--optimizer", "best"], "--optimizer is best; expected none or one of"),
-        (["--batch", "0"], "--batch is 0 and --seq 128; expected 1 or more"),
+        (["--batch", "0"], "--batch is 0; expected 1 or more"),
         (["--dtype", "int3"], "int3"),
         (["--budget", "all"], "--budget is 'all'"),
         (["--device", "h1"], "--device is 'h1'; expected one of cpu, h200"),

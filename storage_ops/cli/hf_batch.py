@@ -1,0 +1,126 @@
+"""A batch for a model of transformers, without bytes: inputs by its config, labels by its task."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Tables of transformers.models.auto.modeling_auto: what the labels of their models are for.
+_TOKENS = (
+    "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT",
+    "TOKEN_CLASSIFICATION", "PRETRAINING",
+)  # fmt: skip
+_SEQUENCES = "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION"
+_ANSWERS = ("QUESTION_ANSWERING",)
+_POSITIONS = "max_position_embeddings", "max_target_positions", "n_positions"
+
+
+def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
+    """Return the keyword arguments of a training step of `model`, on the meta device.
+
+    Token ids have the shape (--batch, --seq). Pixel values and audio features have the sizes of
+    the config. Labels are for tokens or sequences, as the model's task says; those of a model of
+    token ids alone are the token ids.
+
+    Raises:
+        ValueError: the model takes inputs or has a task that the command does not know, or --seq
+            is missing or longer than the model's learned positions.
+    """
+    config: Any = model.config
+    takes = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", "input_ids")
+    batch: dict[str, Tensor] = {}
+    if main == "pixel_values":
+        batch[main] = _empty(args.batch, config.num_channels, *_image_size(config))
+    elif main == "input_features":
+        batch[main] = _empty(args.batch, config.num_mel_bins, 2 * config.max_source_positions)
+    elif main == "input_ids":
+        batch[main] = _ids(args.batch, _tokens(model, args))
+    else:
+        raise ValueError(
+            f"--hf-config is of a {type(model).__name__}, which takes {main}; expected a model of "
+            "token ids, images or audio features. Call storage_ops.memory.will_it_fit in Python"
+        )
+    if "decoder_input_ids" in takes:
+        batch["decoder_input_ids"] = _ids(args.batch, _tokens(model, args))
+    labels = _labels(model, args)
+    if labels.keys() == {"labels"} and batch.keys() == {"input_ids"}:
+        ids = batch["input_ids"]
+        labels = {"labels": ids} if labels["labels"].shape == ids.shape else labels
+    return batch | labels
+
+
+def left_out(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
+    """Return the optional input of another modality that the batch lacks; None if there is none."""
+    takes = inspect.signature(model.forward).parameters
+    names = ("pixel_values", "input_features")
+    return next((name for name in names if name in takes and name not in batch), None)
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def _image_size(config: Any) -> tuple[int, int]:
+    size = config.image_size
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _tokens(model: nn.Module, args: argparse.Namespace) -> int:
+    """Return --seq, which the model must have positions for."""
+    if args.seq is None:
+        raise ValueError(
+            f"--seq is missing; expected the tokens of a sequence, since {type(model).__name__} "
+            "takes token ids"
+        )
+    for name, most in _learned_positions(model):
+        if args.seq > most:
+            raise ValueError(
+                f"--seq is {args.seq}; expected at most {most}, the config's {name}: the model "
+                "learns an embedding for each position"
+            )
+    return int(args.seq)
+
+
+def _learned_positions(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield fields of the config that count learned positions: an embedding has as many rows."""
+    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name in _POSITIONS:
+        most = getattr(model.config, name, None)
+        # BART, OPT and their like have two rows more, for padding.
+        if isinstance(most, int) and {most, most + 2} & rows:
+            yield name, most
+
+
+def _labels(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
+    name = type(model).__name__
+    if _has_task(name, _ANSWERS):
+        return {key: _ids(args.batch) for key in ("start_positions", "end_positions")}
+    if _has_task(name, _SEQUENCES):
+        return {"labels": _ids(args.batch)}
+    if _has_task(name, _TOKENS):
+        return {"labels": _ids(args.batch, _tokens(model, args))}
+    raise ValueError(
+        f"--hf-config is of a {name}, whose labels the command does not know; expected a language "
+        "model or a classifier. Call storage_ops.memory.will_it_fit in Python with loss="
+    )
+
+
+def _has_task(name: str, tasks: tuple[str, ...]) -> bool:
+    from transformers.models.auto import modeling_auto
+
+    tables = (getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in tasks)
+    return any(
+        name in (value if isinstance(value, tuple) else (value,))
+        for table in tables
+        for value in table.values()
+    )

@@ -1,0 +1,91 @@
+"""`will-it-fit` of models of other tasks than causal language modelling, and what it refuses."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from storage_ops.cli import main
+
+TEXT = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+    "vocab_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+SIDES = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 128,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+CONFIGS = {
+    "BertForMaskedLM": {"model_type": "bert", **TEXT},
+    "BertForSequenceClassification": {"model_type": "bert", **TEXT},
+    "BertForQuestionAnswering": {"model_type": "bert", **TEXT},
+    "T5ForConditionalGeneration": {
+        "model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2,
+        "vocab_size": 128,
+    },
+    "BartForConditionalGeneration": {
+        "model_type": "bart", **SIDES, "max_position_embeddings": 64,
+    },
+    "WhisperForConditionalGeneration": {
+        "model_type": "whisper", **SIDES, "num_mel_bins": 8, "max_source_positions": 20,
+        "max_target_positions": 64,
+    },
+    "ViTForImageClassification": {
+        "model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 64, "image_size": 32, "patch_size": 8,
+    },
+}  # fmt: skip
+
+
+def written(folder, name, **other):
+    config = CONFIGS.get(name, {}) | {"architectures": [name]} | other
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["will-it-fit", "--hf-config", str(folder), "--batch", "2", "--dtype", "fp32"]
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_architecture_decides_inputs_and_labels(name, tmp_path, capsys):
+    tokens = [] if name.startswith("ViT") else ["--seq", "32"]
+    code = main([*written(tmp_path, name), *tokens, "--json"])
+    assert code == 0, capsys.readouterr().err
+    report = json.loads(capsys.readouterr().out)
+    assert report["by_owner"]["optimizer state"] > 0
+
+
+def refused(command, capsys):
+    code, (out, err) = main(command), capsys.readouterr()
+    assert code == 2 and out == "" and err.count("\n") == 1
+    return err
+
+
+def test_more_tokens_than_learned_positions(tmp_path, capsys):
+    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "65"]
+    assert "expected at most 64, the config's max_position_embeddings" in refused(command, capsys)
+
+
+def test_tokens_are_asked_for_by_name(tmp_path, capsys):
+    assert "--seq is missing" in refused(written(tmp_path, "BertForMaskedLM"), capsys)
+
+
+def test_models_of_other_inputs_or_labels(tmp_path, capsys):
+    wav2vec = {"model_type": "wav2vec2", "hidden_size": 32, "num_hidden_layers": 1}
+    command = written(tmp_path, "Wav2Vec2ForCTC", **wav2vec, num_attention_heads=2)
+    assert "which takes input_values" in refused(command, capsys)
+    command = written(tmp_path, "BertModel", **CONFIGS["BertForMaskedLM"])
+    assert "whose labels the command does not know" in refused([*command, "--seq", "8"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"num_attention_heads": 0}, "of which no model can be made"),  # ZeroDivisionError
+        ({"hidden_size": "x"}, "hidden_size"),  # an error of another library
+        ({"model_type": "nosuch"}, "nosuch"),
+    ],
+)
+def test_configs_that_no_model_can_be_made_of(wrong, said, tmp_path, capsys):
+    command = written(tmp_path, "LlamaForCausalLM", **{"model_type": "llama", **TEXT, **wrong})
+    assert said in refused([*command, "--seq", "8"], capsys)
