@@ -3,9 +3,9 @@
 Each command is a module here with `HELP`, `add_arguments(parser)` and `run(args, console)`, which
 returns the exit code: 0, 1 where something does not work here, 2 for wrong arguments. It is 141,
 as a shell says of a broken pipe, where the reader of the output went away. Commands share
-`output.py` and `hf_model.py`. `demo/` and `plan_plot.py` import what not every installation has,
-and are imported only when they are run. `info` and `plan` work without torch;
-`storage_ops_plan.py`, beside the package, is `plan` that never imports it.
+`output.py` and `hf_model.py`. `demo/` imports what not every installation has, and is imported only
+when it is run. `info` and `plan` work without torch; `storage_ops_plan.py`, beside the package, is
+`plan` that never imports it.
 """
 
 from __future__ import annotations
