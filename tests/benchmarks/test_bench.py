@@ -20,8 +20,11 @@ def test_every_part_is_known_and_says_what_it_is():
     assert {"linear_cross_entropy", "output_discard", "selective_checkpoint", "autochunk"} < {
         *parts
     }
+    assert {"fit:peaks", "fit:plans", "fit:compiled"} < {*parts}
     for part in parts:
-        assert (ROOT / "benchmarks" / f"{part}.py").read_text().startswith('"""')
+        name = part.partition(":")[0]
+        places = ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__main__.py"
+        assert any(place.is_file() and place.read_text().startswith('"""') for place in places)
 
 
 def test_an_unknown_part_is_named(capsys):
