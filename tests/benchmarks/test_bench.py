@@ -1,5 +1,6 @@
 """`python -m storage_ops bench`."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def test_every_part_is_known_and_says_what_it_is():
         name = part.partition(":")[0]
         places = ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__main__.py"
         assert any(place.is_file() and place.read_text().startswith('"""') for place in places)
+        importlib.import_module(f"benchmarks.{name}")  # names of the package that it uses exist
 
 
 def test_an_unknown_part_is_named(capsys):
