@@ -85,7 +85,7 @@ QUEUE = (
         "whether each part still pays under torch.compile, and so what the README recommends",
         (*CHUNKER, *CHECKPOINTS),
         tuple(
-            Stage(size, 260, "train_gpt", ("--size", size, "--cases", *WAYS), ("--cases", *WAYS))
+            Stage(size, 240, "train_gpt", ("--size", size, "--cases", *WAYS), ("--cases", *WAYS))
             for size in ("gpt2-small", "llama-1b")
         ),
     ),
@@ -94,7 +94,7 @@ QUEUE = (
         "whether plans of compiled models beat activation_memory_budget at the same peaks",
         PLANS,
         tuple(
-            Stage(kind, 260, "fit:compiled",
+            Stage(kind, 240, "fit:compiled",
                   ("--models", kind, "--shares", "0.7", "0.5", "0.3"), ("--models", kind))
             for kind in ("GPT", "Llama")
         ),
@@ -105,7 +105,7 @@ QUEUE = (
         "losses pays",
         CHUNKER,
         tuple(
-            shapes(shape, 170, "autochunk", shape, more=("--losses", "focal", "dpo", "jsd"))
+            shapes(shape, 160, "autochunk", shape, more=("--losses", "focal", "dpo", "jsd"))
             for shape in ("S1", "S2", "S3")
         ),
     ),
@@ -115,9 +115,9 @@ QUEUE = (
         "ours; below 0.97 of our time, try the search of cuBLASLt's algorithms",
         LOSS,
         (
-            *(shapes(shape, 105, "linear_cross_entropy", shape) for shape in ("R2", "R7", "R8")),
-            shapes("R9", 105, "linear_cross_entropy", "R9, 1024", "R9, 512", "R9, 128"),
-            Stage("real", 80, "linear_cross_entropy",
+            *(shapes(shape, 100, "linear_cross_entropy", shape) for shape in ("R2", "R7", "R8")),
+            shapes("R9", 100, "linear_cross_entropy", "R9, 1024", "R9, 512", "R9, 128"),
+            Stage("real", 75, "linear_cross_entropy",
                   ("--real-logits", FILE, "--hidden", "4096"), ("--real-logits", FILE)),
         ),
     ),
@@ -129,9 +129,9 @@ QUEUE = (
         (
             Stage("divergence", 200, "head", ("--parts", "divergence"),
                   ("--parts", "divergence", "--shapes", "least")),
-            Stage("head", 220, "head", ("--parts", "selected", "dpo"),
+            Stage("head", 200, "head", ("--parts", "selected", "dpo"),
                   ("--parts", "selected", "dpo", "--shapes", "least")),
-            Stage("real", 80, "head", REAL, REAL),
+            Stage("real", 75, "head", REAL, REAL),
         ),
     ),
     Call(
@@ -147,15 +147,15 @@ QUEUE = (
         (*CHECKPOINTS, "storage_ops/graph"),
         (
             Stage("storage", 60, "storage"),
-            Stage("selective_checkpoint", 230, "selective_checkpoint"),
-            Stage("traced_step", 230, "traced_step"),
+            Stage("selective_checkpoint", 200, "selective_checkpoint"),
+            Stage("traced_step", 220, "traced_step"),
         ),
     ),
     Call(
         "offload",
         "whether offloading hides behind the layers as plans predict",
         PLANS,
-        (Stage("carried", 500, "fit:carried"),),
+        (Stage("carried", 480, "fit:carried"),),
     ),
     Call(
         "graphs",
@@ -169,8 +169,8 @@ QUEUE = (
         "whether a release may say that it is tested on this GPU",
         ("storage_ops", "csrc", "cuda"),
         (
-            tests("cuda", 300, "tests"),
-            *(tests(tool, 70, *SANITIZED, tool=tool)
+            tests("cuda", 280, "tests"),
+            *(tests(tool, 65, *SANITIZED, tool=tool)
               for tool in ("memcheck", "racecheck", "initcheck")),
         ),
     ),

@@ -27,7 +27,7 @@ from build_tools import ninja_file
 
 MINUTES = 9  # of a call
 GRACE = 15  # seconds that a stage has to report after it was interrupted
-NEXT = 20  # seconds that are kept for what comes after the stages
+AROUND = 60  # seconds of a call before and after the stages
 CALLS = {call.name: call for call in QUEUE}
 
 
@@ -39,7 +39,7 @@ class Run:
     ) -> None:
         self.call, self.out, self.rehearse, self.file = call, out, rehearse, file
         self.share = minutes / MINUTES
-        self.end = time.monotonic() + 60 * minutes - NEXT * self.share
+        self.end = time.monotonic() + 60 * minutes - AROUND / 3 * self.share
         self.outcomes: dict[str, str] = {}
         self.site = Path(tempfile.mkdtemp(prefix="gpu_run-"))
         out.mkdir(parents=True, exist_ok=True)
@@ -123,8 +123,9 @@ class Run:
     def stages(self) -> None:
         """Run all stages."""
         for number, stage in enumerate(self.call.stages):
-            kept = sum(later.seconds for later in self.call.stages[number + 1 :])
-            self.stage(stage, kept * self.share)
+            later = self.call.stages[number + 1 :]
+            kept = 0.0 if self.rehearse else self.share * sum(each.seconds for each in later)
+            self.stage(stage, kept)
             self.say(f"{stage.name:20} {self.outcomes[stage.name]}")
 
     def close(self) -> int:
