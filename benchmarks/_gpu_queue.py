@@ -89,15 +89,18 @@ QUEUE = (
             for size in ("gpt2-small", "llama-1b")
         ),
     ),
-    Call(
-        "compiled-fit",
-        "whether plans of compiled models beat activation_memory_budget at the same peaks",
-        PLANS,
-        tuple(
-            Stage(kind, 240, "fit:compiled",
-                  ("--models", kind, "--shares", "0.7", "0.5", "0.3"), ("--models", kind))
-            for kind in ("GPT", "Llama")
-        ),
+    *(
+        Call(
+            f"compiled-{kind.lower()}",
+            f"whether plans of a compiled {kind} beat activation_memory_budget at the same peaks",
+            PLANS,
+            (
+                Stage("fit", 480, "fit:compiled",
+                      ("--models", kind, "--shares", "0.7", "0.5", "0.3", "--looks", "2"),
+                      ("--models", kind, "--looks", "1")),
+            ),
+        )
+        for kind in ("GPT", "Llama")
     ),
     Call(
         "chunker",

@@ -53,6 +53,8 @@ def main() -> None:
                          help="leave out tiles and the seconds of Llama-8B")  # fmt: skip
     options.add_argument("--shares", nargs="+", type=float, default=[0.5],
                          help="activation memory budgets of torch.compile")  # fmt: skip
+    options.add_argument("--looks", type=int, default=3,
+                         help="plans that are compiled for each peak")  # fmt: skip
     arguments = options.parse_args()
     if arguments.case == "carried":
         arguments.models = ["Llama"]

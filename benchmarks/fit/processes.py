@@ -26,7 +26,6 @@ from benchmarks.fit.ways import SLACK, Facts, rows_of, size
 from storage_ops.fitting.fit import NothingFits, Search
 
 WHOLE = "torch.compile"
-LOOKS = 3  # plans for a peak
 
 
 def made(kind: str, arguments: argparse.Namespace) -> tuple[nn.Module, Any, Any]:
@@ -149,7 +148,7 @@ def fitted(
     """
     tried: list[tuple[Process, Facts]] = []
     budget = peak + SLACK[arguments.device]
-    for look in range(LOOKS):
+    for look in range(arguments.looks):
         try:
             plan = search.plan(budget)
         except NothingFits as error:

@@ -185,7 +185,7 @@ STEPS, WARM = 5, 2
 def size_of_carried(kind: str, arguments: argparse.Namespace) -> dict[str, int]:
     """Return the size of the Llama."""
     if arguments.quick:
-        small = {"tokens": 256, "width": 64, "layers": 3, "vocab": 8192}
+        small = {"tokens": 64, "width": 64, "layers": 2, "vocab": 512}
         return small | {"image": 32, "batch": 2, "inner": 4}
     large = {"tokens": 8192, "width": 2048, "layers": 16, "vocab": 128256}
     return large | {"image": 32, "batch": 2, "inner": 4}
