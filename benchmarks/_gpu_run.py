@@ -20,9 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import _report
+from benchmarks import _report, command
 from benchmarks._gpu_queue import FILE, QUEUE, ROOT, Call, Stage, listed
-from benchmarks._runner import command
 from build_tools import ninja_file
 
 MINUTES = 9  # of a call

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import _report, fit
+from benchmarks import _report, command, fit
 
 ROOT = Path(__file__).parents[1]
 INTERRUPTED = 130  # what a shell says of a process that was
@@ -38,12 +37,6 @@ def parts() -> list[str]:
     """Return the names of all benchmarks; `fit:plans` is the case "plans" of `fit`."""
     files = (p.stem for p in Path(__file__).parent.glob("*.py") if p.stem[0] != "_")
     return sorted([*files, *(f"fit:{case}" for case in fit.CASES)])
-
-
-def command(part: str, path: Path, *options: str) -> list[str]:
-    """Return the command that runs a benchmark and writes its results."""
-    stem, *case = part.split(":")
-    return [sys.executable, "-m", f"benchmarks.{stem}", *case, "--json", str(path), *options]
 
 
 def read(path: Path) -> dict[str, Any] | None:
