@@ -11,6 +11,7 @@ from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 import storage_ops
+from benchmarks.fit.ways import checkpointed
 
 Features = frozenset[str]
 
@@ -58,13 +59,16 @@ FEATURES = {
     "autochunk": "torch.compile with the backend storage_ops",
     "compile": "torch.compile (Inductor)",
     "auto_chunker": "torch.compile with Inductor's auto_chunker",
+    "full_checkpoint": "full checkpoints of this package around every block",
     "checkpoint": "torch.utils.checkpoint around every block",
+    "torch_selective": "torch's selective checkpoint of every block, by the rules of torchtitan",
     "liger": "Liger-Kernel's loss, norms and SwiGLU",
 }
 EVERYTHING = ("linear_cross_entropy", "output_discard", "selective_checkpoint")
 COMPILERS = ("traced", "autochunk", "compile", "auto_chunker")
+CHECKPOINTS = ("selective_checkpoint", "full_checkpoint", "checkpoint", "torch_selective")
 # Pairs that ask for the same thing twice.
-_EXCLUSIVE = (COMPILERS, ("linear_cross_entropy", "liger"), ("selective_checkpoint", "checkpoint"))
+_EXCLUSIVE = (COMPILERS, ("linear_cross_entropy", "liger"), CHECKPOINTS)
 
 
 def features_of(case: str) -> Features:
@@ -245,7 +249,10 @@ class Decoder(nn.Module):
         self._checkpoint()
 
     def _checkpoint(self) -> None:
-        if "checkpoint" in self.features:
+        if not self.features.isdisjoint(("checkpoint", "torch_selective")):
+            checkpointed(list(self.blocks), selective="torch_selective" in self.features)
+            return
+        if "full_checkpoint" in self.features:
             cfg = {"layer_classes": ["Block"]}
         elif "selective_checkpoint" not in self.features:
             return

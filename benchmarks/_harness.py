@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 import storage_ops
 from benchmarks._report import columns
@@ -263,6 +265,7 @@ def provenance(device: str | None = None) -> dict[str, Any]:
     return {
         "commit": commit,
         "day": day,
+        **({"call": call} if (call := os.environ.get("STORAGE_OPS_CALL")) else {}),
         "hardware": hardware(device),
         **{key: facts[key] for key in keys},
         "packages": _versions(),
@@ -306,6 +309,41 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     for row in rows:
         result.add_row(*(str(row.get(name, "")) for name in names))
     return result
+
+
+def real_logits(
+    path: Path, hidden: int, device: str, dtype: torch.dtype, quick: bool = False
+) -> tuple[Tensor, ...]:
+    """Read the head of a language model, its last hidden states and its targets.
+
+    The logits are those of the model at any hidden size: both factors are multiplied by one matrix
+    with orthonormal rows.
+
+    Args:
+        path: an .npz file with `weight` (vocab, D) and its `scale` (vocab,), `hidden` (tokens, D)
+            and `target` (tokens,).
+        hidden: at least D; 0 for D.
+        device: of the results.
+        dtype: of input and weight.
+        quick: return a few tokens and classes only.
+
+    Returns:
+        Input (tokens, hidden), weight (vocab, hidden) and target (tokens,).
+    """
+    with numpy.load(path) as file:
+        parts = {name: torch.from_numpy(file[name]).to(device) for name in file.files}
+    if quick:
+        few = {"hidden": 128, "target": 128, "weight": 1024, "scale": 1024}
+        parts = {name: part[: few[name]] for name, part in parts.items()}
+        parts["target"] %= few["weight"]
+    w = parts["weight"].float() * parts["scale"].float()[:, None]
+    x, target = parts["hidden"].float(), parts["target"].long()
+    if 0 < hidden < x.shape[1]:
+        raise ValueError(f"hidden is {hidden}; expected at least {x.shape[1]}, that of {path}")
+    if hidden > x.shape[1]:
+        rows = torch.linalg.qr(torch.randn(hidden, x.shape[1], device=device))[0].t()
+        x, w = x @ rows, w @ rows
+    return x.to(dtype), w.to(dtype), target
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -20,7 +20,8 @@ PEAK = "peak (MiB)"
 # Cases are ours by how they begin, or by a part that a training job has, as in "compile+all".
 OURS = ("storage_ops", "discard")
 OUR_FEATURES = {
-    "all", "linear_cross_entropy", "output_discard", "selective_checkpoint", "autochunk",
+    "all", "linear_cross_entropy", "output_discard", "selective_checkpoint", "full_checkpoint",
+    "autochunk",
 }  # fmt: skip
 HEAD = ("stem", "commit", "day", "hardware", "torch", "storage_ops", "python")
 
@@ -41,7 +42,8 @@ def head(result: Result) -> Row:
 
 def is_ours(case: str) -> bool:
     """Whether a case is ours, not a peer or a floor."""
-    return case.startswith(OURS) or not OUR_FEATURES.isdisjoint(case.split("+"))
+    parts = case.split("+")
+    return case.startswith(OURS) or ("liger" not in parts and not OUR_FEATURES.isdisjoint(parts))
 
 
 def shapes(result: Result) -> dict[str, list[Row]]:
@@ -133,6 +135,8 @@ def provenance_line(result: Result) -> str:
 def section(result: Result, pictures: list[Path]) -> str:
     """One benchmark: its pictures, a table per shape, and what was left out."""
     text = [f"## {result['stem']}\n", provenance_line(result)]
+    if result.get("stale"):
+        text.append("**Stale**: the code has changed since.\n")
     if result.get("note"):
         text.append(f"{result['note']}\n")
     if "running" in result:

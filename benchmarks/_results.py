@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import _pictures, _report
+from benchmarks._gpu_queue import is_stale
 from benchmarks._harness import RESULTS, ROOT, text_of
 from benchmarks._report import PEAK, Result, Row, cells, shapes
 from benchmarks.linear_cross_entropy import GPU_SHAPES, SHAPES
@@ -34,6 +35,11 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 def merged(old: Result | None, new: Result) -> Result:
     """`new` in place of what `old` has of the same shapes; the rest of `old` stays."""
+    calls = {} if old is None else old.get("calls", {})
+    if "call" in new:
+        calls = {**calls, new["call"]: new["commit"]}
+        new = {key: value for key, value in new.items() if key != "call"}
+    new = {**new, "calls": calls} if calls else new
     if old is None:
         return new
     again = shapes(new)
@@ -69,13 +75,28 @@ def take(files: Iterable[Path]) -> Iterator[Path]:
         yield path
 
 
+def mark_stale() -> Iterator[Path]:
+    """Write into every kept result whether its code has changed since; yield those that are stale.
+
+    The mark is a part of the file, so that pages follow from the files alone.
+    """
+    for path in sorted(RESULTS.glob("*/*.json")):
+        result = json.loads(path.read_text())
+        stale = is_stale({"stem": path.stem, **result})
+        if stale:
+            yield path
+        rest = {key: value for key, value in result.items() if key not in ("stale", "rows")}
+        mark = {"stale": True} if stale else {}
+        path.write_text(text_of({**rest, **mark, "rows": result["rows"]}))
+
+
 def kept() -> dict[str, list[Result]]:
-    """Hardware -> its results, CPUs first."""
+    """Return the results by hardware, GPUs first."""
     found: dict[str, list[Result]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
         result = {"stem": path.stem, **json.loads(path.read_text())}
         found.setdefault(path.parent.name, []).append(result)
-    return dict(sorted(found.items(), key=lambda item: item[1][0]["gpu"] is not None))
+    return dict(sorted(found.items(), key=lambda item: item[1][0]["gpu"] is None))
 
 
 def results_of(stem: str) -> Iterator[Result]:
@@ -96,14 +117,17 @@ def link(path: Path) -> str:
 
 
 def source(result: Result) -> str:
-    """Where the numbers of a table come from."""
+    """Return where the numbers of a table come from, with the peers' versions on a GPU."""
     report = link(RESULTS / result["hardware"] / "report.md")
-    return f"{machine(result)}; [all figures]({report}):\n\n"
+    peers = result.get("packages", {}) if result["gpu"] is not None else {}
+    versions = "".join(f", {name} {version}" for name, version in peers.items())
+    stale = "; **stale**: the code has changed since" if result.get("stale") else ""
+    return f"{machine(result)}{versions}{stale}; [all figures]({report}):\n\n"
 
 
 def picture(name: str, shows: str) -> str:
-    """A picture of the last hardware that has it: a GPU, if one has."""
-    found = (RESULTS / hardware / name for hardware in reversed(kept()))
+    """Return a picture of the first hardware that has it: a GPU, if one has."""
+    found = (RESULTS / hardware / name for hardware in kept())
     path = next((path for path in found if path.is_file()), None)
     return f"\n![{shows}]({link(path)})\n" if path else ""
 
@@ -130,7 +154,8 @@ def table(titles: list[str], lines: list[list[str]]) -> str:
 
 SUMMARY = {
     "plain": "plain PyTorch",
-    "checkpoint": "`torch.utils.checkpoint` around every block",
+    "full_checkpoint": "full checkpoint of every block",
+    "checkpoint": "`torch.utils.checkpoint` of every block",
     "linear_cross_entropy": "`linear_cross_entropy`",
     "output_discard": "`output_discard`",
     "selective_checkpoint": "selective checkpointing",
@@ -142,8 +167,8 @@ SUMMARY = {
 
 
 def summary() -> str:
-    """What each part buys in a training step of the first model: the table of the README."""
-    result = next(results_of("train_gpt"))
+    """Return the table of the README: what each part saves in a step of a small model."""
+    result = next(r for r in results_of("train_gpt") if r["gpu"] is None)
     shape, rows = next(iter(shapes(result).items()))
     found = {name: at(rows, case) for case, name in SUMMARY.items()}
     lines = [[name, f"{row[PEAK]:.0f} MiB", f"{row['peak / plain']:.2f}",
@@ -174,7 +199,7 @@ def demo() -> str:
 def output_discard() -> str:
     """Simulated peaks at the published size."""
     text = ""
-    for result in results_of("output_discard"):
+    for result in list(results_of("output_discard"))[:1]:  # simulated: the same on any hardware
         lines = []
         for shape, rows in shapes(result).items():
             plain, theirs, ours = (at(rows, way) for way in ("plain", "checkpoint", "discard"))
@@ -185,7 +210,7 @@ def output_discard() -> str:
                 block = shape.removesuffix(" x8")
                 lines.append([f"`{block}`", *peaks, published, ours["GPU, fp32 (MiB)"]])
         titles = ["", "plain", "torch.utils.checkpoint", "OLMo-core's, published", "ours"]
-        text = source(result) + table(titles, lines)  # simulated: the same on any hardware
+        text += source(result) + table(titles, lines)
     return text
 
 
@@ -324,6 +349,8 @@ def main() -> None:
     console: Any = Console()
     for path in take(options.parse_args().files):
         console.print(f"taken into {os.path.relpath(path)}")
+    for path in mark_stale():
+        console.print(f"stale: {path.relative_to(RESULTS)}")
     for hardware, results in kept().items():
         _report.write(RESULTS / hardware, results, console)
     for page in PAGES:

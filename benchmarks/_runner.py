@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import _report
+from benchmarks import _report, command, fit
 
 ROOT = Path(__file__).parents[1]
 INTERRUPTED = 130  # what a shell says of a process that was
@@ -35,8 +34,9 @@ class Outcome:
 
 
 def parts() -> list[str]:
-    """Names of all benchmarks."""
-    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem[0] != "_")
+    """Return the names of all benchmarks; `fit:plans` is the case "plans" of `fit`."""
+    files = (p.stem for p in Path(__file__).parent.glob("*.py") if p.stem[0] != "_")
+    return sorted([*files, *(f"fit:{case}" for case in fit.CASES)])
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -93,10 +93,9 @@ def _show(progress: Progress, task: Any, done: float, at: str) -> None:
 def _run_one(part: str, quick: bool, out: Path, show: Any) -> Outcome:
     path = out / f"{part}.json"
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", f"benchmarks.{part}", "--json", str(path)]
-    command += ["--quick"] if quick else []
+    given = command(part, path, *(["--quick"] if quick else []))
     with (out / f"{part}.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(given, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 time.sleep(0.25)

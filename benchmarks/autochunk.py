@@ -9,6 +9,7 @@ of allocations above inputs, gradients included. `--model` measures steps of a G
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +19,12 @@ from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 from benchmarks._harness import Case, expect, finish, interleave, parser, peak, ratios
-from benchmarks.linear_cross_entropy import GPU_SHAPES, QUICK_SHAPES, SHAPES
+from benchmarks.linear_cross_entropy import GPU_SHAPES, QUICK_SHAPES, REHEARSED, SHAPES
 from storage_ops.autochunk.backend import backend
 
 MIB = 1 << 20
 FLOOR = "floor (chunked products)"
-ALL_SHAPES = SHAPES | GPU_SHAPES | QUICK_SHAPES
+ALL_SHAPES = SHAPES | GPU_SHAPES | QUICK_SHAPES | REHEARSED
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -53,7 +54,23 @@ def biased(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, w, w[:, 0]), t)
 
 
-LOSSES: dict[str, Loss] = {"cross-entropy": cross_entropy, "focal": focal, "softmax": softmax_sum}
+def dpo(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """DPO without a reference (Rafailov et al. 2023): the first half of the tokens is chosen."""
+    p = torch.log_softmax(F.linear(x, w).float(), -1).gather(1, t[:, None]).view(4, -1).sum(1)
+    return -F.logsigmoid(0.1 * (p[:2] - p[2:])).mean()
+
+
+def jsd(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """Jensen-Shannon divergence from a teacher, here of the hidden states in another order."""
+    q = torch.log_softmax(F.linear(x, w).float(), -1)
+    p = torch.log_softmax(F.linear(x.detach().flip(0), w.detach()).float(), -1)
+    m = torch.logaddexp(p, q) - math.log(2)
+    return 0.5 * ((p.exp() * (p - m)).sum(-1) + (q.exp() * (q - m)).sum(-1)).mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "cross-entropy": cross_entropy, "focal": focal, "softmax": softmax_sum, "dpo": dpo, "jsd": jsd,
+}  # fmt: skip
 
 
 # Name -> tokens, hidden size, classes, dtype, loss; peaks are measured at 16 chunks.
@@ -271,7 +288,7 @@ def main() -> None:
         arguments.peer_chunks = arguments.chunks
     arguments.shapes = arguments.shapes or ["R8" if on_gpu else "quick" if quick else "S1"]
     arguments.dtypes = arguments.dtypes or ["bfloat16" if on_gpu else "float32"]
-    arguments.losses = arguments.losses or (["focal"] if quick else list(LOSSES))
+    arguments.losses = arguments.losses or (["focal"] if quick else list(LOSSES)[:3])
     parts = [n for n in ("model", "memory", "compilation") if getattr(arguments, n)]
     finish("_".join(["autochunk", *parts[:1]]), all_rows(arguments), arguments)
 

@@ -30,7 +30,7 @@ from benchmarks._harness import (
 )  # fmt: skip
 from storage_ops.cli.demo import corpus
 from storage_ops.cli.demo.model import PRESETS
-from storage_ops.cli.demo.train import Run, train
+from storage_ops.cli.demo.train import TrainingRun, train
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -42,7 +42,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device = torch.device(arguments.device)
     steps = arguments.steps
 
-    def progress(run: Run) -> None:
+    def progress(run: TrainingRun) -> None:
         tick(f"{run.label}, step {len(run.losses)} of {steps}", len(run.losses) / steps)
 
     plain, ours = train(config, data, device, steps, 0, progress)

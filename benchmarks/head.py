@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from benchmarks._harness import (
     parser,
     peak,
     ratios,
+    real_logits,
     skip,
 )
 from storage_ops import losses
@@ -44,7 +46,8 @@ SHAPES = {
     "H2": (512, 4096, 4096, 64000),
 }
 GPU_SHAPES = {"H3": (8192, 4096, 4096, 151936)}
-QUICK_SHAPES = {"quick": (256, 256, 512, 8000)}
+QUICK_SHAPES = {"quick": (256, 256, 512, 8000), "least": (64, 32, 64, 1000)}
+REAL_FILES: dict[str, Path] = {}  # shape -> the file of --real-logits
 FLOOR, COMPILED = "floor (products of both heads)", "plain torch, compiled"
 NLL = "nll of every token"
 DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
@@ -213,7 +216,14 @@ def rows_of(
 
 
 def inputs(shape: str, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-    """Random hidden states and heads of student and teacher, and targets."""
+    """Return hidden states and heads of student and teacher, and targets.
+
+    They are random, or those of a language model and, for the teacher, nearly the same.
+    """
+    if shape in REAL_FILES:
+        x, w, target = real_logits(REAL_FILES[shape], 0, device, dtype, device == "cpu")
+        t, head = (z + 0.1 * z.std() * torch.randn_like(z) for z in (x, w))
+        return x.requires_grad_(), w.requires_grad_(), t, head, target
     tokens, hidden, teacher, vocab = (SHAPES | GPU_SHAPES | QUICK_SHAPES)[shape]
     made = []
     for width in (hidden, teacher):
@@ -245,9 +255,14 @@ def main() -> None:
     options.add_argument("--shares", nargs="+", type=int, default=[4, 16],
                          help="budgets of DPO: the logits' bytes divided by these")  # fmt: skip
     options.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
+    options.add_argument("--real-logits", type=Path, metavar="FILE",
+                         help="measure the head of a language model in an .npz file")  # fmt: skip
     arguments = options.parse_args()
+    if arguments.real_logits:
+        REAL_FILES["real logits"] = arguments.real_logits
+        arguments.shapes = list(REAL_FILES)
     full_shapes = GPU_SHAPES if arguments.device == "cuda" else SHAPES
-    arguments.shapes = arguments.shapes or list(QUICK_SHAPES if arguments.quick else full_shapes)
+    arguments.shapes = arguments.shapes or list(["quick"] if arguments.quick else full_shapes)
     full = ["bfloat16"] if arguments.device == "cuda" else ["float32", "bfloat16"]
     arguments.dtypes = arguments.dtypes or (full[:1] if arguments.quick else full)
     finish("head", all_rows(arguments), arguments)

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from benchmarks._harness import (
     parser,
     peak,
     ratios,
+    real_logits,
     skip,
 )  # fmt: skip
 from benchmarks._loss_peers import Loss, Task, peers
@@ -55,9 +57,11 @@ GPU_SHAPES = {
     "R9, 128": (128, 4096, 128256),
 }
 QUICK_SHAPES = {"quick": (512, 512, 32000)}
+REHEARSED = {"least": (128, 64, 1000)}
 SOFTCAPS = {"R5": 30.0}
 SHARES = (2, 4, 8, 16, 64)
 FLOOR = "floor (three products)"
+REAL = "real "  # shapes of --real-logits, before the hidden size
 SLOW = 1.25  # --all-plans leaves out what is predicted to take so many times the chosen plan's time
 VARIANTS = ("mean", "none", "half ignored")
 
@@ -228,12 +232,21 @@ def measure(bench: Bench, variant: str, arguments: argparse.Namespace) -> Iterat
             yield row(task.label, f"storage_ops, {case}, its own floor", times["ours"])
 
 
-def make(shape: str, dtype: torch.dtype, variant: str, device: str) -> Bench:
-    """Random arguments."""
-    tokens, hidden, vocab = (SHAPES | GPU_SHAPES | QUICK_SHAPES)[shape]
-    x = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
-    w = (torch.randn(vocab, hidden, device=device) * hidden**-0.5).to(dtype).requires_grad_()
-    target = torch.randint(vocab, (tokens,), device=device)
+def make(shape: str, dtype: torch.dtype, variant: str, arguments: argparse.Namespace) -> Bench:
+    """Return the arguments of a shape, random or of a language model."""
+    device = arguments.device
+    if shape.startswith(REAL):
+        hidden = int(shape.removeprefix(REAL))
+        x, w, target = real_logits(arguments.real_logits, hidden, device, dtype, arguments.quick)
+        shape = f"real logits, {x.shape[1]} wide"
+    else:
+        tokens, hidden, vocab = (SHAPES | GPU_SHAPES | QUICK_SHAPES | REHEARSED)[shape]
+        x = torch.randn(tokens, hidden, device=device).to(dtype)
+        w = (torch.randn(vocab, hidden, device=device) * hidden**-0.5).to(dtype)
+        target = torch.randint(vocab, (tokens,), device=device)
+    x.requires_grad_()
+    w.requires_grad_()
+    tokens, vocab = len(x), len(w)
     if variant == "half ignored":
         target[torch.randperm(tokens, device=device)[: tokens // 2]] = -100
     label = f"{shape} {str(dtype).removeprefix('torch.')}"
@@ -250,24 +263,31 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     expect(len(plans) * (1 if arguments.all_plans else 4))
     for shape, dtype, variant in plans:
         torch._dynamo.reset()
-        bench = make(shape, getattr(torch, dtype), variant, arguments.device)
+        bench = make(shape, getattr(torch, dtype), variant, arguments)
         yield from measure(bench, variant, arguments)
 
 
 def main() -> None:
     """Measure, write and print."""
     options = parser(__doc__)
-    options.add_argument("--shapes", nargs="+", choices=[*SHAPES, *GPU_SHAPES, *QUICK_SHAPES])
+    options.add_argument("--shapes", nargs="+",
+                         choices=[*SHAPES, *GPU_SHAPES, *QUICK_SHAPES, *REHEARSED])  # fmt: skip
     options.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
     options.add_argument("--variants", nargs="+", default=["mean"], choices=VARIANTS)
     options.add_argument("--shares", nargs="+", type=int,
                          help="budgets: the logits' bytes divided by these")  # fmt: skip
+    options.add_argument("--real-logits", type=Path, metavar="FILE",
+                         help="measure the head of a language model in an .npz file")  # fmt: skip
+    options.add_argument("--hidden", nargs="+", type=int, default=[0, 4096],
+                         help="hidden sizes of --real-logits; 0: that of the file")  # fmt: skip
     options.add_argument(
         "--all-plans", action="store_true", help="time every plan that fits and might be fastest"
     )
     arguments = options.parse_args()
     on_gpu, quick = arguments.device == "cuda", arguments.quick
     shapes = ["R8"] if on_gpu and quick else GPU_SHAPES if on_gpu else SHAPES
+    if arguments.real_logits:
+        arguments.shapes = [f"{REAL}{0 if quick else hidden}" for hidden in arguments.hidden]
     arguments.shapes = arguments.shapes or list(QUICK_SHAPES if quick and not on_gpu else shapes)
     full = ["bfloat16"] if on_gpu else ["float32", "bfloat16"]
     arguments.dtypes = arguments.dtypes or (full[:1] if quick else full)

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from benchmarks._harness import expect, finish, parser
-from benchmarks.fit_plans import EverySecondProduct
+from benchmarks.fit.ways import EverySecondProduct
 from storage_ops.memory import estimate, simulate_step
 from storage_ops.simulate.kernels.workspaces import workspace_bytes
 

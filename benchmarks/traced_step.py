@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import storage_ops
 from benchmarks._harness import expect, finish, interleave, parser
-from storage_ops.cli.demo.model import GPT, PRESETS, Block, Config
+from storage_ops.cli.demo.model import GPT, PRESETS, Config
 from storage_ops.graph.remat import recompute
 
 MB = 1 << 20
@@ -37,7 +37,7 @@ Step = Callable[[Tensor, Tensor], Any]
 class Layer(nn.Module):
     """A block and a dropout, checkpointed in one of the ways."""
 
-    def __init__(self, block: Block, way: str) -> None:
+    def __init__(self, block: nn.Module, way: str) -> None:
         super().__init__()
         self.body = nn.Sequential(block, nn.Dropout(0.1))
         self.way = way

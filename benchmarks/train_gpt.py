@@ -34,7 +34,8 @@ from storage_ops.cli.demo import corpus
 
 PLAIN = "plain"
 EAGER = [
-    PLAIN, "linear_cross_entropy", "output_discard", "selective_checkpoint", "all", "checkpoint",
+    PLAIN, "linear_cross_entropy", "output_discard", "selective_checkpoint", "all",
+    "full_checkpoint", "checkpoint", "torch_selective",
 ]  # fmt: skip
 COMPILED = [
     "compile", "compile+linear_cross_entropy", "compile+all", "autochunk", "auto_chunker",

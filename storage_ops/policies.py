@@ -1,6 +1,5 @@
 """Policies of selective checkpointing: what is saved in forward, what recomputed in backward."""
 
-from storage_ops.checkpoint.selective.copies import SimulatedCopies, simulated_copies
 from storage_ops.checkpoint.selective.policies import (
     Policy,
     attention,
@@ -20,7 +19,6 @@ from storage_ops.checkpoint.selective.selective import contexts
 
 __all__ = [
     "Policy",
-    "SimulatedCopies",
     "attention",
     "communication",
     "contexts",
@@ -33,6 +31,5 @@ __all__ = [
     "save",
     "save_calls",
     "save_mm_shapes",
-    "simulated_copies",
     "union",
 ]

@@ -92,17 +92,6 @@ def test_plan_as_json(options, capsys):
     assert times == sorted(times, reverse=True) and times[-1] >= facts["floor_seconds"]
 
 
-@pytest.mark.in_turn
-def test_plan_is_drawn(tmp_path):
-    picture = tmp_path / "plan.png"
-    assert cli.main([*PLAN, "--budget", "400MiB", "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    drawing = tmp_path / "plan.svg"
-    assert cli.main([*PLAN, "--budget", "400MiB", "--plot", str(drawing)]) == 0
-    words = drawing.read_text()
-    assert "on H200:" in words and "peak 399.4 MiB of 400 MiB" in words and "budget: 400" in words
-
-
 @pytest.mark.parametrize(
     "options, complaint",
     [
@@ -155,25 +144,18 @@ def test_the_script_has_no_reader():
     assert result.returncode == 141 and result.stderr == ""
 
 
-@pytest.mark.in_turn
-def test_plan_says_why_nothing_was_drawn(tmp_path, capsys, monkeypatch):
-    assert cli.main([*PLAN, "--plot", str(tmp_path / "no" / "plan.png")]) == 2
-    assert "--plot is " in capsys.readouterr().err
-    assert cli.main([*PLAN, "--plot", str(tmp_path)]) == 2  # a folder
-    assert f"--plot is {tmp_path};" in capsys.readouterr().err
-    assert not tmp_path.with_name(f"{tmp_path.name}.png").exists()
+def test_commands_say_before_the_work_that_nothing_can_be_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     fit = ["fit", "--hf-config", str(tmp_path / "config.json"), "--seq", "8"]
-    for command in (PLAN, fit, ["will-it-fit", *fit[1:]]):
+    for command in (fit, ["will-it-fit", *fit[1:]]):
         assert cli.main([*command, "--plot", str(tmp_path / "plan.png")]) == 2
         captured = capsys.readouterr()
         assert captured.err.endswith("which is not installed. Run: pip install matplotlib\n")
         assert captured.err.startswith(f"drawing {tmp_path / 'plan.png'} needs")
         assert captured.out == ""  # nothing was worked out for it
-    for command in (PLAN, fit):  # which draw images alone, whatever the ending
-        for ending in (".html", ".pickle"):
-            assert cli.main([*command, "--plot", str(tmp_path / f"plan{ending}")]) == 2
-            assert "needs matplotlib, which is not" in capsys.readouterr().err
+    for ending in (".html", ".pickle"):  # `fit` draws images alone, whatever the ending
+        assert cli.main([*fit, "--plot", str(tmp_path / f"plan{ending}")]) == 2
+        assert "needs matplotlib, which is not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "cuda"]])

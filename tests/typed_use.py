@@ -92,9 +92,6 @@ def same_class(layers: nn.Sequential, x: Tensor) -> None:
 def policies(ctx: Any, op: Any) -> list[so.policies.Policy]:
     kept = so.policies.union(so.policies.matmuls, so.policies.save("aten.mm"))
     so.policies.contexts(so.policies.everything)
-    with so.policies.simulated_copies(bytes_per_second=50e9) as copies:
-        simulated: so.policies.SimulatedCopies = copies
-        print(simulated.waited_seconds)
     return [
         so.policies.difference(kept, so.policies.attention),
         so.policies.every_kth(so.policies.communication, 2),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -45,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
     output.add_device(parser)
     output.add_json(parser)
-    parser.add_argument("--plot", type=Path, help="draw time against budget into this file")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +93,6 @@ def _device(name: str) -> str:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code."""
     try:
-        output.check_plot(args.plot)
         device = _device(args.device)
         if device == "cpu" and storage_ops.import_error is not None:
             raise ImportError(
@@ -120,19 +117,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     else:
         console.print(plans.describe(chosen, p, rates, given), highlight=False, soft_wrap=True)
         console.print(_table(found, rates, budget))
-    if args.plot is not None:
-        from storage_ops.cli.plan_plot import draw
-
-        title = (
-            f"Linear cross-entropy of {p.tokens} tokens, hidden size {p.hidden}, {p.vocab} classes,"
-            f" {plans.dtype_name(args.dtype)}, on {rates.name}:\n"
-            f"peak {readable(chosen.peak_bytes, up=True)} of {readable(budget)}"
-        )
-        try:
-            draw(args.plot, title, p, rates, found.floor, budget, chosen)
-        except (OSError, OverflowError, ValueError) as error:
-            output.complain(f"--plot is {args.plot}; {error}")
-            return 2
     return 0
 
 

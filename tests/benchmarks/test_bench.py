@@ -1,5 +1,6 @@
 """`python -m storage_ops bench`."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -20,8 +21,12 @@ def test_every_part_is_known_and_says_what_it_is():
     assert {"linear_cross_entropy", "output_discard", "selective_checkpoint", "autochunk"} < {
         *parts
     }
+    assert {"fit:peaks", "fit:plans", "fit:compiled"} < {*parts}
     for part in parts:
-        assert (ROOT / "benchmarks" / f"{part}.py").read_text().startswith('"""')
+        name = part.partition(":")[0]
+        places = ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__main__.py"
+        assert any(place.is_file() and place.read_text().startswith('"""') for place in places)
+        importlib.import_module(f"benchmarks.{name}")  # names of the package that it uses exist
 
 
 def test_an_unknown_part_is_named(capsys):

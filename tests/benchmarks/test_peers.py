@@ -70,7 +70,7 @@ def test_rows_of_one_shape(variant, monkeypatch):
     monkeypatch.setitem(benchmark.SHAPES, "tiny", (64, 16, 1000))
     monkeypatch.setattr(benchmark, "peers", lambda task: [("eager", task.plain)])
     options = types.SimpleNamespace(device="cpu", shares=[4], all_plans=False, repeats=1)
-    rows = list(measure(make("tiny", torch.float32, variant, "cpu"), variant, options))
+    rows = list(measure(make("tiny", torch.float32, variant, options), variant, options))
     losses = {row["case"]: row["loss"] for row in rows if row["loss"] != ""}
     assert {"eager", "storage_ops, default budget", "storage_ops, 1/4"} == {*losses}
     assert max(losses.values()) - min(losses.values()) < 1e-4 and min(losses.values()) > 1

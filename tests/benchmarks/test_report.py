@@ -1,10 +1,8 @@
-import json
-
 import pytest
 from matplotlib import image
 from rich.console import Console
 
-from benchmarks import _digest, _pictures, _report
+from benchmarks import _pictures, _report
 
 HEAD = {
     "stem": "loss", "commit": "abc", "day": "2026-01-02", "hardware": "some-cpu-2-threads",
@@ -104,9 +102,9 @@ def test_the_demo_is_drawn_from_its_result(tmp_path, monkeypatch):
 
 
 def test_what_is_ours():
-    ours = ("storage_ops, 1/4", "discard, copy", "all", "compile+all", "compile+autochunk")
+    ours = ("storage_ops, 1/4", "discard, copy", "compile+all", "full_checkpoint", "autochunk")
     assert all(map(_report.is_ours, ours))
-    assert not any(map(_report.is_ours, ("plain", "liger", "auto_chunker", "torch.compile")))
+    assert not any(map(_report.is_ours, ("plain", "liger+full_checkpoint", "checkpoint")))
 
 
 @pytest.mark.in_turn
@@ -121,9 +119,8 @@ def test_the_front_of_ours_holds_what_nothing_beats():
     assert [case for case, _, _ in _pictures._front(ours)] == ["a", "c"]
 
 
-def test_digest_of_a_list_of_results(result, tmp_path):
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps([result, {**result, "stem": "other"}]))
-    text = "\n".join(_digest.lines([path]))
-    assert "loss, S1:" in text and "other, S2:" in text
-    assert "fastest  of ours  x 0.900" in text and "smallest of peers x 1.000" in text
+def test_a_stale_result_says_so(result):
+    assert "**Stale**" not in _report.section(result, [])
+    assert "**Stale**: the code has changed since." in _report.section(
+        {**result, "stale": True}, []
+    )

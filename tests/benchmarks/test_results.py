@@ -87,6 +87,34 @@ def test_results_are_taken_in(tmp_path, monkeypatch):
     assert found["commit"] == "one, two, three" and "running" not in found
 
 
+def test_results_of_a_call_are_known_at_their_commit():
+    called = {**result("one", ("A", 1)), "call": "loss"}
+    first = _results.merged(None, called)
+    assert first["calls"] == {"loss": "one"} and "call" not in first
+    second = _results.merged(first, {**result("two", ("B", 1)), "call": "rows"})
+    assert second["calls"] == {"loss": "one", "rows": "two"}
+    assert _results.merged(second, result("three", ("A", 2)))["calls"] == second["calls"]
+
+
+def test_stale_results_are_marked(tmp_path, monkeypatch):
+    path = tmp_path / "h" / "x.json"
+    path.parent.mkdir()
+    path.write_text(text_of(result("one", ("A", 1))))
+    before = path.read_text()
+    monkeypatch.setattr(_results, "RESULTS", tmp_path)
+    monkeypatch.setattr(_results, "is_stale", lambda found: found["stem"] == "x")
+    assert list(_results.mark_stale()) == [path] and json.loads(path.read_text())["stale"]
+    monkeypatch.setattr(_results, "is_stale", lambda found: False)
+    assert list(_results.mark_stale()) == [] and path.read_text() == before
+
+
+def test_gpus_come_first_with_the_versions_of_peers():
+    gpu, *others = _results.kept().values()
+    assert gpu[0]["gpu"] and not any(each["gpu"] for results in others for each in results)
+    text = _results.linear_cross_entropy()
+    assert text.startswith("On nvidia-h200, torch 2.11.0+cu130, ") and "quack-kernels 0.2.4" in text
+
+
 @pytest.mark.parametrize("change", [{"quick": True}, {"stem": None}])
 def test_what_is_not_worth_keeping_is_refused(tmp_path, monkeypatch, change):
     monkeypatch.setattr(_results, "RESULTS", tmp_path / "kept")

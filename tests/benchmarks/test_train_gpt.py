@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks import train_gpt
-from benchmarks._gpt import Config, Decoder, features_of
+from benchmarks._gpt import CHECKPOINTS, Config, Decoder, features_of
 from benchmarks._training import Job, Settings
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_features_give_the_losses_of_plain_with_dropout_and_accumulation(config,
     settings, data = Settings(config, 4, accumulate=2, dtype=dtype), tokens()
     plain = train("plain", settings, data)
     assert plain.losses[0] == pytest.approx(torch.tensor(97.0).log().item(), abs=0.2)
-    for case in ("output_discard", "selective_checkpoint", "checkpoint"):
+    for case in ("output_discard", *CHECKPOINTS):
         assert_same(train(case, settings, data), plain, exact=True)
     everything = train("all", settings, data)
     assert_same(train("traced+all", settings, data), everything, exact=True)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from benchmarks.fit import loss_of, measured, models, placed
+from benchmarks.fit.models import loss_of, measured, models, placed
 from storage_ops import load_fit
 from storage_ops.fitting.fit import Search
 from storage_ops.memory import simulate_step

@@ -9,6 +9,7 @@ import storage_ops as so
 from storage_ops import policies
 
 from ..checkpoint.blocks import Model, assert_same, make_input, step
+from ..link import simulated_copies
 from .devices import DTYPES, busy, each_device, requested, side_stream, synchronize
 
 MATMULS = policies.offload(policies.matmuls)
@@ -36,7 +37,7 @@ def test_gradients_are_those_of_eager_bit_for_bit(device, dtype, policy, slow):
     away = checkpointed(model, policy)
     if slow:
         slowed(away, device)
-    with policies.simulated_copies(1e12):  # on a GPU there are real ones
+    with simulated_copies(1e12):  # on a GPU there are real ones
         for _ in range(3):  # memory is used again
             x = make_input(64, dtype).detach().to(device).requires_grad_()
             right, got = step(model, x), step(away, x)
@@ -49,7 +50,7 @@ def test_on_another_stream(device):
     away = slowed(checkpointed(model, MATMULS), device)
     x = make_input(64, torch.float32).detach().to(device).requires_grad_()
     right = step(model, x)
-    with policies.simulated_copies(1e12), side_stream(device):
+    with simulated_copies(1e12), side_stream(device):
         assert_same(step(away, x), right)
     synchronize(device)
 
@@ -61,7 +62,7 @@ def test_bytes_are_on_the_host_between(device):
     kept = {}
     for name, policy in {"saved": policies.matmuls, "away": MATMULS}.items():
         layers = checkpointed(model, policy)
-        with policies.simulated_copies(1e12):
+        with simulated_copies(1e12):
             for _ in range(2):
                 with requested(device) as memory:
                     y = layers(x)

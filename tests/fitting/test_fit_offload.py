@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import storage_ops
-from storage_ops import policies
 from storage_ops.fitting.fit import Search
 
+from ..link import simulated_copies
 from .models import MODELS, llama
 from .test_fit import ADAM, asking_is_free, gradients, measured_peak  # noqa: F401
 
@@ -31,7 +31,7 @@ def is_used(plan):
 def test_plans_over_a_fast_link_are_faster_and_exact(name):
     model, batch = MODELS[name]()
     expected = gradients(copy.deepcopy(model), batch)
-    with policies.simulated_copies(FAST) as link:
+    with simulated_copies(FAST) as link:
         plain = Search(model, batch, optimizer=ADAM)
         search = Search(model, batch, optimizer=ADAM, actions=ACTIONS)
         low, high = extremes(plain)
@@ -63,7 +63,7 @@ def test_only_as_much_as_the_link_hides():
     assert not is_used(storage_ops.fit(model, batch, budget, **asked))  # a CPU has no link
     sent = []
     for rate in (1e5, 1e9, 4e9, FAST):
-        with policies.simulated_copies(rate):
+        with simulated_copies(rate):
             search = Search(model, batch, **asked)
             ways = search._ways[1:]
             costs = [c for way in ways for each in way.costs for _, c in each]

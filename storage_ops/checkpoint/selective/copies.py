@@ -1,26 +1,20 @@
 """Copies of bytes between a device and host memory that run beside the work of the device.
 
 A *copy* begins when it is asked for and may end much later; nobody reads its target, frees its
-source or writes to either before `wait`. Three kinds have the same two methods: those of a GPU run
-on streams of their own, those of a simulation only book memory, and `simulated_copies` lets a CPU
-stand for a GPU with a link of some speed.
+source or writes to either before `wait`. Copies of a GPU run on streams of their own. Copies of a
+simulation only book memory. A CPU has no other memory and copies nothing, except that tests may
+install a `Link`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import time
-from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-_POISON = 255  # as bytes of floating-point numbers it is NaN
 
 
 class Copy(Protocol):
@@ -150,120 +144,15 @@ class _BookedCopy:
         """Nothing is copied."""
 
 
-class SimulatedCopies:
-    """Copies on a CPU as a link would make them; see `simulated_copies`.
+class Link(Copies, Protocol):
+    """Copies over a link of known speed, which lets a CPU stand for a GPU."""
 
-    Attributes:
-        log: ("to host" or "to device", bytes, when it began, when it ended, when it was waited
-            for), in the order of the waits.
-        waited_seconds: that work stood still for copies.
-        bytes_per_second: of the link, in each direction.
-    """
-
-    def __init__(
-        self,
-        bytes_per_second: float,
-        now: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        if not bytes_per_second > 0:
-            raise ValueError(
-                f"simulated_copies: bytes_per_second is {bytes_per_second!r}; expected more than 0"
-            )
-        self.now, self.sleep = now, sleep
-        self.log: list[tuple[str, int, float, float, float]] = []
-        self.waited_seconds = 0.0
-        self.bytes_per_second = bytes_per_second
-        self._free = {"to host": 0.0, "to device": 0.0}  # when the link is, in each direction
-
-    def to_host(self, t: Tensor) -> Copy:
-        """Into memory that holds NaN until then."""
-        source = bytes_of(t)
-        # Memory that torch has not allocated, so that nobody counts it as memory of the device.
-        host = (ctypes.c_ubyte * len(source))()
-        ctypes.memset(host, _POISON, len(source))
-        return _SimulatedCopy(self, "to host", source, host)
-
-    def to_device(self, host: Any, t: Tensor) -> Copy:
-        """Into a tensor that holds NaN until then."""
-        target = torch.full((len(host),), _POISON, dtype=torch.uint8, device=t.device)
-        return _SimulatedCopy(self, "to device", host, target)
-
-    def begin(self, way: str, nbytes: int) -> tuple[float, float]:
-        """When a copy that is asked for now begins, and when it ends."""
-        start = max(self._free[way], self.now())
-        self._free[way] = start + nbytes / self.bytes_per_second
-        return start, self._free[way]
+    bytes_per_second: float
 
 
-class _SimulatedCopy:
-    """The bytes come as late as they may: in `wait`."""
-
-    def __init__(self, copies: SimulatedCopies, way: str, source: Any, target: Any) -> None:
-        self.target = target
-        self._copies, self._way, self._source = copies, way, source
-        self._begun, self._ends = copies.begin(way, len(source))
-
-    def wait(self) -> None:
-        source, self._source = self._source, None
-        if source is None:
-            return
-        copies, nbytes = self._copies, len(source)
-        asked = copies.now()
-        if asked < self._ends:
-            copies.sleep(self._ends - asked)
-            copies.waited_seconds += self._ends - asked
-        ctypes.memmove(_address(self.target), _address(source), nbytes)
-        copies.log.append((self._way, nbytes, self._begun, self._ends, asked))
+links: list[Link] = []  # for tensors of a CPU, innermost last; tests append theirs
 
 
-def _address(memory: Any) -> int:
-    return memory.data_ptr() if isinstance(memory, Tensor) else ctypes.addressof(memory)
-
-
-_active: list[SimulatedCopies] = []
-
-
-def active() -> SimulatedCopies | None:
-    """The innermost `simulated_copies`."""
-    return _active[-1] if _active else None
-
-
-@contextlib.contextmanager
-def simulated_copies(
-    bytes_per_second: float,
-    now: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], object] = time.sleep,
-) -> Iterator[SimulatedCopies]:
-    """Let the CPU stand for a GPU in a with block, to try policies that say "offload" without one.
-
-    Outside of it such a policy saves what is on a CPU, where there is no other memory. Inside,
-    bytes go to memory that does not count and come back as over a link of some speed, in each
-    direction one copy at a time: work stands still where it needs a copy that has not ended. Until
-    then the target holds NaN.
-
-    Args:
-        bytes_per_second: of the link, in each direction.
-        now, sleep: a clock, in seconds, and what lets time pass on it.
-
-    Returns:
-        What made the copies: `waited_seconds` is how long work stood still, and `log` has every
-        copy.
-
-    Raises:
-        ValueError: bytes_per_second is not more than 0.
-
-    Example:
-        >>> from storage_ops import policies
-        >>> policy = policies.offload(policies.matmuls)
-        >>> mlp = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU())
-        >>> layer = storage_ops.CheckpointWrapper(mlp, policy=policy)
-        >>> with policies.simulated_copies(bytes_per_second=50e9) as copies:
-        ...     y = layer(torch.randn(4, 16))
-    """
-    copies = SimulatedCopies(bytes_per_second, now, sleep)
-    _active.append(copies)
-    try:
-        yield copies
-    finally:
-        _active.remove(copies)
+def active() -> Link | None:
+    """Return the innermost link, or None outside of tests."""
+    return links[-1] if links else None

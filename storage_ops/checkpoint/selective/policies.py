@@ -316,7 +316,7 @@ def offload(policy: Policy) -> Policy:
 
     A result that something else holds when the forward of its region ends, such as an output of the
     region, is saved on the device, and so is what a collective returns. On a CPU there is no other
-    memory, so everything is saved, but in `simulated_copies`. A graph that is retained has the
+    memory, so everything is saved there. A graph that is retained has the
     bytes on the device from its first backward on. Code that torch.compile compiles or
     `trace_step` traces refuses such a policy.
 

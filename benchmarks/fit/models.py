@@ -1,32 +1,19 @@
-"""Simulated peaks of whole training steps against measured ones, and what simulating takes.
-
-Models of six families (GPT, Llama, Mixtral, ViT, T5 of transformers, and a UNet), in fp32 and bf16,
-without and with full checkpoints: the peak of a second step with AdamW, everything on the device
-included, as `simulate_step` has it, against allocation events of a real step. And the CPU seconds
-of `will_it_fit` for Llama-8B on the meta device, with 32 and 80 layers.
-"""
+"""The models of six families, a training step, and the peak that it takes."""
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 import storage_ops
-from benchmarks._harness import expect, finish, group_done, parser, skip, tick
+from benchmarks._harness import MIB
+from storage_ops.fitting.fit import FitPlan
 
-MIB = 1 << 20
-LAYERS = ["GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer", "T5Block",
-          "Residual"]  # fmt: skip
-SIZES = {
-    "quick": {"tokens": 128, "width": 128, "layers": 3, "vocab": 4096, "image": 64},
-    "whole": {"tokens": 256, "width": 256, "layers": 4, "vocab": 4096, "image": 96},
-}
-Made = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
+Step = Callable[[], None]
+Made = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]  # a model, its batch, its loss
 
 
 class Residual(nn.Module):
@@ -61,14 +48,31 @@ class UNet(nn.Module):
 
 
 def models(
-    tokens: int, width: int, layers: int, vocab: int, image: int, batch: int = 4
+    tokens: int,
+    width: int,
+    layers: int,
+    vocab: int,
+    image: int,
+    batch: int = 4,
+    inner: float = 3,
+    kv_share: int = 2,
 ) -> dict[str, Callable[[], Made]]:
-    """What makes each model, a batch (of twice as many images as sequences) and a loss."""
+    """Return functions that create each model, its batch and its loss.
+
+    Args:
+        image: height and width of the images, of which a batch has twice as many as sequences.
+        inner: width of the MLPs of a Llama over the width of the model.
+        kv_share: heads of a Llama that share keys and values.
+    """
     import transformers as t
 
     heads = max(8, width // 128)
     sizes = {"num_attention_heads": heads, "num_hidden_layers": layers, "hidden_size": width}
-    llama = {**sizes, "num_key_value_heads": heads // 2, "intermediate_size": 3 * width}
+    llama = {
+        **sizes,
+        "num_key_value_heads": heads // kv_share,
+        "intermediate_size": int(inner * width),
+    }
     llama["vocab_size"] = vocab
 
     def text(cls: Any, config: Any) -> Made:
@@ -101,7 +105,7 @@ def models(
 
 
 def placed(made: Made, device: str, dtype: torch.dtype | None = None) -> Made:
-    """The same on a device, in training; by default in float32 on a CPU, in bfloat16 on a GPU."""
+    """Move a model and its batch to a device, in bfloat16 on a GPU and float32 on a CPU."""
     model, batch, loss = made
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     batch = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
@@ -109,14 +113,35 @@ def placed(made: Made, device: str, dtype: torch.dtype | None = None) -> Made:
 
 
 def loss_of(model: nn.Module, batch: Any, loss: Any) -> torch.Tensor:
-    """What a step of a model minimizes."""
+    """Run the model and return its loss."""
     output = model(**batch)
     value: torch.Tensor = output.loss if loss is None else loss(output)
     return value
 
 
+def step_of(model: nn.Module, batch: Any, loss: Any) -> Step:
+    """Return a function that takes a training step, with an optimizer of its own."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run() -> None:
+        loss_of(model, batch, loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def facts_of(plan: FitPlan, budget: int) -> dict[str, float]:
+    """Return what a plan predicts, as columns of a row."""
+    return {
+        "budget (MiB)": round(budget / MIB, 2),
+        "simulated (MiB)": round(plan.peak_bytes / MIB, 2),
+        "predicted": round(1 + plan.seconds / plan.step_seconds, 3),
+    }
+
+
 def measured(model: nn.Module, batch: Any, loss: Any) -> int:
-    """The peak of a second step by allocation events, with all that is there before."""
+    """Return the peak bytes of a second step, including all that exists before it."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -135,8 +160,8 @@ def measured(model: nn.Module, batch: Any, loss: Any) -> int:
     return sum(there.values()) + above
 
 
-def _above(step: Callable[[], None], device: torch.device) -> int:
-    """The peak of a step above what was there before it."""
+def _above(step: Step, device: torch.device) -> int:
+    """Return the peak bytes of a step above what was allocated before it."""
     if device.type == "cpu":
         with storage_ops.memory.measure() as m:
             step()
@@ -152,75 +177,3 @@ def _above(step: Callable[[], None], device: torch.device) -> int:
     workspaces = after["requested_bytes.all.current"] - without
     peak: int = after["requested_bytes.all.peak"]
     return peak - before + workspaces
-
-
-def compare(name: str, make: Callable[[], Made], dtype: torch.dtype, way: str) -> dict[str, Any]:
-    """A row: simulated and measured peak of a model."""
-    torch.manual_seed(0)
-    model, batch, loss = placed(make(), "cpu", dtype)
-    if way == "full":
-        cfg = storage_ops.ActivationCheckpointConfig(LAYERS, allow_no_match=True)
-        storage_ops.apply_activation_checkpoint(model, cfg)
-    began = time.process_time()
-    assume = {"topk": 0.25} if name == "Mixtral" else None
-    e = storage_ops.memory.simulate_step(
-        model, batch, loss=loss, optimizer=torch.optim.AdamW, assume=assume
-    )
-    seconds = time.process_time() - began
-    peak = measured(model, batch, loss)
-    return {
-        "case": name, "dtype": str(dtype).removeprefix("torch."), "checkpoint": way,
-        "simulated_MiB": round(e.peak_bytes / MIB, 2), "measured_MiB": round(peak / MIB, 2),
-        "error_percent": round(100 * (e.peak_bytes / peak - 1), 3),
-        "cpu_seconds": round(seconds, 2),
-    }  # fmt: skip
-
-
-def llama(layers: int) -> dict[str, Any]:
-    """A row: what will_it_fit takes for Llama-8B, or for the same with more layers."""
-    import transformers as t
-
-    config = t.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, vocab_size=128256,
-        num_attention_heads=32, num_key_value_heads=8, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = t.LlamaForCausalLM(config).bfloat16()
-    ids = torch.empty(4, 8192, dtype=torch.int64, device="meta")
-    began = time.process_time()
-    report = storage_ops.memory.will_it_fit(model, {"input_ids": ids, "labels": ids})
-    return {
-        "case": f"Llama-8B, {layers} layers", "dtype": "bfloat16", "checkpoint": "none",
-        "simulated_MiB": round(report.peak_bytes / MIB, 2),
-        "cpu_seconds": round(time.process_time() - began, 2),
-    }  # fmt: skip
-
-
-def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Models of every family, then the times of will_it_fit."""
-    try:
-        made = models(**SIZES["quick" if arguments.quick else "whole"])
-    except ImportError as error:
-        skip("all models", f"transformers is not installed: {error}")
-        return
-    ways = [(d, w) for d in (torch.float32, torch.bfloat16) for w in ("none", "full")]
-    expect(len(made) * len(ways) + 2)
-    for name, make in made.items():
-        for dtype, way in ways:
-            tick(f"{name}, {dtype}, {way}", 0.0)
-            yield compare(name, make, dtype, way)
-            group_done()
-    for layers in (32, 80):
-        tick(f"Llama-8B, {layers} layers", 0.0)
-        yield llama(layers)
-        group_done()
-
-
-def main() -> None:
-    """Measure, write and print."""
-    arguments = parser(__doc__).parse_args()
-    finish("fit", all_rows(arguments), arguments)
-
-
-if __name__ == "__main__":
-    main()
