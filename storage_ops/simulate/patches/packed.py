@@ -10,7 +10,7 @@ from torch import Tensor
 
 from storage_ops.simulate.mode import Simulation
 
-_VF: Any = torch._VF  # type: ignore[attr-defined]
+_VF: Any = torch._VF
 _RECURRENT: set[object] = {torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh}
 OF_PACKED: set[object] = {*_RECURRENT, _VF._pack_padded_sequence, _VF._pad_packed_sequence}
 
