@@ -19,7 +19,7 @@ from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.ranks.fsdp import layer_alone
-from storage_ops.simulate.step import earlier_gradients, without_gradients
+from storage_ops.simulate.step import earlier_gradients, outside_autocast, without_gradients
 from storage_ops.simulate.values.assume import Assumption
 
 
@@ -138,6 +138,7 @@ class Probe:
         books = Books(self._on_gpu, self._rates, self._assumption)
         with (
             without_gradients(module.parameters()),
+            outside_autocast(),  # the layer runs in an autocast block of its own
             books.open(module, (), {}) as (simulation, *_),
         ):
             marks: list[int] = []

@@ -39,6 +39,7 @@ from storage_ops.simulate.step import (
     arguments,
     check_value,
     earlier_gradients,
+    outside_autocast,
     without_gradients,
 )
 from storage_ops.simulate.values.assume import Assumption
@@ -236,13 +237,15 @@ class Recorder:
         with self._times:
             value = loss(model(*args, **kwargs))
             check_value(value)
-            value.backward()
+            with outside_autocast():
+                value.backward()
             del value
         self.recording.seconds = self._times.seconds
         if is_first:
             self._forget_states(optimizer, [p for p in parameters if p.grad is None])
         if optimizer is not None:
-            optimizer.step()
+            with outside_autocast():
+                optimizer.step()
 
     def _forget_states(self, optimizer: Optimizer, unused: list[nn.Parameter]) -> None:
         """Let parameters without a gradient have no state, as no step makes one for them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ from storage_ops.foundation.walk import (
 from storage_ops.measure.calls import outermost
 from storage_ops.simulate.mode import Simulation
 
+# A count of steps, after which RAdam rectifies; and no 1.0, with which NAdam would divide by zero.
+_ANY_NUMBER = 100.0
 _STEPPERS = (Optimizer, GradScaler, LRScheduler)
 
 
@@ -180,20 +182,76 @@ def simulated_optimizers(held: Held, simulation: Simulation, on_gpu: bool) -> It
         yield
 
 
+class _NumbersOfStep:
+    """Answers an optimizer that reads unknown numbers in `step()`, such as its counts of steps.
+
+    No shape depends on such numbers. How often an optimizer with a line search calls its closure
+    does depend on them, so that step is an error. The closure itself runs as any other code.
+    """
+
+    def __init__(self, optimizer: Optimizer, simulation: Simulation) -> None:
+        self._name = type(optimizer).__name__
+        self._simulation = simulation
+        # By step, as `step()` of a subclass calls that of its base: has it a closure, has it read.
+        self._steps: list[list[bool]] = []
+
+    def begin(
+        self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Begin a step, as a pre-hook: return its arguments, with a closure that is followed."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._steps.append([callable(closure), False])
+        self._simulation.any_number = self._number
+        if not callable(closure):
+            return args, kwargs
+        followed = self._followed(closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": followed}
+        return (args[0], followed, *args[2:]), kwargs
+
+    def end(self, *_: object) -> None:
+        """End a step, as a post-hook."""
+        self._steps.pop()
+        self._simulation.any_number = self._number if self._steps else None
+
+    def _number(self, t: Tensor) -> float:
+        step = self._steps[-1]
+        step[1] = True
+        if step[0] and t.dtype == torch.bool:
+            self._refuse()
+        return _ANY_NUMBER
+
+    def _followed(self, closure: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            if self._steps[-1][1]:
+                self._refuse()
+            self._simulation.any_number = None
+            try:
+                return closure()
+            finally:
+                self._simulation.any_number = self._number
+
+        return run
+
+    def _refuse(self) -> None:
+        raise RuntimeError(
+            f"estimate: {self._name}.step decides by values how often it calls its closure, and "
+            "a simulation has no values; expected an optimizer that updates from the gradients of "
+            "one backward, or the closure alone as fn"
+        )
+
+
 @contextlib.contextmanager
 def _simulated_steps(optimizer: Optimizer, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
     """Let an optimizer step as it does for parameters on that device, and forget what it did.
 
-    On a GPU most of torch's optimizers handle all parameters at once unless told otherwise. They
-    read their step counts, on which no shape depends. That they are capturable needs the GPU.
+    On a GPU most of torch's optimizers handle all parameters at once unless told otherwise. That
+    they are capturable needs the GPU.
     """
-
-    def reads_counts(value: bool) -> None:
-        simulation.any_value = value
-
+    numbers = _NumbersOfStep(optimizer, simulation)
     hooks = (
-        optimizer.register_step_pre_hook(lambda *_: reads_counts(True)),
-        optimizer.register_step_post_hook(lambda *_: reads_counts(False)),
+        optimizer.register_step_pre_hook(numbers.begin),
+        optimizer.register_step_post_hook(numbers.end),
     )
     state = {key: dict(value) for key, value in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
@@ -206,6 +264,7 @@ def _simulated_steps(optimizer: Optimizer, simulation: Simulation, on_gpu: bool)
     try:
         yield
     finally:
+        simulation.any_number = None
         for hook in hooks:
             hook.remove()
         del optimizer.param_groups[len(groups) :]

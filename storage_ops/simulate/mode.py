@@ -71,8 +71,8 @@ class Simulation(TorchDispatchMode):
             self._fake.reads = lambda t: self.values.read(t) is not None
         self._paused = False
         self._wrapped: Any = None  # the op that was called last with a wrapper
-        # Whether values do not matter, as those of the step counts of an optimizer.
-        self.any_value = False
+        # Answers for unknown values in the step of an optimizer, such as its counts of steps.
+        self.any_number: Callable[[Tensor], float] | None = None
         self.multiplies = False  # whether a matrix product was seen
         self.sent: Counter[str] = Counter()  # bytes from this rank to others, by collective
         self.buckets: list[Tensor] = []  # of DDP
@@ -393,8 +393,8 @@ class Simulation(TorchDispatchMode):
         if known is not None:
             with no_dispatch():
                 return func(known)
-        if self.any_value:
-            return 1.0
+        if self.any_number is not None:
+            return self.any_number(t)
         kind = bool if t.dtype == torch.bool else float if t.is_floating_point() else int
         return kind(self._said(func, t))
 

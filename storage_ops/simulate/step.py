@@ -139,6 +139,8 @@ def simulate_step(
     the state that the optimizer makes in its first step is there. The model's output is dropped
     when the loss is there. Simulated is the model as it is: in training mode or not, with its
     checkpoints and hooks. Model, batch and optimizer are afterwards what they were.
+    In a `torch.autocast` block, forward and loss run as in that block. Backward and optimizer run
+    after it, as in training loops.
 
     Args:
         model: on the meta device or a real one; its bytes are neither needed nor changed.
@@ -378,7 +380,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         _backward(loss, model, args, kwargs, ledger, quick)
         note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
         if optimizer is not None:
-            with updated_locally(optimizer):
+            with updated_locally(optimizer), outside_autocast():
                 optimizer.step()
         note_optimizers(roles, held, simulation)  # optimizers that step in hooks included
 
@@ -416,7 +418,34 @@ def _backward(
     check_value(value)
     if quick is not None:
         quick.check(value)
-    value.backward()
+    with outside_autocast():
+        value.backward()
+
+
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Context manager that leaves every `torch.autocast` block of the caller, and enters it again.
+
+    Training loops have forward and loss in such a block, and backward and optimizer after it. The
+    casts of parameters that autocast keeps for one block are freed when its outermost block ends,
+    so a block with `enabled=False` inside of the caller's is not the same.
+    """
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    nesting = 0
+    try:
+        while torch.autocast_decrement_nesting() >= 0:
+            nesting += 1
+        torch.autocast_increment_nesting()
+        torch.clear_autocast_cache()
+        for kind in on:
+            torch.set_autocast_enabled(kind, False)
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
+        for _ in range(nesting):
+            torch.autocast_increment_nesting()
 
 
 def check_value(value: Any) -> None:

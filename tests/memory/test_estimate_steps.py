@@ -242,3 +242,59 @@ def test_a_run_after_a_simulation_in_one_autocast_block():
     assert peaks[0] == peaks[1]
     with torch.autocast("cpu", torch.bfloat16):
         assert so.memory.simulate_step(model, x, loss=loss).peak_bytes == peaks[0]
+
+
+class Searching(torch.optim.SGD):
+    """Calls the closure until the loss is less."""
+
+    def step(self, closure):
+        first = float(closure())
+        super().step()
+        while float(closure()) > first:
+            pass
+
+
+class Twice(torch.optim.SGD):
+    """Calls the closure twice, whatever it returns."""
+
+    def step(self, closure):
+        closure()
+        super().step()
+        closure()
+
+
+def closing(kind, **kwargs):
+    model, x = nn.Linear(64, 64), torch.randn(32, 64)
+    optimizer = kind(model.parameters(), lr=0.1, **kwargs)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return model, lambda: optimizer.step(closure=closure)
+
+
+def test_optimizers_that_read_values_to_call_their_closure_again():
+    for kind in (functools.partial(torch.optim.LBFGS, max_iter=1), torch.optim.LBFGS, Searching):
+        model, step = closing(kind)
+        with pytest.raises(RuntimeError, match=r"\.step decides by values how often it calls its"):
+            estimate(step)
+        assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.NAdam, torch.optim.Adafactor, Twice])
+def test_optimizers_with_a_closure(kind):
+    model, step = closing(kind)
+    agree(step, model.parameters(), 5 * 64 * 64)
+
+
+def test_a_closure_that_reads_a_value():
+    def step():
+        optimizer.step(lambda: x[: int(x.exp().sum())].sum().backward())
+
+    x = torch.randn(5000000, requires_grad=True)
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    with pytest.raises(RuntimeError, match="needs the values of a tensor: item"):
+        estimate(step)

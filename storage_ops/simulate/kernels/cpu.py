@@ -16,7 +16,7 @@ from torch import Tensor
 
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.matmul import aten
-from storage_ops.simulate.kernels.scratch import Scratch
+from storage_ops.simulate.kernels.scratch import CTC_BACKWARD, Scratch, use_log_beta
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out)
@@ -43,6 +43,8 @@ def book(ledger: Ledger, func: Any, args: Any, out: Any, see: Callable[[Tensor],
         _convolution(scratch, args, out, see)
     elif func is _aten.convolution_backward.default and _is_blocked(args[1], args[2]):
         _convolution_backward(scratch, args, out, see)
+    elif func in CTC_BACKWARD:
+        use_log_beta(scratch, args, out, see)
     elif func in _PRODUCTS and aten.has_arm_library() and _is_packed(*args[-2:]):
         see(out)
         classes, hidden = args[-1].shape[1], args[-1].shape[0]

@@ -17,7 +17,7 @@ from torch._prims_common import suggest_memory_format
 
 from storage_ops.foundation.ledger import Ledger
 from storage_ops.loss.devices import threads_of
-from storage_ops.simulate.kernels.scratch import Scratch
+from storage_ops.simulate.kernels.scratch import CTC_BACKWARD, Scratch, use_log_beta
 
 _See = Callable[[Tensor], None]
 _aten = torch.ops.aten
@@ -198,4 +198,5 @@ _KERNELS: dict[Any, Callable[[Scratch, Any, Any, _See], None]] = {
     _aten.var_mean.correction: _reduction(4),
     _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
+    **dict.fromkeys(CTC_BACKWARD, use_log_beta),
 }

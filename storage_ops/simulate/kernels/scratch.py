@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from storage_ops.foundation.ledger import Block, Ledger
+
+_aten = torch.ops.aten
+CTC_BACKWARD = (_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
 
 
 class Scratch:
@@ -31,3 +36,12 @@ class Scratch:
     def use(self, like: Tensor, nbytes: int) -> None:
         """Take so many bytes and give them back."""
         self._ledger.temporary(like, self._name, nbytes)
+
+
+def use_log_beta(
+    scratch: Scratch, args: tuple[Any, ...], out: Tensor, see: Callable[[Tensor], None]
+) -> None:
+    """Take the backward variables of CTC, which are as large as the forward ones."""
+    see(out)
+    log_alpha: Tensor = args[6]
+    scratch.use(log_alpha, log_alpha.nbytes)

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.patches.packed import OF_PACKED, call_packed
 from storage_ops.simulate.values.wrappers import is_wrapper
 
 _DATA: Any = Tensor.data
@@ -21,6 +23,10 @@ _OF_LEAVES = {
     Tensor.requires_grad_, _REQUIRES_GRAD.__set__, _GRAD.__set__, Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
 }  # fmt: skip
+
+
+# They read lengths that are no tensors without an op.
+_CTC: set[object] = {F.ctc_loss, torch.ctc_loss}
 
 
 class Functions(TorchFunctionMode):
@@ -46,6 +52,10 @@ class Functions(TorchFunctionMode):
             return args[0].detach()
         if func is Tensor.tolist and not is_wrapper(args[0]):
             return self._simulation.listed(args[0])
+        if func in OF_PACKED:
+            return call_packed(self._simulation, func, args)
+        if func in _CTC:
+            args, kwargs = _with_tensors_of_lengths(args, kwargs or {})
         if self._on_meta and torch.is_autocast_enabled("cpu"):
             raise RuntimeError(
                 "estimate: fn uses torch.autocast('cpu'), which does nothing to tensors on the "
@@ -59,6 +69,19 @@ class Functions(TorchFunctionMode):
         ):
             return torch.sparse_coo_tensor(*args[1:])
         return func(*args, **(kwargs or {}))
+
+
+def _with_tensors_of_lengths(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `ctc_loss` with lengths as tensors, which it reads by an op."""
+
+    def as_tensor(lengths: Any) -> Tensor:
+        return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
+
+    names = ("input_lengths", "target_lengths")
+    named = {key: as_tensor(v) if key in names else v for key, v in kwargs.items()}
+    return (*args[:2], *map(as_tensor, args[2:4]), *args[4:]), named
 
 
 @contextlib.contextmanager

@@ -1,0 +1,121 @@
+"""Steps in autocast: its cache of casts lives as long as the outermost block."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import storage_ops as so
+from storage_ops.fitting.step import Books
+from storage_ops.loss.devices import rates_of
+from storage_ops.memory import simulate_step
+from storage_ops.simulate.values.assume import Assumption
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def made(mode=None):
+    model = nn.Sequential(*(Block(64) for _ in range(4)))
+    if mode is not None:
+        cfg = so.ActivationCheckpointConfig(["Block"], mode=mode)
+        so.apply_activation_checkpoint(model, cfg)
+    return model, torch.randn(64, 64)
+
+
+def loss_of(out):
+    return out.float().square().mean()
+
+
+def after(model, x, **kwargs):
+    with torch.autocast("cpu", torch.bfloat16, **kwargs):
+        loss = loss_of(model(x))
+    loss.backward()
+
+
+def inside(model, x, **kwargs):
+    with torch.autocast("cpu", torch.bfloat16, **kwargs):
+        loss_of(model(x)).backward()
+
+
+def between(model, x, **kwargs):
+    with torch.autocast("cpu", torch.bfloat16, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16, **kwargs):
+            loss = loss_of(model(x))
+        loss.backward()
+
+
+def measured(step, model, x, **kwargs):
+    """Peak of a step, with everything that is there before."""
+    there = sum(t.nbytes for t in (*model.parameters(), x))
+    with so.memory.measure() as m:
+        step(model, x, **kwargs)
+    for p in model.parameters():
+        p.grad = None
+    return there + m.peak_bytes
+
+
+def simulated(step, model, x, **kwargs):
+    """The same of a step in a simulation of a CPU."""
+    books = Books(False, rates_of(torch.device("cpu")), Assumption(None))
+    with books.open(model, (x,), {}):
+        books.run(lambda: step(model, x, **kwargs))
+    return max(books.levels())
+
+
+@pytest.mark.parametrize("step", [after, inside, between])
+@pytest.mark.parametrize("cache_enabled", [True, False])
+def test_blocks_take_what_is_measured(step, cache_enabled):
+    model, x = made("full")
+    peak = measured(step, model, x, cache_enabled=cache_enabled)
+    assert simulated(step, model, x, cache_enabled=cache_enabled) == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", [None, "full", "output_discard"])
+@pytest.mark.parametrize("cache_enabled", [True, False])
+def test_a_step_in_a_block_runs_backward_after_it(mode, cache_enabled):
+    model, x = made(mode)
+    peak = measured(after, model, x, cache_enabled=cache_enabled)
+    on_gpu = simulate_step(model, x, loss=loss_of, device="h100").peak_bytes
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+        e = simulate_step(model, x, loss=loss_of)
+        with torch.autocast("cpu", enabled=False):
+            assert simulate_step(model, x, loss=loss_of, device="h100").peak_bytes == on_gpu
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_cache_enabled() == cache_enabled
+    assert e.peak_bytes == pytest.approx(peak, rel=0.01)
+    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
+
+
+def test_an_error_in_the_backward_restores_the_block():
+    model, x = made()
+
+    def fail(_):
+        raise KeyError("mine")
+
+    def loss(out):
+        out.register_hook(fail)
+        return loss_of(out)
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        with contextlib.suppress(KeyError):
+            simulate_step(model, x, loss=loss)
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.autocast_increment_nesting() == 3 and torch.autocast_decrement_nesting() == 2
+
+
+def test_a_plan_made_in_a_block_keeps_to_its_budget():
+    model, x = made()
+    x = torch.randn(1024, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = simulate_step(model, x, loss=loss_of).peak_bytes
+        plan = so.fit(model, x, int(0.9 * whole), loss=loss_of)
+    plan.apply()
+    assert plan.peak_bytes == pytest.approx(measured(after, model, x), rel=0.01)
