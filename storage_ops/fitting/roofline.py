@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.checkpoint.saved.op_names import name_of, packet_of
 from storage_ops.checkpoint.selective.flops import flops_of
 from storage_ops.fitting.actions import Action
+from storage_ops.foundation.op_names import name_of, packet_of
 from storage_ops.loss.devices import Rates
 
 # On a CPU, measured with torch 2.13 on an AMD EPYC with AVX-512.

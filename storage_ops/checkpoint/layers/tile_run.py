@@ -23,10 +23,10 @@ from storage_ops.checkpoint.region.inputs import Inputs
 from storage_ops.checkpoint.region.region import is_retained
 from storage_ops.checkpoint.saved.holders import Holders
 from storage_ops.checkpoint.saved.light_mode import LightMode
-from storage_ops.checkpoint.saved.op_names import is_view
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.unchanged import Place, places_of, replaced
+from storage_ops.foundation.op_names import is_view
 
 # A call has other tensors in the places of the module's parameters, so the next one has to wait.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()

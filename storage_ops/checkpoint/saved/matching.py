@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from storage_ops.checkpoint.saved.op_names import Facts, readable
 from storage_ops.checkpoint.saved.saved import shape_of
+from storage_ops.foundation.op_names import Facts, readable
 
 _PLAIN = frozenset((int, float, bool, str))
 _SAVED_TENSOR, _END = object(), object()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.checkpoint.saved.op_names import HIGHER_ORDER, name_of, packet_of
+from storage_ops.foundation.op_names import HIGHER_ORDER, name_of, packet_of
 
 _QKV = (("query", "key", "value"), ("q", "k", "v"))  # what ops of attention call these
 # Products that torch's counter does not know: the places of both factors, and how many there are.

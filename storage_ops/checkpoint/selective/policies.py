@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from storage_ops.checkpoint.saved.op_names import (
+from storage_ops.foundation.op_names import (
     facts_of,
     is_mutating,
     is_view,

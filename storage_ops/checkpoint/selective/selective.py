@@ -30,12 +30,12 @@ from storage_ops.checkpoint.saved.guard import by_storage, storage_key
 from storage_ops.checkpoint.saved.holders import is_held_by
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.matching import Cursor, Log
-from storage_ops.checkpoint.saved.op_names import Facts, facts_of, name_of, readable
 from storage_ops.checkpoint.selective import offload
 from storage_ops.checkpoint.selective.copies import copies_for
 from storage_ops.checkpoint.selective.offload import Away, Trip
 from storage_ops.checkpoint.selective.policies import COLLECTIVES, OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.state.execution import rng_of
+from storage_ops.foundation.op_names import Facts, facts_of, name_of, readable
 from storage_ops.storage.storage import is_discarded, is_own, locals_of
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what

@@ -26,7 +26,7 @@ def name_of(op: Any) -> str:
     """The dispatcher's name of an op that a policy is asked about.
 
     Example:
-        >>> from storage_ops.checkpoint.saved.op_names import name_of
+        >>> from storage_ops.foundation.op_names import name_of
         >>> name_of(torch.ops.aten.mm.default), name_of(torch.ops.aten.mm.dtype)
         ('aten::mm', 'aten::mm.dtype')
     """
@@ -137,7 +137,7 @@ def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:
         ValueError: there is no such op (names similar ones), or it modifies an argument.
 
     Example:
-        >>> from storage_ops.checkpoint.saved.op_names import resolve
+        >>> from storage_ops.foundation.op_names import resolve
         >>> sorted(resolve(["aten.mm"], "ops_to_save"))
         ['aten::mm', 'aten::mm.dtype']
         >>> sorted(resolve(["torch.ops.aten.mm.default"], "ops_to_save"))
