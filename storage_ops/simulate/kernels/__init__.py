@@ -1,6 +1,10 @@
-"""Memory of kernels: temporary buffers, and results that differ from those of fake tensors.
+"""Facts of memory in the table of ops: temporary buffers, and results that torch's fakes get wrong.
 
-`cuda.py` and `cpu.py` have the temporary buffers of large kernels, `workspaces.py` those of matrix
-products, and `scratch.py` enters them into a ledger. `fake_tensor_gaps.py` corrects results that
-torch computes differently for fake tensors.
+`cuda.py` and `cpu.py` describe the temporary buffers of large kernels and the workspaces of matrix
+products. `scratch.py` records them in a ledger. `results.py` has results of ops for fake tensors.
+`fake_tensor_gaps.py` has what real tensors do differently on every device.
 """
+
+from storage_ops.simulate.kernels import cpu, cuda, fake_tensor_gaps, results, scratch
+
+__all__ = ["cpu", "cuda", "fake_tensor_gaps", "results", "scratch"]
