@@ -152,7 +152,8 @@ def describe(names: str, **row: Unpack[Row]) -> None:
 
     Args:
         names: ops, separated by spaces. "sum" is every overload of `aten::sum`, "sum.default" one.
-            Ops of other libraries are written as "storage_ops::name".
+            Ops of other libraries are written as "storage_ops::name". "tag::pointwise" is every op
+            with this tag. Rows of an overload come before those of an op and of a tag.
         row: the facts, as `OpFacts` explains them.
 
     Raises:
@@ -186,9 +187,10 @@ def facts_of(op: Op) -> OpFacts:
 def _new_facts(op: Op) -> OpFacts:
     name = name_of(op)
     packet, _, overload = name.partition(".")
-    row: dict[str, Any] = {**_rows.get(packet, {})}
-    row.update(_rows.get(f"{packet}.{overload or 'default'}", {}))
-    row["is_fused"] = row.get("is_fused") or torch.Tag.pointwise in getattr(op, "tags", ())
+    row: dict[str, Any] = {}
+    tags = [f"tag::{tag.name}" for tag in getattr(op, "tags", ())]
+    for key in (*tags, packet, f"{packet}.{overload or 'default'}"):
+        row.update(_rows.get(key, {}))
     row["family"] = row.get("family", name)
     row["flops"] = _flops(op, row)
     saveable = not (is_mutating(op) or is_view(op) or is_allocation(op))
@@ -345,7 +347,8 @@ describe("sqrt", nanoseconds=0.15)
 describe("silu sigmoid rsqrt", nanoseconds=0.1)
 describe("where", nanoseconds=1.5)
 describe("_log_softmax", nanoseconds=0.6)
-# Ops that are not pointwise by their tag. Compiled code fuses them with what reads them.
+# Compiled code fuses ops of single elements, and those below, with what reads them.
+describe("tag::pointwise", is_fused=True)
 describe("bernoulli_ native_dropout", nanoseconds=2.1, is_fused=True)
 describe("normal_", nanoseconds=1.2, is_fused=True)
 describe("uniform_ rand", nanoseconds=1.0, is_fused=True)

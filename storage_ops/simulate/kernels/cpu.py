@@ -27,7 +27,8 @@ def _take_blocked(scratch: Scratch, *images: Tensor, times: int = 1) -> list[Blo
     """Take copies of images as oneDNN has them, in blocks of channels."""
     found = []
     for t in images:
-        channels = -(-t.shape[1] // _CHANNELS) * _CHANNELS
+        block = _FEW_CHANNELS if t.shape[1] <= _FEW_CHANNELS else _CHANNELS
+        channels = -(-t.shape[1] // block) * block
         found += scratch.take_bytes(t, t[:, :1].numel() * channels * t.itemsize * times)
     return found
 
