@@ -1,8 +1,9 @@
 """Facts of memory in the table of ops: temporary buffers, and results that torch's fakes get wrong.
 
 `cuda.py` and `cpu.py` describe the temporary buffers of large kernels and the workspaces of matrix
-products, `cpu_copies.py` copies of operands on a CPU. `scratch.py` records them in a ledger. `results.py` has results of ops for fake tensors.
-`fake_tensor_gaps.py` has what real tensors do differently on every device.
+products, `cpu_copies.py` copies of operands on a CPU. `scratch.py` records them in a ledger.
+`results.py` has results of ops for fake tensors. `fake_tensor_gaps.py` has what real tensors do
+differently on every device.
 """
 
 from storage_ops.simulate.kernels import cpu, cpu_copies, cuda, fake_tensor_gaps, results, scratch

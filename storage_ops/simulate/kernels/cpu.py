@@ -2,8 +2,8 @@
 
 oneDNN convolves copies of its operands that lie in blocks of channels, the last one filled up, and
 copies the result back. With Arm's Compute Library it multiplies a copy of a weight of float32.
-Observed with torch 2.13 by allocation events, on AVX-512 and on an emulated aarch64. What products
-of 16 bits copy on Arm is not counted.
+Observed with torch 2.13 by allocation events, on AVX2, AVX-512 and an emulated aarch64. Not counted
+is what products of 16 bits copy on Arm, and convolutions of 16 bits on AVX2.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from torch import Tensor
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.matmul import aten
+from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
 from storage_ops.simulate.kernels.scratch import Scratch, See
 
-_CHANNELS = 16  # of a block
+# Channels of a block. With AVX2 a vector has eight numbers of 32 bits.
+_CHANNELS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
 _FEW_CHANNELS = 8  # an input of fewer is read as it is
 _WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
 
@@ -27,8 +29,7 @@ def _take_blocked(scratch: Scratch, *images: Tensor, times: int = 1) -> list[Blo
     """Take copies of images as oneDNN has them, in blocks of channels."""
     found = []
     for t in images:
-        block = _FEW_CHANNELS if t.shape[1] <= _FEW_CHANNELS else _CHANNELS
-        channels = -(-t.shape[1] // block) * block
+        channels = -(-t.shape[1] // _CHANNELS) * _CHANNELS
         found += scratch.take_bytes(t, t[:, :1].numel() * channels * t.itemsize * times)
     return found
 
@@ -57,23 +58,35 @@ def _is_product(args: Args) -> bool:
 
 
 def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    if not _is_blocked(args[0], args[1]):
-        return
     x, weight, transposed = args[0], args[1], args[6]
+    if not _is_blocked(x, weight):
+        again = scratch.take(out) if transposed else []
+        see(out)
+        scratch.give_back(again)
+        return
     operands = _take_blocked(scratch, *([x] if x.shape[1] >= _FEW_CHANNELS else []))
     operands += scratch.take(weight)
     result = _take_blocked(scratch, out)
-    scratch.give_back(operands)
     again = scratch.take(out) if transposed else []
+    scratch.give_back(operands)
     see(out)
     scratch.give_back(again + result)
 
 
 def _convolution_backward(scratch: Scratch, args: Args, out: Any, see: See) -> None:
-    if not _is_blocked(args[1], args[2]):
-        return
     grad, x, weight, strides = args[0], args[1], args[2], args[4]
     of_x, of_weight, of_bias = out
+    # Such as that of a mean over an image, which is one number for all of it.
+    dense = (
+        []
+        if is_dense(grad.shape, grad.stride())
+        else scratch.take_bytes(grad, grad.numel() * grad.itemsize)
+    )
+    if not _is_blocked(x, weight):
+        for t in [t for t in out if t is not None]:
+            see(t)
+        scratch.give_back(dense)
+        return
     if of_x is not None:
         operands = _take_blocked(scratch, grad) + scratch.take(weight)
         result = _take_blocked(scratch, x)
@@ -101,6 +114,7 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Any, see: See) -> N
         scratch.give_back(result)
     if of_bias is not None:
         see(of_bias)
+    scratch.give_back(dense)
 
 
 describe("mm addmm", scratch_on_cpu=_product)
