@@ -2,10 +2,10 @@
 
 `cuda.py` and `cpu.py` describe the temporary buffers of large kernels and the workspaces of matrix
 products, `cpu_copies.py` copies of operands on a CPU. `scratch.py` records them in a ledger.
-`results.py` has results of ops for fake tensors. `fake_tensor_gaps.py` has what real tensors do
-differently on every device.
+`fake_tensor_gaps.py` has what real tensors do differently on every device, and results for fake
+tensors that torch's own fakes get wrong.
 """
 
-from storage_ops.simulate.kernels import cpu, cpu_copies, cuda, fake_tensor_gaps, results, scratch
+from storage_ops.simulate.kernels import cpu, cpu_copies, cuda, fake_tensor_gaps, scratch
 
-__all__ = ["cpu", "cpu_copies", "cuda", "fake_tensor_gaps", "results", "scratch"]
+__all__ = ["cpu", "cpu_copies", "cuda", "fake_tensor_gaps", "scratch"]

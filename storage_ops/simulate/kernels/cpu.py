@@ -8,8 +8,6 @@ is what products of 16 bits copy on Arm, and convolutions of 16 bits on AVX2.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.matmul import aten
 from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
-from storage_ops.simulate.kernels.scratch import Scratch, See
+from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
 
 # Channels of a block. With AVX2 a vector has eight numbers of 32 bits.
 _CHANNELS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
@@ -73,7 +71,7 @@ def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     scratch.give_back(again + result)
 
 
-def _convolution_backward(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
     grad, x, weight, strides = args[0], args[1], args[2], args[4]
     of_x, of_weight, of_bias = out
     # Such as that of a mean over an image, which is one number for all of it.

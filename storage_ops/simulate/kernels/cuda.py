@@ -22,7 +22,7 @@ from torch._prims_common import suggest_memory_format
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.loss.devices import GPUS, threads_of
-from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See
+from storage_ops.simulate.kernels.scratch import Gradients, Kernel, Scratch, See
 
 _PARTIAL = 8 << 20  # bytes of partial sums of the gradient of a weight
 _PARTS = 13  # of them
@@ -46,7 +46,7 @@ def _attention(rows: int, rows_of_wide: int, width: int) -> Kernel:
     query. Heads that share keys have gradients of their own at first.
     """
 
-    def kernel(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+    def kernel(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
         for gradient in out[:3]:
             see(gradient)
         q, k, v = args[1:4]
@@ -60,12 +60,12 @@ def _attention(rows: int, rows_of_wide: int, width: int) -> Kernel:
     return kernel
 
 
-def _softmax_backward(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+def _softmax_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
     scratch.use(args[0], args[0].nbytes)  # the product of the gradient and the output
 
 
-def _embedding_backward(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+def _embedding_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Indices are sorted; ten of one row, or all of it, make a sum in float32."""
     see(out)
     indices = args[1].numel()
@@ -76,7 +76,7 @@ def _embedding_backward(scratch: Scratch, args: Args, out: Any, see: See) -> Non
 def _reduction(numbers: int) -> Kernel:
     """Of a kernel that has so many numbers of 32 bits for each result."""
 
-    def kernel(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+    def kernel(scratch: Scratch, args: Args, out: Tensor | tuple[Tensor, ...], see: See) -> None:
         results = out if isinstance(out, tuple) else (out,)
         for result in results:
             see(result)
@@ -122,12 +122,12 @@ def _power_of_two(size: int) -> int:
     return 1 << (min(size, _BLOCK).bit_length() - 1)
 
 
-def _convolution(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
     scratch.use(out, _bytes_of_convolution(args[0], args[1], out, args[8]))
 
 
-def _convolution_backward(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
     grad, x, weight = args[:3]
     of_x, of_weight, of_bias = out
     copies = _bytes_of_convolution(x, weight, grad, args[9])

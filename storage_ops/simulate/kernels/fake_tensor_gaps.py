@@ -8,6 +8,7 @@
 * The mean or sum of `mse_loss` and its kin is a number in memory as large as all losses, for as
   long as the number lives.
 * `logsumexp` has the exponentials in memory.
+* Some fakes refuse what kernels compute.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _adds_up(node: Any, block: Block) -> bool:
     return block.node != node._sequence_nr() or len(set(edges)) < len(edges)
 
 
-def _is_lent_to_nobody(old: Any, new: Any) -> bool:
+def _is_lent_to_nobody(old: object, new: object) -> bool:
     """Return True if autograd alone holds an earlier gradient, and may write to it."""
     if torch.is_grad_enabled() or not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return False
@@ -144,6 +145,33 @@ def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
     return kernel
 
 
+# The functions below return results for fake tensors, or NotImplemented if torch's own is right.
+def _integers_counted(x: Tensor, bins: int = 100, *_: float) -> Tensor:
+    """Return the bins of a histogram; torch's fake refuses integers, which GPUs count."""
+    return NotImplemented if x.is_floating_point() else x.new_empty(bins)
+
+
+def _given(*_: object, out: Tensor, **__: object) -> Tensor:
+    """Return `out`: before torch 2.13 the fake of the op raises."""
+    return out
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Return nothing: the op writes to its arguments, and tiles of a loss call it often."""
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: object, **__: object
+) -> Tensor:
+    """Return products of groups in rows, columns or matrices; torch's fake wants bfloat16."""
+    if left.dtype == torch.bfloat16:
+        return NotImplemented  # type: ignore[no-any-return]
+    shape = (left.shape[-2], right.shape[-1])
+    if left.dim() == right.dim() == 2 and offsets is not None:
+        return left.new_empty((len(offsets), *shape))
+    return left.new_empty((len(left), *shape) if left.dim() == right.dim() == 3 else shape)
+
+
 describe("add.Tensor", in_place=_aten.add_.Tensor)
 describe("index_add.default", in_place=_aten.index_add_.default)
 describe("index_fill.int_Tensor", in_place=_aten.index_fill_.int_Tensor)
@@ -156,3 +184,11 @@ describe("huber_loss.default", scratch=_loss(2, False, True))
 describe("soft_margin_loss.default", scratch=_loss(2, True, False))
 describe("binary_cross_entropy.default", scratch=_loss(3, True, False))
 describe("logsumexp.default", scratch=_logsumexp)
+describe("histc.default", result=_integers_counted)
+describe("addmm.dtype_out", result=_given)
+describe("_grouped_mm.default", result=_grouped_product)
+describe(
+    "storage_ops::_cross_entropy_rows storage_ops::_divergence_rows storage_ops::_product"
+    " storage_ops::_scale storage_ops::_transposed_product",
+    result=_nothing,
+)

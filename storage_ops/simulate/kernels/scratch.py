@@ -46,10 +46,12 @@ class Scratch:
         self.ledger.temporary(like, self.name, nbytes)
 
 
+# Of the input, the weight and the bias.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Kernel = Callable[[Scratch, Args, Any, See], None]
 
 
-def book(ledger: Ledger, op: Op, args: Args, out: Any, on_gpu: bool, is_wrapped: bool) -> None:
+def book(ledger: Ledger, op: Op, args: Args, out: object, on_gpu: bool, is_wrapped: bool) -> None:
     """Record what a call of an op allocates besides what fake tensors show.
 
     Args:
