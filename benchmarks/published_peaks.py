@@ -31,7 +31,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from benchmarks._harness import expect, finish, parser
 from benchmarks.fit.ways import EverySecondProduct
 from storage_ops.memory import estimate, simulate_step
-from storage_ops.simulate.kernels.workspaces import workspace_bytes
+from storage_ops.simulate.kernels.cuda import workspace_bytes
 
 MIB = 1 << 20
 BF16 = torch.bfloat16

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import storage_ops as so
-from storage_ops.checkpoint.saved.op_names import resolve
+from storage_ops.foundation.op_names import resolve
 from storage_ops.quantities import parse_bytes
 
 Config = so.ActivationCheckpointConfig

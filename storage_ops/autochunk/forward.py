@@ -29,8 +29,8 @@ from storage_ops.autochunk.values import (
     reached,
     returned,
 )
+from storage_ops.foundation.ops import Product, product_of
 
-_PRODUCTS = {"linear", "matmul", "mm", "addmm", "einsum"}
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph
 _GRADS = "_set_grad_enabled"
 _CHOOSING = {"getitem", "narrow", "select"}  # tokens, so that others need not be formed
@@ -106,17 +106,20 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _is_product(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and _name(node) in _PRODUCTS
+def _product(node: fx.Node) -> Product | None:
+    """Return where a call of Dynamo's graph has its factors, if it multiplies matrices."""
+    return product_of(_name(node)) if node.op in ("call_function", "call_method") else None
 
 
 def products(graph: fx.Graph) -> list[fx.Node]:
     """Products that are larger than their factor, the largest first."""
     found = {}
     for node in graph.nodes:
-        factors = [a for a in node.all_input_nodes if _is_tensor(a)]
-        left = factors[1 if _name(node) == "addmm" else 0] if factors else node
-        if _is_product(node) and _is_tensor(node) and numel(node) > numel(left):
+        product = _product(node)
+        if product is None or not _is_tensor(node):
+            continue
+        given = [a for a in node.all_input_nodes if _is_tensor(a)]
+        if given and numel(node) > numel(given[: product.left + 1][-1]):
             found[node] = numel(node)
     return sorted(found, key=found.__getitem__, reverse=True)
 
@@ -185,7 +188,7 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
         Conflict: the slice is not one of plain functions.
     """
     nodes = _up_to_rows(gm.graph, product)
-    if len(nodes) > MOST or any(_is_product(n) for n in nodes[1:]):
+    if len(nodes) > MOST or any(map(_product, nodes[1:])):
         raise Conflict("leads to more than a loss", product)
     known = set(nodes)
     ends = [n for n in nodes[1:] if any(user not in known for user in n.users)]

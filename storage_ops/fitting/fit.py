@@ -37,7 +37,7 @@ from storage_ops.measure.owners import owners_in_words
 from storage_ops.progress import say, showing
 from storage_ops.quantities import parse_bytes, readable
 from storage_ops.simulate.compiled import as_it_runs, largest_of
-from storage_ops.simulate.kernels.workspaces import workspace_bytes
+from storage_ops.simulate.kernels.cuda import workspace_bytes
 from storage_ops.simulate.rates import rates_for
 from storage_ops.simulate.step import (
     arguments,

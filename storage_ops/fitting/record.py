@@ -25,7 +25,7 @@ from storage_ops.fitting.units import Unit, places_of
 from storage_ops.foundation.ledger import Block
 from storage_ops.loss.devices import Rates
 from storage_ops.progress import say
-from storage_ops.simulate.kernels.workspaces import keep_workspaces
+from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.layers.recording import hidden, next_node, reads_history
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import SIMPLE

@@ -7,36 +7,20 @@ of single elements and of rows are fused with what reads them, and Python does n
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from storage_ops.checkpoint.saved.op_names import name_of, packet_of
-from storage_ops.checkpoint.selective.flops import flops_of
 from storage_ops.fitting.actions import Action
+from storage_ops.foundation.op_names import Op
+from storage_ops.foundation.ops import Args, Kwargs, facts_of, flops_of
 from storage_ops.loss.devices import Rates
 
 # On a CPU, measured with torch 2.13 on an AMD EPYC with AVX-512.
-_CORES = 2  # of the rates, and of the times of elements below
+_CORES = 2  # of the rates, and of the times of elements in the table of ops
 _OP = 7e-6  # of an op in Python, with autograd and the views before it
 _CACHED = 5.0  # times as fast as from memory are results that the allocator finds in the cache
 _FRESH = 32 << 20  # glibc maps a larger block anew each time, at a page fault for each page:
 _FAULTS = 3.0  # that takes as long as to move its bytes so many times
-# Nanoseconds of one element of the result, beyond moving it; of other ops they are hardly seen.
-_ELEMENT = {
-    "bernoulli_": 2.1, "native_dropout": 2.1, "normal_": 1.2, "uniform_": 1.0, "rand": 1.0,
-    "where": 1.5, "tanh": 1.0, "sin": 0.55, "cos": 0.55, "erf": 0.5, "log": 0.35, "exp": 0.3,
-    "native_layer_norm": 0.3, "gelu": 0.3, "_softmax": 0.2, "_safe_softmax": 0.4,
-    "_log_softmax": 0.6, "sqrt": 0.15, "silu": 0.1, "sigmoid": 0.1, "rsqrt": 0.1,
-}  # fmt: skip
-# What compiled code fuses with what is around it, besides ops of single elements.
-_FUSED = frozenset((
-    "_to_copy", "mean", "sum", "amax", "var_mean", "native_layer_norm", "native_group_norm",
-    "_fused_rms_norm", "_softmax", "_safe_softmax", "native_dropout", "cat", "clone", "copy_",
-    "bernoulli_", "uniform_", "normal_", "rand", "randn", "arange", "full", "full_like", "zeros",
-    "zeros_like", "ones", "ones_like", "scalar_tensor", "embedding",
-))  # fmt: skip
 # What Python does for a checkpointed layer, and for one whose output is discarded, as often as it
 # would ask a policy about an op in that time.
 _REGION, _DISCARD = 50, 25
@@ -52,10 +36,10 @@ class Roofline:
 
     def seconds(
         self,
-        op: Any,
-        args: Any,
-        kwargs: Any,
-        out: Any,
+        op: Op,
+        args: Args,
+        kwargs: Kwargs,
+        out: object,
         first: Tensor,
         traffic: int,
         made: list[int],
@@ -68,20 +52,24 @@ class Roofline:
             traffic: bytes that it reads and writes.
             made: bytes of each new storage.
         """
-        rates = self._rates
+        rates, facts = self._rates, facts_of(op)
         arithmetic = flops_of(op, args, kwargs, out) / rates.flops(max(min(first.itemsize, 8), 2))
-        if rates.fuses and _is_fused(op):
+        if rates.fuses and facts.is_fused:
             return arithmetic
         if rates.overlaps:
             return max(arithmetic, traffic / rates.bandwidth) + rates.launch_seconds
         fresh = sum(nbytes for nbytes in made if nbytes > _FRESH)
         moving = (traffic / _CACHED + fresh * _FAULTS) / rates.bandwidth
         python = 0.0 if rates.fuses else _OP
-        return (arithmetic + moving) * self.share + self._of_elements(op, first) + python
+        return (
+            (arithmetic + moving) * self.share
+            + self._of_elements(facts.nanoseconds, first)
+            + python
+        )
 
-    def _of_elements(self, op: Any, first: Tensor) -> float:
-        """Of the functions of a CPU that an op computes of each element."""
-        return 1e-9 * first.numel() * _ELEMENT.get(_short_name(op), 0.0) * self.share
+    def _of_elements(self, nanoseconds: float, first: Tensor) -> float:
+        """Return the seconds that a CPU computes functions of elements, such as tanh."""
+        return 1e-9 * first.numel() * nanoseconds * self.share
 
     def of_python(self, action: Action, calls: int) -> float:
         """Of what carries an action out, in a layer with so many calls of ops."""
@@ -95,12 +83,3 @@ class Roofline:
     def is_worth_saving(self, seconds: float) -> bool:
         """Whether an op takes longer than Python does to save its result."""
         return seconds > self._rates.asking
-
-
-def _is_fused(op: Any) -> bool:
-    """Whether compiled code computes an op where its result is read."""
-    return torch.Tag.pointwise in getattr(op, "tags", ()) or _short_name(op) in _FUSED
-
-
-def _short_name(op: Any) -> str:
-    return packet_of(name_of(op)).removeprefix("aten::")

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from storage_ops._op_arguments import tensors_in
 from storage_ops.checkpoint.saved.guard import by_storage
-from storage_ops.checkpoint.saved.op_names import is_allocation, is_mutating, is_view
-from storage_ops.checkpoint.selective.policies import call_name
 from storage_ops.checkpoint.selective.selective import is_ignored
 from storage_ops.fitting.roofline import Roofline
 from storage_ops.foundation.ledger import Ledger, rounded
+from storage_ops.foundation.op_names import is_allocation, is_mutating, is_view
+from storage_ops.foundation.ops import facts_of
 from storage_ops.loss import planner
 from storage_ops.loss.call import Call
 from storage_ops.loss.devices import DEVICES, Rates, named
@@ -111,7 +111,7 @@ class OpTimes(TorchDispatchMode):
                 seconds = self.roofline.seconds(op, args, kwargs, out, first, traffic, sizes)
             self.seconds += seconds
         if self.logs:
-            name = call_name(op)
+            name = facts_of(op).family
             number = self._numbers.get(name, 0)
             self._numbers[name] = number + 1
             if is_mutating(op):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +23,14 @@ from torch.utils._pytree import tree_map_only
 from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint.selective.copies import BookedCopies, active
 from storage_ops.foundation.ledger import Block, Ledger
-from storage_ops.simulate.kernels import cpu, cuda, fake_tensor_gaps
-from storage_ops.simulate.kernels.workspaces import PRODUCTS
+from storage_ops.foundation.ops import describe, facts_of
+from storage_ops.simulate.kernels import fake_tensor_gaps, scratch
 from storage_ops.simulate.module_kinds import Unlike
 from storage_ops.simulate.ranks import collectives
 from storage_ops.simulate.values.assume import Assumption, Source, unanswered
 from storage_ops.simulate.values.known import Values
 from storage_ops.simulate.values.leaves import Leaf
-from storage_ops.simulate.values.sizes import SIZED, Sizes
+from storage_ops.simulate.values.sizes import Sizes
 from storage_ops.simulate.values.sparse import Sparse
 from storage_ops.simulate.values.wrappers import inside, is_wrapper, is_wrapper_type, rewrapped
 from storage_ops.storage import reference
@@ -299,7 +298,8 @@ class Simulation(TorchDispatchMode):
         if any(map(is_wrapper_type, types)):
             self._wrapped = func
             return NotImplemented  # it is called again for what is inside
-        if func in _VIEWS and not kwargs:
+        facts = facts_of(func)
+        if facts.is_plain_view and not kwargs:
             t = self.twin(args[0])
             if isinstance(t, FakeTensor) and t.layout == torch.strided and t.constant is None:
                 return self._view(func, t, args[1:])
@@ -309,18 +309,20 @@ class Simulation(TorchDispatchMode):
         args, kwargs = with_tensors(self.twin, (args, kwargs))
         given = tensors_in((args, kwargs))
         is_inside = func is self._wrapped
-        if func in fake_tensor_gaps.IN_PLACE and not is_inside:
+        if facts.in_place is not None and not is_inside:
             block = self.ledger.block_of(given[0])
-            func = fake_tensor_gaps.as_real(func, block, args)
+            func = fake_tensor_gaps.as_real(func, facts.in_place, block, args)
+            facts = facts_of(func)
             if func is _aten.add_.Tensor and block is not None:
                 self.ledger.added_to.add(block)
-        if self.on_gpu and func.overloadpacket in PRODUCTS:
+        if self.on_gpu and facts.product is not None and facts.product.on_cublas:
             self.multiplies = True
-        collectives.count_sent(self.sent, func, args)
-        if collectives.is_collective(func):
-            return collectives.pretended(self, func, args)
+        if facts.collective:
+            collectives.count_sent(self.sent, func, args)
+            if facts.collective == "in place":
+                return collectives.pretended(self, func, args)
         if func.namespace == "storage_ops":
-            if func in _KERNELS_OF_OPS:
+            if facts.simulates_inside:
                 with self:  # what happens inside is simulated as well
                     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
             if func in _STORAGE_OPS:
@@ -329,15 +331,8 @@ class Simulation(TorchDispatchMode):
             with self:
                 return self._sparse(func, args, kwargs)
         try:
-            if func is _aten.histc.default and not args[0].is_floating_point():
-                out = args[0].new_empty(args[1] if len(args) > 1 else 100)  # GPUs count integers
-            elif func in _IN_PLACE:
-                out = None
-            elif func is _aten.addmm.dtype_out:
-                out = kwargs["out"]  # before torch 2.13 its fake raises
-            elif func is _GROUPED and args[0].dtype != torch.bfloat16:
-                out = self.unseen(_grouped_product, *args, **kwargs)  # torch's fake wants bf16
-            else:
+            out = NotImplemented if facts.result is None else facts.result(*args, **kwargs)
+            if out is NotImplemented:
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = self._by_values(func, args, kwargs)
@@ -345,17 +340,14 @@ class Simulation(TorchDispatchMode):
             for t in given:
                 if isinstance(t, FakeTensor) and t.layout == torch.strided:
                     self.ledger.follow_resize(t.untyped_storage())
+        scratch.book(self.ledger, func, args, out, self.on_gpu, is_inside)
         if is_inside:
             self._wrapped = None
-        else:
-            fake_tensor_gaps.book(self.ledger, func, args, out)
-        kernels = cuda if self.on_gpu else cpu
-        kernels.book(self.ledger, func, args, out, partial(self._see, func))
         for t in tensors_in(out):
             if isinstance(t, FakeTensor):
                 _check_layout(func, t)
                 self._see(func, t)
-        if not collectives.communicates(func):  # whose values others have
+        if not facts.collective:  # other ranks have its values
             self.values.follow(func, args, kwargs, out)
         return out
 
@@ -373,11 +365,12 @@ class Simulation(TorchDispatchMode):
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose result has a shape, or is a number, that depends on values."""
         real = self.values.compute(func, args, kwargs)
-        if real is None and func in _SIZED_BY_INTEGERS:
+        facts = facts_of(func)
+        if real is None and facts.sized_by_integers:
             real = self.values.compute(func, args, kwargs, any_numbers=True)
-        if real is None and func in SIZED:
+        if real is None and facts.sized is not None:
             with self:
-                return SIZED[func](self._sizes, func, *args, **kwargs)
+                return facts.sized(self._sizes, func, *args, **kwargs)
         if real is None:
             returned = [str(r.type) for r in func._schema.returns]
             return self._said(func, args, "nothing" if "Tensor" in returned else "value")
@@ -433,52 +426,20 @@ _STORAGE_OPS = {
     _OPS._check_storage.default,
     _OPS._record_stream.default,
 }
-_KERNELS_OF_OPS = {
-    _OPS.linear_cross_entropy.default,
-    _OPS.linear_cross_entropy_backward.default,
-    _OPS.linear_cross_entropy_backward_kept.default,
-    _OPS.linear_cross_entropy_backward_target.default,
-    _OPS.linear_cross_entropy_backward_into.default,
-    _OPS.linear_cross_entropy_backward_into_kept.default,
-    _OPS.linear_kl_div.default,
-    _OPS.linear_kl_div_backward.default,
-}
-
-
-# They write to what they are given, and return and take nothing; tiles of a loss call thousands.
-_IN_PLACE = {
-    _OPS._cross_entropy_rows.default,
-    _OPS._divergence_rows.default,
-    _OPS._product.default,
-    _OPS._scale.default,
-    _OPS._transposed_product.default,
-}
-# Ops whose fake cannot tell sizes, which depend on shapes and on integers alone.
-_SIZED_BY_INTEGERS = {
-    _aten._ctc_loss.default, _aten._ctc_loss.Tensor, _aten._pack_padded_sequence.default,
-    _aten.linalg_lstsq.default,
-}  # fmt: skip
 _DEVICE = torch.ops.prim.device.default
-_VIEWS = {
-    _aten.alias.default,
-    _aten.detach.default,
-    _aten.select.int,
-    _aten.slice.Tensor,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.view.default,
-}
-_GROUPED = getattr(_aten._grouped_mm, "default", None)
-
-
-def _grouped_product(
-    left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
-) -> Tensor:
-    """The result of products of groups, which lie in rows, in columns or in matrices."""
-    shape = (left.shape[-2], right.shape[-1])
-    if left.dim() == right.dim() == 2 and offsets is not None:
-        return left.new_empty((len(offsets), *shape))
-    return left.new_empty((len(left), *shape) if left.dim() == right.dim() == 3 else shape)
+describe(
+    "alias.default detach.default select.int slice.Tensor t.default transpose.int view.default",
+    is_plain_view=True,
+)
+describe(
+    "storage_ops::linear_cross_entropy storage_ops::linear_cross_entropy_backward"
+    " storage_ops::linear_cross_entropy_backward_kept"
+    " storage_ops::linear_cross_entropy_backward_target"
+    " storage_ops::linear_cross_entropy_backward_into"
+    " storage_ops::linear_cross_entropy_backward_into_kept"
+    " storage_ops::linear_kl_div storage_ops::linear_kl_div_backward",
+    simulates_inside=True,
+)
 
 
 def _check_layout(func: Any, t: Tensor) -> None:

@@ -39,7 +39,7 @@ from storage_ops.simulate.estimate import (
     simulating,
 )
 from storage_ops.simulate.held import Held, unwrapped
-from storage_ops.simulate.kernels.workspaces import keep_workspaces, workspace_bytes
+from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
 from storage_ops.simulate.layers.replay_cache import Quick
 from storage_ops.simulate.ranks.collectives import (
     is_distributed,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import storage_ops as so
-from storage_ops.checkpoint.saved.op_names import resolve
+from storage_ops.foundation.op_names import resolve
 
 from .blocks import Block, Model, make_input, step
 

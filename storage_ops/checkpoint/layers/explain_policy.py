@@ -14,10 +14,10 @@ from storage_ops._op_arguments import tensors_in
 from storage_ops.checkpoint.layers.config import ActivationCheckpointConfig, PolicyChoice
 from storage_ops.checkpoint.layers.config_policy import policy_of
 from storage_ops.checkpoint.saved.guard import by_storage
-from storage_ops.checkpoint.saved.op_names import name_of, readable
-from storage_ops.checkpoint.selective.flops import flops_of
 from storage_ops.checkpoint.selective.policies import OFFLOAD, Policy, begin
 from storage_ops.checkpoint.selective.selective import saves_result
+from storage_ops.foundation.op_names import name_of, readable
+from storage_ops.foundation.ops import flops_of
 from storage_ops.quantities import Tabular, metric
 from storage_ops.quantities import readable as readable_bytes
 

@@ -23,10 +23,11 @@ from storage_ops.checkpoint.region.inputs import Inputs
 from storage_ops.checkpoint.region.region import is_retained
 from storage_ops.checkpoint.saved.holders import Holders
 from storage_ops.checkpoint.saved.light_mode import LightMode
-from storage_ops.checkpoint.saved.op_names import is_view
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.unchanged import Place, places_of, replaced
+from storage_ops.foundation.op_names import is_view
+from storage_ops.foundation.ops import facts_of
 
 # A call has other tensors in the places of the module's parameters, so the next one has to wait.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -222,12 +223,12 @@ class _LastProductLeftOut(LightMode):
         if left is not None:
             product, factors, out = left
             product(*factors, out=out)
-        leaves_out = self._leaves_out and op in _PRODUCTS and not kwargs
+        leaves_out = self._leaves_out and not kwargs and _is_plain_product(op)
         if not leaves_out or any(type(t) not in _PLAIN for t in args):
             return op(*args, **kwargs)
         first, second = args[-2:]
         made: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
-        self._left = _PRODUCTS[op], args, made
+        self._left = op.overloadpacket.out, args, made
         return made
 
     def finish(self, output: Callable[[], Tensor | None]) -> None:
@@ -254,13 +255,16 @@ class _LastProductLeftOut(LightMode):
                 product(*factors, out=made.data)  # a write that moves no version
 
 
+def _is_plain_product(op: Any) -> bool:
+    """Return True for a product of two matrices, or of two batches, that can write into a tensor.
+
+    No such op saves its result for backward.
+    """
+    product = facts_of(op).product
+    return product is not None and product.on_cublas and product.form == "matrices"
+
+
 _aten = torch.ops.aten
-# None of them saves its result for backward.
-_PRODUCTS = {
-    _aten.mm.default: _aten.mm.out,
-    _aten.addmm.default: _aten.addmm.out,
-    _aten.bmm.default: _aten.bmm.out,
-}
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from storage_ops.checkpoint.saved.op_names import Facts, readable
 from storage_ops.checkpoint.saved.saved import shape_of
+from storage_ops.foundation.op_names import readable
+from storage_ops.foundation.ops import OpFacts
 
 _PLAIN = frozenset((int, float, bool, str))
 _SAVED_TENSOR, _END = object(), object()
@@ -75,7 +76,7 @@ class Log:
         self._names: set[str] = set()
         self.is_complete = False
 
-    def add(self, facts: Facts) -> int:
+    def add(self, facts: OpFacts) -> int:
         """Note an op that begins. Return its position."""
         self._events.append(facts)
         return len(self._events) - 1
@@ -102,7 +103,7 @@ class Log:
 
     def counts(self) -> Counter[str]:
         """Return how often each op ran."""
-        return Counter(event.name for event in self._events if isinstance(event, Facts))
+        return Counter(event.name for event in self._events if isinstance(event, OpFacts))
 
 
 class Cursor:
@@ -120,7 +121,7 @@ class Cursor:
         self._handed_out = -1  # the last position whose result was used
         self.difference = ""
 
-    def find(self, facts: Facts, args: Any, kwargs: Any) -> int | None:
+    def find(self, facts: OpFacts, args: Any, kwargs: Any) -> int | None:
         """Return the position of a call in the log, if a result may be saved there.
 
         Raises:
@@ -187,8 +188,8 @@ class Cursor:
         return True
 
     def _describe_difference(self, name: str) -> str:
-        ops = [e for e in self._events[: self._at] if isinstance(e, Facts)]
-        later = (e.name for e in self._events[self._at :] if isinstance(e, Facts))
+        ops = [e for e in self._events[: self._at] if isinstance(e, OpFacts)]
+        later = (e.name for e in self._events[self._at :] if isinstance(e, OpFacts))
         expected = next(later, None)
         if expected is None:
             return f"the forward ran {len(ops)} ops, and the recompute then ran {name or 'others'}"

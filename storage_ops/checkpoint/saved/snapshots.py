@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from storage_ops.checkpoint.saved.op_names import is_view
+from storage_ops.foundation.op_names import is_view
 
 _COPY = "storage_ops_copy"
 _sync: Any = torch._sync  # type: ignore[attr-defined]

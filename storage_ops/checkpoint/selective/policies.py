@@ -12,46 +12,16 @@ that counts ops has a method `begin()` that returns a fresh one; it is called fo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from storage_ops.checkpoint.saved.op_names import (
-    facts_of,
-    is_mutating,
-    is_view,
-    name_of,
-    packet_of,
-    resolve,
-)
+from storage_ops.foundation.op_names import is_mutating, is_view, name_of, resolve
+from storage_ops.foundation.ops import facts_of, family_of
 
 Policy = Callable[..., CheckpointPolicy | bool | str]
-
-MATMULS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "mkldnn_linear",
-        "_addmm_activation", "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm",
-        "_scaled_grouped_mm", "_scaled_grouped_mm_v2",
-    )
-) | {"transformers::grouped_mm_fallback"}  # fmt: skip
-ATTENTION = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
-        "_efficient_attention_forward",
-    )
-) | {"higher_order::flex_attention"}  # fmt: skip
-# Ops that do the same, of which the device, the dtype or the compiler decides which runs.
-_SAME = dict.fromkeys(ATTENTION, "attention") | dict.fromkeys(
-    ("aten::_grouped_mm", "transformers::grouped_mm_fallback"), "grouped_mm"
-)
-COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
 
 _SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _RECOMPUTING = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -104,17 +74,17 @@ def begin(policy: Policy) -> Policy:
 
 def matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Save the results of matrix products, also batched, scaled and grouped ones."""
-    return _decision(packet_of(name_of(op)) in MATMULS)
+    return _decision(facts_of(op).product is not None)
 
 
 def attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Save the results of fused attention kernels and of flex_attention."""
-    return _decision(packet_of(name_of(op)) in ATTENTION)
+    return _decision(facts_of(op).is_attention)
 
 
 def communication(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Save the results of functional collectives, so that nothing is sent a second time."""
-    return _decision(name_of(op).startswith(COLLECTIVES))
+    return _decision(facts_of(op).collective == "functional")
 
 
 def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -147,16 +117,6 @@ def save(*ops: Any) -> Policy:
     return _Save(resolve(ops, "save()"))
 
 
-def call_name(op: Any) -> str:
-    """The name by which `save_calls` counts the calls of an op."""
-    return _call_name(facts_of(op).name)
-
-
-@functools.cache
-def _call_name(name: str) -> str:
-    return _SAME.get(packet_of(name), name)
-
-
 @dataclass(frozen=True)
 class _SaveCalls:
     calls: frozenset[tuple[str, int]]
@@ -177,7 +137,7 @@ class _CallCounter:
         self._seen: dict[tuple[str, bool], int] = {}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = call_name(op)
+        name = facts_of(op).family
         if name not in self._names:
             return CheckpointPolicy.PREFER_RECOMPUTE
         key = name, bool(ctx.is_recompute)
@@ -215,12 +175,8 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
             raise TypeError(
                 f"save_calls: calls has {call!r}; expected pairs such as ('aten::mm', 0)"
             )
-        kept.add((_call_name(call[0]), call[1]))
+        kept.add((family_of(call[0]), call[1]))
     return _SaveCalls(frozenset(kept))
-
-
-# Which argument of a product is its right factor.
-_RIGHT_FACTOR = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
 
 
 @dataclass(frozen=True)
@@ -228,10 +184,10 @@ class _SaveShapes:
     shapes: frozenset[tuple[int, ...]]
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        position = _RIGHT_FACTOR.get(packet_of(name_of(op)))
-        if position is None or len(args) <= position:
+        product = facts_of(op).product
+        if product is None or product.form != "matrices" or len(args) <= product.right:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        shape = tuple(args[position].shape)  # a symbolic size is no layer's
+        shape = tuple(args[product.right].shape)  # a symbolic size is no layer's
         return _decision(all(type(n) is int for n in shape) and shape in self.shapes)
 
 

@@ -30,12 +30,13 @@ from storage_ops.checkpoint.saved.guard import by_storage, storage_key
 from storage_ops.checkpoint.saved.holders import is_held_by
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.matching import Cursor, Log
-from storage_ops.checkpoint.saved.op_names import Facts, facts_of, name_of, readable
 from storage_ops.checkpoint.selective import offload
 from storage_ops.checkpoint.selective.copies import copies_for
 from storage_ops.checkpoint.selective.offload import Away, Trip
-from storage_ops.checkpoint.selective.policies import COLLECTIVES, OFFLOAD, Policy, begin, saves
+from storage_ops.checkpoint.selective.policies import OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.state.execution import rng_of
+from storage_ops.foundation.op_names import name_of, readable
+from storage_ops.foundation.ops import OpFacts, facts_of
 from storage_ops.storage.storage import is_discarded, is_own, locals_of
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
@@ -156,7 +157,7 @@ def saves_result(
     wanted = saves(policy, ctx, op, args, kwargs)
     if not wanted or not facts_of(op).saveable:
         return False
-    if wanted == OFFLOAD and name_of(op).startswith(COLLECTIVES):
+    if wanted == OFFLOAD and facts_of(op).collective == "functional":
         return True  # its bytes come later than the op
     return wanted
 
@@ -434,7 +435,7 @@ def is_ignored(op: Any, args: Any) -> bool:
     return _ignores(facts_of(op), args)
 
 
-def _ignores(facts: Facts, args: Any) -> bool:
+def _ignores(facts: OpFacts, args: Any) -> bool:
     return facts.is_ignored or (facts.is_cast and _is_cast_once(args[0]))
 
 

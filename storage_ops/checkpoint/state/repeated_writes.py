@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.saved.guard import by_storage, storage_key
 from storage_ops.checkpoint.saved.light_mode import LightMode
-from storage_ops.checkpoint.saved.op_names import is_view
 from storage_ops.checkpoint.saved.saved import fail, fail_modified, set_versions
+from storage_ops.foundation.op_names import is_view
 
 _RENORM = torch.ops.aten.embedding_renorm_.default
 

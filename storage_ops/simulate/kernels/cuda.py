@@ -3,49 +3,50 @@
 Observed by allocation events on an H200 with torch 2.11. Of attention and of sums these are the
 very sizes; of convolutions those of cuDNN's usual choice, which for images of few channels, and for
 some shapes in float32, is another. What it takes where TF32 is turned off is not counted.
+
+cuBLAS keeps a workspace for each thread that has multiplied matrices. A step has two such threads,
+that of the caller and that of autograd. torch allocates 32 MiB for each on a Hopper or Blackwell,
+2 x 4 MiB + 8 x 16 KiB on others (aten/src/ATen/cuda/CublasHandlePool.cpp), unless
+CUBLAS_WORKSPACE_CONFIG says otherwise. Workspaces of the first step exist in all later ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 
-from storage_ops.foundation.ledger import Ledger
-from storage_ops.loss.devices import threads_of
-from storage_ops.simulate.kernels.scratch import CTC_BACKWARD, Scratch, use_log_beta
+from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.foundation.ops import Args, describe
+from storage_ops.loss.devices import GPUS, threads_of
+from storage_ops.simulate.kernels.scratch import Gradients, Kernel, Scratch, See
 
-_See = Callable[[Tensor], None]
-_aten = torch.ops.aten
 _PARTIAL = 8 << 20  # bytes of partial sums of the gradient of a weight
 _PARTS = 13  # of them
 _FEW_ROWS = 3072  # of an embedding, whose gradient is added up without sorting them
 _BLOCK, _WARP = 512, 32  # threads
-
-
-def book(ledger: Ledger, func: Any, args: Any, out: Any, see: _See) -> None:
-    """Book what an op takes besides its results, in the order in which it takes it."""
-    kernel = _KERNELS.get(func)
-    if kernel is not None:
-        kernel(Scratch(ledger, func), args, out, see)
+_HOPPER = 32 << 20
+_OTHER = 2 * (4 << 20) + 8 * (16 << 10)
+_HOPPERS = ("h100", "h200", "gh200", "b200", "gb200", "b300", "gb300", "rtx5090")
+_OF_NAMES = {name: _HOPPER if name in _HOPPERS else _OTHER for name in GPUS}
+THREADS = 2
 
 
 def _up(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-def _attention(rows: int, rows_of_wide: int, width: int) -> Any:
+def _attention(rows: int, rows_of_wide: int, width: int) -> Kernel:
     """Of a kernel that fills up queries to `rows`, and heads to `width`.
 
     Blocks of keys add to the gradient of the queries in float32, and there is a number for each
     query. Heads that share keys have gradients of their own at first.
     """
 
-    def kernel(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+    def kernel(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
         for gradient in out[:3]:
             see(gradient)
         q, k, v = args[1:4]
@@ -59,12 +60,12 @@ def _attention(rows: int, rows_of_wide: int, width: int) -> Any:
     return kernel
 
 
-def _softmax_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+def _softmax_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
     scratch.use(args[0], args[0].nbytes)  # the product of the gradient and the output
 
 
-def _embedding_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+def _embedding_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Indices are sorted; ten of one row, or all of it, make a sum in float32."""
     see(out)
     indices = args[1].numel()
@@ -72,10 +73,10 @@ def _embedding_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> Non
         scratch.use(out, 4 * out.shape[1] * (indices // 10 + min(indices, len(out))))
 
 
-def _reduction(numbers: int) -> Any:
+def _reduction(numbers: int) -> Kernel:
     """Of a kernel that has so many numbers of 32 bits for each result."""
 
-    def kernel(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+    def kernel(scratch: Scratch, args: Args, out: Tensor | tuple[Tensor, ...], see: See) -> None:
         results = out if isinstance(out, tuple) else (out,)
         for result in results:
             see(result)
@@ -121,12 +122,12 @@ def _power_of_two(size: int) -> int:
     return 1 << (min(size, _BLOCK).bit_length() - 1)
 
 
-def _convolution(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
     scratch.use(out, _bytes_of_convolution(args[0], args[1], out, args[8]))
 
 
-def _convolution_backward(scratch: Scratch, args: Any, out: Any, see: _See) -> None:
+def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
     grad, x, weight = args[:3]
     of_x, of_weight, of_bias = out
     copies = _bytes_of_convolution(x, weight, grad, args[9])
@@ -185,18 +186,51 @@ def _bytes_of_partial_sums(x: Tensor, weight: Tensor, groups: int) -> int:
     return min(_PARTS * sums, _PARTIAL) if in_parts else 0
 
 
-_KERNELS: dict[Any, Callable[[Scratch, Any, Any, _See], None]] = {
-    _aten._scaled_dot_product_flash_attention_backward.default: _attention(128, 128, 32),
-    _aten._scaled_dot_product_efficient_attention_backward.default: _attention(64, 128, 64),
-    _aten._scaled_dot_product_cudnn_attention_backward.default: _attention(1, 1, 1),
-    _aten._softmax_backward_data.default: _softmax_backward,
-    _aten.embedding_dense_backward.default: _embedding_backward,
-    _aten.sum.dim_IntList: _reduction(1),
-    _aten.mean.dim: _reduction(1),
-    _aten.std.correction: _reduction(4),  # count, as a float too, mean and sum of squares
-    _aten.var.correction: _reduction(4),
-    _aten.var_mean.correction: _reduction(4),
-    _aten.convolution.default: _convolution,
-    _aten.convolution_backward.default: _convolution_backward,
-    **dict.fromkeys(CTC_BACKWARD, use_log_beta),
-}
+def workspace_bytes(device: str | torch.device | None, model: nn.Module) -> int:
+    """Of one thread, on a device that a step is simulated for; 0 where it is not known which GPU.
+
+    Args:
+        device: "cpu" or a GPU. None: where the parameters of the model are.
+        model: the model.
+    """
+    name = str(device).lower()
+    if name in _OF_NAMES:
+        return _OF_NAMES[name]
+    if device is None:
+        kinds = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        device = next(iter(kinds), None)
+    if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return _HOPPER if torch.cuda.get_device_capability(device)[0] in (9, 10, 12) else _OTHER
+
+
+def keep_workspaces(ledger: Ledger, nbytes: int) -> list[Block]:
+    """Book the workspaces of a step that multiplies as there from the beginning."""
+    made = [
+        Block(nbytes, (nbytes,), torch.uint8, "cuBLAS", asked=nbytes)
+        for _ in range(THREADS)
+        if nbytes
+    ]
+    ledger.inputs += made
+    return made
+
+
+describe(
+    "_scaled_dot_product_flash_attention_backward.default",
+    scratch_on_gpu=_attention(128, 128, 32),
+)
+describe(
+    "_scaled_dot_product_efficient_attention_backward.default",
+    scratch_on_gpu=_attention(64, 128, 64),
+)
+describe(
+    "_scaled_dot_product_cudnn_attention_backward.default",
+    scratch_on_gpu=_attention(1, 1, 1),
+)
+describe("_softmax_backward_data.default", scratch_on_gpu=_softmax_backward)
+describe("embedding_dense_backward.default", scratch_on_gpu=_embedding_backward)
+describe("sum.dim_IntList mean.dim", scratch_on_gpu=_reduction(1))
+# Count, count as a float, mean and sum of squares.
+describe("std.correction var.correction var_mean.correction", scratch_on_gpu=_reduction(4))
+describe("convolution.default", scratch_on_gpu=_convolution)
+describe("convolution_backward.default", scratch_on_gpu=_convolution_backward)

@@ -8,6 +8,7 @@
 * The mean or sum of `mse_loss` and its kin is a number in memory as large as all losses, for as
   long as the number lives.
 * `logsumexp` has the exponentials in memory.
+* Some fakes refuse what kernels compute.
 """
 
 from __future__ import annotations
@@ -23,34 +24,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from storage_ops.foundation.ledger import Block, Ledger
-from storage_ops.simulate.kernels.scratch import Scratch
+from storage_ops.foundation.ledger import Block
+from storage_ops.foundation.op_names import Op
+from storage_ops.foundation.ops import Args, describe
+from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See
 
 _aten = torch.ops.aten
-IN_PLACE = {
-    _aten.add.Tensor: _aten.add_.Tensor,
-    _aten.index_add.default: _aten.index_add_.default,
-    _aten.index_fill.int_Tensor: _aten.index_fill_.int_Tensor,
-    _aten.index_put.default: _aten.index_put_.default,
-    _aten.put.default: _aten.put_.default,
-    _aten.scatter.src: _aten.scatter_.src,
-    _aten.scatter_add.default: _aten.scatter_add_.default,
-}
 _ZEROS = set(map(str, (_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default)))
 # The names of nodes of torch's own end in a number, those of Functions in Python do not.
 _CHOICES = re.compile(
     "(Gather|Index|IndexSelect|Take|Max|Min|Cummax|Cummin|Kthvalue|Median|Nanmedian|Mode|Sort|Topk"
     r"|Trace)Backward\d+"
 )
-# Losses: where their reduction is among the arguments, whether the number has the memory of all,
-# and whether another tensor has them in the forward.
-_LOSSES = {
-    _aten.mse_loss.default: (2, True, True),
-    _aten.smooth_l1_loss.default: (2, True, True),
-    _aten.huber_loss.default: (2, False, True),
-    _aten.soft_margin_loss.default: (2, True, False),
-    _aten.binary_cross_entropy.default: (3, True, False),
-}
 # Whose frames are between an op and who calls it in a simulation.
 _SIMULATES = ("mode", "kernels", "values", "patches", "ranks")
 _OURS = (
@@ -60,8 +45,15 @@ _OURS = (
 )
 
 
-def as_real(func: Any, block: Block | None, args: Any) -> Any:
-    """What real tensors have in place of one of IN_PLACE; `block`: of its first argument."""
+def as_real(func: Op, in_place: Op, block: Block | None, args: Args) -> Op:
+    """Return the op that real tensors run: `func`, or the op of its row that works in place.
+
+    Args:
+        func: an op that has such a row.
+        in_place: the op of the row.
+        block: the memory of the first argument.
+        args: the arguments.
+    """
     node = torch._C._current_autograd_node()
     if node is None or block is None:
         return func
@@ -70,7 +62,7 @@ def as_real(func: Any, block: Block | None, args: Any) -> Any:
     else:
         is_same = bool(_CHOICES.fullmatch(node.name())) and block.made_by in _ZEROS
     if is_same and _is_called_by_autograd() and not _is_transformed():
-        return IN_PLACE[func]
+        return in_place
     return func
 
 
@@ -83,7 +75,7 @@ def _adds_up(node: Any, block: Block) -> bool:
     return block.node != node._sequence_nr() or len(set(edges)) < len(edges)
 
 
-def _is_lent_to_nobody(old: Any, new: Any) -> bool:
+def _is_lent_to_nobody(old: object, new: object) -> bool:
     """Return True if autograd alone holds an earlier gradient, and may write to it."""
     if torch.is_grad_enabled() or not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return False
@@ -127,21 +119,76 @@ def _module_of(frame: FrameType) -> str:
     return name
 
 
-def book(ledger: Ledger, func: Any, args: Any, out: Any) -> None:
-    """Book what real tensors take for an op besides what fake ones show."""
-    if func in _LOSSES and not _is_transformed():
-        _book_loss(ledger, func, args, out)
-    elif func is _aten.logsumexp.default:
-        copies = 1 if args[0].is_floating_point() else 2
-        Scratch(ledger, func).use(args[0], args[0].numel() * out.itemsize * copies)
+def _logsumexp(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    copies = 1 if args[0].is_floating_point() else 2
+    scratch.use(args[0], args[0].numel() * out.itemsize * copies)
 
 
-def _book_loss(ledger: Ledger, func: Any, args: Any, out: Tensor) -> None:
-    at, is_kept, is_made = _LOSSES[func]
-    if len(args) > at and args[at] == 0:
-        return  # not reduced
-    losses = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape)) * out.itemsize
-    if is_kept:
-        ledger.see_as(out, ledger.block(out, losses, str(func)))
-    if is_made:
-        Scratch(ledger, func).use(out, losses)
+def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
+    """Return the scratch of a loss.
+
+    Args:
+        at: the position of the reduction among the arguments.
+        is_kept: whether the reduced loss lies in memory as large as all losses.
+        is_made: whether another tensor has all losses in the forward.
+    """
+
+    def kernel(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+        if _is_transformed() or (len(args) > at and args[at] == 0):
+            return  # not reduced
+        losses = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape)) * out.itemsize
+        if is_kept:
+            scratch.ledger.see_as(out, scratch.ledger.block(out, losses, scratch.name))
+        if is_made:
+            scratch.use(out, losses)
+
+    return kernel
+
+
+# The functions below return results for fake tensors, or NotImplemented if torch's own is right.
+def _integers_counted(x: Tensor, bins: int = 100, *_: float) -> Tensor:
+    """Return the bins of a histogram; torch's fake refuses integers, which GPUs count."""
+    return NotImplemented if x.is_floating_point() else x.new_empty(bins)
+
+
+def _given(*_: object, out: Tensor, **__: object) -> Tensor:
+    """Return `out`: before torch 2.13 the fake of the op raises."""
+    return out
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Return nothing: the op writes to its arguments, and tiles of a loss call it often."""
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: object, **__: object
+) -> Tensor:
+    """Return products of groups in rows, columns or matrices; torch's fake wants bfloat16."""
+    if left.dtype == torch.bfloat16:
+        return NotImplemented  # type: ignore[no-any-return]
+    shape = (left.shape[-2], right.shape[-1])
+    if left.dim() == right.dim() == 2 and offsets is not None:
+        return left.new_empty((len(offsets), *shape))
+    return left.new_empty((len(left), *shape) if left.dim() == right.dim() == 3 else shape)
+
+
+describe("add.Tensor", in_place=_aten.add_.Tensor)
+describe("index_add.default", in_place=_aten.index_add_.default)
+describe("index_fill.int_Tensor", in_place=_aten.index_fill_.int_Tensor)
+describe("index_put.default", in_place=_aten.index_put_.default)
+describe("put.default", in_place=_aten.put_.default)
+describe("scatter.src", in_place=_aten.scatter_.src)
+describe("scatter_add.default", in_place=_aten.scatter_add_.default)
+describe("mse_loss.default smooth_l1_loss.default", scratch=_loss(2, True, True))
+describe("huber_loss.default", scratch=_loss(2, False, True))
+describe("soft_margin_loss.default", scratch=_loss(2, True, False))
+describe("binary_cross_entropy.default", scratch=_loss(3, True, False))
+describe("logsumexp.default", scratch=_logsumexp)
+describe("histc.default", result=_integers_counted)
+describe("addmm.dtype_out", result=_given)
+describe("_grouped_mm.default", result=_grouped_product)
+describe(
+    "storage_ops::_cross_entropy_rows storage_ops::_divergence_rows storage_ops::_product"
+    " storage_ops::_scale storage_ops::_transposed_product",
+    result=_nothing,
+)

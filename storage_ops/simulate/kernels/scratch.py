@@ -5,43 +5,65 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.foundation.op_names import Op
+from storage_ops.foundation.ops import Args, facts_of
 
-_aten = torch.ops.aten
-CTC_BACKWARD = (_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
+See = Callable[[Tensor], None]
 
 
 class Scratch:
-    """Books it for one call of an op, which has to give back what it takes."""
+    """Records the temporary memory of one call of an op.
 
-    def __init__(self, ledger: Ledger, func: Any) -> None:
-        self._ledger, self._name = ledger, str(func)
+    A kernel is a function `kernel(scratch, args, out, see)` in the table of facts. It calls `see`
+    for each result when the op allocates the result, and gives back all that it takes.
+
+    Attributes:
+        ledger: where the memory is recorded.
+        name: the op.
+    """
+
+    def __init__(self, ledger: Ledger, op: Op) -> None:
+        self.ledger, self.name = ledger, str(op)
 
     def take(self, *tensors: Tensor, times: int = 1) -> list[Block]:
-        """Blocks as large as tensors, each so many times."""
+        """Take a block for each tensor, `times` as large."""
         return [b for t in tensors for b in self.take_bytes(t, t.nbytes * times)]
 
     def take_bytes(self, like: Tensor, nbytes: int) -> list[Block]:
-        """A block of so many bytes, for what is done with a tensor."""
-        return [self._ledger.take(self._ledger.block(like, nbytes, self._name))]
+        """Take a block of `nbytes` bytes for work on the tensor `like`."""
+        return [self.ledger.take(self.ledger.block(like, nbytes, self.name))]
 
     def give_back(self, blocks: list[Block]) -> None:
-        """End what `take` and `take_bytes` returned."""
+        """End blocks that `take` and `take_bytes` returned."""
         for block in blocks:
-            self._ledger.give_back(block)
+            self.ledger.give_back(block)
 
     def use(self, like: Tensor, nbytes: int) -> None:
-        """Take so many bytes and give them back."""
-        self._ledger.temporary(like, self._name, nbytes)
+        """Take `nbytes` bytes and give them back."""
+        self.ledger.temporary(like, self.name, nbytes)
 
 
-def use_log_beta(
-    scratch: Scratch, args: tuple[Any, ...], out: Tensor, see: Callable[[Tensor], None]
-) -> None:
-    """Take the backward variables of CTC, which are as large as the forward ones."""
-    see(out)
-    log_alpha: Tensor = args[6]
-    scratch.use(log_alpha, log_alpha.nbytes)
+# Of the input, the weight and the bias.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Kernel = Callable[[Scratch, Args, Any, See], None]
+
+
+def book(ledger: Ledger, op: Op, args: Args, out: object, on_gpu: bool, is_wrapped: bool) -> None:
+    """Record what a call of an op allocates besides what fake tensors show.
+
+    Args:
+        ledger: where.
+        op, args, out: the call and its result.
+        on_gpu: whether the kernel of a GPU runs.
+        is_wrapped: whether a tensor subclass called the op for the tensors inside of it.
+    """
+    facts = facts_of(op)
+    for kernel in (
+        None if is_wrapped else facts.scratch,
+        facts.scratch_on_gpu if on_gpu else facts.scratch_on_cpu,
+    ):
+        if kernel is not None:
+            kernel(Scratch(ledger, op), args, out, lambda t: ledger.see(t, str(op)))

@@ -101,20 +101,8 @@ def _part(p: Any) -> Any:
     return part
 
 
-def is_collective(func: Any) -> bool:
-    """Whether an op is a collective that works on tensors in place and returns its handle."""
-    return str(func.namespace) == "c10d"
-
-
-def communicates(func: Any) -> bool:
-    """Whether an op is a collective."""
-    return func.namespace in ("c10d", "_c10d_functional", "_dtensor")
-
-
 def count_sent(sent: Counter[str], func: Any, args: Any) -> None:
-    """Add the bytes that a collective sends from this rank, if the op is one."""
-    if not communicates(func):
-        return
+    """Add the bytes that a collective sends from this rank."""
     op = func._schema.name.split("::")[1].lstrip("_")
     given = tensors_in(args[:2])
     if op == "send":

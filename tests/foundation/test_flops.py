@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from storage_ops import policies
-from storage_ops.checkpoint.saved.op_names import name_of
-from storage_ops.checkpoint.selective.flops import flops_of
+from storage_ops.foundation.op_names import name_of
+from storage_ops.foundation.ops import flops_of
 
 aten = torch.ops.aten
 B, H, Q, K, D, V = 2, 6, 5, 7, 8, 16

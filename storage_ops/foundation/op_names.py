@@ -11,10 +11,11 @@ import functools
 import re
 import warnings
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+Op: TypeAlias = "torch._ops.OpOverload[..., Any] | torch._ops.HigherOrderOperator"
 
 HIGHER_ORDER = "higher_order"
 # aten.mm, aten.mm.default, aten::mm, torch.ops.aten.mm.default
@@ -22,15 +23,15 @@ _SPELLINGS = re.compile(r"(?:torch\.ops\.)?(\w+)(?:\.|::)(\w+)(?:\.(\w+))?")
 
 
 @functools.cache
-def name_of(op: Any) -> str:
+def name_of(op: Op) -> str:
     """The dispatcher's name of an op that a policy is asked about.
 
     Example:
-        >>> from storage_ops.checkpoint.saved.op_names import name_of
+        >>> from storage_ops.foundation.op_names import name_of
         >>> name_of(torch.ops.aten.mm.default), name_of(torch.ops.aten.mm.dtype)
         ('aten::mm', 'aten::mm.dtype')
     """
-    name = str(op.name())
+    name = str(op.name())  # type: ignore[no-untyped-call]
     return name if "::" in name else f"{HIGHER_ORDER}::{name}"
 
 
@@ -45,13 +46,13 @@ def packet_of(name: str) -> str:
 
 
 @functools.cache
-def is_mutating(op: Any) -> bool:
+def is_mutating(op: Op) -> bool:
     """Whether the op modifies an argument in place."""
     return bool(getattr(getattr(op, "_schema", None), "is_mutable", False))
 
 
 @functools.cache
-def is_view(op: Any) -> bool:
+def is_view(op: Op) -> bool:
     """Whether an output of the op is a view of an argument, by its schema."""
     schema = getattr(op, "_schema", None)
     return schema is not None and any(
@@ -60,68 +61,9 @@ def is_view(op: Any) -> bool:
 
 
 @functools.cache
-def is_allocation(op: Any) -> bool:
+def is_allocation(op: Op) -> bool:
     """Whether the op returns bytes that nothing has written."""
     return name_of(op).startswith(("aten::empty", "aten::new_empty"))
-
-
-class Facts(NamedTuple):
-    """What modes ask of each op that runs.
-
-    Attributes:
-        op: itself.
-        name: the dispatcher's.
-        saveable: whether its result can be kept in the place of running it again: not of an op that
-            modifies an argument, nor a view, nor bytes that nothing has written.
-        may_share: whether an output may lie on the bytes of an argument with a version of its own.
-            A view has the version of what it views.
-        may_draw: whether it may draw random numbers.
-        is_ignored: whether it only asks for the layout of a tensor, as C++ code does where an
-            exception ends the process.
-        is_cast: whether it converts a tensor.
-    """
-
-    op: Any
-    name: str
-    saveable: bool
-    may_share: bool
-    may_draw: bool
-    is_ignored: bool
-    is_cast: bool
-
-
-_facts: dict[int, Facts] = {}
-
-
-def facts_of(op: Any) -> Facts:
-    """The facts of an op, by its identity: an op's hash is computed in Python, which takes long."""
-    found = _facts.get(id(op))
-    if found is None:
-        name = name_of(op)
-        saveable = not (is_mutating(op) or is_view(op) or is_allocation(op))
-        new = saveable and name.startswith("aten::") and op is not _UNSAFE_VIEW
-        found = _facts[id(op)] = Facts(
-            op,
-            name,
-            saveable,
-            not (new or is_view(op)),
-            _may_draw(op),
-            op in SAC_IGNORED_OPS or name.startswith(_ABOUT_LAYOUTS),
-            op is _CAST,
-        )
-    return found
-
-
-def _may_draw(op: Any) -> bool:
-    arguments = getattr(getattr(op, "_schema", None), "arguments", ())
-    seeded = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-    return seeded or any("Generator" in str(argument.type) for argument in arguments)
-
-
-# Sizes, strides and offsets of strided nested tensors, and the layout of jagged ones.
-_ABOUT_LAYOUTS = ("aten::_nested_tensor_s", "prim::")
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-_CAST = torch.ops.aten._to_copy.default
 
 
 def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:
@@ -137,7 +79,7 @@ def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:
         ValueError: there is no such op (names similar ones), or it modifies an argument.
 
     Example:
-        >>> from storage_ops.checkpoint.saved.op_names import resolve
+        >>> from storage_ops.foundation.op_names import resolve
         >>> sorted(resolve(["aten.mm"], "ops_to_save"))
         ['aten::mm', 'aten::mm.dtype']
         >>> sorted(resolve(["torch.ops.aten.mm.default"], "ops_to_save"))

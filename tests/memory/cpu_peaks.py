@@ -1,0 +1,25 @@
+"""Peaks of a function on a CPU: simulated and measured."""
+
+from storage_ops.foundation.ledger import Ledger
+from storage_ops.memory import measure
+from storage_ops.simulate.estimate import call_simulated, simulating
+from storage_ops.simulate.held import Held
+from storage_ops.simulate.values.assume import Assumption
+
+
+def simulated_peak(run):
+    """Bytes above the inputs that a call of `run` takes at most, with the kernels of a CPU."""
+    ledger, held = Ledger(int), Held(run, (), {})
+    with simulating(ledger, held, (), {}, Assumption(None), False) as (_, args, kwargs):
+        out = call_simulated(run, args, kwargs)
+    peak = max(ledger.levels()) - sum(block.nbytes for block in ledger.inputs)
+    del out
+    return peak
+
+
+def measured_peak(run):
+    """Bytes that a second call of `run` allocates at most; the first one may fill caches."""
+    run()
+    with measure() as m:
+        run()
+    return m.peak_bytes

@@ -1,0 +1,114 @@
+"""Temporary memory of CPU kernels: simulated peaks against measured ones, for each row."""
+
+import pytest
+import torch
+from torch import nn
+
+from storage_ops.foundation import ops
+
+from .cpu_peaks import measured_peak, simulated_peak
+
+ROWS, WIDTH = 512, 256
+
+
+def numbers(dtype, *shape):
+    return torch.rand(shape or (ROWS, WIDTH), dtype=dtype)
+
+
+def indices():
+    return torch.randint(ROWS, (ROWS, WIDTH))
+
+
+def zeros(dtype):
+    return torch.zeros(2 * ROWS, WIDTH, dtype=dtype)
+
+
+def reduced(how):
+    return lambda x: zeros(x.dtype).scatter_reduce(0, indices(), x, how)
+
+
+# Functions of numbers, by the row that they test.
+CASES = {
+    "tag::pointwise": [
+        lambda x: (x > 0.5) * x, lambda x: x + x.detach().double(), lambda x: indices() / 3 + x,
+        lambda x: indices() > x, lambda x: torch.zeros_like(x).add_(x.detach().double()),
+        lambda x: torch.zeros(ROWS, WIDTH, dtype=torch.float64).add_(x),
+        lambda x: indices().sin() + x,
+    ],
+    "aten::where": [lambda x: torch.where(x > 0.5, x, x.detach().double())],
+    "aten::abs": [lambda x: torch.complex(x.float(), x.float()).abs()],
+    "aten::angle": [lambda x: torch.complex(x.float(), x.float()).angle()],
+    "aten::sum": [
+        lambda x: (x > 0.5).sum(-1) * x[:, 0], lambda x: x.sum(0, dtype=torch.float64),
+        lambda x: (x > 0.5).sum(), lambda x: x.amax(-1),
+    ],
+    "aten::nansum": [lambda x: x.nansum(-1, dtype=torch.float64)],
+    "aten::mean": [lambda x: x.mean(-1, dtype=torch.float64)],
+    "aten::prod": [lambda x: x.detach().prod(-1, dtype=torch.float64)],
+    "aten::linalg_vector_norm": [lambda x: x.detach().norm(dim=-1, dtype=torch.float64)],
+    "aten::cumsum": [lambda x: (x > 0.5).cumsum(0), lambda x: x.cumsum(0, dtype=torch.float64)],
+    "aten::cumprod": [lambda x: (x > 0.5).cumprod(0)],
+    "aten::gather": [lambda x: x.gather(0, indices())],
+    "aten::scatter": [
+        lambda x: zeros(x.dtype).scatter(0, indices(), x), lambda x: x.median(-1)[0],
+        lambda x: x.topk(8)[0], lambda x: x.cummax(-1)[0],
+    ],
+    "aten::scatter_": [lambda x: zeros(x.dtype).scatter_(0, indices(), x)],
+    "aten::scatter_add": [lambda x: zeros(x.dtype).scatter_add(0, indices(), x)],
+    "aten::scatter_add_": [lambda x: zeros(x.dtype).scatter_add_(0, indices(), x)],
+    "aten::scatter_reduce": [reduced("mean"), reduced("amax"), reduced("prod")],
+    "aten::scatter_reduce_": [
+        lambda x: zeros(x.dtype).scatter_reduce_(0, indices(), x.detach(), "mean")
+    ],
+    "aten::kthvalue": [lambda x: x.kthvalue(3, -1)[0], lambda x: x.kthvalue(3, 0)[0]],
+    "aten::linalg_matrix_exp": [lambda x: torch.matrix_exp(x.view(-1, 16, 16))],
+    "aten::renorm": [lambda x: x.renorm(2, 0, 1.0)],
+    "aten::_euclidean_dist": [lambda x: torch.cdist(x.float(), x.float()[:100])],
+}  # fmt: skip
+ELSEWHERE = {  # tested with the layers that call these ops
+    "aten::mm", "aten::addmm", "aten::convolution.default", "aten::convolution_backward.default",
+    "aten::_ctc_loss_backward",
+}  # fmt: skip
+
+
+def test_every_row_has_a_case():
+    rows = {name for name, row in ops.described().items() if "scratch_on_cpu" in row}
+    assert rows == CASES.keys() | ELSEWHERE
+
+
+def check(run):
+    assert simulated_peak(run) == pytest.approx(measured_peak(run), rel=0.03, abs=4096)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_peaks_of_a_row(name, dtype):
+    for fn in CASES[name]:
+        x = numbers(dtype).requires_grad_()
+
+        def run(fn=fn, x=x):
+            value = fn(x)
+            if value.requires_grad:
+                torch.autograd.grad(value, x, torch.ones_like(value))
+            return value
+
+        check(run)
+
+
+CONVOLUTIONS = {
+    "to 8 channels": (lambda: nn.Conv2d(32, 8, 3, padding=1), (4, 32, 32, 32)),
+    "of 24 channels": (lambda: nn.Conv2d(24, 24, 3, padding=1), (4, 24, 32, 32)),
+    "transposed": (lambda: nn.ConvTranspose2d(32, 16, 3), (4, 32, 32, 32)),
+    "transposed by strides": (lambda: nn.ConvTranspose2d(64, 32, 4, 2, 1), (4, 64, 16, 16)),
+    "transposed, single": (lambda: nn.ConvTranspose2d(32, 16, 1), (4, 32, 32, 32)),
+}
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_peaks_of_convolutions(name):
+    """The gradient of a sum is one number for all of an image, which kernels copy."""
+    make, shape = CONVOLUTIONS[name]
+    layer, x = make(), numbers(torch.float32, *shape).requires_grad_()
+    check(lambda: layer(x))
+    check(lambda: torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()]))
