@@ -294,6 +294,8 @@ class _Recording(_Following):
         if not (wanted or (self._on_storage and facts.may_share)):
             return out
         tensors = tensors_in(out)
+        if any(t.is_inference() for t in tensors):  # they have no versions, so writes are unseen
+            return out
         made = by_storage(tensors)
         for key, t in made.items():
             if key in self._on_storage:
