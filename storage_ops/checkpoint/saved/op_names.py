@@ -79,6 +79,8 @@ class Facts(NamedTuple):
         is_ignored: whether it only asks for the layout of a tensor, as C++ code does where an
             exception ends the process.
         is_cast: whether it converts a tensor.
+        is_collective: whether it is a collective that writes into its arguments, which its schema
+            does not say.
     """
 
     op: Any
@@ -88,6 +90,7 @@ class Facts(NamedTuple):
     may_draw: bool
     is_ignored: bool
     is_cast: bool
+    is_collective: bool
 
 
 _facts: dict[int, Facts] = {}
@@ -98,7 +101,8 @@ def facts_of(op: Any) -> Facts:
     found = _facts.get(id(op))
     if found is None:
         name = name_of(op)
-        saveable = not (is_mutating(op) or is_view(op) or is_allocation(op))
+        is_collective = name.startswith("c10d::")
+        saveable = not (is_mutating(op) or is_view(op) or is_allocation(op) or is_collective)
         new = saveable and name.startswith("aten::") and op is not _UNSAFE_VIEW
         found = _facts[id(op)] = Facts(
             op,
@@ -108,6 +112,7 @@ def facts_of(op: Any) -> Facts:
             _may_draw(op),
             op in SAC_IGNORED_OPS or name.startswith(_ABOUT_LAYOUTS),
             op is _CAST,
+            is_collective,
         )
     return found
 

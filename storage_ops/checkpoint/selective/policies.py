@@ -27,6 +27,7 @@ from storage_ops.checkpoint.saved.op_names import (
     packet_of,
     resolve,
 )
+from storage_ops.checkpoint.selective.collectives import FUNCTIONAL, IN_PLACE
 
 Policy = Callable[..., CheckpointPolicy | bool | str]
 
@@ -51,7 +52,7 @@ ATTENTION = frozenset(
 _SAME = dict.fromkeys(ATTENTION, "attention") | dict.fromkeys(
     ("aten::_grouped_mm", "transformers::grouped_mm_fallback"), "grouped_mm"
 )
-COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::")
+COLLECTIVES = (*FUNCTIONAL, IN_PLACE)
 
 _SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _RECOMPUTING = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -113,7 +114,7 @@ def attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def communication(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the results of functional collectives, so that nothing is sent a second time."""
+    """Save the results of collectives, functional or in place, so that nothing is sent again."""
     return _decision(name_of(op).startswith(COLLECTIVES))
 
 
