@@ -62,13 +62,13 @@ class Containers:
 
     def count(self) -> dict[int, Counts]:
         """Count the holders and the items of each container that somebody else holds."""
+        if not self._all:  # as for regions that return a tensor
+            return {}
         count = len(self._all) + 1
         while len(self._all) < count:  # a container may have held the last reference to another
             count = len(self._all)
             references = self._references()
             self._all = [value for value in self._all if references[id(value)] > 0]
-        if not count:
-            return {}
         names, named = self._names(), Counter(map(id, variables()))
         return {
             id(value): Counts(names[id(value)] - named[id(value)], Counter(map(id, _items(value))))
@@ -83,6 +83,8 @@ class Containers:
                 caller, be it a variable or an attribute; one in another container had none.
         """
         found: set[int] = set()
+        if not self._all:
+            return found
         now, names = self.count(), self._names()
         for value in self._all:
             at = id(value)
