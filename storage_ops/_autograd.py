@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -195,13 +194,19 @@ def transforming() -> bool:
 def needs_no_graph() -> bool:
     """Return True if torch.compile must call a loss without a graph, by `without_graph`.
 
-    Dynamo cannot run an op's own autograd formula in torch.func.grad. A vmap alone has a rule.
+    Dynamo cannot run an op's own autograd formula in torch.func.grad, nor in a vmap inside of it.
+    A vmap alone has a rule.
     """
-    return (
-        torch.compiler.is_compiling()
-        and torch._C._are_functorch_transforms_active()
-        and retrieve_current_functorch_interpreter().key() != TransformType.Vmap
-    )
+    return torch.compiler.is_compiling() and _is_in_grad()
+
+
+def _is_in_grad() -> bool:
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() != TransformType.Vmap for each in transforms)
+
+
+# Dynamo calls it while it traces, and guards on the transforms.
+_is_in_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def without_graph(apply: Callable[..., Any], call: Any) -> Any:

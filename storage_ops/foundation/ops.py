@@ -97,8 +97,8 @@ class OpFacts:
         is_ignored: whether it only asks for the layout of a tensor, as C++ code does if an
             exception would end the process.
         is_cast: whether it converts a tensor.
-        collective: "functional" for a collective that returns a tensor, "in place" for one that
-            returns a handle, "" for other ops.
+        collective: "functional" for a collective that returns a tensor. "in place" for one that
+            writes into its arguments, which its schema does not say. "" for other ops.
         product: where a matrix product has its factors. None: the op is no matrix product.
         flops: counts the floating-point operations of a call. None: torch's counter may know.
         family: the name that ops share if the device, the dtype or the compiler decides which of
@@ -193,7 +193,9 @@ def _new_facts(op: Op) -> OpFacts:
         row.update(_rows.get(key, {}))
     row["family"] = row.get("family", name)
     row["flops"] = _flops(op, row)
-    saveable = not (is_mutating(op) or is_view(op) or is_allocation(op))
+    collective = _COLLECTIVES.get(name.partition("::")[0], "")
+    writes = is_mutating(op) or collective == "in place"
+    saveable = not (writes or is_view(op) or is_allocation(op))
     new = saveable and name.startswith("aten::") and op is not _UNSAFE_VIEW
     return OpFacts(
         op,
@@ -203,7 +205,7 @@ def _new_facts(op: Op) -> OpFacts:
         _may_draw(op),
         op in SAC_IGNORED_OPS or name.startswith(_ABOUT_LAYOUTS),
         op is _CAST,
-        _COLLECTIVES.get(name.partition("::")[0], ""),
+        collective,
         **row,
     )
 

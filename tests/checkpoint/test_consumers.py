@@ -336,6 +336,86 @@ def test_what_a_consumer_was_given_in_a_container(path, name):
     assert torch.allclose(x.grad, h * h.cos() + h)
 
 
+def with_blocks(producer, consumer, x):
+    ckpt = so.OutputDiscardCheckpoint()
+    given = ckpt.checkpoint(producer, x)
+    with ckpt.consumer():
+        y = consumer(given)
+    ckpt.discard_output_and_register_recompute()
+    return y
+
+
+def with_chain(producer, consumer, x):
+    with so.OutputDiscardChain() as chain:
+        given = chain.checkpoint(producer, x)
+        return consumer(given)
+
+
+HOLDER = nn.Module()
+STORES = {
+    "attribute": lambda d: setattr(HOLDER, "d", d),
+    "list": lambda d: KEPT.update(d=[d]),
+    "closure": lambda d: KEPT.update(d=(lambda: d).__closure__[0]),
+    "an inner one": lambda d: KEPT.update(d=d["inner"]),
+    "an inner one that it takes out": lambda d: KEPT.update(d=d.pop("inner")),
+    "what it takes out": lambda d: KEPT.update(d=d["inner"].pop()),
+}
+
+
+@pytest.mark.parametrize("run", [with_blocks, with_chain])
+@pytest.mark.parametrize("name", STORES)
+def test_a_container_that_a_consumer_stores(path, name, run):
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+
+    def consumer(d):
+        y = d["inner"][0].sin()
+        STORES[name](d)
+        return y
+
+    y = run(lambda x: {"inner": [x.exp()]}, consumer, x)
+    held = KEPT.pop("d") if KEPT else vars(HOLDER).pop("d")
+    while not isinstance(held, torch.Tensor):
+        if hasattr(held, "cell_contents"):
+            held = held.cell_contents
+        held = held["inner"] if isinstance(held, dict) else held[0]
+    assert not so.is_discarded(held)
+    (y + held).sum().backward()
+    h = x.detach().exp()
+    assert torch.allclose(x.grad, h * h.cos() + h)
+
+
+@pytest.mark.parametrize("returned", [lambda h: {"h": h}, lambda h: (h, 1), lambda h: [(h,)]])
+def test_a_container_of_variables_is_freed(path, returned):
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    outer = {}
+
+    def consumer(d):
+        outer["before"] = d
+        while not isinstance(d, torch.Tensor):
+            d = next(iter(d.values())) if isinstance(d, dict) else d[0]
+        del outer["before"]
+        return d.sin()
+
+    ckpt, chain = so.OutputDiscardCheckpoint(), so.OutputDiscardChain()
+    first = ckpt.checkpoint(lambda x: returned(x.exp()), x)
+    with ckpt.consumer():
+        same = first
+        y = consumer(same)
+    ckpt.discard_output_and_register_recompute()
+    with chain:
+        second = chain.checkpoint(lambda x: returned(x.exp()), x)
+        if isinstance(second, tuple):
+            second, _ = second
+        y = y + consumer(second)
+    for given in (first, second):
+        found = []
+        tensors(given, found)
+        assert so.is_discarded(found[0])
+    y.sum().backward()
+    h = x.detach().exp()
+    assert torch.allclose(x.grad, 2 * h * h.cos())
+
+
 def test_a_container_that_nobody_keeps_is_freed(path):
     x, inside = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), []
 
@@ -369,7 +449,7 @@ def tensors(value, found):
     """The tensors in containers and objects."""
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif value is not None:
+    elif value is not None and not isinstance(value, int):
         value = value if isinstance(value, (list, tuple, dict)) else vars(value)
         for each in value.values() if isinstance(value, dict) else value:
             tensors(each, found)

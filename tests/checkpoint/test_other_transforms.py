@@ -6,6 +6,7 @@ import importlib
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import storage_ops as so
 
@@ -78,6 +79,61 @@ def test_jagged_tensors_of_offsets_from_outside_and_from_inside():
     y = so.output_discard(lambda x: region(x, offsets.clone()), torch.sum)(x)
     with pytest.raises(RuntimeError, match=r"is a jagged tensor.*offsets that are made outside"):
         y.backward()
+    layer = so.CheckpointWrapper(
+        Called(lambda x: region(x, offsets.clone())), policy=lambda ctx, op, *a, **k: True
+    )
+    with pytest.raises(RuntimeError, match=r"aten.exp of .* differ.*offsets that are made outside"):
+        layer(x).sum().backward()
+
+
+class Called(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args):
+        return self.fn(*args)
+
+
+WRAPPED = {
+    "full": so.CheckpointWrapper,
+    "selective": lambda m: so.CheckpointWrapper(m, policy=lambda ctx, op, *a, **k: True),
+    "discarding": lambda m: so.OutputDiscard(m, torch.sin),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_dual_numbers_in_a_level_and_behind_it(name):
+    layer, x, tangent = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    last = torch.sin if name == "discarding" else lambda y: y
+    run = WRAPPED[name](Called(lambda x: layer(x).exp()))
+
+    def loss(fn):
+        y, moved = forward_ad.unpack_dual(fn(forward_ad.make_dual(x, tangent)))
+        return y.sum() + moved.sum()
+
+    with forward_ad.dual_level():
+        right = torch.autograd.grad(loss(lambda x: last(layer(x).exp())), (x, layer.weight))
+        assert all(map(torch.equal, torch.autograd.grad(loss(run), (x, layer.weight)), right))
+        late = loss(run)
+    with pytest.raises(RuntimeError, match=r"dual_level.. block that has ended"):
+        late.backward()
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_inference_mode_inside_of_a_region(name):
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    last = torch.sin if name == "discarding" else lambda y: y
+
+    def region(x):
+        with torch.inference_mode():
+            t = x.sin()
+            t.add_(1)
+        return layer(x * t.sum()).exp()
+
+    right = torch.autograd.grad(last(region(x)).sum(), (x, layer.weight))
+    found = torch.autograd.grad(WRAPPED[name](Called(region))(x).sum(), (x, layer.weight))
+    assert all(map(torch.equal, found, right))
 
 
 def test_compiled_autograd_over_eager_regions():

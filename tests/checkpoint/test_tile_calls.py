@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
 
 import storage_ops
@@ -147,3 +148,49 @@ def test_a_budget_leaves_no_fake_tensors_in_caches():
     tiled = storage_ops.tile(Scaled(*layers), budget="64KiB")
     torch.testing.assert_close(tiled(x), Scaled(*layers)(x))
     assert type(scale_of(16)) is torch.Tensor
+
+
+class Called(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.layer, self.fn = nn.Linear(4, 4).double(), fn
+
+    def forward(self, x):
+        return self.fn(self.layer(x))
+
+
+def after_errors(h):
+    for other in (torch.ones(3, 4).double(), torch.ones(4, 3)):
+        try:
+            h = torch.mm(h, other).exp()
+        except RuntimeError:
+            h = h.sin()
+    try:
+        h = torch.addmm(torch.ones(2, 2).double(), h, torch.ones(4, 4).double())
+    except RuntimeError:
+        h = h.cos()
+    return h
+
+
+def jagged(h):
+    offsets = torch.tensor([0, 1, h.shape[0]])
+    return torch.nested.nested_tensor_from_jagged(h, offsets).sin().values()
+
+
+@pytest.mark.parametrize("fn", [after_errors, jagged])
+def test_ops_that_raise_and_ops_behind_a_product(fn):
+    module, x = Called(fn), torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    wanted = (x, *module.parameters())
+    right = torch.autograd.grad(module(x).square().sum(), wanted)
+    storage_ops.tile(module, 2, dim=0)
+    torch.testing.assert_close(torch.autograd.grad(module(x).square().sum(), wanted), right)
+
+
+def test_transforms_that_tiles_do_not_take():
+    inner = storage_ops.tile(Called(lambda h: torch.func.grad(lambda h: h.sin().sum())(h)), 2)
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"Called calls a transform of torch.func"):
+        inner(x)
+    module = storage_ops.tile(Called(torch.sin), 2, dim=0)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="tiles have no forward-mode"):
+        module(forward_ad.make_dual(x, x.detach()))

@@ -93,6 +93,76 @@ def compare_communication():
     assert all(torch.equal(grad, grads[None]) for grad in grads.values())
 
 
+class InPlace(torch.autograd.Function):
+    """Collectives that write into their arguments, as Functions of tensor parallelism call them."""
+
+    @staticmethod
+    def forward(ctx, x, kind, total):
+        if kind == "reduce":
+            dist.all_reduce(x)
+            return x
+        if kind == "reduce later":
+            x = x.clone()
+            dist.all_reduce(x, async_op=True).wait()
+        elif kind == "reduce twice":
+            x = x.clone()
+            dist.all_reduce(x)
+            dist.all_reduce(x)
+        elif kind == "total":  # of a buffer, to which the next call adds
+            total.fill_(x.sum().item())
+            dist.all_reduce(total)
+            x = x * total
+        elif kind == "to all":
+            out = torch.empty_like(x)
+            dist.all_to_all_single(out, x.contiguous())
+            return out
+        else:
+            everyone = [torch.empty_like(x) for _ in range(WORLD)]
+            dist.all_gather(everyone, x)
+            return torch.cat(everyone)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[:2], None, None
+
+
+class Parallel(nn.Module):
+    def __init__(self, kind, is_last):
+        super().__init__()
+        self.kind, self.is_last = kind, is_last
+        self.layer = nn.Linear(4, 4, bias=False).double()
+        self.register_buffer("total", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        y = InPlace.apply(self.layer(x), self.kind, self.total)
+        return y if self.is_last else y.exp().sin()
+
+
+def compare_in_place_collectives(rank):
+    for kind in ("reduce", "reduce later", "reduce twice", "total", "to all", "gather"):
+        for policy in (None, "matmuls", "communication", lambda ctx, op, *args, **kwargs: True):
+            for is_last in (False, True):
+                torch.manual_seed(0)
+                plain = Parallel(kind, is_last)
+                layer = so.CheckpointWrapper(
+                    copy.deepcopy(plain), **({} if policy is None else {"policy": policy})
+                )
+                torch.manual_seed(rank)
+                x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+                loss = [(m(x).square() + m(x + 1)).sum() for m in (plain, layer)]
+                right = torch.autograd.grad(loss[0], (x, plain.layer.weight))
+                with Ops() as ops:
+                    found = torch.autograd.grad(loss[1], (x, layer.layer.weight))
+                assert all(map(torch.equal, found, right)), (kind, policy, is_last)
+                assert torch.equal(layer.total, plain.total)
+                names = ("allreduce_", "alltoall_base_", "allgather_")
+                sent = sum(ops.count[name] for name in names)
+                # Of two collectives on the same bytes, the second overwrites what the first wrote.
+                again = 2 if kind == "reduce twice" else 0
+                assert sent == again or policy in (None, "matmuls"), (kind, policy, is_last, sent)
+
+
 def compare_tensor_parallel():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
@@ -123,6 +193,7 @@ def work(rank):
     compare(rank, DistributedDataParallel)
     compare(rank, shard)
     compare_communication()
+    compare_in_place_collectives(rank)
     compare_tensor_parallel()
     model = shard(so.apply_activation_checkpoint(Model(layers=1), Config(["Block"])))
     assert isinstance(model.layers[0], Block) and list(model.state_dict()) == list(

@@ -189,7 +189,14 @@ def test_vmap_of_an_empty_batch():
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
-    "transform", ["grad", pytest.param("vmap of grad", marks=pytest.mark.slow)]
+    "transform",
+    [
+        "grad",
+        *(
+            pytest.param(f"{a} of {b}", marks=pytest.mark.slow)
+            for a, b in (("grad", "vmap"), ("vmap", "grad"))
+        ),
+    ],
 )
 def test_func_grad_in_torch_compile_runs_without_a_graph(transform):
     x, w, target = torch.randn(3, 5, 8), torch.randn(31, 8), torch.randint(31, (5,))
@@ -199,7 +206,10 @@ def test_func_grad_in_torch_compile_runs_without_a_graph(transform):
         return so.linear_cross_entropy(x, w, target) + divergence
 
     step = torch.func.grad(loss)
-    step, x = (step, x[0]) if transform == "grad" else (torch.vmap(step), x)
+    if transform == "grad of vmap":
+        step = torch.func.grad(lambda x: torch.vmap(loss)(x).sum())
+    step, x = (step, x[0]) if transform == "grad" else (step, x)
+    step = torch.vmap(step) if transform == "vmap of grad" else step
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"inside torch\.func\.grad.*expected fullgraph=False"):
         torch.compile(step, backend="aot_eager", fullgraph=True)(x)

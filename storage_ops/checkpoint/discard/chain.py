@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import ParamSpec, TypeVar, Unpack
 
 from storage_ops.checkpoint.discard.consumers import ConsumerHooks, verify
+from storage_ops.checkpoint.discard.containers import Containers
 from storage_ops.checkpoint.discard.options import DiscardOptions
 from storage_ops.checkpoint.discard.output_discard import OutputDiscardCheckpoint, run_region
 from storage_ops.checkpoint.region.region import Region, is_repeatable
@@ -51,6 +52,7 @@ class OutputDiscardChain:
         self._options = OutputDiscardCheckpoint(**options).options
         self._regions: list[Region] = []
         self._block: ConsumerHooks | None = None
+        self._containers = Containers()
         self._open = False
 
     def __enter__(self) -> OutputDiscardChain:
@@ -62,7 +64,7 @@ class OutputDiscardChain:
         if plain or not is_repeatable() or Region.is_saved_by_another():
             return self
         self._regions = []
-        self._block = ConsumerHooks(self._regions, self._variables)
+        self._block = ConsumerHooks(self._regions, self._variables, containers=self._containers)
         self._block.__enter__()
         return self
 
@@ -79,6 +81,7 @@ class OutputDiscardChain:
             for region in self._regions:
                 region.forget_outputs()
             self._regions = []
+            self._containers.clear()
 
     def checkpoint(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `fn(*args, **kwargs)`, saving none of its intermediates.
@@ -99,6 +102,8 @@ class OutputDiscardChain:
         outputs, region = run_region(fn, args, kwargs, self._options, name)
         if region is not None:
             self._regions.append(region)
+            if self._variables:  # else every name of an output is a holder
+                self._containers.add(outputs)
         return outputs
 
     def discard_output_and_register_recompute(self, *hook_tensors: Tensor) -> None:

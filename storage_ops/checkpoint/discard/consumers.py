@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from storage_ops.checkpoint.discard.containers import Containers
 from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.guard import storage_key
 from storage_ops.checkpoint.saved.holders import Holders, is_held
@@ -49,10 +50,18 @@ class ConsumerHooks:
             is by them that a caller names what is to be freed.
         named: whether the caller names the outputs of `regions` after the block. If not, every name
             of an output by then holds the output, also a dictionary that the consumer was given.
+        containers: those in which the caller has the outputs of `regions`.
     """
 
-    def __init__(self, regions: list[Region], variables: bool = True, named: bool = True) -> None:
+    def __init__(
+        self,
+        regions: list[Region],
+        variables: bool = True,
+        named: bool = True,
+        containers: Containers | None = None,
+    ) -> None:
         self._regions = regions
+        self._containers = containers or Containers()
         self._variables = variables
         self._named = named
         self._outputs: dict[int, Tensor] = {}
@@ -73,6 +82,7 @@ class ConsumerHooks:
             alive = (m.output() for r in self._regions for m in r.made)
             self._outputs = {id(t): t for t in alive if t is not None}
             self._before = {m: now._replace(names=1) for m, now in self._before.items()}
+        self._in_containers = self._containers.count()
         self._hooks: Any = saved_tensors_hooks(pack, _read)
         self._hooks.__enter__()
         return self
@@ -91,13 +101,20 @@ class ConsumerHooks:
 
     def keep_what_is_held(self) -> None:
         """Note the outputs that something in the block holds."""
+        stored = self._containers.stored(self._in_containers)
         for region in self._regions:
             for made in region.made:
                 now = Holders.of(region, made)
                 before = self._before.get(id(made))
                 if before is None:  # of a region of this block: one name is the caller's
                     before = made.holders._replace(names=int(self._variables))
-                made.is_held = made.is_held or is_held(now, before, made, self._variables)
+                if taken := self._containers.taken(made.output(), self._in_containers):
+                    before = before._replace(names=before.names - taken)
+                made.is_held = (
+                    made.is_held
+                    or made.key in stored
+                    or is_held(now, before, made, self._variables)
+                )
 
 
 def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:

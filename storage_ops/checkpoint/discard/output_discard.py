@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import ParamSpec, TypeVar, Unpack
 
 from storage_ops.checkpoint.discard.consumers import ConsumerHooks, verify
+from storage_ops.checkpoint.discard.containers import Containers
 from storage_ops.checkpoint.discard.options import DiscardOptions
 from storage_ops.checkpoint.region.inputs import leaves_of
 from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
@@ -130,6 +131,7 @@ class OutputDiscardCheckpoint:
         self.options = Options(preserve_rng_state, determinism_check, debug, context_fn)
         self._region: Region | None = None
         self._blocks: list[ConsumerHooks] = []
+        self._containers = Containers()
         self._outputs: list[weakref.ref[Tensor]] | None = None
         self._called = False
 
@@ -157,6 +159,8 @@ class OutputDiscardCheckpoint:
         self.clear()
         outputs, self._region = run_region(fn, args, kwargs, self.options)
         self._called = True
+        if self._region is not None:
+            self._containers.add(outputs)
         if not torch.compiler.is_compiling():
             self._outputs = [weakref.ref(t) for t in leaves_of(outputs) if isinstance(t, Tensor)]
         return outputs
@@ -170,7 +174,7 @@ class OutputDiscardCheckpoint:
         region = self._region
         if torch.compiler.is_compiling() or region is None:
             return contextlib.nullcontext()
-        block = ConsumerHooks([region])
+        block = ConsumerHooks([region], containers=self._containers)
         self._blocks.append(block)
         return block
 
@@ -225,12 +229,14 @@ class OutputDiscardCheckpoint:
                 verify(self._region, self._blocks)
             self._region.discard(keep)
         self._region, self._blocks, self._outputs = None, [], None
+        self._containers.clear()
 
     def clear(self) -> None:
         """Forget a region whose output will not be discarded; its backward still works."""
         if self._region is not None:
             self._region.forget_outputs()
         self._region, self._blocks, self._outputs = None, [], None
+        self._containers.clear()
         self._called = False
 
 

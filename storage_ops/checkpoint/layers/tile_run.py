@@ -23,6 +23,7 @@ from storage_ops.checkpoint.region.inputs import Inputs
 from storage_ops.checkpoint.region.region import is_retained
 from storage_ops.checkpoint.saved.holders import Holders
 from storage_ops.checkpoint.saved.light_mode import LightMode
+from storage_ops.checkpoint.saved.saved import call_region
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.unchanged import Place, places_of, replaced
@@ -100,7 +101,7 @@ class Pieces:
         Raises:
             TypeError: it is no tensor. ValueError: it has another number of tokens.
         """
-        out = self.host.run(piece)
+        out = call_region(self.name, self.host.run, (piece,), {})
         if not isinstance(out, Tensor):
             fail(
                 self.name,
@@ -222,9 +223,10 @@ class _LastProductLeftOut(LightMode):
         left, self._left = self._left, None
         if left is not None:
             product, factors, out = left
-            product(*factors, out=out)
+            with torch.no_grad():  # the op may be one that runs before autograd, such as a size
+                product(*factors, out=out)
         leaves_out = self._leaves_out and not kwargs and _is_plain_product(op)
-        if not leaves_out or any(type(t) not in _PLAIN for t in args):
+        if not leaves_out or any(type(t) not in _PLAIN for t in args) or not _fit(*args):
             return op(*args, **kwargs)
         first, second = args[-2:]
         made: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
@@ -262,6 +264,19 @@ def _is_plain_product(op: Any) -> bool:
     """
     product = facts_of(op).product
     return product is not None and product.on_cublas and product.form == "matrices"
+
+
+def _fit(*factors: Tensor) -> bool:
+    """Return True if a product of these arguments raises no error, which its caller may catch."""
+    *added, first, second = factors
+    shape = (*first.shape[:-1], second.shape[-1])
+    return (
+        first.ndim == second.ndim
+        and first.shape[:-2] == second.shape[:-2]
+        and first.shape[-1] == second.shape[-2]
+        and all(t.dtype == first.dtype and t.device == first.device for t in factors)
+        and all(t.shape in (shape, shape[-1:]) for t in added)
+    )
 
 
 _aten = torch.ops.aten
@@ -334,6 +349,14 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, call: _TiledCall, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call = call  # `name` is the node's own
         return call.forward(x)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        fail(
+            ctx.call.pieces.name,
+            "got dual numbers of forward-mode AD; tiles have no forward-mode derivatives. Expected "
+            "the module without tiles (storage_ops.disable_checkpointing())",
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

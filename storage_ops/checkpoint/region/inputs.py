@@ -12,7 +12,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops.checkpoint.saved.makers import maker_of
 from storage_ops.checkpoint.saved.saved import fail, stride_of
+from storage_ops.foundation import fsdp
 
+# How torch says that a tensor has no bytes: of views, and of what a kernel reads.
+_FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
 _MODIFIED = "modified by an inplace operation"  # as torch says it
 
 
@@ -117,6 +120,28 @@ def fail_argument(region: str, at: int, leaves: int, spec: Any) -> NoReturn:
         f"and recompute, or by {region} itself; expected a new tensor in place of the write, as "
         "torch.cat makes one, or a copy as the argument if later code writes it"
     )
+
+
+def explain_lost_memory(region: str, fn: Callable[..., object], error: RuntimeError) -> None:
+    """Raise an error that says who freed the memory that a repetition reads, where that is known.
+
+    Args:
+        region: the name of the region.
+        fn: its function.
+        error: what the repetition raised.
+    """
+    if any(message in str(error) for message in _FREED):
+        fail(
+            f"{region} is repeated where the memory of a tensor that it reads was freed. "
+            "FullyShardedDataParallel (FSDP1) does so to parameters: expected fully_shard (FSDP2), "
+            "or regions chosen after the modules were wrapped, or SHARD_GRAD_OP"
+        )
+    if fsdp.lacks_parameters(fn):
+        fail(
+            f"{region} is repeated where DeepSpeed (ZeRO stage 3) has partitioned a parameter of "
+            "it, which the hooks of another module gather; expected regions of whole layers, such "
+            "as full or selective checkpoints, or stage 2"
+        )
 
 
 class TensorTraits:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from storage_ops.checkpoint.region.inputs import Inputs, leaves_of
+from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, leaves_of
 from storage_ops.checkpoint.region.rows import SavedBytes
 from storage_ops.checkpoint.saved import guard
 from storage_ops.checkpoint.saved.guard import storage_key
@@ -60,8 +60,6 @@ class _AsFarAsNeeded(BaseException):
     """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
 
 
-# How torch says that a tensor has no bytes: of views, and of what a kernel reads.
-_FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
 _NOTHING = contextlib.nullcontext()
 _serials = itertools.count()
 # It saves its noise, which its kernel has not written by then, and its input.
@@ -341,19 +339,7 @@ class Region:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if any(message in str(error) for message in _FREED):
-                fail(
-                    f"{self.name} is repeated where the memory of a tensor that it reads was "
-                    "freed. FullyShardedDataParallel (FSDP1) does so to parameters: expected "
-                    "fully_shard (FSDP2), or regions chosen after the modules were wrapped, or "
-                    "SHARD_GRAD_OP"
-                )
-            if fsdp.lacks_parameters(self._fn):
-                fail(
-                    f"{self.name} is repeated where DeepSpeed (ZeRO stage 3) has partitioned a "
-                    "parameter of it, which the hooks of another module gather; expected regions "
-                    "of whole layers, such as full or selective checkpoints, or stage 2"
-                )
+            explain_lost_memory(self.name, self._fn, error)
             raise
         finally:
             try:
@@ -361,6 +347,8 @@ class Region:
             finally:
                 # Not as they are saved, where the modes of `around` would see each detach.
                 drop_graphs(tensors)
+        if len(saved) != len(first):
+            self._state.check_dual_level(self.name)
         if checks:
             again = list(zip(saved, tensors, strict=True))
             compare(self.name, first, again, lambda: self._difference(log, stops))

@@ -133,16 +133,21 @@ def _in_variables(key: int) -> list[tuple[Tensor, int]]:
     well.
     """
     found: dict[int, tuple[Tensor, int]] = {}
-    frame: FrameType | None = sys._getframe(1)
     seen: set[int] = set()
+    for value in variables():
+        for t in _inside(value, seen):
+            if isinstance(t, Tensor) and storage_key(t) == key:
+                found[id(t)] = (t, found[id(t)][1] + 1 if id(t) in found else 1)
+    return list(found.values())
+
+
+def variables() -> Iterator[Any]:
+    """Yield the values of the variables of all functions that run, libraries left out."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(LIBRARIES):
-            for value in _variables(frame):
-                for t in _inside(value, seen):
-                    if isinstance(t, Tensor) and storage_key(t) == key:
-                        found[id(t)] = (t, found[id(t)][1] + 1 if id(t) in found else 1)
+            yield from _variables(frame)
         frame = frame.f_back
-    return list(found.values())
 
 
 _ASKS_FOR_LOCALS = {"locals", "vars", "dir", "eval", "exec"}

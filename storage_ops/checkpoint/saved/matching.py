@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
-from storage_ops.checkpoint.saved.saved import shape_of
+from storage_ops.checkpoint.saved.saved import explain_offsets, fail, shape_of
 from storage_ops.foundation.op_names import readable
 from storage_ops.foundation.ops import OpFacts
 
@@ -60,6 +61,12 @@ def _describe(values: Any, found: Call) -> None:
             _describe(value, found)
         elif isinstance(value, dict):
             _describe(value.values(), found)
+
+
+def _has_symbol(call: Call) -> bool:
+    """Return True if a size in a described call is a symbol, as of jagged nested tensors."""
+    sizes = (size for part in call if type(part) is tuple for size in part[0])
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 class Log:
@@ -130,9 +137,14 @@ class Cursor:
         at = self._at
         if self._in_step and self._events[at] is facts:
             call = self._calls.get(at)
-            if call is None or call == describe_call(args, kwargs):
+            if call is None or call == (again := describe_call(args, kwargs)):
                 self._at = at + 1
                 return at
+            if _has_symbol(call) and _has_symbol(again):
+                fail(
+                    f"the jagged tensors that {readable(facts.name)} of {self._region} is called "
+                    f"with differ when it is recomputed: {explain_offsets(self._region)}"
+                )
         if self._in_step:
             self._lose_step(readable(facts.name))
         if facts.name not in self._names:

@@ -108,6 +108,14 @@ class Saved:
         return f"{tuple(shape)} {dtype} on {device}{strides}{value}"
 
 
+def explain_offsets(name: str) -> str:
+    """Return why a jagged tensor that region `name` makes does not fit the one of the forward."""
+    return (
+        f"{name} makes its offsets, and torch takes new offsets for other sizes. Expected offsets "
+        "that are made outside of the region"
+    )
+
+
 def stride_of(t: Tensor) -> tuple[int, ...]:
     """The strides of a tensor; none where it has none, as sparse and nested tensors."""
     try:
@@ -187,8 +195,7 @@ def compare(
             if before.is_jagged and after.is_jagged:
                 fail(
                     f"tensor {index} that {name} saves is a jagged tensor, {before} in forward and "
-                    f"{after} when it is recomputed: {name} makes its offsets, and torch takes new "
-                    "offsets for other sizes. Expected offsets that are made outside of the region"
+                    f"{after} when it is recomputed: {explain_offsets(name)}"
                 )
             fail(
                 f"tensor {index} that {name} saves was {before} in forward and is {after} when it "

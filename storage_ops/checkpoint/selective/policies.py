@@ -83,8 +83,8 @@ def attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def communication(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the results of functional collectives, so that nothing is sent a second time."""
-    return _decision(facts_of(op).collective == "functional")
+    """Save the results of collectives, functional or in place, so that nothing is sent again."""
+    return _decision(bool(facts_of(op).collective))
 
 
 def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

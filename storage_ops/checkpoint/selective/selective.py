@@ -31,6 +31,7 @@ from storage_ops.checkpoint.saved.holders import is_held_by
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.matching import Cursor, Log
 from storage_ops.checkpoint.selective import offload
+from storage_ops.checkpoint.selective.collectives import FROM_ANYBODY, Sent, written_by
 from storage_ops.checkpoint.selective.copies import copies_for
 from storage_ops.checkpoint.selective.offload import Away, Trip
 from storage_ops.checkpoint.selective.policies import OFFLOAD, Policy, begin, saves
@@ -173,12 +174,21 @@ class _Result:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     offloads: bool = False
     trips: list[Trip] = field(default_factory=list)  # of its bytes to host memory and back
+    sent: Sent | None = None  # the collective that wrote the value into its arguments
+    is_overwritten: bool = False  # by such a collective, which changes no version
 
     def watch(self, t: Tensor) -> None:
         self.versions.append((t, t._version))
 
     def is_modified(self) -> bool:
-        return any(t._version != version for t, version in self.versions)
+        return self.is_overwritten or any(t._version != version for t, version in self.versions)
+
+    def copy_if_held(self) -> None:
+        """Copy what a collective wrote if others hold the bytes, such as a buffer of a module."""
+        ours = Counter(map(storage_key, tensors_in(self.value)))
+        if self.sent is not None and not all(is_held_by(key, n) for key, n in ours.items() if key):
+            self.sent.wait()
+            self.value, self.versions = with_tensors(Tensor.clone, self.value), []
 
     def depart(self) -> None:
         """Begin to copy the bytes to host memory, if nobody else holds them."""
@@ -290,11 +300,16 @@ class _Recording(_Following):
         out = op(*args, **kwargs)
         ctx = SelectiveCheckpointContext(is_recompute=False)
         ctx.op_output = out  # torch 2.10 does not set it
+        if facts.collective == "in place":
+            self._note_collective(position, facts.name, ctx, op, args, kwargs)
+            return out
         wanted = saves_result(self._policy, ctx, op, args, kwargs)
         saved.log.describe(position, facts.name, args, kwargs, bool(wanted))
         if not (wanted or (self._on_storage and facts.may_share)):
             return out
         tensors = tensors_in(out)
+        if any(t.is_inference() for t in tensors):  # they have no versions, so writes are unseen
+            return out
         made = by_storage(tensors)
         for key, t in made.items():
             if key in self._on_storage:
@@ -314,6 +329,23 @@ class _Recording(_Following):
             self._on_storage |= dict.fromkeys(made, result)
         return out
 
+    def _note_collective(
+        self, position: int, name: str, ctx: Any, op: Any, args: Any, kwargs: Any
+    ) -> None:
+        """Save what a collective writes if the policy wants it; drop what it overwrites."""
+        wanted = bool(saves(self._policy, ctx, op, args, kwargs)) and name != FROM_ANYBODY
+        self._saved.log.describe(position, name, args, kwargs, wanted)
+        value = [_detached(t) for t in written_by(name, args)]
+        written = by_storage(value)
+        for key in written.keys() & self._on_storage.keys():
+            self._on_storage.pop(key).is_overwritten = True
+        if wanted:
+            result = _Result(value, [], sent=Sent(ctx.op_output))
+            self._saved.results[position] = result
+            for t in value:
+                result.watch(t)
+            self._on_storage |= dict.fromkeys(written, result)
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if kind is not None:
@@ -326,6 +358,9 @@ class _Recording(_Following):
         modified = {at: r for at, r in saved.results.items() if r.is_modified()}
         for at in modified:
             del saved.results[at]
+        for result in saved.results.values():
+            if result.sent is not None:
+                result.copy_if_held()
         if saved.hooks is not None:
             for result in saved.results.values():
                 result.pack(saved.hooks)
@@ -399,6 +434,8 @@ class _Replaying(_Following):
         if not _is_needed_again(saved):
             del saved.results[position]
         self._cursor.use(position)
+        if result.sent is not None:
+            return result.sent.repeat(args, result.read(), facts.name)
         return result.read()
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as fx_trace
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.calls import Calls
 from storage_ops.checkpoint.state.effects import Effects
 from storage_ops.checkpoint.state.modes import active_modes
@@ -204,6 +206,7 @@ class ExecutionState:
         self.modes = active_modes()  # a recompute enters them around the call alone
         self._current = torch.cuda.current_device() if "cuda" in types else -1
         self._settings = [get() for get, _ in _SETTINGS]
+        self._dual_level = forward_ad._current_level
         self._training = [(module, module.training) for module in around.modules]
         self._calls = Calls(around.modules)
         self.effects = Effects(around)
@@ -213,6 +216,21 @@ class ExecutionState:
         sources = [_RNG_OF_CPU, *map(rng_of, devices)] if devices else [_RNG_OF_CPU]
         sources += [_accessors(each) for each in (*around.generators, *_trackers.values())]
         self._rng = [(get, put, get()) for get, put in sources]
+
+    def check_dual_level(self, region: str) -> None:
+        """Raise if the forward ran in a level of dual numbers that has ended.
+
+        A repetition then has no tangents, and does less work than the forward.
+
+        Args:
+            region: the name of the region.
+        """
+        if forward_ad._current_level < self._dual_level:
+            fail(
+                f"{region} ran in a torch.autograd.forward_ad.dual_level() block that has ended, "
+                "and dual numbers lose their tangents there. Expected a backward inside of the "
+                "block, or a forward without checkpoints (storage_ops.disable_checkpointing())"
+            )
 
     def __enter__(self) -> None:
         """Make the captured state current, where it is not."""

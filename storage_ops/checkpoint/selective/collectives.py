@@ -1,0 +1,80 @@
+"""Collectives that write into their arguments, such as `dist.all_reduce(t)`.
+
+Autograd Functions of tensor parallelism call these. They change no version of a tensor, and their
+schemas do not say what they write. A saved result is what the arguments held when the collective
+had ended. The recompute writes it into its own arguments and sends nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops._op_arguments import tensors_in
+
+# All others write into their first argument.
+_WRITES_NOTHING = frozenset(("c10d::send", "c10d::barrier", "c10d::monitored_barrier_"))
+# Its caller asks the handle who sent.
+FROM_ANYBODY = "c10d::recv_any_source_"
+
+
+def written_by(name: str, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the tensors that a collective of this name writes, in the order of its argument."""
+    return [] if name in _WRITES_NOTHING else tensors_in(args[:1])
+
+
+@dataclass
+class Sent:
+    """A collective that ran in the forward.
+
+    Attributes:
+        returned: what it returned: its handle, or a tuple that ends with the handle.
+    """
+
+    returned: Any
+
+    def wait(self) -> None:
+        """Let what is computed from now on come after the collective."""
+        handle = self.returned[-1] if isinstance(self.returned, tuple) else self.returned
+        work = torch._C._distributed_c10d.Work.unbox(handle)
+        if not work.is_completed():  # gloo takes a second wait for a message to be one more message
+            work.wait()
+
+    def repeat(self, args: tuple[Any, ...], results: list[Tensor], name: str) -> Any:
+        """Write the results into the arguments of a recompute; return what the collective would.
+
+        Args:
+            args: the arguments.
+            results: what the collective wrote in the forward.
+            name: its name.
+        """
+        for t, result in zip(written_by(name, args), results, strict=True):
+            t.data.copy_(result)  # without a change of the version, as the collective
+        done = _finished().boxed()
+        return (args[0], done) if isinstance(self.returned, tuple) else done
+
+
+@functools.cache
+def _finished() -> Any:
+    """Return the handle of a collective that has ended."""
+
+    class Finished(torch._C._distributed_c10d.Work):
+        def wait(self, timeout: object = None) -> bool:
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+        def is_success(self) -> bool:
+            return True
+
+        def get_future(self) -> torch.futures.Future[list[Tensor]]:
+            future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+            future.set_result([])
+            return future
+
+    return Finished()
