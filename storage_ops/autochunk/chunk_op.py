@@ -258,7 +258,8 @@ class _Run:
         rows = [len(product) // places[-1] for product in products]
         for i, j in itertools.pairwise(places):
             parts = [p[i * n : j * n] for p, n in zip(products, rows, strict=True)]
-            values = self._block(parts, begin + i, begin + j)
+            values.clear()  # a view among them holds all that it is a view of
+            values += self._block(parts, begin + i, begin + j)
         for product, place in zip(products, self.program.over, strict=True):
             if place is not None:
                 values[place] = product

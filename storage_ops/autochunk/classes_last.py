@@ -38,15 +38,21 @@ def classes_last(gm: fx.GraphModule, least: int) -> None:
             if _is_wanted(given, least):
                 _rewrite(node, given)
     for node in list(gm.graph.nodes):
-        if node.target in _CONVOLUTIONS and nbytes(node) > least and _is_head(node):
+        if node.target in _CONVOLUTIONS and _is_head(node, least):
             _replace_convolution(node)
 
 
-def _is_head(node: fx.Node) -> bool:
-    """Return True if a convolution makes more channels than it reads, and no layer follows it."""
+def _is_head(node: fx.Node, least: int) -> bool:
+    """Return True if a convolution makes more than it reads, and no layer follows it.
+
+    What counts is the largest of what is interpolated from it, if that has more bytes than `least`.
+    """
     layers = {*_CONVOLUTIONS, F.linear, torch.matmul, torch.bmm}
     x: Any = node.args[0] if node.args else node.kwargs["input"]
-    return numel(node) > numel(x) and not any(n.target in layers for n in reached([node]))
+    after = reached([node])
+    made = max([node, *(n for n in after if n.target is F.interpolate)], key=numel)
+    larger = numel(made) > numel(x) and nbytes(made) > least
+    return larger and not any(n.target in layers for n in after)
 
 
 def _replace_convolution(node: fx.Node) -> None:

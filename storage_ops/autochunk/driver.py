@@ -30,7 +30,15 @@ from storage_ops.autochunk.prepare import (
 from storage_ops.autochunk.ranges import take_apart
 from storage_ops.autochunk.recognise import NOTHING, Recognised
 from storage_ops.autochunk.rewrite import Limits, rewrite
-from storage_ops.autochunk.spans import LARGE, TRIES, Span, candidates, is_product, propagate
+from storage_ops.autochunk.spans import (
+    LARGE,
+    TRIES,
+    Span,
+    candidates,
+    is_product,
+    propagate,
+    resampled,
+)
 from storage_ops.autochunk.values import (
     ends,
     hint,
@@ -144,6 +152,7 @@ class _Work:
     Attributes:
         changed: inputs that the function changes, and what is written to them.
         parts: of products that were taken apart, all ranges; also of a range, those beside it.
+        resampled: products whose results are interpolated, and to how many elements.
     """
 
     graph: fx.Graph
@@ -153,6 +162,7 @@ class _Work:
     num_chunks: int | None
     memory_budget: int | None
     parts: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    resampled: dict[fx.Node, int] = field(default_factory=dict)
 
     def run(self, recognised: Recognised) -> None:
         """Chunk what the largest products lead to."""
@@ -162,6 +172,7 @@ class _Work:
         report.num_chunks, largest = recognised.num_chunks, recognised.largest
         report.chunked, report.num_passes = report.num_chunks > 0, recognised.num_passes
         for _ in range(TRIES):
+            self.resampled = resampled(graph)
             found = candidates(graph, set(self.tangents or starts(graph)), tried)
             found.sort(key=self.whole, reverse=True)
             largest = max([largest, *map(self.whole, found[:1])])
@@ -187,8 +198,9 @@ class _Work:
         report.reason = report.reason or _nothing_amplifies(graph)
 
     def whole(self, amplifier: fx.Node) -> int:
-        """Elements of a product, or of the one that it was taken from."""
-        return sum(map(numel, self.parts.get(amplifier, [amplifier])))
+        """Elements of a product, or of the one that it was taken from, interpolated or not."""
+        elements = sum(map(numel, self.parts.get(amplifier, [amplifier])))
+        return max(elements, self.resampled.get(amplifier, 0))
 
     def chunk(self, found: list[fx.Node]) -> list[int]:
         """Chunk what the first of some products leads to; in how many chunks, for each pass.
@@ -219,21 +231,26 @@ class _Work:
 
     def check(self, amplifier: fx.Node) -> None:
         """Raise Conflict if there is nothing to gain."""
-        size, budget = nbytes(amplifier), self.budget(amplifier)
+        size, budget = self.bytes_of(amplifier), self.budget(amplifier)
         if size == 0:
             raise Conflict("is empty", amplifier)
         if self.num_chunks is None and size <= budget:
             raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
 
     def budget(self, amplifier: fx.Node) -> int:
-        size = sum(map(nbytes, self.parts.get(amplifier, [amplifier])))
-        return budget_of(size, self.memory_budget)
+        return budget_of(self.bytes_of(amplifier), self.memory_budget)
+
+    def bytes_of(self, amplifier: fx.Node) -> int:
+        """Bytes of `whole`."""
+        itemsize: int = amplifier.meta["val"].element_size()
+        return self.whole(amplifier) * itemsize
 
     def count(self, amplifiers: Collection[fx.Node]) -> int:
         """How many chunks are wanted of products, which may be ranges of others."""
         if self.num_chunks is None:
             budget = max(self.budget(next(iter(amplifiers))), 1)
-            return max(2, -(-sum(map(nbytes, amplifiers)) // budget))
+            sizes = (max(nbytes(n), self.bytes_of(n)) for n in amplifiers)
+            return max(2, -(-sum(sizes) // budget))
         known = [self.parts.get(n, [n]) for n in amplifiers]
         whole = sum(sum(map(numel, parts)) for parts in {id(p): p for p in known}.values())
         return -(-self.num_chunks * sum(map(numel, amplifiers)) // whole)

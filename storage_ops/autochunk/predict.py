@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -33,6 +34,8 @@ _WRITTEN = ("aten.cat.default", "aten.scatter_add.default")  # into memory of th
 _HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
 _ALIASES = ("alias", "detach")  # like slices, they read a tensor in memory without a copy
 _ELSEWHERE = {"sum", "along"}  # kinds of ops whose loops Inductor does not fuse
+_APART = {*_ELSEWHERE, "gather", "reduce"}  # the same for a value that reads many others
+_MANY = 4  # Inductor stores what several ops read if it reads more than so many values
 _VIEWS = ("view", "expand", "permute", "getitem")
 
 
@@ -40,7 +43,7 @@ def fusion_kind(node: fx.Node) -> str:
     """The kind of a node's op; "opaque" if it has no rule and is not element by element."""
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
     if rule is not None:
-        return rule.kind
+        return "gather" if rule.kind == "index" and "put" not in name_of(node) else rule.kind
     tags = getattr(node.target, "tags", ())
     if name_of(node) == "aten.copy_.default":  # a chunk over its product
         return "elementwise"
@@ -48,21 +51,24 @@ def fusion_kind(node: fx.Node) -> str:
     return "elementwise" if fused else "opaque"
 
 
-def peak(graph: fx.Graph) -> int:
+def peak(graph: fx.Graph, of_chunk: bool = False) -> int:
     """Predicted peak bytes above the inputs, where all of a forward comes before its backward.
+
+    On a CPU Inductor makes one kernel of a chunk: nothing is freed before it ends, `of_chunk`.
 
     Element by element ops are fused into what reads them, as Inductor does, and exist only where a
     product, a reduction or the graph's end reads them. A value made from one of its own size that
-    nothing else reads takes over its memory, unless the loop that makes it also reduces that one.
+    nothing else reads takes over its memory, unless the loop that makes it also reduces that one,
+    or another loop gathers from that one.
     """
     backward = reached(tangents_of(graph))
     alive = leading_to(ends(graph))
     nodes = sorted((n for n in graph.nodes if n in alive), key=lambda n: n in backward)
     reads, stored = _reads(nodes, backward)
-    reduced = {
+    kept = {
         (each, node in backward)
         for node in nodes
-        if fusion_kind(node) in _REDUCTIONS
+        if fusion_kind(node) in (*_REDUCTIONS, "gather")
         for each in reads[node]
     }
     moments = []
@@ -71,11 +77,25 @@ def peak(graph: fx.Graph) -> int:
             fused = fusion_kind(node) in _FUSED
             moments.append(Moment(
                 node.name, {n: nbytes(n) for n in _results(node)}, reads[node], held_inside(node),
-                [n for n in reads[node] if fused and (n, node in backward) not in reduced],
+                [n for n in reads[node] if fused and (n, node in backward) not in kept],
             ))  # fmt: skip
         elif node.op == "output":
             moments.append(Moment(node.name, reads=reads[node]))
+    if of_chunk and any(map(_on_cpu, stored)):
+        moments[-1] = replace(moments[-1], reads={*moments[-1].reads, *_not_overwritten(moments)})
     return max(levels_during(moments), default=0)
+
+
+def _not_overwritten(moments: list[Moment]) -> set[fx.Node]:
+    """Return what is made, but for what a later value takes over the memory of."""
+    last = {n: i for i, moment in enumerate(moments) for n in (*moment.makes, *moment.reads)}
+    sizes = {n: size for moment in moments for n, size in moment.makes.items()}
+    for i, moment in enumerate(moments):
+        size = sum(moment.makes.values())
+        over = [n for n in moment.overwrites if last[n] == i and sizes.get(n) == size]
+        for n in over[:1]:
+            del sizes[n]
+    return set(sizes)
 
 
 def _reads(
@@ -84,6 +104,7 @@ def _reads(
     """What each node reads that is in memory, through what is fused into it, and what is stored."""
     reads, stored = dict[fx.Node, set[fx.Node]](), set[fx.Node]()
     heavy, there = set[fx.Node](), set[fx.Node]()  # there: results of what is stored
+    loads, many = dict[fx.Node, set[object]](), set[fx.Node]()
     for node in nodes:
         kind = fusion_kind(node)
         if kind in (*_FUSED, *_VIEWS) and (
@@ -94,14 +115,36 @@ def _reads(
         for arg in node.all_input_nodes:
             read |= {arg} if arg in there else reads[arg]
         reads[node] = read
+        loads[node] = _loads(node, loads, there)
+        if len(loads[node]) > _MANY:
+            many.add(node)
         base = owner(node)
         exists = base is not node and (base.op == "placeholder" or base in stored)
         part = exists and (kind in ("along", "select") or short_name(node) in _ALIASES)
-        if not part and _is_stored(node, backward, heavy):
+        if not part and _is_stored(node, backward, heavy, many):
             stored.add(node)
             there.update(_results(node))
             heavy.discard(node)
     return reads, stored
+
+
+def _loads(
+    node: fx.Node, known: Mapping[fx.Node, set[object]], there: Container[fx.Node]
+) -> set[object]:
+    """Return what Inductor's loop for a value loads, through what is fused into it.
+
+    Each index of the same value is a load of its own. The largest of `x * number` in a softmax
+    becomes three loads: Inductor takes the largest and the smallest of `x`, and tests for inf.
+    """
+    found: set[object] = set()
+    for arg in node.all_input_nodes:
+        if arg not in there and arg.op != "placeholder":
+            found |= known[arg]
+        elif short_name(arg) == "amax" and short_name(arg.args[0]) in ("mul", "div"):
+            found |= {(arg, i) for i in range(3)}
+        else:
+            found.add(arg)
+    return {(node, each) for each in found} if fusion_kind(node) == "gather" else found
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
@@ -109,7 +152,10 @@ def _results(node: fx.Node) -> list[fx.Node]:
     return [u for u in node.users if name_of(u) == "getitem"] or [node]
 
 
-def _is_stored(node: fx.Node, backward: Container[fx.Node], heavy: Container[fx.Node]) -> bool:
+def _is_stored(
+    node: fx.Node, backward: Container[fx.Node], heavy: Container[fx.Node],
+    many: Container[fx.Node],
+) -> bool:  # fmt: skip
     kind = fusion_kind(node)
     if node.op != "call_function" or name_of(node) == "aten.copy_.default":
         return False
@@ -121,12 +167,13 @@ def _is_stored(node: fx.Node, backward: Container[fx.Node], heavy: Container[fx.
             return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
         apart = not _ELSEWHERE.isdisjoint(readers)
         once = apart and node in heavy and evaluated_once(node, backward)
+        once = once or (node in many and not _APART.isdisjoint(readers) and _is_reused(node))
         return "product" in readers or "opaque" in readers or once
     return kind not in _VIEWS
 
 
 def _on_cpu(node: fx.Node) -> bool:
-    return values_of(node)[0].device.type == "cpu"
+    return any(value.device.type == "cpu" for value in values_of(node))
 
 
 def evaluated_once(node: fx.Node, backward: Container[fx.Node] = ()) -> bool:
@@ -136,6 +183,11 @@ def evaluated_once(node: fx.Node, backward: Container[fx.Node] = ()) -> bool:
     """
     late = [u in backward for u in _readers(node)]
     return _on_cpu(node) and (late.count(True) > 1 or late.count(False) > 1)
+
+
+def _is_reused(node: fx.Node) -> bool:
+    """Return True if several ops read a value, through the same view or not."""
+    return len(node.users) > 1
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:

@@ -26,6 +26,10 @@ _TRUTH = {
     "aten.any.default": _ATEN.any, "aten.any.dims": _ATEN.any,
     "aten.all.default": _ATEN.all, "aten.all.dims": _ATEN.all,
 }  # fmt: skip
+_PLACES = {
+    "aten.argmax.default": (_ATEN.amax.default, _ATEN.argmax.default),
+    "aten.argmin.default": (_ATEN.amin.default, _ATEN.argmin.default),
+}  # fmt: skip
 _VARIANCE = {"aten.var.correction", "aten.var_mean.correction"}
 
 
@@ -35,6 +39,8 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
     `sizes`: nodes that give sizes.
     """
     name = name_of(node)
+    if name in _PLACES:
+        return _place(graph, node, sizes)
     if name not in {*_EXTREME, *_TRUTH, *_VARIANCE}:
         return False
     x: Any = node.args[0]
@@ -42,7 +48,9 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
     dims, keep = dims_of(given, len(shape(x))), bool(argument(node, 2, "keepdim", False))
     if name in _VARIANCE:
         keep = bool(node.kwargs.get("keepdim", False))
-    if len(dims) == len(shape(x)) and not keep:
+    rank = 0
+    if len(dims) == len(shape(x)) and (not keep or name in _EXTREME):
+        keep, rank = False, len(dims) if keep else 0
         x = _below_views(x)  # the order of the elements does not matter
         dims = list(range(len(shape(x))))
     last = len(shape(x)) - 1
@@ -52,6 +60,8 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
     if name in _EXTREME:
         op: Any = _EXTREME[name]
         made = call(op, call(op, x, [last], True), dims, keep)
+        if rank:
+            made = call(_ATEN.reshape.default, made, [1] * rank)
     elif name in _TRUTH:
         op = _TRUTH[name]
         each = call(op.dim, x, last, True)
@@ -69,6 +79,31 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
         return True
     for user in list(node.users):
         user.replace_all_uses_with(made[user.args[1]])
+    return True
+
+
+def _place(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
+    """Write the place of the largest element as its token and its class. Return False if it has
+    another form."""
+    if argument(node, 1, "dim", None) is not None or argument(node, 2, "keepdim", False):
+        return False
+    x: Any = node.args[0]
+    while RULES[name_of(x)].kind == "view" if name_of(x) in RULES else False:
+        x = x.args[0]
+    if len(shape(x)) < 2:
+        return False
+    call, (value, place) = Calls(graph, x), _PLACES[name_of(node)]
+    try:
+        classes = SizeNodes(call, sizes)(shape(x)[-1])
+    except Conflict:
+        return False
+    each = call(_ATEN.reshape.default, call(value, x, [-1]), [-1])
+    chosen = call(_ATEN.reshape.default, call(place, x, -1), [-1])
+    token = call(place, each, 0, True)
+    chosen = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, chosen, 0, token), 0)
+    token = call(_ATEN.squeeze.dim, token, 0)
+    made = call(_ATEN.add.Tensor, call(_ATEN.mul.Tensor, token, classes), chosen)
+    node.replace_all_uses_with(made)
     return True
 
 

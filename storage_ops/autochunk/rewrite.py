@@ -24,6 +24,7 @@ from storage_ops.autochunk.values import (
     hint,
     leading_to,
     nbytes,
+    numel,
     shape,
     short_name,
     values_of,
@@ -115,7 +116,8 @@ def group_bytes(span: Span, body: Body, program: Program) -> tuple[int, int]:
     """What a group takes of a chunk, and of a block of it where the body works on blocks."""
     kept = {n for n in body.env if n in span.large and is_product(n)}
     kept |= {n for i, n in enumerate(body.values) if n in span.large and i not in program.over}
-    inside = peak(body.graph) if program.in_blocks else 0
+    whole = peak(body.graph, of_chunk=True)
+    inside = whole if program.in_blocks else 0
     if not program.in_blocks:  # else a block is small; what is summed at once stays in a cache
         exps = [n for n in body.env if n in span.large and short_name(n) == "exp"]
         kept |= {n for n in exps if evaluated_once(n) and "sum" not in map(fusion_kind, n.users)}
@@ -124,8 +126,11 @@ def group_bytes(span: Span, body: Body, program: Program) -> tuple[int, int]:
         for arg, layout, _ in body.inputs  # each chunk copies its rows of them
         if isinstance(layout, Rows) and not are_one(arg.meta["val"], layout.lo, layout.hi)
     }
-    groups = max(hint(span.groups), 1)
-    return -(-sum(map(nbytes, kept)) // groups), -(-inside // groups)
+    groups, held = max(hint(span.groups), 1), sum(map(nbytes, kept))
+    largest = max(map(numel, span.amplifiers))
+    if not program.in_blocks and any(numel(n) > largest for n in body.env if n in span.large):
+        held = max(held, whole)  # logits that are interpolated are no product
+    return -(-held // groups), -(-inside // groups)
 
 
 def _replace(

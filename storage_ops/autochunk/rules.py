@@ -132,15 +132,16 @@ def _spread(node: fx.Node, out: Labels, sizes: list[Any]) -> Labels:
     return [out[i] if same(s, sizes[i]) else None for i, s in zip(places, own, strict=True)]
 
 
-def _vector(node: fx.Node) -> int:
-    """The only dimension that is indexed, by a vector."""
+def _indexed(node: fx.Node) -> tuple[range, list[fx.Node], int]:
+    """Return the adjacent dimensions that are indexed, the indices, and how many they make."""
     given: Any = node.args[1]
     dims = [d for d, index in enumerate(given) if index is not None]
     if not all(given[d].meta["val"].dtype.is_signed for d in dims):
         raise Conflict("is indexed by a mask: apply it to the hidden states, hidden[mask] @ weight")
-    if len(dims) != 1 or len(shape(given[dims[0]])) != 1:
-        raise Conflict("indexes several dimensions")
-    return dims[0]
+    if not dims or dims[-1] - dims[0] + 1 != len(dims):
+        raise Conflict("indexes dimensions that are not side by side")
+    indices = [given[d] for d in dims]
+    return range(dims[0], dims[-1] + 1), indices, max(len(shape(i)) for i in indices)
 
 
 def aligned(node: fx.Node) -> Labelled:
@@ -163,6 +164,15 @@ def summing(node: fx.Node) -> Labelled:
     """Sums over some dimensions; the mean is the sum over the count."""
     x, dims, out = _reduced(node)
     return Labelled(out, {x: [_all_but(len(shape(x)))]}, tuple(dims), "mean" in str(node.target))
+
+
+def ranking(node: fx.Node) -> Labelled:
+    """The k-th smallest along one dimension, by default the last."""
+    x: Any = node.args[0]
+    (dim,) = dims_of(argument(node, 2, "dim", -1), len(shape(x)))
+    row = _all_but(len(shape(x)), [dim])
+    kept = argument(node, 3, "keepdim", False)
+    return Labelled(row if kept else [d for d in row if d is not None], {x: [row]})
 
 
 def reducing(node: fx.Node) -> Labelled:
@@ -252,22 +262,31 @@ def repeating(node: fx.Node) -> Labelled:
 
 
 def indexed(node: fx.Node) -> Labelled:
-    """Some indices of a dimension, which stays whole; one index gives one part of the result."""
-    given: Any = node.args[:2]
-    x, indices = given
-    dim, out = _vector(node), _all_but(len(shape(x)))
-    args: dict[fx.Node, list[Labels]] = {x: [[None if d == dim else d for d in out]]}
-    args.setdefault(indices[dim], []).append([dim])
+    """Some indices of adjacent dimensions, which stay whole; one index gives one part."""
+    x: Any = node.args[0]
+    dims, indices, made = _indexed(node)
+    row, places = _all_but(len(shape(x)), dims), [("index", i) for i in range(made)]
+    out = [*row[: dims.start], *places, *row[dims.stop :]]
+    sizes = shape(node)[dims.start : dims.start + made]
+    args: dict[fx.Node, list[Labels]] = {x: [row]}
+    for index in indices:
+        args.setdefault(index, []).append(_spread(index, places, sizes))
     return Labelled(out, args)
 
 
 def index_put(node: fx.Node) -> Labelled:
-    """Writes or adds to some indices of a dimension, which stays whole."""
-    given: Any = node.args[:3]
-    x, indices, values = given
-    dim, sizes = _vector(node), shape(node)
-    row = _all_but(len(sizes), [dim])
-    return Labelled(row, {x: [row], indices[dim]: [[None]], values: [_spread(values, row, sizes)]})
+    """Writes or adds to some indices of adjacent dimensions, which stay whole."""
+    x, _, values = list[Any](node.args)[:3]
+    dims, indices, made = _indexed(node)
+    sizes = shape(node)
+    row = _all_but(len(sizes), dims)
+    written = [*row[: dims.start], *[None] * made, *row[dims.stop :]]
+    room = [*sizes[: dims.start], *[0] * made, *sizes[dims.stop :]]
+    args: dict[fx.Node, list[Labels]] = {x: [row]}
+    for index, labels in [*((i, [None] * len(shape(i))) for i in indices),
+                          (values, _spread(values, written, room))]:  # fmt: skip
+        args.setdefault(index, []).append(labels)
+    return Labelled(row, args)
 
 
 def selected(node: fx.Node) -> Labelled:
@@ -369,8 +388,10 @@ def _table() -> dict[str, Rule]:
         reducing, NONLINEAR)  # fmt: skip
     add("reduce", """
         aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim aten.median.dim
+        aten.nanmedian.dim
         aten.var.correction aten.var_mean.correction aten.prod.dim_int aten.all.dim
         """, reducing, NONLINEAR)  # fmt: skip
+    add("reduce", "aten.kthvalue.default", ranking, NONLINEAR)
     add("softmax", "aten._softmax.default aten._log_softmax.default", along(1), NONLINEAR)
     add("softmax", "aten._softmax_backward_data.default aten._log_softmax_backward_data.default",
         along(2), FIRST)  # fmt: skip
@@ -380,8 +401,8 @@ def _table() -> dict[str, Rule]:
         """, along(1), NONLINEAR)  # fmt: skip
     add("along", "aten.split.Tensor aten.split_with_sizes.default", along(2, default=0), LINEAR)
     add("repeat", "aten.repeat.default", repeating, LINEAR)
-    add("index", "aten.index.Tensor", indexed, FIRST)
-    add("index", "aten.index_put.default", index_put, ((0,), (2,)))
+    add("index", "aten.index.Tensor aten._unsafe_index.Tensor", indexed, FIRST)
+    add("index", "aten.index_put.default aten._unsafe_index_put.default", index_put, ((0,), (2,)))
     add("along", "aten.slice.Tensor", ranging(1), LINEAR)
     add("along", "aten.cat.default", along(1, default=0), LINEAR)
     add("pad", "aten.constant_pad_nd.default", padding, ((0,), (2,)))

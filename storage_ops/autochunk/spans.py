@@ -28,6 +28,7 @@ from storage_ops.autochunk.rules import Labelled, rule_of
 from storage_ops.autochunk.values import Size, hint, name_of, numel, reached, shape, tensors
 
 TRIES = 4  # products that are tried, the largest first
+_INDICES = ("aten.index.Tensor", "aten._unsafe_index.Tensor")
 LARGE = 4  # values of more than a quarter of the amplifier's elements exist in chunks only
 
 
@@ -72,10 +73,30 @@ def stops(node: fx.Node) -> bool:
     return is_product(node) or name_of(node) == "storage_ops._chunked_span.default"
 
 
-def amplifies(node: fx.Node) -> bool:
-    """Whether a product is larger than its left factor."""
+def amplifies(node: fx.Node, elements: int = 0) -> bool:
+    """Return True if a product, or a value of so many elements, is larger than its left factor."""
     left: Any = node.args[1 if "addmm" in name_of(node) else 0]
-    return numel(node) > numel(left)
+    return max(elements, numel(node)) > numel(left)
+
+
+def resampled(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return the products whose results are interpolated to more elements, and how many."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if name_of(node) in _INDICES and "val" in node.meta:
+            stack, seen = [node.args[0]], set[object]()
+            if numel(node) <= numel(node.args[0]):
+                continue
+            while stack:
+                source = stack.pop()
+                if not isinstance(source, fx.Node) or source in seen:
+                    continue
+                seen.add(source)
+                if is_product(source):
+                    found[source] = max(found.get(source, 0), numel(node))
+                elif source.op == "call_function" and name_of(source) in rules.RULES:
+                    stack += source.all_input_nodes
+    return found
 
 
 def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> list[fx.Node]:
@@ -84,7 +105,7 @@ def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> 
     Products, as they lead to a loss, and upstream gradients that are expanded or scattered; such a
     gradient is not part of a product's span if that is linear in the logits, such as their sum.
     """
-    after = reached(tangents)
+    after, larger_results = reached(tangents), resampled(graph)
     upstream = after | tangents
     results: dict[fx.Node, int] = {}  # elements of the products that a node is a factor of
     for node in reversed(graph.nodes):
@@ -95,7 +116,7 @@ def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> 
         if node in tried:
             continue
         if is_product(node):
-            larger = node not in after and amplifies(node)
+            larger = node not in after and amplifies(node, larger_results.get(node, 0))
         else:
             given = [numel(a) for a in node.all_input_nodes if a in upstream]
             larger = bool(given and results[node]) and numel(node) > max(*given, results[node])

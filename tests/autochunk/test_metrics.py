@@ -32,6 +32,31 @@ def unusual(x, w, t):
     return loss_of(z, t), z.isnan().any(), torch.isfinite(z).all(), z.isinf().sum()
 
 
+def places(x, w, t):
+    z = logits(x, w)
+    d = z.detach()
+    return (
+        loss_of(z, t),
+        d.argmax(),
+        d.view(-1, V).argmin(),
+        (d.argmax(-1) == t).float().mean(),
+        d.flatten().logsumexp(0),
+    )
+
+
+def ranks(x, w, t):
+    z = logits(x, w)
+    d = z.detach()
+    return loss_of(z, t), d.kthvalue(5)[0].mean(), d.nanmedian(-1)[0].std(), d.quantile(0.9, -1)
+
+
+def of_tokens(x, w, t):
+    z = logits(x, w)
+    p = torch.log_softmax(z.detach(), -1)
+    entropy = -(p.exp() * p).sum(-1)
+    return loss_of(z, t), entropy.mean(), entropy.std(), entropy.max(), entropy.median()
+
+
 def in_the_loss(x, w, t):
     z = logits(x, w).float()
     return loss_of(z, t) + z.std() + 0.1 * z.max()
@@ -69,7 +94,8 @@ def margin_scattered(x, w, t):
     return F.cross_entropy(z, t[:, 0])
 
 
-LOGGED = [largest, spread, unusual, in_the_loss]
+LOGGED = [largest, spread, unusual, places, ranks, of_tokens, in_the_loss]
+PASSES = {in_the_loss: 3, places: 2, ranks: 2, of_tokens: 2}
 WRITTEN = [classes_left_out, classes_changed, margin, target_cleared, margin_scattered]
 
 
@@ -83,8 +109,8 @@ def test_chunked(loss):
     exact = weighted(loss, x.double(), w.double(), t)
     for ours, want in zip(got, exact, strict=True):
         torch.testing.assert_close(ours, want.to(ours.dtype), rtol=1e-4, atol=1e-5)
-    assert reports[0].num_chunks == 8
-    assert reports[0].num_passes == (3 if loss is in_the_loss else 1)
+    assert reports[0].num_chunks >= 8  # the op of linear cross-entropy may make more tiles
+    assert reports[0].num_passes == PASSES.get(loss, 1)
 
 
 def test_logged_numbers_in_bf16():

@@ -79,7 +79,7 @@ def moco(q, k, queue):
     return F.cross_entropy(torch.cat([one, others], 1) / 0.07, target)
 
 
-def check(f, given, rel=0.05):
+def check(f, given):
     torch._dynamo.reset()
     leaves = [a for a in given if a.requires_grad]
     compiled = torch.compile(f, backend=backend, options={"num_chunks": CHUNKS}, dynamic=False)
@@ -92,7 +92,7 @@ def check(f, given, rel=0.05):
         step(compiled, *given)
     (report,) = reports
     assert report.chunked
-    assert report.peak_after == pytest.approx(m.peak_bytes, rel=rel)
+    assert report.peak_after == pytest.approx(m.peak_bytes, rel=0.05)
     assert report.peak_after < report.peak_before
 
 
@@ -125,6 +125,5 @@ def test_explain_says_the_same(sizes):
 
 @pytest.mark.slow
 def test_peak_beside_a_concatenated_column():
-    """Inductor also stores the log-probabilities of a block, which is not predicted."""
     q = torch.randn(256, 32, requires_grad=True)
-    check(moco, (q, torch.randn(256, 32), torch.randn(32, 16384)), rel=0.2)
+    check(moco, (q, torch.randn(256, 32), torch.randn(32, 16384)))

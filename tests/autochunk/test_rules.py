@@ -23,6 +23,11 @@ def index():
     return torch.randint(COLUMNS, (ROWS, 3))
 
 
+def places():
+    """Indices of two dimensions that are broadcast to 3 x 2."""
+    return torch.tensor([[3], [0], [1]]), torch.tensor([2, 2])
+
+
 # What the schema does not tell. All others get a tensor (4, 6) for every tensor argument, a
 # broadcast one every other time, and 0.5 for every number.
 SAMPLES = {
@@ -61,6 +66,8 @@ SAMPLES = {
     **{f"aten.{name}.default": lambda: (positive(ROWS, COLUMNS), 1)
        for name in ("cumprod", "cummax", "cummin", "logcumsumexp")},
     "aten.median.dim": lambda: (positive(ROWS, COLUMNS), 1),
+    "aten.nanmedian.dim": lambda: (positive(ROWS, COLUMNS), 1),
+    "aten.kthvalue.default": lambda: (positive(ROWS, COLUMNS), 2, 1),
     "aten.prod.dim_int": lambda: (positive(ROWS, COLUMNS), 1),
     "aten.all.dim": lambda: (positive(ROWS, COLUMNS) > 0.5, 1),
     "aten.var.correction": lambda: (positive(ROWS, COLUMNS), [1]),
@@ -70,8 +77,10 @@ SAMPLES = {
     "aten.repeat.default": lambda: (positive(ROWS, COLUMNS), [2, 1, 3]),
     "aten.index.Tensor": lambda: (
         positive(ROWS, COLUMNS, OTHER), [None, torch.tensor([3, 0, 1])]),
-    "aten.index_put.default": lambda: (
-        positive(ROWS, COLUMNS), [None, torch.tensor([3, 0, 1])], positive(ROWS, 3)),
+    "aten._unsafe_index.Tensor": lambda: (positive(ROWS, COLUMNS, OTHER), [None, *places()]),
+    **{f"aten.{name}.default": lambda: (
+        positive(ROWS, COLUMNS, OTHER), [None, *places()], positive(ROWS, 3, 2), True)
+       for name in ("index_put", "_unsafe_index_put")},
     "aten.sort.default": lambda: (positive(ROWS, COLUMNS), 1),
     "aten.topk.default": lambda: (positive(ROWS, COLUMNS), 3),
     "aten.select.int": lambda: (positive(ROWS, COLUMNS, OTHER), 1, 2),
