@@ -230,7 +230,7 @@ def _may_draw(op: Op) -> bool:
 _ABOUT_LAYOUTS = ("aten::_nested_tensor_s", "prim::")
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _CAST = torch.ops.aten._to_copy.default
-_COLLECTIVES: dict[str, Literal["functional", "in place"]] = {
+_COLLECTIVES: dict[str, Literal["functional", "in place", ""]] = {
     "_c10d_functional": "functional", "_c10d_functional_autograd": "functional",
     "_dtensor": "functional", "c10d": "in place",
 }  # fmt: skip
