@@ -19,7 +19,6 @@ from ..graph.effects import LAYERS, WIDTH, Config, Holder, nothing, pairs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd"),
-    pytest.mark.skipif(not lowering._HAS_NUMBERS, reason="this torch has no such contexts"),
 ]
 # Dynamo does not trace the op of torch.ao's fake quantization.
 COMPILED = {name: layer for name, layer in LAYERS.items() if name != "Quantized"}

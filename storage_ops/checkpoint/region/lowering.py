@@ -45,7 +45,8 @@ def _contexts(context_fn: Callable[[], Any] | None, discards: bool) -> tuple[Any
     if _MODE is not None and isinstance(forward, _MODE):
         own: Any = type(forward)
         kind: Any = with_snapshots(own)
-        forward.__class__ = _numbered(kind) if discards and context_fn is None else kind
+        numbered = _HAS_NUMBERS and discards and context_fn is None
+        forward.__class__ = _numbered(kind) if numbered else kind
     return forward, recompute
 
 
@@ -64,7 +65,7 @@ def compiled_region(
 ) -> Any:
     """Call `fn` as a checkpoint that a partitioner recomputes; outputs too, if it `discards`."""
     options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
-    if _HAS_NUMBERS:
+    if _MODE is not None:
         options["context_fn"] = functools.partial(_contexts, context_fn, discards)
     elif context_fn is not None:
         options["context_fn"] = context_fn
