@@ -105,6 +105,7 @@ class DivergenceCall(NamedTuple):
             group=self.group,
             in_forward=self.in_forward,
             grad_mask=self.grad_mask,
+            valid_classes=self.valid_classes,
         )
 
     @property
