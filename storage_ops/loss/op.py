@@ -46,7 +46,6 @@ from storage_ops.matmul import reference as matmul_reference
 _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 5  # of the forward's outputs: loss, nll, lse, entropy, picked
 _UPSTREAM = 6  # arguments of the backward before those of the forward: gradients, and the state
-_INTO = Call._fields.index("accumulate_into")  # which only one backward op has
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -111,10 +110,9 @@ def _resumed(
 def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     """The arguments of the forward; only one backward op takes accumulate_into."""
     given = args[_UPSTREAM:]
-    if not into:
-        given = (*given[:_INTO], None, *given[_INTO:])
+    call = Call(*given) if into else Call.of_backward(given)
     # Its results are those of the backward alone.
-    return Call(*given)._replace(in_forward=False, wants=(False,) * 4)
+    return call._replace(in_forward=False, wants=(False,) * 4)
 
 
 def _backward(
@@ -208,9 +206,9 @@ def _recomputed(
     if tile is not None and any(g is not None and batched(g) for g in given):
         kept.free(tile)  # a tile serves one backward, and here are several
         tile = None
-    call = ctx.call.with_tensors(tuple(tensors))
+    call = ctx.call.with_tensors(tensors)
     call = call._replace(in_forward=False, grad_mask=tuple(needs))
-    arguments = (*given, state, *call[:_INTO], *call[_INTO + 1 :])
+    arguments = (*given, state, *call.for_backward())
     if ctx.into is not None:
         into = (*given, state, *call._replace(accumulate_into=ctx.into))
         if tile is not None:
