@@ -37,7 +37,7 @@ from benchmarks._harness import (
 )
 from storage_ops import losses
 from storage_ops.divergence.call import DivergenceCall
-from storage_ops.divergence.run import DivergenceRun
+from storage_ops.divergence.row_function import run_of
 
 # Tokens, width of student and of teacher, classes; the tokens are four sequences for DPO.
 SHAPES = {
@@ -60,7 +60,7 @@ def step(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Case:
 
 def products(call: DivergenceCall) -> Case:
     """The products that a call does, in its chunks of tokens, and nothing else."""
-    planned = DivergenceRun(call)
+    planned = run_of(call)
     rows, m, hidden = planned.schedule.rows, planned.schedule.problem.matmul, call.teacher_input
     x, w, t, head = call.input, call.weight, hidden, call.teacher_weight
     assert t is not None and head is not None

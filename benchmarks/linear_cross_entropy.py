@@ -36,9 +36,10 @@ from benchmarks._loss_peers import Loss, Task, peers
 from storage_ops.loss import planner
 from storage_ops.loss.call import Call
 from storage_ops.loss.devices import rates_of
+from storage_ops.loss.head import problem_of
 from storage_ops.loss.problem import Problem
 from storage_ops.loss.ranks import Ranks
-from storage_ops.loss.run import Run, problem_of
+from storage_ops.loss.row_function import CrossEntropyRows
 from storage_ops.loss.tokens import tokens_of
 
 # Tokens, width, classes.
@@ -69,12 +70,12 @@ VARIANTS = ("mean", "none", "half ignored")
 @contextlib.contextmanager
 def products_only() -> Iterator[None]:
     """Ours without its row kernel: the plan's matrix products alone."""
-    kernel = Run._row_kernel
-    Run._row_kernel = lambda *args: None  # type: ignore[method-assign]
+    kernel = CrossEntropyRows._row_kernel
+    CrossEntropyRows._row_kernel = lambda *args: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Run._row_kernel = kernel  # type: ignore[method-assign]
+        CrossEntropyRows._row_kernel = kernel  # type: ignore[method-assign]
 
 
 @dataclass

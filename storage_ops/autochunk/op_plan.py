@@ -12,10 +12,10 @@ from storage_ops.autochunk.values import hint, name_of
 from storage_ops.loss import cost, planner
 from storage_ops.loss.call import Call
 from storage_ops.loss.devices import rates_of
+from storage_ops.loss.head import problem_of
 from storage_ops.loss.op import call_of_backward
 from storage_ops.loss.problem import Problem, padded, parts
 from storage_ops.loss.ranks import ranks_of
-from storage_ops.loss.run import problem_of
 from storage_ops.loss.tokens import tokens_of
 
 EVERY = -(1 << 62)  # no class: as ignore_index it says that no token is ignored

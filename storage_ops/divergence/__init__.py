@@ -1,10 +1,10 @@
 """The divergence of a student's head from a frozen teacher's, whose logits exist in tiles only.
 
-    api.linear_kl_div -> DivergenceCall -> op -> DivergenceRun --- steps ---> rows
-                                            |              |
-                  Problem -> plan -> Schedule of the loss  |---> Matmul (storage_ops/matmul)
-                                                           `---> Sums (storage_ops/loss)
+    api.linear_kl_div -> DivergenceCall -> op -> Run --- steps ---> DivergenceRows -> rows
+                                                  |           `---> Matmul (storage_ops/matmul)
+                        Problem -> plan -> Schedule           `---> Sums of the gradients
 
+`Run`, `Schedule` and `Sums` are those of `storage_ops.loss`; `row_function` has DivergenceRows.
 `rows` is plain torch on a tile of each head, or a native kernel.
 
 Tokens, tiles, schedules, sums and budgets are those of `storage_ops.loss`; what is said there of

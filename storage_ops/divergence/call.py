@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from storage_ops.loss import call as loss_call
-from storage_ops.loss.call import arithmetic
+from storage_ops.loss.call import arithmetic, tensors_among
 from storage_ops.loss.cost import STATE_ROWS
 
-# The tensors among them.
-TENSORS = (
-    "input", "weight", "teacher_input", "teacher_weight", "bias", "teacher_bias", "token_weight",
-    "log_probs", "ids", "target",
-)  # fmt: skip
 IGNORED = -100
 
 
@@ -58,13 +54,12 @@ class DivergenceCall(NamedTuple):
     target_weight: float = 0.0
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The arguments of TENSORS."""
+        """The arguments that are tensors, or None."""
         return tuple(getattr(self, name) for name in TENSORS)
 
-    def with_tensors(
-        self, tensors: tuple[Tensor | None, ...] = (None,) * len(TENSORS)
-    ) -> DivergenceCall:
+    def with_tensors(self, tensors: Sequence[Tensor | None] | None = None) -> DivergenceCall:
         """The call with others; without any, it keeps no memory."""
+        tensors = (None,) * len(TENSORS) if tensors is None else tensors
         named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
         return self._replace(**named)
 
@@ -105,9 +100,13 @@ class DivergenceCall(NamedTuple):
             group=self.group,
             in_forward=self.in_forward,
             grad_mask=self.grad_mask,
+            valid_classes=self.valid_classes,
         )
 
     @property
     def wide(self) -> torch.dtype:
         """The dtype of everything but matrix products."""
         return arithmetic(self.input.dtype)
+
+
+TENSORS = tensors_among(DivergenceCall)

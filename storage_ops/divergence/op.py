@@ -14,7 +14,7 @@ from torch.library import register_autograd, register_fake, register_vmap
 
 from storage_ops import _autograd, _schemas
 from storage_ops.divergence.call import DivergenceCall
-from storage_ops.divergence.run import DivergenceRun
+from storage_ops.divergence.row_function import run_of
 from storage_ops.loss import formulas, kept
 from storage_ops.loss.call import count_of
 
@@ -31,26 +31,26 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             "are made in the backward"
         )
     kept.make_room(call.input)
-    run, input = DivergenceRun(call), call.input
-    tokens = run.tokens
+    run, input = run_of(call), call.input
+    tokens, rows = run.head.tokens, run.rows
     grads = [input.new_empty(0) for _ in call.grad_mask]
     if call.in_forward and any(call.grad_mask):
-        run.set_upstream(input.new_ones((), dtype=call.wide))
+        rows.set_upstream(input.new_ones((), dtype=call.wide))
         grads = run.statistics_and_gradients()
         if call.grad_mask[0]:
             grads[0] = grads[0].view(input.shape)
     else:
         run.statistics()
-    loss = formulas.reduce(run.divergences(), tokens, run.call)
-    return loss, tokens.spread_state(run.state), *grads
+    loss = formulas.reduce(rows.divergences(), tokens, run.head.call)
+    return loss, tokens.spread_state(rows.state), *grads
 
 
 def _backward(grad_loss: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Gradients by a second pass over the logits, for any upstream gradient."""
     call = DivergenceCall(*args)
-    run = DivergenceRun(call, state)
-    each = grad_loss if call.reduction != "none" else run.tokens.collect(grad_loss)
-    run.set_upstream(each)
+    run = run_of(call, state)
+    each = grad_loss if call.reduction != "none" else run.head.tokens.collect(grad_loss)
+    run.rows.set_upstream(each)
     grads = run.gradients()
     grads[0] = grads[0].view(call.input.shape) if call.grad_mask[0] else grads[0]
     return tuple(grads)

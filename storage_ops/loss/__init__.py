@@ -1,9 +1,9 @@
 """Linear cross-entropy: the loss of a linear layer's output, whose logits exist in tiles only.
 
-    api.linear_cross_entropy -> Call -> op -> Run --- steps ---> row kernel (csrc/rows, cuda/)
-                                               |           `---> Matmul (storage_ops/matmul)
+    api.linear_cross_entropy -> Call -> op -> Run --- steps ---> Matmul (storage_ops/matmul)
+                                               |           `---> RowFunction: the row kernel
                                                |           `---> Sums of the gradients
-                    Problem -> planner -> Schedule
+             Head -> Problem -> planner -> Schedule
                                    |-> cost.peak      bytes of the steps
                                    `-> cost.predict   their time
 
@@ -28,7 +28,8 @@ Where things are: `api` is the public function, `module` the public module, `che
 `names` and `options` the types of their options, `call` the op's arguments by name, `op` kernels,
 fakes, autograd and vmap. `tokens` flattens and drops; `formulas` has what a token's loss is made
 of, `reference` the definition in plain torch. `problem`, `schedule`, `cost`, `planner` and
-`devices` plan and need no torch; `plan` is `storage_ops.plan`. `run` carries steps out, `sums` adds
-up their gradients. `ranks` is about process groups, `pieces` about who sees what they send,
-`dtensor` turns placements into one.
+`devices` plan and need no torch; `plan` is `storage_ops.plan`. `head` has the operands of a call,
+`run` walks the tiles of any head, and `sums` adds up their gradients. `row_function` is what
+cross-entropy computes from a tile. `ranks` is about process groups, `pieces` about who sees what
+they send, `dtensor` turns placements into one.
 """

@@ -26,6 +26,8 @@ from storage_ops.loss.options import CallOptions, Several
 from storage_ops.loss.planner import Plan
 from storage_ops.loss.positions import loss_of_positions
 
+# Options that the op takes by the same name; `weight` is the op's name for linear_weight.
+_OF_THE_OP = tuple(n for n in Call._fields if n in CallOptions.__annotations__ and n != "weight")
 _PER_TOKEN = ("nll", "lse", "entropy", "selected", "topk")  # and differentiable
 
 
@@ -268,14 +270,10 @@ def linear_cross_entropy(
     ignore_index = -100 if ignore_index is None else ignore_index
     process_group = group_of(process_group, "linear_cross_entropy")
     try:
-        check_arguments(
-            input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
-            reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, shift=shift,
-            ignore_index=ignore_index, max_valid=max_valid, accumulate_dtype=accumulate_dtype,
-            returns=returns, plan=plan, process_group=process_group, valid_classes=valid_classes,
-            input_grad=input_grad, check_ranks=check_ranks, divisor=divisor,
-            logits_dtype=logits_dtype, selected_ids=selected_ids, top_k=top_k,
-        )  # fmt: skip
+        check_arguments(input, linear_weight, target, {
+            **keywords, "linear_bias": linear_bias, "ignore_index": ignore_index,
+            "process_group": process_group,
+        })  # fmt: skip
     except (TypeError, ValueError):
         ranks.tell_of_refusal(process_group, input)
         raise
@@ -306,14 +304,16 @@ def linear_cross_entropy(
     )
     if selected_ids is not None and shift:
         selected_ids = selected_ids[..., int(shift) :, :]
-    call = Call._make((
-        input, linear_weight, target, linear_bias, weight, token_weight, accumulate_into,
-        reduction, ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale, int(shift),
-        -1 if max_valid == "sync" else max_valid, accumulate_dtype, memory_budget,
-        "" if plan is None else plan.key, ranks.name_of(process_group), in_forward, needs,
-        tuple(wants), valid_classes, input_grad, check_ranks, divisor, logits_dtype,
-        selected_ids, top_k or 0,
-    ))  # fmt: skip
+    keywords.update(
+        ignore_index=ignore_index, softcap=softcap or 0.0, shift=int(shift),
+        max_valid=-1 if max_valid == "sync" else max_valid, plan="" if plan is None else plan.key,
+        divisor=divisor, selected_ids=selected_ids, top_k=top_k or 0,
+    )  # fmt: skip
+    call = Call(
+        input, linear_weight, target, linear_bias, weight, group=ranks.name_of(process_group),
+        in_forward=in_forward, grad_mask=needs, wants=tuple(wants),
+        **{name: keywords[name] for name in _OF_THE_OP},
+    )  # fmt: skip
     loss, nll, lse, entropy, picked, argmax, top_ids, *_ = op.apply(call)
     results: dict[str, Any] = {
         "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,

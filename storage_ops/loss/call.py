@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from storage_ops.loss.planner import keeping
 
-# The tensors among them.
-TENSORS = (
-    "input", "weight", "target", "bias", "class_weight", "token_weight", "accumulate_into",
-    "divisor", "selected_ids",
-)  # fmt: skip
+
+def tensors_among(arguments: type[Any]) -> tuple[str, ...]:
+    """Return the names of the fields of a NamedTuple that are tensors, or None."""
+    hints = get_type_hints(arguments)
+    return tuple(name for name, hint in hints.items() if Tensor in (hint, *get_args(hint)))
 
 
 class Call(NamedTuple):
@@ -79,13 +79,28 @@ class Call(NamedTuple):
         return bool(self.group) and summed and not self.target.is_floating_point()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The arguments of TENSORS."""
+        """The arguments that are tensors, or None."""
         return tuple(getattr(self, name) for name in TENSORS)
 
-    def with_tensors(self, tensors: tuple[Tensor | None, ...] = (None,) * len(TENSORS)) -> Call:
+    def with_tensors(self, tensors: Sequence[Tensor | None] | None = None) -> Call:
         """The call with others; without any, it keeps no memory."""
+        tensors = (None,) * len(TENSORS) if tensors is None else tensors
         named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
         return self._replace(**named)
+
+    def for_backward(self) -> tuple[Any, ...]:
+        """The arguments as ops of the backward take them that have no accumulate_into."""
+        return self[:_INTO] + self[_INTO + 1 :]
+
+    @staticmethod
+    def of_backward(args: Sequence[Any]) -> Call:
+        """The inverse of `for_backward`."""
+        given: tuple[Any, ...] = (*args[:_INTO], None, *args[_INTO:])
+        return Call(*given)
+
+
+TENSORS = tensors_among(Call)
+_INTO = Call._fields.index("accumulate_into")
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:

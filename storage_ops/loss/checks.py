@@ -99,24 +99,19 @@ def group_of(mesh: Any, name: str) -> Any:
 
 
 def check_arguments(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    accumulate_into: Tensor | None,
-    *,
-    ignore_index: int,
-    returns: Sequence[str],
-    process_group: Any,
-    selected_ids: Tensor | None,
-    top_k: int | None,
-    **options: Any,
+    input: Tensor, linear_weight: Tensor, target: Tensor, given: Mapping[str, Any]
 ) -> None:
-    """Raise a TypeError or ValueError for arguments that do not fit together."""
-    _check_options(input, **options)
-    scatters = options["input_grad"] == "reduce_scatter"
+    """Raise a TypeError or ValueError for arguments that do not fit together.
+
+    `given`: all keyword arguments of `linear_cross_entropy`, but `options`.
+    """
+    _check_options(input, given)
+    linear_bias, weight = given["linear_bias"], given["weight"]
+    token_weight, accumulate_into = given["token_weight"], given["accumulate_into"]
+    ignore_index, returns, process_group = (
+        given[name] for name in ("ignore_index", "returns", "process_group")
+    )
+    scatters = given["input_grad"] == "reduce_scatter"
     if scatters and target.is_floating_point():
         rule = "class indices with input_grad='reduce_scatter'"
         raise wrong(TypeError, "target is", target.dtype, rule)
@@ -135,7 +130,8 @@ def check_arguments(
         raise wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
     tokens = _tokens_of(input, target) if scatters else tuple(input.shape[:-1])
     _check_target(tokens, target, vocab, ignore_index)
-    _check_picks(selected_ids, top_k, returns, tokens, vocab if process_group is None else None)
+    selected_ids, classes = given["selected_ids"], vocab if process_group is None else None
+    _check_picks(selected_ids, given["top_k"], returns, tokens, classes)
     for name, t, shape in (
         ("linear_bias", linear_bias, (vocab,)),
         ("weight", weight, (vocab,)),
@@ -206,22 +202,11 @@ def check_devices(input: Tensor, **tensors: Tensor | None) -> None:
             raise wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
 
 
-def _check_options(
-    input: Tensor,
-    *,
-    reduction: str,
-    label_smoothing: float,
-    softcap: float | None,
-    shift: bool | int,
-    max_valid: int | str | None,
-    accumulate_dtype: torch.dtype | None,
-    logits_dtype: torch.dtype | None,
-    plan: Any,
-    valid_classes: int | None,
-    input_grad: str,
-    check_ranks: bool,
-    divisor: float | Tensor | None,
-) -> None:
+def _check_options(input: Tensor, given: Mapping[str, Any]) -> None:
+    """Check the options that need no other tensor than the input."""
+    reduction, label_smoothing, softcap = (
+        given[name] for name in ("reduction", "label_smoothing", "softcap")
+    )
     if reduction not in REDUCTIONS:
         raise wrong(ValueError, "reduction is", repr(reduction), f"one of {REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
@@ -230,25 +215,29 @@ def _check_options(
     if softcap is not None and not least <= softcap <= 1 / least:
         rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
         raise wrong(ValueError, "softcap is", softcap, rule)
+    shift = given["shift"]
     if not isinstance(shift, _INTEGERS):
         raise wrong(TypeError, "shift is", repr(shift), "True, False or a number of tokens")
     if shift < 0:
         raise wrong(ValueError, "shift is", shift, "a number of tokens >= 0")
     if shift and input.dim() < 2:
         raise wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
+    max_valid = given["max_valid"]
     counts = isinstance(max_valid, _INTEGERS) and max_valid >= 0
     if not counts and max_valid is not None and max_valid != "sync":
         raise wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
     wide = arithmetic(input.dtype)
     sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
-    for name, dtype in (("accumulate_dtype", accumulate_dtype), ("logits_dtype", logits_dtype)):
-        if dtype not in sums:
-            raise wrong(ValueError, f"{name} is", dtype, f"one of {sums}")
+    for name in ("accumulate_dtype", "logits_dtype"):
+        if given[name] not in sums:
+            raise wrong(ValueError, f"{name} is", given[name], f"one of {sums}")
+    valid_classes, input_grad = given["valid_classes"], given["input_grad"]
     whole = isinstance(valid_classes, int) and not isinstance(valid_classes, bool)
     if valid_classes is not None and not (whole and valid_classes > 0):
         raise wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")
     if input_grad not in INPUT_GRADS:
         raise wrong(ValueError, "input_grad is", repr(input_grad), f"one of {INPUT_GRADS}")
+    check_ranks, divisor, plan = (given[name] for name in ("check_ranks", "divisor", "plan"))
     if not isinstance(check_ranks, bool):
         raise wrong(TypeError, "check_ranks is", repr(check_ranks), "True or False")
     if divisor is not None:

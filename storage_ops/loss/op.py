@@ -40,13 +40,12 @@ from storage_ops.loss import formulas, kept, pieces, ranks, reference
 from storage_ops.loss.call import Call, arithmetic, count_of
 from storage_ops.loss.cost import STATE_ROWS
 from storage_ops.loss.planner import keeping
-from storage_ops.loss.run import Run
+from storage_ops.loss.row_function import CrossEntropyRun, run_of, target_gradient
 from storage_ops.matmul import reference as matmul_reference
 
 _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 5  # of the forward's outputs: loss, nll, lse, entropy, picked
 _UPSTREAM = 6  # arguments of the backward before those of the forward: gradients, and the state
-_INTO = Call._fields.index("accumulate_into")  # which only one backward op has
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -57,10 +56,10 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             "accumulate_into, whose gradients are made in the backward"
         )
     kept.make_room(call.input)
-    run, input = Run(call), call.input
-    tokens = run.tokens
+    run, input = run_of(call), call.input
+    tokens, rows = run.head.tokens, run.rows
     if call.in_forward and any(call.grad_mask):
-        run.upstream = formulas.upstream_of(tokens, call, formulas.scale_of(tokens, call))
+        rows.upstream = formulas.upstream_of(tokens, call, formulas.scale_of(tokens, call))
         grads = run.statistics_and_gradients()
         if call.grad_mask[0]:
             grads[0] = grads[0].view(input.shape)
@@ -69,13 +68,13 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         grads = [input.new_empty(0) for _ in call.grad_mask]
         if tile is not None:
             grads[0] = tile
-    state, argmax, wants = run.state, run.argmax, call.wants
+    state, argmax, wants = rows.state, rows.argmax, call.wants
     out = formulas.Outputs.of(tokens, call, state)
     picked, top_ids = state.new_empty(0), input.new_empty(0, dtype=torch.int64)
-    if run.picked is not None:
-        picked, top_ids = map(tokens.spread, run.picked.log_probabilities())
+    if rows.picked is not None:
+        picked, top_ids = map(tokens.spread, rows.picked.log_probabilities())
     return (
-        run.reduced(out.loss),
+        rows.reduced(out.loss),
         tokens.spread(out.nll) if wants[0] else state.new_empty(0),
         tokens.spread(out.lse) if wants[1] else state.new_empty(0),
         tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),
@@ -87,32 +86,33 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _resumed(args: tuple[Any, ...], into: bool = False, tile: Tensor | None = None) -> Run:
+def _resumed(
+    args: tuple[Any, ...], into: bool = False, tile: Tensor | None = None
+) -> CrossEntropyRun:
     """What a call was about to do when its forward ended, from the arguments of a backward op."""
     call = call_of_backward(args, into)
     state = args[_UPSTREAM - 1]
-    run = Run(call, state, tile)
-    tokens = run.tokens
+    run = run_of(call, state, tile)
+    tokens, rows = run.head.tokens, run.rows
     each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
     *each, picked = each
     each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
-    if picked is not None and run.picked is not None:
-        of_lse = run.picked.differentiate(tokens.collect(picked, 1))
+    if picked is not None and rows.picked is not None:
+        of_lse = rows.picked.differentiate(tokens.collect(picked, 1))
         each[2] = of_lse if each[2] is None else each[2] + of_lse
     if each[0] is not None:
         total = each[0] if call.reduction != "none" else tokens.collect(each[0])
         each[0] = total * formulas.scale_of(tokens, call)
-    run.upstream = formulas.upstream_of(tokens, call, *each)
+    rows.upstream = formulas.upstream_of(tokens, call, *each)
     return run
 
 
 def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     """The arguments of the forward; only one backward op takes accumulate_into."""
     given = args[_UPSTREAM:]
-    if not into:
-        given = (*given[:_INTO], None, *given[_INTO:])
+    call = Call(*given) if into else Call.of_backward(given)
     # Its results are those of the backward alone.
-    return Call(*given)._replace(in_forward=False, wants=(False,) * 4)
+    return call._replace(in_forward=False, wants=(False,) * 4)
 
 
 def _backward(
@@ -120,13 +120,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by a second pass over the logits, for any upstream gradients."""
     run = _resumed(args, into, tile)
-    call, grads = run.call, run.gradients()
+    call, grads = run.head.call, run.gradients()
     return grads[0].view(call.input.shape) if call.grad_mask[0] else grads[0], grads[1], grads[2]
 
 
 def _backward_target(*args: Any) -> Tensor:
     """The gradient of targets that are probabilities."""
-    return _resumed(args).target_gradient()
+    return target_gradient(_resumed(args))
 
 
 def _backward_kept(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,9 +206,9 @@ def _recomputed(
     if tile is not None and any(g is not None and batched(g) for g in given):
         kept.free(tile)  # a tile serves one backward, and here are several
         tile = None
-    call = ctx.call.with_tensors(tuple(tensors))
+    call = ctx.call.with_tensors(tensors)
     call = call._replace(in_forward=False, grad_mask=tuple(needs))
-    arguments = (*given, state, *call[:_INTO], *call[_INTO + 1 :])
+    arguments = (*given, state, *call.for_backward())
     if ctx.into is not None:
         into = (*given, state, *call._replace(accumulate_into=ctx.into))
         if tile is not None:
@@ -350,7 +350,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     made = tuple(call.in_forward and have for have in call.grad_mask)
     grads = _fake_grads(call._replace(grad_mask=made))
     if call.keeps:
-        grads = (Run(call).left(), *grads[1:])
+        grads = (run_of(call).left(), *grads[1:])
     return loss, *per_token, picked, argmax, top_ids, state, *grads
 
 

@@ -8,19 +8,16 @@ as upstream of the row's lse, and is added to the gradient of the logit itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from storage_ops.loss.cost import GROUP, in_groups, plain_rows, top_elements, top_rows
 from storage_ops.loss.devices import on_gpu
+from storage_ops.loss.head import Head
 from storage_ops.loss.reference import logits_of, row_gradient, slope_of
 from storage_ops.loss.schedule import Step, slices, within
 from storage_ops.loss.tokens import may_count
-
-if TYPE_CHECKING:
-    from storage_ops.loss.run import Run
 
 
 class Picked:
@@ -32,20 +29,19 @@ class Picked:
         upstream: (n, K) of the gradients of ids, each of which is there once; None before.
     """
 
-    def __init__(self, run: Run):
-        # Not the run itself, which has this: there shall be no cycle to collect.
-        self._tokens, self._call, self._state = run.tokens, run.call, run.state
-        self._bias, self._ranks, self._weights = run.bias, run.ranks, run.tokens.class_weight
-        self._first, self._vocabulary = run.first_class, run.vocabulary
-        state, count, k = run.state, run.tokens.count, run.call.top_k
-        ids = run.call.selected_ids
+    def __init__(self, head: Head, state: Tensor, bias: Tensor | None):
+        self._tokens, self._call, self._state = head.tokens, head.call, state
+        self._bias, self._ranks, self._weights = bias, head.ranks, head.tokens.class_weight
+        self._first, self._vocabulary = head.first_class, head.vocabulary
+        count, k = head.tokens.count, head.call.top_k
+        ids = head.call.selected_ids
         if ids is None:
             self.ids = state.new_empty(count, 0, dtype=torch.int64)
         else:
-            self.ids = run.tokens.collect(ids.long(), 1)
+            self.ids = head.tokens.collect(ids.long(), 1)
         self.logits = state.new_zeros(self.ids.shape)
         self.top = state.new_full((count, k), -torch.inf)
-        self.top_ids = state.new_full((count, k), run.vocabulary, dtype=torch.int64)
+        self.top_ids = state.new_full((count, k), head.vocabulary, dtype=torch.int64)
         self.upstream: Tensor | None = None
 
     def check(self) -> None:

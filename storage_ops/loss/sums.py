@@ -1,19 +1,17 @@
-"""Where the gradients of linear cross-entropy are summed over tiles of logits."""
+"""Sum the gradients of a head over its tiles of logits."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.cost import PIECE, narrowed_rows, plain_rows
+from storage_ops.loss.cost import narrowed_rows, plain_rows
 from storage_ops.loss.devices import on_gpu
-from storage_ops.loss.schedule import INPUT, WEIGHT, Step, slices
-
-if TYPE_CHECKING:
-    from storage_ops.loss.run import Run
+from storage_ops.loss.head import Head
+from storage_ops.loss.schedule import INPUT, WEIGHT, Schedule, Step, slices
 
 
 class Sums:
@@ -25,18 +23,18 @@ class Sums:
         bias: (V,), or None.
     """
 
-    def __init__(self, run: Run) -> None:
-        # Not the run itself, which has these sums: there shall be no cycle to collect.
-        self._tokens, self._weight, self._schedule = run.tokens, run.weight, run.schedule
-        self._ranks, self._into = run.ranks, run.call.accumulate_into
-        self._bias_dtype = None if run.call.bias is None else run.call.bias.dtype
-        self._partial = run.call.input_grad == "partial"
+    def __init__(self, head: Head, schedule: Schedule) -> None:
+        call = head.call
+        self._tokens, self._weight, self._schedule = head.tokens, head.weight, schedule
+        self._ranks, self._into = head.ranks, call.accumulate_into
+        self._bias_dtype = None if call.bias is None else call.bias.dtype
+        self._partial = call.input_grad == "partial"
         # Rows go to their rank as soon as they are complete; where tokens are left out, at the end.
-        self._scatters = run.call.input_grad == "reduce_scatter"
+        self._scatters = call.input_grad == "reduce_scatter"
         self._reduced: list[Any] = []
-        self._matmul = run.schedule.problem.matmul
-        s, p = run.schedule, run.schedule.problem
-        x, w, into = run.tokens.x, run.call.weight, self._into
+        self._matmul = schedule.problem.matmul
+        s, p = schedule, schedule.problem
+        x, w, into = head.tokens.x, call.weight, self._into
         wide = arithmetic(x.dtype)
         self.input: Tensor | None = None
         self._input = w.new_empty(0)
@@ -62,10 +60,10 @@ class Sums:
             else:
                 self.input = x.new_empty(x.shape, dtype=wide if s.wide_input else x.dtype)
             # Rows that are left out, and inputs without a class, keep their 0.
-            if run.tokens.kept is not None or not s.num_slices:
+            if head.tokens.kept is not None or not s.num_slices:
                 self.input.zero_()
             else:
-                self.input[run.tokens.count :] = 0
+                self.input[head.tokens.count :] = 0
         # Classes that are in the sum of the input's gradient, for rows by the first of them, and
         # rows that are in that of the weight's, for classes by the first.
         self._added: dict[int, int] = {}
@@ -130,49 +128,15 @@ class Sums:
         assert self.input is not None
         if not step.classes.start:
             return
-        place = self._place(step.rows)
+        place = self.place(step.rows)
         # A row of -inf only so far has a sum of zeros, whatever its factor.
         factor = change.exp_().nan_to_num_(0.0, 0.0).unsqueeze(1)
         self.input[place] = self.input[place].mul_(factor.to(self.input.dtype))
 
-    def _place(self, rows: slice) -> slice | Tensor:
+    def place(self, rows: slice) -> slice | Tensor:
+        """Where rows of tokens are among those of the sums."""
         kept = self._tokens.kept
         return rows if kept is None else kept[rows]
-
-    def finish_rescaled(self, run: Run) -> None:
-        """Turn the sums of RUNNING_RESCALE into the gradient of the input.
-
-        That of a row is sum_j exp(z_j - lse) C_j w_j less the part of its target, times what
-        upstream gives.
-        """
-        call, total = run.call, self.input
-        tokens, weight, state, upstream = run.tokens, run.weight, run.state, run.upstream
-        wide = state.dtype
-        assert total is not None and upstream is not None
-        shift, sums, _, _, mass, logit = state.unbind(0)
-        rows = [upstream[k] if k < len(upstream) else torch.zeros_like(shift) for k in range(5)]
-        target, spread, lse, _, square = (row.expand(len(shift)) for row in rows)
-        valid = tokens.target != call.ignore_index
-        factor = target + spread * mass + lse + square * (shift + sums.log())
-        factor = torch.where(valid, factor / sums, 0)
-        cap = logit / call.softcap if call.softcap else torch.zeros_like(logit)
-        hit = torch.where(valid, target * call.logit_scale * (1 - cap * cap), 0)
-        smooth = None
-        if call.label_smoothing:
-            each = tokens.class_weight
-            each = total.new_ones(len(weight), dtype=wide) if each is None else each
-            smooth = total.new_zeros(1, total.shape[1], dtype=wide)
-            for part in slices(len(weight), PIECE):
-                smooth.addmm_(each[part].unsqueeze(0), weight[part].to(wide))
-            smooth *= call.logit_scale * call.label_smoothing / run.vocabulary
-        classes = tokens.target.clamp(0, max(len(weight) - 1, 0))
-        for part in slices(tokens.count, PIECE):
-            place = self._place(part)
-            value = total[place].to(wide).mul_(factor[part].unsqueeze(1))
-            value -= weight[classes[part]].to(wide).mul_(hit[part].unsqueeze(1))
-            if smooth is not None:
-                value.addcmul_(torch.where(valid[part], spread[part], 0).unsqueeze(1), -smooth)
-            total[place] = value.to(total.dtype)
 
     def finish_input(self) -> None:
         """Round the sums of the input's gradient, which then need their memory no more."""

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from storage_ops import _autograd, matmul
-from storage_ops.loss import devices, sums
+from storage_ops.loss import devices, row_function, sums
 from storage_ops.loss import op as loss_autograd
-from storage_ops.loss import run as loss_run
 from storage_ops.loss import tokens as loss_rows
 from storage_ops.matmul import aten as products
 
@@ -126,7 +125,7 @@ def pretended(ops, adds_wide: bool):
         patch.setattr(products, "torch", Products())
         patch.setattr(sums, "bias_gradient", bias_gradient)
         patch.setattr(loss_rows, "may_count", lambda target: False)
-        patch.setattr(loss_run, "_OPS", ops)
+        patch.setattr(row_function, "_OPS", ops)
         patch.setattr(loss_autograd, "_OPS", ops)
         patch.setattr(_autograd, "_OPS", ops)
         yield

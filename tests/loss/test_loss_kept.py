@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import storage_ops as so
+from storage_ops import matmul
 from storage_ops.loss import kept
 from storage_ops.matmul.aten import Aten
 
@@ -34,13 +35,13 @@ def of_logits(x, w, target):
 @pytest.fixture
 def formed(monkeypatch):
     """Logits that are formed, call by call of the product."""
-    found, logits = [], so.loss.run.matmul.of(torch.float32, "cpu", 1).__class__.logits
+    found, logits = [], matmul.of(torch.float32, "cpu", 1).__class__.logits
 
     def noted(self, x, w, out, *rest):
         found.append(out.numel())
         return logits(self, x, w, out, *rest)
 
-    for kind in {Aten, so.loss.run.matmul.of(torch.float32, "cpu", 1).__class__}:
+    for kind in {Aten, matmul.of(torch.float32, "cpu", 1).__class__}:
         monkeypatch.setattr(kind, "logits", noted)
     return found
 

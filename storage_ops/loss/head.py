@@ -1,0 +1,116 @@
+"""A head and its tokens as kernels take them: rows, classes of this rank, and what a plan needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from storage_ops import matmul
+from storage_ops.loss.call import Call, arithmetic
+from storage_ops.loss.devices import device_kind, has_row_kernel_for
+from storage_ops.loss.problem import Problem
+from storage_ops.loss.ranks import Ranks, ranks_of
+from storage_ops.loss.tokens import Tokens, copy_elements, tokens_of
+from storage_ops.matmul.aten import takes
+
+
+@dataclass
+class Head:
+    """The operands of a call.
+
+    Attributes:
+        call: the arguments.
+        ranks: the processes that hold the other classes.
+        tokens: the tokens that are worked on; `tokens.x` has strides that products take.
+        weight: (classes, D), the classes of this rank without padding, with such strides.
+        first_class: the number of this rank's first class.
+        vocabulary: the number of classes on all ranks, without padding.
+        problem: what the plan depends on, with the most classes that a rank has. Every rank has
+            the same problem, so that all plan alike.
+    """
+
+    call: Call
+    ranks: Ranks
+    tokens: Tokens
+    weight: Tensor
+    first_class: int
+    vocabulary: int
+    problem: Problem
+
+    @staticmethod
+    def of(call: Call, compare: bool) -> Head:
+        """Return the operands of a call; `compare`: raise on every rank if their calls differ."""
+        ranks = ranks_of(call.group)
+        sizes = ranks.sizes(call, compare)
+        first, vocabulary = sum(sizes[: ranks.rank]), _valid_of(sizes, call.valid_classes)
+        most = [min(n, vocabulary - sum(sizes[:k])) for k, n in enumerate(sizes)]
+        classes = most[ranks.rank]
+        tokens = tokens_of(call, ranks, first, classes)
+        p = problem_of(call, tokens, max(most))
+        p = replace(p, several=ranks.several, alike=len(set(most)) == 1, keeps=call.keeps)
+        tokens.x = for_products(tokens.x)
+        weight = for_products(call.weight[:classes])
+        return Head(call, ranks, tokens, weight, first, vocabulary, p)
+
+
+def for_products(matrix: Tensor) -> Tensor:
+    """Return a matrix, copied if products do not take its strides."""
+    return matrix if takes(matrix) else matrix.contiguous()
+
+
+def bias_dtype(call: Call) -> torch.dtype:
+    """Return the dtype in which the row kernel of cross-entropy takes the bias.
+
+    It is the dtype of the bias, unless the logits have a wider one.
+    """
+    assert call.bias is not None
+    return torch.promote_types(call.bias.dtype, call.logits_dtype or call.input.dtype)
+
+
+def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
+    """Return what the plan of a call depends on; `classes`: the most that a rank has."""
+    x, weight = tokens.x, call.weight
+    copies = sum(t.nbytes for t in (x, weight) if not takes(t))
+    wide_logits = call.logits_dtype is not None and call.logits_dtype != x.dtype
+    if call.bias is not None:
+        dtype = bias_dtype(call)
+        copies += copy_elements(call.bias, dtype) * dtype.itemsize
+    # Ranks may have different numbers of threads, and must plan alike.
+    threads = 1 if call.group else torch.get_num_threads()
+    smooth_cap = bool(call.label_smoothing and call.softcap)
+    return Problem(
+        tokens.count,
+        x.shape[1],
+        classes,
+        matmul.of(x.dtype, device_kind(x), threads),
+        len(x) - tokens.count,
+        (call.grad_mask[0], call.grad_mask[1], call.grad_mask[2]),
+        sums_fp32=call.accumulate_dtype != x.dtype,
+        in_forward=call.in_forward,
+        rescales=not (tokens.probabilities or call.group or smooth_cap),
+        into=call.accumulate_into is not None,
+        gathers=tokens.kept is not None,
+        masks=tokens.masked,
+        plain=not has_row_kernel_for(x),
+        wide_logits=wide_logits,
+        picks=call.top_k + (0 if call.selected_ids is None else call.selected_ids.shape[-1]),
+        top=call.top_k,
+        cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
+        fixed_bytes=tokens.copied_bytes + copies,
+    )
+
+
+def _valid_of(sizes: list[int], valid: int | None) -> int:
+    """Return the number of classes on all ranks that are no padding.
+
+    Raises the same error on every rank if one has padding alone.
+    """
+    total, before = sum(sizes), sum(sizes[:-1])
+    if valid is not None and not before < valid <= total:
+        raise ValueError(
+            f"linear_cross_entropy: valid_classes is {valid}; expected {before + 1} to {total}, so "
+            "that every rank has a class that is no padding"
+        )
+    return total if valid is None else valid

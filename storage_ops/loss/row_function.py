@@ -1,0 +1,216 @@
+"""The rows of cross-entropy: the row kernel, picked classes, and what follows from the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from storage_ops.loss import formulas, planner
+from storage_ops.loss.call import Call, arithmetic
+from storage_ops.loss.cost import PIECE, STATE_ROWS
+from storage_ops.loss.devices import rates_of
+from storage_ops.loss.head import Head, bias_dtype
+from storage_ops.loss.picked import Picked
+from storage_ops.loss.run import RowFunction, Run
+from storage_ops.loss.schedule import (
+    EXPONENTIALS,
+    GRADIENT,
+    SLOPE,
+    UPDATE,
+    Schedule,
+    Step,
+    slices,
+)
+from storage_ops.loss.sums import Sums
+
+_OPS = torch.ops.storage_ops
+
+
+class CrossEntropyRows(RowFunction):
+    """Statistics and gradients of the rows of a tile, by the row kernel.
+
+    Attributes:
+        state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
+        argmax: (n,) classes of the largest logits, or None.
+        picked: the classes whose log-probabilities are asked for, or None.
+        upstream: rows of upstream gradient for the row kernel, or None.
+    """
+
+    def __init__(self, head: Head, state: Tensor | None):
+        """`state`: that which the forward has returned, if this is its backward."""
+        self._head, call, tokens = head, head.call, head.tokens
+        x = tokens.x
+        self.bias = call.bias
+        if call.bias is not None:
+            self.bias = call.bias[: len(head.weight)].to(bias_dtype(call)).contiguous()
+        if state is None:
+            self.state = x.new_zeros(STATE_ROWS, tokens.count, dtype=arithmetic(x.dtype))
+        else:
+            self.state = tokens.collect_state(state)
+        if head.ranks.agree is not None:
+            self.state = self.state + head.ranks.agree
+        self.argmax = x.new_zeros(tokens.count, dtype=torch.int64) if call.wants[3] else None
+        picks = call.selected_ids is not None or call.top_k
+        self.picked = Picked(head, self.state, self.bias) if picks else None
+        if self.picked is not None and state is None:
+            self.picked.check()
+        self.upstream: Tensor | None = None
+
+    def work(self, step: Step, tile: Tensor) -> Tensor | None:
+        """See `RowFunction`."""
+        picked, products = self.picked, None
+        if picked is not None and step.phases & UPDATE:
+            picked.read(step, tile)
+        elif picked is not None and step.phases & GRADIENT:
+            products = picked.products(step, tile)
+        before = self.state[0, step.rows].clone() if step.phases & EXPONENTIALS else None
+        self._row_kernel(step, tile)
+        if picked is not None and products is not None and self.upstream is not None:
+            picked.write(step, tile, products, self.upstream)
+        return None if before is None else before - self.state[0, step.rows]
+
+    def _row_kernel(self, step: Step, tile: Tensor) -> None:
+        head, rows, classes, phases = self._head, step.rows, step.classes, step.phases
+        tokens, call = head.tokens, head.call
+        target, upstream = tokens.target[rows], None
+        if tokens.probabilities:
+            target = target[:, classes]
+            if tokens.casts:
+                target = target.new_empty(target.shape, dtype=self.state.dtype).copy_(target)
+        if phases & GRADIENT:
+            upstream = self.upstream
+            if upstream is not None and upstream.shape[1] > 1:
+                upstream = upstream[:, rows]
+        argmax = self.argmax if phases & UPDATE else None
+        _OPS._cross_entropy_rows(
+            tile,
+            target,
+            None if self.bias is None else self.bias[classes],
+            None if tokens.class_weight is None else tokens.class_weight[classes],
+            upstream,
+            self.state[:, rows],
+            None if argmax is None else argmax[rows],
+            head.first_class + classes.start,
+            head.vocabulary,
+            call.ignore_index,
+            call.softcap,
+            call.logit_scale,
+            call.label_smoothing,
+            phases | (SLOPE if phases & UPDATE and call.wants[2] else 0),
+        )
+
+    def merging(self, rows: slice) -> Iterator[None]:
+        """See `RowFunction`."""
+        head, target = self._head, self._head.tokens.target[rows]
+        ignored = target == head.call.ignore_index
+        if head.tokens.probabilities:
+            ignored = torch.zeros(len(target), dtype=torch.bool, device=target.device)
+        part = None if self.argmax is None else self.argmax[rows]
+        state = self.state[:, rows]
+        yield from head.ranks.merge(state, part, ignored, head.call, head.vocabulary)
+        if self.picked is not None:
+            self.picked.merge(rows)
+
+    def free(self) -> None:
+        """See `RowFunction`; this one holds nothing."""
+
+    def finish_rescaled(self, sums: Sums) -> None:
+        """See `RowFunction`.
+
+        The gradient of a row is sum_j exp(z_j - lse) C_j w_j less the part of its target, times
+        what upstream gives.
+        """
+        head, state, upstream, total = self._head, self.state, self.upstream, sums.input
+        call, tokens, weight = head.call, head.tokens, head.weight
+        wide = state.dtype
+        assert total is not None and upstream is not None
+        shift, exponentials, _, _, mass, logit = state.unbind(0)
+        rows = [upstream[k] if k < len(upstream) else torch.zeros_like(shift) for k in range(5)]
+        target, spread, lse, _, square = (row.expand(len(shift)) for row in rows)
+        valid = tokens.target != call.ignore_index
+        factor = target + spread * mass + lse + square * (shift + exponentials.log())
+        factor = torch.where(valid, factor / exponentials, 0)
+        cap = logit / call.softcap if call.softcap else torch.zeros_like(logit)
+        hit = torch.where(valid, target * call.logit_scale * (1 - cap * cap), 0)
+        smooth = None
+        if call.label_smoothing:
+            each = tokens.class_weight
+            each = total.new_ones(len(weight), dtype=wide) if each is None else each
+            smooth = total.new_zeros(1, total.shape[1], dtype=wide)
+            for part in slices(len(weight), PIECE):
+                smooth.addmm_(each[part].unsqueeze(0), weight[part].to(wide))
+            smooth *= call.logit_scale * call.label_smoothing / head.vocabulary
+        classes = tokens.target.clamp(0, max(len(weight) - 1, 0))
+        for part in slices(tokens.count, PIECE):
+            place = sums.place(part)
+            value = total[place].to(wide).mul_(factor[part].unsqueeze(1))
+            value -= weight[classes[part]].to(wide).mul_(hit[part].unsqueeze(1))
+            if smooth is not None:
+                value.addcmul_(torch.where(valid[part], spread[part], 0).unsqueeze(1), -smooth)
+            total[place] = value.to(total.dtype)
+
+    def reduced(self, loss: Tensor) -> Tensor:
+        """Return the loss of the call from that of each token."""
+        head = self._head
+        call, tokens, target = head.call, head.tokens, head.tokens.target
+        if not call.adds_losses:
+            return formulas.reduce(loss, tokens, call)
+        local = target - head.first_class
+        here = (local >= 0) & (local < len(head.weight))
+        # Each rank has the loss of its targets, and all that of a target that is no class: nan.
+        here |= (target < 0) | (target >= head.vocabulary)
+        own = formulas.reduce(torch.where(here, loss, 0), tokens, call)
+        return head.ranks.add_up(own)
+
+
+CrossEntropyRun = Run[CrossEntropyRows]
+
+
+def run_of(call: Call, state: Tensor | None = None, kept: Tensor | None = None) -> CrossEntropyRun:
+    """Return the run of a call; `state`, `kept`: what its forward has returned as such."""
+    head = Head.of(call, compare=state is None)
+    schedule = _schedule(head, kept)
+    return Run(head, CrossEntropyRows(head, state), schedule, kept=kept)
+
+
+def _schedule(head: Head, kept: Tensor | None) -> Schedule:
+    """Return the schedule of the plan that the call names, or of the one that its budget gives."""
+    call, p, key = head.call, head.problem, head.call.plan
+    if not planner.keeping(key, False):
+        budget, rates = call.memory_budget, rates_of(call.input.device)
+        if kept is not None:
+            key = planner.resumed(p, (kept.shape[0], kept.shape[1]), budget, rates)
+        else:
+            key = planner.choose(p, budget, rates).key
+    return planner.schedule_of(replace(p, vocab=len(head.weight)), key)
+
+
+def target_gradient(run: CrossEntropyRun) -> Tensor:
+    """Return the gradient with respect to targets that are probabilities, in their shape.
+
+    d loss_i / d q_ij = (1 - smoothing) C_j (lse_i - z_ij) times the upstream gradient.
+    """
+    call, tokens, state = run.head.call, run.head.tokens, run.rows.state
+    bias, upstream = run.rows.bias, run.rows.upstream
+    result = torch.zeros_like(call.target, memory_format=torch.contiguous_format)
+    flat = result.view(-1, len(call.weight))[call.shift :]
+    assert upstream is not None
+    spread = upstream[1] if len(upstream) > 1 else upstream.new_zeros(1)
+    factor = (spread * (1 - call.label_smoothing)).expand(tokens.count).unsqueeze(1)
+    lse = (state[0] + state[1].log()).unsqueeze(1)
+    for step, tile in run.tiles():
+        rows, classes = step.rows, step.classes
+        z = flat[rows, classes].to(state.dtype).copy_(tile)
+        z = z if bias is None else z.add_(bias[classes])
+        z.mul_(call.logit_scale)
+        if call.softcap:
+            z.div_(call.softcap).tanh_().mul_(call.softcap)
+        z.neg_().add_(lse[rows])
+        if tokens.class_weight is not None:
+            z.mul_(tokens.class_weight[classes])
+        flat[rows, classes] = z.mul_(factor[rows])
+        del z  # what the targets' part was cast to: one at a time is counted
+    return result
