@@ -1,6 +1,7 @@
 """Fit a training step into a budget: choose what each layer recomputes.
 
-`units.py` finds the *layers* of a model, and which are *alike* by their `fingerprint.py`.
+`units.py` finds the *layers* of a model. A saved plan knows them by their `fingerprint.py`.
+Which of them do the same is decided by `storage_ops/simulate/module_kinds.py`.
 `record.py` simulates a step with stand-ins in their places: what is in memory besides them.
 `probe.py` simulates one layer with an *action* (`actions.py`), `choices.py` says which actions are
 worth it, `step.py` has the books of both, and `roofline.py` the time of ops. `ways.py` puts these

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import re
@@ -15,11 +14,10 @@ from torch import Tensor, nn
 
 from storage_ops.checkpoint.layers.config_policy import class_of, qualified_name, uncompiled
 from storage_ops.fitting.heads import own_options
+from storage_ops.foundation.walk import cells_of
 from storage_ops.loss.module import LinearCrossEntropyLoss
-from storage_ops.simulate.module_kinds import Unlike, comparable
+from storage_ops.simulate.module_kinds import Comparison, Unlike
 
-# Where a layer is in a model, and where a model of transformers was loaded from.
-PLACE = re.compile(r"(idx|index)$|^(layer|block)_?(id|num|number|no)$|^name_or_path$")
 # What a configuration says that decides over nothing here: of data and files, which a first forward
 # and trainers set; the dtype, which the parameters have; a cache, which no region keeps.
 _OF_NO_USE = re.compile(
@@ -29,7 +27,7 @@ _OF_NO_USE = re.compile(
 # What DeepSpeed sets on every module of a model of which each rank has a part (ZeRO-3).
 _OF_DEEPSPEED = re.compile(r"^(ds_\w+|applied_pre_backward\w*|(pre|post)_bwd_fn|all_parameters)$")
 MODE = "train or eval"  # the aspect that model.train() changes
-_OF_TORCH = vars(nn.Module()).keys()
+_OF_TORCH = {*vars(nn.Module()), "name_or_path"}  # and where a model was loaded from
 _CHANGING = (list, set, MutableMapping)  # such as what a module notes while it is trained
 
 
@@ -54,23 +52,18 @@ def aspects(module: nn.Module) -> dict[str, str]:
     return {key: hashed(value) for key, value in found.items()}
 
 
-def fingerprint(module: nn.Module, whole: bool = False) -> str:
-    """All aspects, and the attributes of modules as far as they decide over something, in one.
+def fingerprint(module: nn.Module) -> str:
+    """Return all aspects, and what attributes of modules decide over something, in one.
 
-    Numbers by which layers know their place, such as `layer_idx`, do not count, and neither does
-    what a configuration says of data and files. Of objects that are neither numbers nor collections
-    nor functions, the class counts.
-
-    Args:
-        module: the module.
-        whole: attributes that begin with an underscore count as well, and collections that can
-            change. Without them it is what a model keeps while it is trained, and in a file.
+    A model keeps it while it is trained, and in a file. So attributes that begin with an underscore
+    do not count, nor collections that can change, nor what a configuration says of data and files.
+    Of objects that are neither numbers nor collections nor functions, the class counts.
     """
-    settings = [(name, _settings(inner, whole)) for name, inner in _modules(module)]
+    settings = [(name, _settings(inner)) for name, inner in _modules(module)]
     return hashed((aspects(module), settings))
 
 
-def hashed(value: Any) -> str:
+def hashed(value: object) -> str:
     """A short text that stands for a value with a `repr`."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
@@ -81,33 +74,32 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield qualified_name(name), inner
 
 
-def _settings(module: nn.Module, whole: bool) -> dict[str, str]:
+def _settings(module: nn.Module) -> dict[str, str]:
     found = {
         key: setting
         for key, value in vars(module).items()
-        if (whole or not key.startswith("_"))
-        and not (key in _OF_TORCH or PLACE.search(key) or _OF_DEEPSPEED.match(key))
-        and (setting := _setting(value, whole)) is not None
+        if not (key.startswith("_") or key in _OF_TORCH or _OF_DEEPSPEED.match(key))
+        and (setting := _setting(value)) is not None
     }
     if isinstance(module, LinearCrossEntropyLoss):
         found["options"] = repr(own_options(module))
     return found
 
 
-def _setting(value: Any, whole: bool) -> str | None:
+def _setting(value: object) -> str | None:
     """The same text for attributes that do the same, in every process; None if it does not count.
 
     A device does not count, so that a plan made on the meta device is one for a GPU.
     """
-    if isinstance(value, torch.device) or (isinstance(value, _CHANGING) and not whole):
+    if isinstance(value, (torch.device, *_CHANGING)):
         return None
     try:
-        return repr(comparable(_useful(value), opaque=_name))
+        return repr(_Named().of(_useful(value)))
     except Unlike:
         return type(value).__qualname__
 
 
-def _useful(value: Any) -> Any:
+def _useful(value: object) -> object:
     """Of a configuration of transformers, and of those in it, what decides over something."""
     if not dataclasses.is_dataclass(value):
         return value
@@ -115,27 +107,25 @@ def _useful(value: Any) -> Any:
     return type(value), [(name, _useful(getattr(value, name))) for name in names]
 
 
-def _name(value: Any, depth: int) -> Hashable:
-    """What a function or an object is called, and what a function was made with."""
-    kind = type(value).__qualname__
-    if isinstance(value, Tensor):
-        return kind, tuple(value.shape), str(value.dtype)
-    value = getattr(value, "__func__", value)  # of a bound method
-    names: tuple[Hashable, ...] = tuple(
-        str(getattr(value, key, "")) for key in ("__module__", "__qualname__", "__name__")
-    )
-    if isinstance(value, types.FunctionType):
-        code = value.__code__
-        names += (comparable((_enclosed(value), value.__defaults__), depth + 1, _name),)
-        if value.__name__ == "<lambda>":  # several of a line have one name
-            constants = [c for c in code.co_consts if not isinstance(c, types.CodeType)]
-            names += (code.co_code.hex(), code.co_names, repr(constants))
-    return kind, *names
+class _Named(Comparison):
+    """Compares functions and objects by what they are called, so that files can hold it."""
+
+    def opaque(self, value: object, depth: int) -> Hashable:
+        kind = type(value).__qualname__
+        if isinstance(value, Tensor):
+            return kind, tuple(value.shape), str(value.dtype)
+        value = getattr(value, "__func__", value)  # of a bound method
+        names: tuple[Hashable, ...] = tuple(
+            str(getattr(value, key, "")) for key in ("__module__", "__qualname__", "__name__")
+        )
+        if isinstance(value, types.FunctionType):
+            code = value.__code__
+            names += (self.of((_enclosed(value), value.__defaults__), depth + 1),)
+            if value.__name__ == "<lambda>":  # several of a line have one name
+                constants = [c for c in code.co_consts if not isinstance(c, types.CodeType)]
+                names += (code.co_code.hex(), code.co_names, repr(constants))
+        return kind, *names
 
 
-def _enclosed(function: types.FunctionType) -> list[Any]:
-    found = []
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it has no value yet
-            found.append(cell.cell_contents)
-    return found
+def _enclosed(function: types.FunctionType) -> list[object]:
+    return [value for _, _, value in cells_of(function)]

@@ -38,6 +38,7 @@ from storage_ops.progress import say, showing
 from storage_ops.quantities import parse_bytes, readable
 from storage_ops.simulate.compiled import as_it_runs, largest_of
 from storage_ops.simulate.kernels.cuda import workspace_bytes
+from storage_ops.simulate.module_kinds import Kinds
 from storage_ops.simulate.rates import rates_for
 from storage_ops.simulate.step import (
     arguments,
@@ -221,6 +222,7 @@ class Search:
         )
         self._replaces = LOSS in allowed
         units = units_of(model, loss)
+        kinds = Kinds(model, *(unit.module for unit in units))
         has_heads = any(heads_in(unit.module) for unit in units)
         if self._replaces and heads_in(model) and not has_heads:
             raise ValueError(
@@ -239,7 +241,7 @@ class Search:
 
         def ways(action: Action) -> list[Way]:
             recorder = Recorder(
-                units, self._on_gpu, self._rates, workspace, accumulate, self._assumption
+                units, kinds, self._on_gpu, self._rates, workspace, accumulate, self._assumption
             )
             with self._applied([(self._of_loss, action)]):
                 recording = recorder.run(model, largest, self._loss_with(action) or loss_of, made)

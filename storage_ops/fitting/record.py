@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from storage_ops.checkpoint.state.caches import without_cache
 from storage_ops.checkpoint.state.unchanged import undo_changes
-from storage_ops.fitting.fingerprint import fingerprint
 from storage_ops.fitting.step import Books, OpTimes
-from storage_ops.fitting.units import Unit, places_of
+from storage_ops.fitting.units import Unit
 from storage_ops.foundation.ledger import Block
 from storage_ops.loss.devices import Rates
 from storage_ops.progress import say
 from storage_ops.simulate.kernels.cuda import keep_workspaces
-from storage_ops.simulate.layers.recording import hidden, next_node, reads_history
+from storage_ops.simulate.layers.recording import next_node, reads_history
+from storage_ops.simulate.layers.variants import Variants
 from storage_ops.simulate.mode import Simulation
-from storage_ops.simulate.module_kinds import SIMPLE
+from storage_ops.simulate.module_kinds import SIMPLE, Kinds
 from storage_ops.simulate.ranks.collectives import is_spread
 from storage_ops.simulate.ranks.fsdp import (
     forwards_forgotten,
@@ -119,6 +119,9 @@ class StepRecording:
     seconds: float = 0.0
 
 
+_Outputs = tuple[list[Any], Any]  # what a layer returns: the leaves, and how they are nested
+
+
 class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -170,8 +173,8 @@ class Recorder:
     """Runs a step with stand-ins in the places of layers."""
 
     def __init__(
-        self, units: list[Unit], on_gpu: bool, rates: Rates, workspace: int, accumulate: bool,
-        assumption: Assumption,
+        self, units: list[Unit], kinds: Kinds, on_gpu: bool, rates: Rates, workspace: int,
+        accumulate: bool, assumption: Assumption,
     ) -> None:  # fmt: skip
         """`workspace`: bytes that cuBLAS has in each thread; `accumulate`: as of `fit`."""
         self.books = Books(on_gpu, rates, assumption)
@@ -179,10 +182,9 @@ class Recorder:
         self.recording = StepRecording()
         self._units = units
         self._times = OpTimes(rates)
-        self._prints = {unit.name: fingerprint(unit.module, whole=True) for unit in units}
+        self._kinds = kinds
         self._sharded: set[int] = set()  # the ids of parameters that FSDP gathers
-        self._outputs: dict[Any, Any] = {}
-        self._looks: dict[Any, bool] = {}  # by kind: whether it does something else by its number
+        self._outputs = Variants[_Outputs | None]()
         self.simulation: Simulation
 
     def run(
@@ -307,8 +309,8 @@ class Recorder:
             gathered = {name: Like.of(every[name]) for name in spread if not is_spread(every[name])}
             start = self.books.mark()
             kind, found = self._run_once(
-                unit, (self._prints[unit.name], *settings, autocast, *gathered.items()),
-                lambda: self._outputs_of(unit, plain, args, kwargs, given),
+                unit, (*settings, autocast, *gathered.items()),
+                lambda held: self._outputs_of(unit, plain, args, kwargs, given, held),
             )  # fmt: skip
             if found is None:
                 return plain(*args, **kwargs)
@@ -342,8 +344,9 @@ class Recorder:
         return Like.of(t, self.simulation)
 
     def _outputs_of(
-        self, unit: Unit, plain: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor]
-    ) -> tuple[list[Any], Any] | None:
+        self, unit: Unit, plain: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor],
+        held: list[object],
+    ) -> _Outputs | None:  # fmt: skip
         """Describe what a call of a layer returns.
 
         None if that is an object which may have tensors in it, or if gradients leave the layer on
@@ -361,6 +364,7 @@ class Recorder:
             for each in undo:
                 each()
             return None
+        held += differentiable
         places = {id(t): i for i, t in enumerate(given)}
         made = [
             leaf if not isinstance(leaf, Tensor)
@@ -371,31 +375,18 @@ class Recorder:
         return made, tree
 
     def _run_once(
-        self, unit: Unit, kind: tuple[Any, ...], run: Callable[[], Any]
-    ) -> tuple[tuple[Any, ...], Any]:
-        """The kind of a call, and what the first call of that kind found.
-
-        A layer that does something else by its number is of a kind of its own.
-        """
-        places = places_of(unit.module)
-        before = self._times.seconds
-        if kind not in self._looks:
+        self, unit: Unit, key: tuple[Any, ...], run: Callable[[list[object]], _Outputs | None]
+    ) -> tuple[tuple[Any, ...], _Outputs | None]:
+        """The kind of a call, and what the first call of that kind found."""
+        kind = self._kinds.kind_of(unit.module)
+        found = self._outputs.find(kind, key)
+        if found is None:
             say(unit.name)
-            try:
-                with hidden(places):
-                    self._outputs[kind] = run()
-                self._looks[kind] = False
-            except Exception:
-                if not places:
-                    raise
-                self._looks[kind] = True
-        if self._looks[kind]:
-            kind = (*kind, *(vars(module)[key] for module, key in places))
-            if kind not in self._outputs:
-                say(unit.name)
-                self._outputs[kind] = run()
-        self._times.seconds = before
-        return kind, self._outputs[kind]
+            before = self._times.seconds
+            found = self._outputs.run(kind, key, run)
+            self._times.seconds = before
+        variant, outputs = found
+        return (kind.group, *key, variant), outputs
 
 
 def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

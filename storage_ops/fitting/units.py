@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from storage_ops.checkpoint.layers.config_policy import class_of, qualified_name, uncompiled
-from storage_ops.fitting.fingerprint import PLACE, fingerprint
+from storage_ops.fitting.fingerprint import fingerprint
 from storage_ops.fitting.heads import heads_in, heads_of_loss
 from storage_ops.loss.module import LinearCrossEntropyLoss
 
@@ -23,7 +23,7 @@ class Unit:
     Attributes:
         name: as in `named_modules()`.
         module: itself.
-        print: the same for layers that are alike: classes, sizes and settings of all in them.
+        print: the fingerprint by which a saved plan knows it.
     """
 
     name: str
@@ -74,13 +74,3 @@ def _has_layers(child: nn.Module) -> bool:
     if not isinstance(child, nn.Sequential):
         return isinstance(child, _CONTAINERS)
     return any(True for inner in child for _ in inner.children())
-
-
-def places_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules in a layer that know its number in the model, each with its attribute."""
-    return [
-        (module, key)
-        for module in layer.modules()
-        for key, value in vars(module).items()
-        if type(value) is int and PLACE.search(key)
-    ]

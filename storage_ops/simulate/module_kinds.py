@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from storage_ops.checkpoint.layers.config_policy import uncompiled
+from storage_ops.foundation.walk import (
+    OBJECT,
+    OF_EVERY_MODULE,
+    cells_of,
+    is_opaque,
+    kind_of,
+)
+from storage_ops.simulate.plain_values import HIDDEN, Spot
 from storage_ops.simulate.ranks.fsdp import sharded_modules, sharded_parameters
+from storage_ops.simulate.values.wrappers import is_wrapper
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 SIMPLE = (
@@ -25,163 +37,335 @@ _HOOKS = {
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
     "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
 }  # fmt: skip
-_OWN = {"_parameters", "_buffers", "_modules"}
+_FLAGS = ("_forward_hooks_always_called", "_forward_hooks_with_kwargs",
+          "_forward_pre_hooks_with_kwargs")  # fmt: skip
+_COMPILED = "_compiled_call_impl"  # what torch keeps of compile() in the module
 _COMPOSABLE = "__composable_api"  # what torch keeps of fully_shard in the module
 _DEPTH = 6  # of objects in objects
+_MANY = 2000  # values in one object
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_SIZE = 32  # bytes of an instance that has nothing but a dictionary
 
 
 class Unlike(Exception):
     """Something that cannot be compared, or that may do more than computing."""
 
 
-class LayerNumber:
-    """What stands for the number of a layer while a call is recorded: whoever looks at it fails."""
+class Comparison:
+    """Builds something equal for values that do the same; its `repr` is equal as well.
 
-    def _fail(self, *args: Any) -> Any:
-        raise Unlike
+    Functions, and objects that are not looked into, are told from all others that are there.
+    """
 
-    __eq__ = __ne__ = __hash__ = __bool__ = __str__ = __repr__ = __format__ = _fail
+    def of(self, value: object, depth: int = 0, spot: Spot | None = None) -> Hashable:
+        """Return what a value is compared by.
+
+        Args:
+            value: anything.
+            depth: of it in the value that was asked for.
+            spot: where it is, if another value can be put there.
+
+        Raises:
+            Unlike: the value cannot be compared.
+        """
+        if isinstance(value, FUNCTIONS):
+            return self.opaque(value, depth)
+        if isinstance(value, SIMPLE):
+            return self.plain(value, spot)
+        if depth > _DEPTH:
+            raise Unlike
+
+        def inside(part: object, key: object = None) -> Hashable:
+            is_writable = type(value) in (dict, list) and key is not None
+            return self.of(part, depth + 1, (value, key) if is_writable else None)
+
+        if isinstance(value, (list, tuple)):
+            return (type(value), *(inside(part, key) for key, part in enumerate(value)))
+        if isinstance(value, (set, frozenset)):
+            return (type(value), *sorted(map(inside, value), key=repr))
+        if isinstance(value, Mapping):
+            return (type(value), *((inside(k), inside(v, k)) for k, v in value.items()))
+        if isinstance(value, functools.partial):
+            return ("partial", inside((value.func, value.args, value.keywords)))
+        return self.instance(value, depth)
+
+    def plain(self, value: object, spot: Spot | None) -> Hashable:
+        """Return what a value of one of the classes in `SIMPLE` is compared by."""
+        return (type(value), value) if not isinstance(value, float) else ("float", repr(value))
+
+    def instance(self, value: object, depth: int) -> Hashable:
+        """Return what an instance of another class is compared by."""
+        if dataclasses.is_dataclass(value):
+            fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+            return (type(value), self.of(tuple(fields), depth + 1))
+        return self.opaque(value, depth)
+
+    def opaque(self, value: object, depth: int) -> Hashable:
+        """Return what stands for functions and for objects that are not looked into."""
+        return ("the same object", id(value))
+
+
+@dataclass
+class _Seen:
+    """What an object was compared by, with the object, so that its id stays its own."""
+
+    value: object
+    key: Hashable
+    values: list[object]
+    spots: list[Spot]
+
+
+class _Attributes(Comparison):
+    """Compares attributes of a module, but for numbers and strings that can be watched.
+
+    Attributes:
+        values, spots: these numbers and strings, and where they are.
+    """
+
+    def __init__(self, module: nn.Module, seen: dict[int, _Seen]) -> None:
+        """`seen`: by id, what the objects of a model are compared by."""
+        self.values: list[object] = []
+        self.spots: list[Spot] = []
+        self._module, self._seen, self._count = module, seen, 0
+
+    def of(self, value: object, depth: int = 0, spot: Spot | None = None) -> Hashable:
+        self._count += 1
+        if self._count > _MANY:
+            raise Unlike
+        return super().of(value, depth, spot)
+
+    def plain(self, value: object, spot: Spot | None) -> Hashable:
+        if spot is None or type(value) not in HIDDEN:
+            return super().plain(value, spot)
+        self.values.append(value)
+        self.spots.append(spot)
+        return "plain", type(value)
+
+    def instance(self, value: object, depth: int) -> Hashable:
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            return like(value)
+        if isinstance(value, types.MethodType):
+            owner = value.__self__
+            whose = "self" if owner is self._module else self.of(owner, depth + 1)
+            return "method", self.of(value.__func__, depth + 1), whose
+        cls: Any = type(value)
+        if not _is_of_python(cls):
+            return self.opaque(value, depth)
+        if id(value) not in self._seen:
+            inside = _Attributes(self._module, self._seen)
+            try:
+                key: Hashable = (type(value), inside._of_dictionary(vars(value), depth + 1))
+            except Unlike:
+                key, inside = self.opaque(value, depth), _Attributes(self._module, self._seen)
+            self._seen[id(value)] = _Seen(value, key, inside.values, inside.spots)
+        seen = self._seen[id(value)]
+        self.values += seen.values
+        self.spots += seen.spots
+        return seen.key
+
+    def opaque(self, value: object, depth: int) -> Hashable:
+        if not isinstance(value, types.FunctionType):
+            return super().opaque(value, depth)
+        enclosed = tuple(part for _, _, part in cells_of(value))
+        own = (enclosed, value.__defaults__, value.__kwdefaults__, vars(value))
+        before = len(self.values)
+        try:
+            return "function", id(value.__code__), self.of(own, depth + 1)
+        except Unlike:
+            del self.values[before:], self.spots[before:]
+            return super().opaque(value, depth)
+
+    def _of_dictionary(self, attributes: dict[str, object], depth: int) -> Hashable:
+        return tuple(
+            (name, self.of(part, depth, (attributes, name)))
+            for name, part in sorted(attributes.items())
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_python(cls: Any) -> bool:
+    """Return True if the instances of a class have all that they are in their dictionaries."""
+    if cls in _NAMESPACES:
+        return True
+    return (
+        kind_of(cls) == OBJECT
+        and not is_opaque(cls)
+        and cls.__basicsize__ <= _SIZE
+        and cls.__dictoffset__ != 0
+        and all("__module__" in vars(c) and "__slots__" not in vars(c) for c in cls.__mro__[:-1])
+    )
+
+
+@dataclass(eq=False)
+class ModuleKind:
+    """What a module is compared by.
+
+    Attributes:
+        group: the modules that differ from it in numbers and strings at most.
+        values, spots: these of the module and of those in it, and where they are.
+        can_be_replayed: whether nothing else sees what it computes: no hook of a parameter, no
+            module that shares one.
+    """
+
+    group: Group
+    values: list[object]
+    spots: list[Spot]
+    can_be_replayed: bool
+
+
+class Group:
+    """Modules that are built alike but for numbers and strings.
+
+    Attributes:
+        members: their kinds.
+        is_by_value: whether these numbers and strings have to be equal in layers that do the same,
+            because a layer used one in a way that cannot be told for others.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[ModuleKind] = []
+        self.is_by_value = False
+
+    @functools.cached_property
+    def differing(self) -> list[int]:
+        """The positions of values that are not the same in all members."""
+        every = zip(*(kind.values for kind in self.members), strict=True)
+        return [i for i, values in enumerate(every) if any(v != values[0] for v in values)]
+
+    @property
+    def watched(self) -> list[int]:
+        """The positions of values that are watched while a layer runs."""
+        return [] if self.is_by_value else self.differing
 
 
 class Kinds:
-    """Numbers for the modules of a model: the same for modules that are built alike.
+    """Tells which modules are built alike.
 
     Attributes:
-        of: by the id of a module, its number. Missing are modules that have hooks, whose
-            parameters have hooks or belong to others too, or that cannot be compared.
-        counts: how many modules have a number.
-        places: by the id of a module, its attributes that are its number among its siblings.
-        sharded: by the id of a module of FSDP2, the numbers of FSDP's hooks. It has a number for
-            what it does below them, and what it is in has none.
+        of: by the id of a module, its kind. Missing are modules that cannot be compared.
+        sharded: by the id of a module of FSDP2, the numbers of FSDP's hooks. What it does below
+            them can be replayed, and what it is in cannot.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.of: dict[int, int] = {}
-        self.counts: Counter[int] = Counter()
-        self.places: dict[int, list[str]] = {}
-        self._numbers: dict[Hashable, int] = {}
-        self.sharded = sharded_modules(model)
-        self._gathered = sharded_parameters(model)
-        self._uses = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-        self._place_names = _place_names(model)
-        self._visit(model, ())
+    def __init__(self, *roots: nn.Module) -> None:
+        self.of: dict[int, ModuleKind] = {}
+        self._groups: dict[Hashable, Group] = {}
+        self._seen: dict[int, _Seen] = {}
+        self.sharded: dict[int, set[int]] = {}
+        self._gathered: dict[int, Hashable] = {}
+        self._uses: Counter[int] = Counter()
+        self._visited: set[int] = set()
+        for root in roots:
+            self.sharded |= sharded_modules(root)
+            self._gathered |= sharded_parameters(root)
+        for module in dict.fromkeys(m for root in roots for m in root.modules()):
+            self._uses.update(map(id, module._parameters.values()))
+        for root in roots:
+            self._visit(root)
 
-    def _visit(self, module: nn.Module, places: tuple[int, ...]) -> int | None:
-        """Number a module and those in it; `places` are its ancestors' numbers in their lists."""
-        children: list[Any] = []
+    def _visit(self, module: nn.Module) -> ModuleKind | None:
+        """Find the kinds of a module and of those in it."""
+        if id(module) in self._visited:
+            return self.of.get(id(module))
+        self._visited.add(id(module))
+        within = uncompiled(module)
+        if within is not module:
+            return self._visit(within)
+        names, children = [], []
         for name, child in module.named_children():
-            inside = (*places, int(name)) if name.isdecimal() else places
-            children.append((None if name.isdecimal() else name, self._visit(child, inside)))
+            names.append(None if name.isdecimal() else name)
+            children.append(self._visit(child))
         try:
-            own = self._own(module, places)
+            own = _Attributes(module, self._seen)
+            key, is_alone = self._own(module, own)
         except Unlike:
             return None
-        if any(number is None for _, number in children):
+        known = [child for child in children if child is not None]
+        if len(known) < len(children):
             return None
-        key = (type(module), own, tuple(children))
-        number = self._numbers.setdefault(key, len(self._numbers))
-        self.of[id(module)] = number
-        self.counts[number] += 1
-        return None if id(module) in self.sharded else number
+        groups = [child.group for child in known]
+        whole = (type(module), key, tuple(zip(names, groups, strict=True)))
+        group = self._groups.setdefault(whole, Group())
+        values, spots = own.values, own.spots
+        for part in known:
+            values, spots = values + part.values, spots + part.spots
+            is_alone = is_alone and part.can_be_replayed
+        inside = (m for child in module.children() for m in child.modules())
+        is_alone = is_alone and not any(id(m) in self.sharded for m in inside)
+        kind = ModuleKind(group, values, spots, is_alone)
+        group.members.append(kind)
+        self.of[id(module)] = kind
+        return kind
+
+    def kind_of(self, module: nn.Module) -> ModuleKind:
+        """Return the kind of a module, one of its own if it cannot be compared."""
+        if id(module) not in self.of:
+            kind = ModuleKind(Group(), [], [], False)
+            kind.group.members.append(kind)
+            self.of[id(module)] = kind
+        return self.of[id(module)]
 
     def is_hooked(self, module: nn.Module) -> bool:
-        """Return True if somebody hooks a module or one in it, perhaps since it got its number."""
-        return any(map(self._has_hooks, module.modules()))
+        """Return True if a module, or one in it, has hooks now, perhaps since its kind is known."""
+        return any(
+            number not in self.sharded.get(id(m), ())
+            for m in module.modules()
+            for name in _HOOKS
+            for number in vars(m).get(name) or ()
+        )
 
-    def _has_hooks(self, module: nn.Module) -> bool:
-        known = self.sharded.get(id(module), set())
-        return any(set(found) - known for name in _HOOKS if (found := vars(module).get(name)))
-
-    def _own(self, module: nn.Module, places: tuple[int, ...]) -> Hashable:
-        if self._has_hooks(module):
-            raise Unlike
-        key: list[Hashable] = []
+    def _own(self, module: nn.Module, attributes: _Attributes) -> tuple[Hashable, bool]:
+        """Return what a module itself is compared by, and whether it can be replayed."""
+        key: list[Hashable] = [module.training, *self._hooks(module, attributes)]
+        is_alone = True
         for name, value in sorted(vars(module).items()):
-            if name in _OWN or "state_dict" in name or name.startswith(_COMPOSABLE):
+            if name in OF_EVERY_MODULE or name.startswith(_COMPOSABLE):
                 continue
-            if name in _HOOKS:
+            if name == _COMPILED:
+                key.append((name, value is not None))
                 continue
-            if (type(module), name) in self._place_names and value in places:
-                self.places.setdefault(id(module), []).append(name)
-                key.append((name, "place", places.index(value)))
-            else:
-                key.append((name, comparable(value)))
+            key.append((name, attributes.of(value, 0, (vars(module), name))))
         for name, p in module._parameters.items():
-            if p is not None and (
-                p._backward_hooks
-                or getattr(p, "_post_accumulate_grad_hooks", None)
-                or self._uses[id(p)] > 1
-            ):
-                raise Unlike
-            gathered = self._gathered.get(id(p))
-            key.append((name, None if p is None else gathered or like(p)))
+            if p is None:
+                key.append((name, None))
+                continue
+            hooks = [
+                *(p._backward_hooks or {}).values(),
+                *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values(),
+            ]
+            shared = id(p) if self._uses[id(p)] > 1 else None
+            is_alone = is_alone and not hooks and shared is None
+            seen = tuple(map(attributes.of, hooks))
+            key.append((name, self._gathered.get(id(p)) or like(p), seen, shared))
         for name, b in module._buffers.items():
             key.append((name, None if b is None else like(b)))
-        return tuple(key)
+        return tuple(key), is_alone
 
-
-def _place_names(model: nn.Module) -> set[tuple[type, str]]:
-    """Classes and their attributes that are, in each module in a list, its number in that list."""
-    values: dict[tuple[type, str], list[tuple[int, bool]]] = {}
-    for path, module in model.named_modules():
-        places = {int(part) for part in path.split(".") if part.isdecimal()}
-        for name, value in vars(module).items():
-            if places and type(value) is int:
-                values.setdefault((type(module), name), []).append((value, value in places))
-    return {
-        key
-        for key, found in values.items()
-        if all(is_place for _, is_place in found) and len({value for value, _ in found}) > 1
-    }
+    def _hooks(self, module: nn.Module, attributes: _Attributes) -> Iterator[Hashable]:
+        known = self.sharded.get(id(module), set())
+        flags = [vars(module).get(name) or {} for name in _FLAGS]
+        for name in sorted(_HOOKS.difference(_FLAGS)):
+            for number, hook in (vars(module).get(name) or {}).items():
+                if number not in known:
+                    yield name, attributes.of(hook), *(number in flag for flag in flags)
 
 
 def like(t: Tensor) -> Hashable:
-    """What of a tensor decides over memory."""
+    """Return the properties of a tensor that determine its memory use.
+
+    Raises:
+        Unlike: a layout other than strided.
+    """
+    if is_wrapper(t):
+        names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = tuple(like(getattr(t, name)) for name in names)
+        return type(t), t.shape, t.dtype, t.requires_grad, parts, Comparison().of(context)
     if t.layout != torch.strided:
         raise Unlike
     nbytes = t.untyped_storage().nbytes()
     return (
         type(t), t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, nbytes
     )  # fmt: skip
-
-
-def identity(value: Any, depth: int) -> Hashable:
-    """What tells a value from all others that are there."""
-    return ("the same object", id(value))
-
-
-def comparable(
-    value: Any, depth: int = 0, opaque: Callable[[Any, int], Hashable] = identity
-) -> Hashable:
-    """Something equal for values that do the same; its `repr` is equal as well.
-
-    Args:
-        value: anything.
-        depth: of it in the value that was asked for.
-        opaque: what stands for functions and for objects that are not looked into.
-
-    Raises:
-        Unlike: the value cannot be compared.
-    """
-    inside = functools.partial(comparable, depth=depth + 1, opaque=opaque)
-    if isinstance(value, FUNCTIONS):
-        return opaque(value, depth)
-    if isinstance(value, SIMPLE):
-        return (type(value), value) if not isinstance(value, float) else ("float", repr(value))
-    if depth > _DEPTH:
-        raise Unlike
-    if isinstance(value, (list, tuple)):
-        return (type(value), *map(inside, value))
-    if isinstance(value, (set, frozenset)):
-        return (type(value), *sorted(map(inside, value), key=repr))
-    if isinstance(value, Mapping):
-        return (type(value), *((inside(k), inside(v)) for k, v in value.items()))
-    if dataclasses.is_dataclass(value):
-        fields = tuple((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return (type(value), inside(fields))
-    if isinstance(value, functools.partial):
-        return ("partial", inside((value.func, value.args, value.keywords)))
-    return opaque(value, depth)
 
 
 def arguments_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
@@ -208,7 +392,7 @@ def arguments_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
             first = next(k for k, t in enumerate(tensors) if t is leaf)  # modules ask `k is v`
             key.append((like(leaf), whose, version, first))
         elif isinstance(leaf, SIMPLE):
-            key.append(comparable(leaf))
+            key.append(Comparison().of(leaf))
         else:
             raise Unlike
     return (tuple(key), str(form)), tensors

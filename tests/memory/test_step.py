@@ -223,13 +223,13 @@ def test_a_layer_that_is_given_no_tensor():
     ("model", "shape", "calls"),
     [
         (nn.Sequential(*[Numbered(i, False) for i in range(4)]), (8, 64), 4),
-        (nn.Sequential(*[Numbered(i, True) for i in range(4)]), (8, 64), 0),
+        (nn.Sequential(*[Numbered(i, True) for i in range(4)]), (8, 64), 4),
         (nn.Sequential(*[Kept() for _ in range(3)]), (8, 64), 0),
         (Skip(), (2, 8, 16, 16), None),
         (Inside(), (2, 8, 16, 16), 0),
         (nn.Sequential(*[Residual(8)] * 3), (2, 8, 16, 16), None),  # one layer, three times
     ],
-    ids=["numbered", "looks", "keeps", "skip", "inside", "shared"],
+    ids=["numbered", "parity", "keeps", "skip", "inside", "shared"],
 )
 def test_layers_that_only_look_alike(model, shape, calls):
     x = torch.randn(shape, requires_grad=True)

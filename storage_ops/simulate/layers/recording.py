@@ -7,10 +7,9 @@ inputs, outputs, their gradients and those of parameters.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
 from storage_ops.simulate.mode import Simulation
-from storage_ops.simulate.module_kinds import SIMPLE, LayerNumber, Unlike
+from storage_ops.simulate.module_kinds import SIMPLE, Unlike
 
 INSIDE, INPUT, OUTPUT, GRAD_OUT, GRAD_IN, PARAMETER = (
     "inside", "input", "output", "gradient of output", "gradient of input", "parameter"
@@ -172,7 +171,7 @@ class _Leave(torch.autograd.Function):
 
 def record(
     simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Any,
-    kwargs: Any, places: list[tuple[nn.Module, str]], accumulate: bool,
+    kwargs: Any, accumulate: bool,
 ) -> Recording:  # fmt: skip
     """Run a call by itself and write down what it does to the books.
 
@@ -192,25 +191,11 @@ def record(
     simulation.parts.append(side)
     simulation.sent = Counter()
     try:
-        with hidden(places):
-            return _Recorder(simulation, side, module, name).run(call, args, kwargs)
+        return _Recorder(simulation, side, module, name).run(call, args, kwargs)
     finally:
         simulation.ledger, simulation.sent = outer, sent
         for p, gradient in before:
             p.grad = gradient
-
-
-@contextlib.contextmanager
-def hidden(places: list[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Let nobody look at the numbers of layers in a block."""
-    plain = [vars(module)[name] for module, name in places]
-    for module, name in places:
-        vars(module)[name] = LayerNumber()
-    try:
-        yield
-    finally:
-        for (module, name), value in zip(places, plain, strict=True):
-            vars(module)[name] = value
 
 
 class _Recorder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.state.unchanged import undo_changes
 from storage_ops.simulate.layers.recording import Recording, record
 from storage_ops.simulate.layers.replay import check_edges, replayed
+from storage_ops.simulate.layers.variants import Variants
 from storage_ops.simulate.mode import Simulation
-from storage_ops.simulate.module_kinds import Kinds, Unlike, arguments_key
+from storage_ops.simulate.module_kinds import Kinds, ModuleKind, Unlike, arguments_key
 
 
 class Quick:
@@ -30,7 +31,7 @@ class Quick:
         """`accumulate`: all parameters have gradients, to which backwards add."""
         self.count, self._accumulate, self.is_spoiled = 0, accumulate, False
         self._kinds = Kinds(model)
-        self._recordings: dict[Hashable, Recording | None] = {}
+        self._recordings = Variants[Recording]()
         self._records = False
 
     def call(
@@ -38,18 +39,20 @@ class Quick:
         args: Any, kwargs: Any,
     ) -> tuple[bool, Any]:  # fmt: skip
         """Carry out a call from a recording: whether it has one, and what it returns."""
-        number = self._kinds.of.get(id(module))
-        if self._records or number is None or self._kinds.counts[number] < 2:
+        kind = self._kinds.of.get(id(module))
+        if self._records or kind is None or not kind.can_be_replayed:
+            return False, None
+        if len(kind.group.members) < 2:
             return False, None
         if not module._modules or "forward" in vars(module) or self._kinds.is_hooked(module):
             return False, None
         if id(module) not in self._kinds.sharded:
-            return self._carry_out(simulation, module, number, name, call, args, kwargs)
+            return self._carry_out(simulation, module, kind, name, call, args, kwargs)
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             """The forward below the hooks of FSDP, which gathers parameters."""
-            how = (simulation, module, number, name, plain, args, kwargs)
+            how = (simulation, module, kind, name, plain, args, kwargs)
             done, result = self._carry_out(*how)
             return result if done else plain(*args, **kwargs)
 
@@ -61,7 +64,7 @@ class Quick:
             del vars(module)["forward"]
 
     def _carry_out(
-        self, simulation: Simulation, module: nn.Module, number: int, name: str,
+        self, simulation: Simulation, module: nn.Module, kind: ModuleKind, name: str,
         call: Callable[..., Any], args: Any, kwargs: Any,
     ) -> tuple[bool, Any]:  # fmt: skip
         if not _is_plain():
@@ -70,10 +73,20 @@ class Quick:
             key, tensors = arguments_key(args, kwargs)
         except Unlike:
             return False, None
-        key = (number, torch.is_grad_enabled(), key)
-        if key not in self._recordings:
-            self._recordings[key] = self._record(simulation, module, name, call, args, kwargs)
-        recording = self._recordings[key]
+        key = (torch.is_grad_enabled(), key)
+        found = self._recordings.find(kind, key)
+        if found is None:
+            if self._recordings.is_alone(kind, key):
+                return False, None
+            found = self._recordings.run(
+                kind,
+                key,
+                lambda _: self._record(simulation, module, kind, name, call, args, kwargs),
+            )
+            self.is_spoiled = any(part.alive() for part in simulation.parts)
+            if self.is_spoiled:
+                raise Unlike
+        _, recording = found
         if recording is None:
             return False, None
         self.count += 1
@@ -85,24 +98,21 @@ class Quick:
             check_edges(loss)
 
     def _record(
-        self, simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any],
-        args: Any, kwargs: Any,
-    ) -> Recording | None:  # fmt: skip
-        places = [(m, at) for m in module.modules() for at in self._kinds.places.get(id(m), ())]
+        self, simulation: Simulation, module: nn.Module, kind: ModuleKind, name: str,
+        call: Callable[..., Any], args: Any, kwargs: Any,
+    ) -> Recording:  # fmt: skip
         undo = undo_changes([module])
         self._records = True
         try:
-            return record(simulation, module, name, call, args, kwargs, places, self._accumulate)
-        except Exception:
-            # It keeps something, or looks at its number. An error of its own will come again.
+            return record(simulation, module, name, call, args, kwargs, self._accumulate)
+        except Exception as error:
             for each in undo:
                 each()
+            if kind.group.watched:
+                raise  # perhaps of a watched value
+            raise Unlike from error  # an error of the layer's own will come again
         finally:
             self._records = False
-        self.is_spoiled = bool(simulation.parts[-1].alive())
-        if self.is_spoiled:
-            raise Unlike
-        return None
 
 
 def _is_plain() -> bool:

@@ -1,0 +1,198 @@
+"""What the forward of a layer asks of a number or a string that it has.
+
+Layers of one class often store their number in the model. `Watch` puts a `WatchedValue` in the
+place of such a value while one layer runs, and writes down every question and its answer. A layer
+with another value does the same if its value gives the same answers.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+HIDDEN = (int, float, str)  # exact types of the values that may be watched
+_OPERANDS = (bool, int, float, str, type(None))
+_DEEP = 32  # operations in one expression
+Spot = tuple[Any, Any]  # a dictionary or a list, and the key of an item
+# A position among the values of a layer, a constant, or a function and the expressions of its
+# arguments.
+Expression = tuple[Any, ...]
+Answers = Mapping[Expression, object]  # hashable ones
+_POSITION, _CONSTANT = "position", "constant"
+
+
+class NotKnown(Exception):
+    """A use of a watched value whose result cannot be told for other values."""
+
+
+class Watch:
+    """Hides plain values of a layer inside a with block.
+
+    Attributes:
+        answers: what the code that ran inside the block learned of the values.
+        is_refused: whether the code used a value in a way that is not known.
+    """
+
+    def __init__(self, spots: Mapping[int, Spot]) -> None:
+        """`spots`: where each value is, by its position among the values of the layer."""
+        self.answers: dict[Expression, object] = {}
+        self.is_refused = False
+        self.is_over = False  # a value that code kept is then as good as the plain one
+        self._spots = spots
+        self._plain: list[tuple[Any, Any, Any]] = []
+        self._made: list[weakref.ref[WatchedValue]] = []
+
+    def __enter__(self) -> Watch:
+        for position, (holder, key) in self._spots.items():
+            self._plain.append((holder, key, holder[key]))
+            holder[key] = self._watched(holder[key], (_POSITION, position))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for holder, key, value in reversed(self._plain):
+            holder[key] = value
+        self._plain.clear()
+        self.is_over = True
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a watched value still exists after the block: code that runs later may ask it."""
+        return any(reference() is not None for reference in self._made)
+
+    def refuse(self) -> None:
+        """Give up, unless the block has ended.
+
+        Raises:
+            NotKnown: it has not.
+        """
+        if not self.is_over:
+            self.is_refused = True
+            raise NotKnown
+
+    def compute(
+        self, function: Callable[..., object], operands: Sequence[object], answers: bool
+    ) -> object:
+        """Return the result of a function of watched and other values, itself watched or not.
+
+        Args:
+            function: a pure function.
+            operands: its arguments, at least one of them watched.
+            answers: whether the result is handed to the code, which is written down.
+        """
+        if self.is_over:
+            return function(*(_plain_of(o) for o in operands))
+        expression: Expression = (function, *(self._expression(o) for o in operands))
+        if _depth(expression) > _DEEP:
+            self.refuse()
+        try:
+            value: Any = function(*(_plain_of(o) for o in operands))
+        except Exception as error:
+            self.answers[expression] = type(error)
+            raise
+        if not answers and type(value) in HIDDEN:
+            return self._watched(value, expression)
+        self.answers[expression] = value
+        return value
+
+    def _expression(self, operand: object) -> Expression:
+        if type(operand) is WatchedValue:
+            return operand.expression
+        if type(operand) not in _OPERANDS:
+            self.refuse()
+        return _CONSTANT, type(operand), operand
+
+    def _watched(self, value: Any, expression: Expression) -> WatchedValue:
+        made = WatchedValue(value, expression, self)
+        self._made.append(weakref.ref(made))
+        return made
+
+
+class WatchedValue:
+    """Stands for a number or a string.
+
+    Code of C that wants the value itself gets it by `__index__` and its kin, which is written down,
+    or fails.
+    """
+
+    __slots__ = ("__weakref__", "expression", "plain", "watch")
+
+    def __init__(self, plain: Any, expression: Expression, watch: Watch) -> None:
+        self.plain, self.expression, self.watch = plain, expression, watch
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() asks
+        return type(self.plain)
+
+    def __getattr__(self, name: str) -> object:
+        value: object = getattr(self.plain, name)
+        self.watch.refuse()
+        return value
+
+    def __hash__(self) -> int:  # a dictionary might keep it
+        self.watch.refuse()
+        return hash(self.plain)
+
+
+def _method(function: Callable[..., object], answers: bool, is_reflected: bool = False) -> Any:
+    def method(self: WatchedValue, *others: object) -> object:
+        operands = (*others, self) if is_reflected else (self, *others)
+        return self.watch.compute(function, operands, answers)
+
+    return method
+
+
+_ASKED: dict[str, Callable[..., object]] = {
+    "bool": bool, "int": int, "float": float, "str": str, "index": operator.index, "len": len,
+    "repr": repr, "format": format, "round": round, "contains": operator.contains,
+    "getitem": operator.getitem,
+}  # fmt: skip
+_COMPUTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and",
+             "or", "xor")  # fmt: skip
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(WatchedValue, f"__{_name}__", _method(getattr(operator, _name), True))
+for _name, _function in _ASKED.items():
+    setattr(WatchedValue, f"__{_name}__", _method(_function, True))
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(WatchedValue, f"__{_name}__", _method(getattr(operator, _name), False))
+for _name in _COMPUTED:
+    _function = getattr(operator, f"__{_name}__")
+    setattr(WatchedValue, f"__{_name}__", _method(_function, False))
+    setattr(WatchedValue, f"__r{_name}__", _method(_function, False, is_reflected=True))
+
+
+def _plain_of(operand: object) -> object:
+    return operand.plain if type(operand) is WatchedValue else operand
+
+
+def _depth(expression: Expression) -> int:
+    return 1 + max((_depth(part) for part in expression if type(part) is tuple), default=0)
+
+
+def evaluated(expression: Expression, values: Sequence[object]) -> object:
+    """Return what an expression is for the values of another layer."""
+    function, *operands = expression
+    if function == _POSITION:
+        return values[operands[0]]
+    if function == _CONSTANT:
+        return operands[1]
+    return function(*(evaluated(operand, values) for operand in operands))
+
+
+def learned(expression: Expression, values: Sequence[object]) -> object:
+    """Return the answer for the values of another layer; an exception gives its class."""
+    try:
+        return evaluated(expression, values)
+    except Exception as error:
+        return type(error)
+
+
+def would_answer(answers: Answers, values: Sequence[object]) -> bool:
+    """Return True if the values of a layer give the answers that another one's gave."""
+    return all(learned(expression, values) == answer for expression, answer in answers.items())
+
+
+def exactly(values: Sequence[object], positions: Sequence[int]) -> dict[Expression, object]:
+    """Return the answers that only equal values at these positions give."""
+    return {(_POSITION, position): values[position] for position in positions}
