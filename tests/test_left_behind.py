@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import storage_ops as so
 from storage_ops import progress
 from storage_ops.checkpoint.discard import scope
-from storage_ops.checkpoint.saved.makers import makers
+from storage_ops.checkpoint.saved.outputs import producers
 
 SHARE = 5 if os.environ.get("CI") else 1  # in CI an op in five is tried, or a call
 
@@ -224,5 +224,5 @@ def test_nothing_is_left_behind_by_a_fault(part, error):
     gc.collect()
     assert at > 2
     assert len(discarded_now()) == discarded
-    assert not [r for r in makers.values() if r.made]
+    assert not [r for r in producers.values() if r.discardable]
     run()  # and it works again

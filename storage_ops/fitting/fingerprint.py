@@ -16,7 +16,7 @@ from storage_ops.checkpoint.layers.config_policy import class_of, qualified_name
 from storage_ops.fitting.heads import own_options
 from storage_ops.foundation.walk import cells_of
 from storage_ops.loss.module import LinearCrossEntropyLoss
-from storage_ops.simulate.module_kinds import Comparison, Unlike
+from storage_ops.simulate.module_kinds import Comparison, NotComparable
 
 # What a configuration says that decides over nothing here: of data and files, which a first forward
 # and trainers set; the dtype, which the parameters have; a cache, which no region keeps.
@@ -95,7 +95,7 @@ def _setting(value: object) -> str | None:
         return None
     try:
         return repr(_Named().of(_useful(value)))
-    except Unlike:
+    except NotComparable:
         return type(value).__qualname__
 
 

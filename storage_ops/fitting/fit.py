@@ -27,11 +27,11 @@ from storage_ops.fitting.choices import costs_of
 from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
 from storage_ops.fitting.conditions import Conditions
 from storage_ops.fitting.heads import heads_in, patching
+from storage_ops.fitting.loss_variants import LossVariant, logits_to_spare
 from storage_ops.fitting.plan import FitPlan, Row, applied, check_plain
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, StepRecording
 from storage_ops.fitting.units import Unit, units_of
-from storage_ops.fitting.ways import Way, logits_to_spare
 from storage_ops.measure.calls import ONE_AT_A_TIME
 from storage_ops.measure.owners import owners_in_words
 from storage_ops.progress import say, showing
@@ -239,26 +239,26 @@ class Search:
                 logits_to_spare(model, largest, loss), patching().is_patched(model)
             )
 
-        def ways(action: Action) -> list[Way]:
+        def variants(action: Action) -> list[LossVariant]:
             recorder = Recorder(
                 units, kinds, self._on_gpu, self._rates, workspace, accumulate, self._assumption
             )
             with self._applied([(self._of_loss, action)]):
                 recording = recorder.run(model, largest, self._loss_with(action) or loss_of, made)
-            return Way.all_of(action, recording, self._costs_of_calls(recording, allowed))
+            return LossVariant.all_of(action, recording, self._costs_of_calls(recording, allowed))
 
         with few_objects():
-            self._ways = ways(KEEP)
+            self._variants = variants(KEEP)
             if replaced and is_compiled:
                 found = loss_actions(largest_of(self._loss_with(KEEP)))
                 losses = [action for action in found if action.memory_budget is not None]
             for action in losses:
                 try:
-                    self._ways += ways(action)
+                    self._variants += variants(action)
                 except (RuntimeError, ValueError):
                     if action.memory_budget is None:
                         raise  # else so little memory is not enough for the loss
-        self.problem = self._ways[0].problem
+        self.problem = self._variants[0].problem
 
     def _loss_with(self, action: Action) -> Any:
         """The loss to simulate with an action; graphs of a compiled one are kept for all runs."""
@@ -295,9 +295,9 @@ class Search:
 
     def plan(self, budget: int) -> FitPlan[Any]:
         """The fastest plan whose simulated peak is within the budget."""
-        inside = [budget] * len(self._ways)
+        inside = [budget] * len(self._variants)
         nothing = [0] * len(self.problem.options)
-        is_best = all(way.seconds >= self._ways[0].seconds for way in self._ways) and all(
+        is_best = all(way.seconds >= self._variants[0].seconds for way in self._variants) and all(
             option.seconds >= 0 for options in self.problem.options for option in options
         )
         # Of compiled layers more is computed than a whole step takes in eager mode.
@@ -322,7 +322,7 @@ class Search:
                 smallest, by_owner = peak, self._simulated(way, choice).by_owner
             # The next plan that is smaller by what was computed; later ones skip the excess.
             excess = peak - budget if look > 2 else 1
-            inside[way] = self._ways[way].problem.peak(choice) - excess
+            inside[way] = self._variants[way].problem.peak(choice) - excess
         raise NothingFits(budget, int(smallest), self._hint(), by_owner)
 
     def _hint(self) -> str:
@@ -340,42 +340,42 @@ class Search:
 
     def _least(self) -> _Choice:
         """The choice with the lowest peak of all, as computed."""
-        found = [(number, way.problem.smallest()) for number, way in enumerate(self._ways)]
-        return min(found, key=lambda f: self._ways[f[0]].problem.peak(f[1]))
+        found = [(number, way.problem.smallest()) for number, way in enumerate(self._variants)]
+        return min(found, key=lambda f: self._variants[f[0]].problem.peak(f[1]))
 
     def _fastest(self, budgets: list[int]) -> _Choice | None:
         """The choice that adds the fewest seconds within the budget of its way."""
         found = [
             (number, choice)
-            for number, (way, budget) in enumerate(zip(self._ways, budgets, strict=True))
+            for number, (way, budget) in enumerate(zip(self._variants, budgets, strict=True))
             if (choice := way.problem.fastest(budget)) is not None
         ]
         return min(found, key=lambda f: self._seconds(*f), default=None)
 
     def _seconds(self, number: int, choice: list[int]) -> float:
         """Seconds added to a step that recomputes nothing and has the model's own loss."""
-        way = self._ways[number]
-        other = way.seconds - self._ways[0].seconds if number else 0.0
+        way = self._variants[number]
+        other = way.seconds - self._variants[0].seconds if number else 0.0
         return way.problem.seconds(choice) + other
 
     def curve(self, points: int = 60) -> list[tuple[int, float]]:
         """Peaks in bytes and seconds added, as computed, from the smallest budget to none."""
         number, choice = self._least()
-        low = self._ways[number].problem.peak(choice)
+        low = self._variants[number].problem.peak(choice)
         high = self.problem.peak([0] * len(self.problem.options))
         found = {}
         for i in range(points):
             budget = low + (high - low) * i // (points - 1)
-            best = self._fastest([budget] * len(self._ways))
+            best = self._fastest([budget] * len(self._variants))
             if best is not None:
-                found[self._ways[best[0]].problem.peak(best[1])] = self._seconds(*best)
+                found[self._variants[best[0]].problem.peak(best[1])] = self._seconds(*best)
         return sorted(found.items())
 
     def _simulated(self, number: int, choice: list[int]) -> _Simulated:
         """Simulate a whole step with these actions, the first time."""
         key = number, *choice
         if key not in self._steps:
-            loss = self._loss_with(self._ways[number].loss)
+            loss = self._loss_with(self._variants[number].loss)
             with few_objects(), self._applied(self._actions(number, choice)):
                 step = simulate_step(
                     self._model, self._batches, loss=loss, optimizer=self._optimizer,
@@ -385,14 +385,14 @@ class Search:
         return self._steps[key]
 
     def _actions(self, number: int, choice: list[int]) -> list[tuple[Unit, Action]]:
-        way = self._ways[number]
+        way = self._variants[number]
         found = {(self._of_loss, way.loss): None}  # calls of one layer have one action
         for call, costs, index in zip(way.recording.calls, way.costs, choice, strict=True):
             found[call.unit, costs[index][0]] = None
         return [(unit, action) for unit, action in found if action != KEEP]
 
     def _made(self, number: int, choice: list[int], peak: int, budget: int) -> FitPlan:
-        way, own = self._ways[number], self._ways[0]
+        way, own = self._variants[number], self._variants[0]
         problem, calls = way.problem, way.recording.calls
         at_peak = problem.at_peak(choice)
         rows: dict[tuple[str, Action], Row] = {}

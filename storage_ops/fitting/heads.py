@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from storage_ops.loss.module import LinearCrossEntropyLoss
-from storage_ops.simulate.held import Held
+from storage_ops.simulate.captured import Captured
 
 LOSS_NAME = "(loss)"  # of a head that is in the loss; no module in a model has this name
 OWN_OPTIONS = "_options_before_fit"  # of a head, or a patched model, with the budget of a plan
@@ -55,7 +55,7 @@ def heads_in(module: nn.Module) -> list[LinearCrossEntropyLoss]:
 def heads_of_loss(loss: Any, model: nn.Module) -> dict[str, LinearCrossEntropyLoss]:
     """Heads that a loss refers to and that are not in the model, by name: "(loss)", "(loss).1"."""
     there = set(heads_in(model))
-    held = Held(loss, (), {}).modules if loss is not None else []
+    held = Captured(loss, (), {}).modules if loss is not None else []
     found = [m for m in held if isinstance(m, LinearCrossEntropyLoss) and m not in there]
     names = [LOSS_NAME, *(f"{LOSS_NAME}.{number}" for number in range(1, len(found)))]
     return dict(zip(names, found, strict=False))

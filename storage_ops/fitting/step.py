@@ -22,8 +22,8 @@ from storage_ops.loss.call import Call
 from storage_ops.loss.devices import DEVICES, Rates, named
 from storage_ops.loss.names import GRADS
 from storage_ops.loss.plan import problem_of
+from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.estimate import call_simulated, simulating
-from storage_ops.simulate.held import Held
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.values.assume import Assumption
 
@@ -46,7 +46,7 @@ class Books:
     @contextlib.contextmanager
     def open(self, holders: Any, args: Any, kwargs: Any) -> Iterator[tuple[Simulation, Any, Any]]:
         """Simulate inside a with block; as `simulating`."""
-        held = Held(None, (holders, args), kwargs)
+        held = Captured(None, (holders, args), kwargs)
         with simulating(
             self.ledger, held, args, kwargs, self._assumption, self._on_gpu, self._rates
         ) as simulated:

@@ -1,7 +1,7 @@
 """Simulate a call or a whole training step on fake tensors, as on a GPU, and count its memory.
 
 Every op passes a dispatch mode (`mode.py`) that enters the storages it allocates into a *ledger*
-(`foundation/ledger.py`). `held.py` finds the tensors, modules and optimizers that are there before
+(`foundation/ledger.py`). `captured.py` finds the tensors, modules and optimizers that exist before
 the call. The packages below have the details:
 
 * `values/`: sizes that depend on the values of tensors, which are known or assumed.

@@ -37,7 +37,7 @@ from storage_ops.measure.owners import (
 )  # fmt: skip
 from storage_ops.progress import say, showing
 from storage_ops.quantities import InLines
-from storage_ops.simulate.held import Held, on_one_device, simulated_optimizers
+from storage_ops.simulate.captured import Captured, on_one_device, simulated_optimizers
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.patches.functions import (
     Functions,
@@ -169,7 +169,7 @@ def estimate(
         32
     """
     ledger = Ledger()
-    held = Held(fn, args, kwargs)
+    held = Captured(fn, args, kwargs)
     roles: dict[Block, str] = {}
 
     def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def estimate(
 register_estimator(estimate)
 
 
-def note_optimizers(roles: dict[Block, str], held: Held, simulation: Simulation) -> None:
+def note_optimizers(roles: dict[Block, str], held: Captured, simulation: Simulation) -> None:
     """Write down which blocks are parameters of optimizers, their gradients and states."""
     for optimizer in held.optimizers:
         parameters = tree_leaves([group["params"] for group in optimizer.param_groups])
@@ -225,7 +225,7 @@ def note_roles(
 
 @contextlib.contextmanager
 def simulating(
-    ledger: Ledger, held: Held, args: Any, kwargs: Any, assumption: Assumption,
+    ledger: Ledger, held: Captured, args: Any, kwargs: Any, assumption: Assumption,
     on_gpu: bool = True, rates: Rates | None = None,
 ) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
     """Run ops on fake tensors inside a with block; yields the mode, and arguments to call with.
@@ -268,7 +268,7 @@ def simulating(
 
 
 @contextlib.contextmanager
-def _nothing_left(simulation: Simulation, held: Held) -> Iterator[None]:
+def _nothing_left(simulation: Simulation, held: Captured) -> Iterator[None]:
     """Remove the fake tensors that a simulation in a with block leaves outside of its modules.
 
     Training that reads such a tensor fails later, far from the cause.

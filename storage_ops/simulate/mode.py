@@ -25,7 +25,7 @@ from storage_ops.checkpoint.selective.copies import BookedCopies, active
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import describe, facts_of
 from storage_ops.simulate.kernels import fake_tensor_gaps, scratch
-from storage_ops.simulate.module_kinds import Unlike
+from storage_ops.simulate.module_kinds import NotComparable
 from storage_ops.simulate.ranks import collectives
 from storage_ops.simulate.values.assume import Assumption, Source, unanswered
 from storage_ops.simulate.values.known import Values
@@ -105,7 +105,7 @@ class Simulation(TorchDispatchMode):
         if not self.on_gpu and active() is None:
             return None
         if self.ledger.is_of_a_part:
-            raise Unlike  # they leave when the next region has ended, which is in no such part
+            raise NotComparable  # they leave when the next region ends, which is in no such part
         return self._to_host
 
     def follow_resize(self, storage: torch.UntypedStorage) -> None:

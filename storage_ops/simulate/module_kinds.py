@@ -47,7 +47,7 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _SIZE = 32  # bytes of an instance that has nothing but a dictionary
 
 
-class Unlike(Exception):
+class NotComparable(Exception):
     """Something that cannot be compared, or that may do more than computing."""
 
 
@@ -66,14 +66,14 @@ class Comparison:
             spot: where it is, if another value can be put there.
 
         Raises:
-            Unlike: the value cannot be compared.
+            NotComparable: the value cannot be compared.
         """
         if isinstance(value, FUNCTIONS):
             return self.opaque(value, depth)
         if isinstance(value, SIMPLE):
             return self.plain(value, spot)
         if depth > _DEPTH:
-            raise Unlike
+            raise NotComparable
 
         def inside(part: object, key: object = None) -> Hashable:
             is_writable = type(value) in (dict, list) and key is not None
@@ -131,7 +131,7 @@ class _Attributes(Comparison):
     def of(self, value: object, depth: int = 0, spot: Spot | None = None) -> Hashable:
         self._count += 1
         if self._count > _MANY:
-            raise Unlike
+            raise NotComparable
         return super().of(value, depth, spot)
 
     def plain(self, value: object, spot: Spot | None) -> Hashable:
@@ -155,7 +155,7 @@ class _Attributes(Comparison):
             inside = _Attributes(self._module, self._seen)
             try:
                 key: Hashable = (type(value), inside._of_dictionary(vars(value), depth + 1))
-            except Unlike:
+            except NotComparable:
                 key, inside = self.opaque(value, depth), _Attributes(self._module, self._seen)
             self._seen[id(value)] = _Seen(value, key, inside.values, inside.spots)
         seen = self._seen[id(value)]
@@ -171,7 +171,7 @@ class _Attributes(Comparison):
         before = len(self.values)
         try:
             return "function", id(value.__code__), self.of(own, depth + 1)
-        except Unlike:
+        except NotComparable:
             del self.values[before:], self.spots[before:]
             return super().opaque(value, depth)
 
@@ -278,7 +278,7 @@ class Kinds:
         try:
             own = _Attributes(module, self._seen)
             key, is_alone = self._own(module, own)
-        except Unlike:
+        except NotComparable:
             return None
         known = [child for child in children if child is not None]
         if len(known) < len(children):
@@ -354,14 +354,14 @@ def like(t: Tensor) -> Hashable:
     """Return the properties of a tensor that determine its memory use.
 
     Raises:
-        Unlike: a layout other than strided.
+        NotComparable: a layout other than strided.
     """
     if is_wrapper(t):
         names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = tuple(like(getattr(t, name)) for name in names)
         return type(t), t.shape, t.dtype, t.requires_grad, parts, Comparison().of(context)
     if t.layout != torch.strided:
-        raise Unlike
+        raise NotComparable
     nbytes = t.untyped_storage().nbytes()
     return (
         type(t), t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, nbytes
@@ -372,7 +372,7 @@ def arguments_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
     """What of a call's arguments decides over memory, and the tensors among them.
 
     Raises:
-        Unlike: an argument may be changed by the call, or cannot be compared.
+        NotComparable: an argument may be changed by the call, or cannot be compared.
     """
     leaves, form = tree_flatten((args, kwargs))
     tensors: list[Tensor] = []
@@ -380,7 +380,7 @@ def arguments_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
     storages: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, nn.Parameter):
-            raise Unlike
+            raise NotComparable
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
             storage = leaf.untyped_storage()._cdata if leaf.layout == torch.strided else 0
@@ -394,5 +394,5 @@ def arguments_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
         elif isinstance(leaf, SIMPLE):
             key.append(Comparison().of(leaf))
         else:
-            raise Unlike
+            raise NotComparable
     return (tuple(key), str(form)), tensors

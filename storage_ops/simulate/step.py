@@ -30,6 +30,7 @@ from storage_ops.measure.owners import (
 )
 from storage_ops.progress import say, showing
 from storage_ops.quantities import Tabular, readable
+from storage_ops.simulate.captured import Captured, unwrapped
 from storage_ops.simulate.compiled import as_it_runs
 from storage_ops.simulate.estimate import (
     call_simulated,
@@ -38,7 +39,6 @@ from storage_ops.simulate.estimate import (
     settle,
     simulating,
 )
-from storage_ops.simulate.held import Held, unwrapped
 from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
 from storage_ops.simulate.layers.replay_cache import Quick
 from storage_ops.simulate.ranks.collectives import (
@@ -360,7 +360,7 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
 def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
     args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = how
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
-    held = Held((model, loss, optimizer), args, kwargs)
+    held = Captured((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
 
     def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:

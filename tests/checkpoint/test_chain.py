@@ -267,11 +267,11 @@ def test_nothing_is_alive_after_backward_without_the_garbage_collector(path, way
         made = [weakref.ref(y)]
         from storage_ops.checkpoint.region import region
 
-        regions = len(region.makers)
+        regions = len(region.producers)
         assert regions >= len(layers)
         y.sum().backward()
         del y
-        assert [ref() for ref in made] == [None] and len(region.makers) == 0
+        assert [ref() for ref in made] == [None] and len(region.producers) == 0
         assert not any(type(o) is region.Region for o in gc.get_objects())
     finally:
         gc.enable()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
-from storage_ops.checkpoint.saved.makers import makers
+from storage_ops.checkpoint.saved.outputs import producers
 
 
 class Stash(torch.autograd.Function):
@@ -424,7 +424,7 @@ def test_a_container_that_nobody_keeps_is_freed(path):
         return d["h"].sin()
 
     y = so.output_discard(lambda x: {"h": x.exp()}, consumer)(x)
-    region = next(r for m in makers.values() if (r := m()) is not None)
+    region = next(r for m in producers.values() if (r := m()) is not None)
     assert inside[0]() is None and region._discarded
     y.sum().backward()
     assert torch.allclose(x.grad, x.detach().exp() * x.detach().exp().cos())

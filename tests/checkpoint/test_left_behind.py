@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import storage_ops as so
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.saved import guard
-from storage_ops.checkpoint.saved.makers import makers
+from storage_ops.checkpoint.saved.outputs import producers
 
 
 class Raises(nn.Module):
@@ -53,7 +53,7 @@ def test_an_error_around_a_layer(mode, error):
         nothing_is_left()
     module[2].error = None
     assert torch.equal(torch.autograd.grad(module(x).sum(), x)[0], right)
-    assert not [r for r in makers.values() if r.made]
+    assert not [r for r in producers.values() if r.discardable]
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -169,7 +169,7 @@ def test_a_trace_of_torch_jit(mode):
     so.apply_activation_checkpoint(module, {"layer_names": ["0"], "mode": mode, **options})
     traced = torch.jit.trace(module, x)
     assert torch.equal(traced(x), right) and torch.equal(traced(x), right)
-    assert not [r for r in makers.values() if r.made]
+    assert not [r for r in producers.values() if r.discardable]
 
 
 @pytest.mark.parametrize("mode", ["full", "output_discard", "selective"])

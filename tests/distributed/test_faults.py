@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import storage_ops as so
-from storage_ops.checkpoint.saved.makers import makers
+from storage_ops.checkpoint.saved.outputs import producers
 
 from ..ranks import forked, free_port
 
@@ -81,9 +81,9 @@ def step(fault):
 def nothing_is_left():
     gc.collect()
     until = time.monotonic() + 5  # a thread of gloo may hold an input of its last work
-    while makers and time.monotonic() < until:
+    while producers and time.monotonic() < until:
         time.sleep(0.05)
-    assert not makers
+    assert not producers
     assert not [t for t in gc.get_objects() if type(t) is torch.Tensor and so.is_discarded(t)]
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0

@@ -102,7 +102,7 @@ def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
 def test_what_a_compiled_layer_keeps_is_there_to_the_end_of_its_backward():
     """Its weights' gradients are formed last."""
     model, x = nn.Sequential(Residual(), Residual(), Residual()), torch.randn(1024, 16)
-    eager, compiled = (Search(m, x)._ways[0].costs for m in (model, torch.compile(model)))
+    eager, compiled = (Search(m, x)._variants[0].costs for m in (model, torch.compile(model)))
     for one, other in zip(map(dict, eager), map(dict, compiled), strict=True):
         keep, fused = one[Action("keep")], other[Action("keep")]
         assert fused.backward == keep.backward + keep.kept > keep.backward

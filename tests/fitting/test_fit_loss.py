@@ -81,7 +81,7 @@ def test_plans_with_the_loss(searched):
 
 def test_it_is_saved_and_loaded(tmp_path, searched):
     _, batch, search = searched
-    least = min(way.problem.peak(way.problem.smallest()) for way in search._ways[1:])
+    least = min(way.problem.peak(way.problem.smallest()) for way in search._variants[1:])
     plan = search.plan(int(least * 1.05))
     plan.save(tmp_path / "fit.json")
     other, _ = llama()
@@ -141,7 +141,7 @@ def test_a_loss_that_trains_nothing():
 
 def test_a_plan_leaves_a_patch_alone_that_is_there(searched):
     _, batch, search = searched
-    least = min(way.problem.peak(way.problem.smallest()) for way in search._ways[1:])
+    least = min(way.problem.peak(way.problem.smallest()) for way in search._variants[1:])
     plan = search.plan(int(least * 1.05))
     model = plan.apply()
     plan.undo()

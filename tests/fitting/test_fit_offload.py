@@ -65,8 +65,8 @@ def test_only_as_much_as_the_link_hides():
     for rate in (1e5, 1e9, 4e9, FAST):
         with simulated_copies(rate):
             search = Search(model, batch, **asked)
-            ways = search._ways[1:]
-            costs = [c for way in ways for each in way.costs for _, c in each]
+            variants = search._variants[1:]
+            costs = [c for way in variants for each in way.costs for _, c in each]
             sent.append(max((c.away for c in costs), default=0))
             for cost in costs:
                 backward = cost.seconds - cost.forward_seconds
@@ -81,7 +81,7 @@ def test_named_devices_have_links_and_plans_say_what_is_away(tmp_path):
     batch = tuple(torch.zeros(64, 96, dtype=torch.int64, device="meta") for _ in range(2))
     for device in ("h100", "a100"):
         search = Search(model, batch, None, ADAM, device, ACTIONS)
-        assert len(search._ways) == 2
+        assert len(search._variants) == 2
     low, high = extremes(search)
     plan = search.plan((low + high) // 2)
     assert is_used(plan) and "in host memory" in str(plan)

@@ -2,14 +2,14 @@
 
 from storage_ops.foundation.ledger import Ledger
 from storage_ops.memory import measure
+from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.estimate import call_simulated, simulating
-from storage_ops.simulate.held import Held
 from storage_ops.simulate.values.assume import Assumption
 
 
 def simulated_peak(run):
     """Bytes above the inputs that a call of `run` takes at most, with the kernels of a CPU."""
-    ledger, held = Ledger(int), Held(run, (), {})
+    ledger, held = Ledger(int), Captured(run, (), {})
     with simulating(ledger, held, (), {}, Assumption(None), False) as (_, args, kwargs):
         out = call_simulated(run, args, kwargs)
     peak = max(ledger.levels()) - sum(block.nbytes for block in ledger.inputs)

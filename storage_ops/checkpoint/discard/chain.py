@@ -120,7 +120,9 @@ class OutputDiscardChain:
         for region in self._regions:
             verify(region, [block])
         for region in self._regions:
-            unused = [made.handle for made in region.made if not region.uses.get(made.key)]
+            unused = [
+                entry.handle for entry in region.discardable if not region.uses.get(entry.key)
+            ]
             region.discard(keep=(*unused, *hook_tensors))
             for t in hook_tensors:
                 if t.requires_grad:

@@ -13,10 +13,9 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from storage_ops.checkpoint.discard.containers import Containers
 from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.guard import storage_key
-from storage_ops.checkpoint.saved.holders import Holders, is_held
-from storage_ops.checkpoint.saved.makers import maker_of
+from storage_ops.checkpoint.saved.outputs import SavedOutput, SavedTensor, producer_of
+from storage_ops.checkpoint.saved.ref_counts import RefCounts, is_referenced
 from storage_ops.checkpoint.saved.saved import fail
-from storage_ops.checkpoint.saved.uses import Kept, Use
 
 
 class _Handed:
@@ -32,7 +31,7 @@ class _Handed:
         return self.unpack(self.packed)
 
 
-def _read(packed: Kept | _Handed) -> Tensor:
+def _read(packed: SavedTensor | _Handed) -> Tensor:
     return packed.read()
 
 
@@ -69,17 +68,17 @@ class ConsumerHooks:
     def __enter__(self) -> ConsumerHooks:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-        def pack(t: Tensor) -> Kept | _Handed:
-            region = maker_of(t)
+        def pack(t: Tensor) -> SavedTensor | _Handed:
+            region = producer_of(t)
             if region is not None:
-                return Use(t, region)
-            return Kept(t) if outer is None else _Handed(outer[0](t), outer[1])
+                return SavedOutput(t, region)
+            return SavedTensor(t) if outer is None else _Handed(outer[0](t), outer[1])
 
         pack.keeps_others = outer is None  # type: ignore[attr-defined]
         self.start = torch._C._autograd._get_sequence_nr()
-        self._before = {id(m): Holders.of(r, m) for r in self._regions for m in r.made}
+        self._before = {id(m): RefCounts.of(r, m) for r in self._regions for m in r.discardable}
         if not self._named:  # the block names each once, and nobody else needs to
-            alive = (m.output() for r in self._regions for m in r.made)
+            alive = (m.output() for r in self._regions for m in r.discardable)
             self._outputs = {id(t): t for t in alive if t is not None}
             self._before = {m: now._replace(names=1) for m, now in self._before.items()}
         self._in_containers = self._containers.count()
@@ -103,17 +102,17 @@ class ConsumerHooks:
         """Note the outputs that something in the block holds."""
         stored = self._containers.stored(self._in_containers)
         for region in self._regions:
-            for made in region.made:
-                now = Holders.of(region, made)
-                before = self._before.get(id(made))
+            for entry in region.discardable:
+                now = RefCounts.of(region, entry)
+                before = self._before.get(id(entry))
                 if before is None:  # of a region of this block: one name is the caller's
-                    before = made.holders._replace(names=int(self._variables))
-                if taken := self._containers.taken(made.output(), self._in_containers):
+                    before = entry.first_counts._replace(names=int(self._variables))
+                if taken := self._containers.taken(entry.output(), self._in_containers):
                     before = before._replace(names=before.names - taken)
-                made.is_held = (
-                    made.is_held
-                    or made.key in stored
-                    or is_held(now, before, made, self._variables)
+                entry.is_referenced = (
+                    entry.is_referenced
+                    or entry.key in stored
+                    or is_referenced(now, before, entry, self._variables)
                 )
 
 
@@ -127,29 +126,31 @@ def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
     made_since = torch._C._autograd._get_sequence_nr() - region.end
     if made_since <= sum(block.end - max(block.start, region.end) for block in blocks):
         return
-    for made in region.made:
-        first = made.holders._replace(names=1 << 30)  # a name is no use of the graph
-        if not is_held(Holders.of(region, made), first, made, variables=True, saved_too=True):
+    for entry in region.discardable:
+        first = entry.first_counts._replace(names=1 << 30)  # a name is no use of the graph
+        if not is_referenced(
+            RefCounts.of(region, entry), first, entry, variables=True, saved_too=True
+        ):
             continue
-        known = {id(use.tensor) for use in gc.get_objects() if type(use) is Use}
-        output = made.output()
-        outputs = [o for m in region.made if (o := m.output()) is not None]
+        known = {id(use.tensor) for use in gc.get_objects() if type(use) is SavedOutput}
+        output = entry.output()
+        outputs = [o for m in region.discardable if (o := m.output()) is not None]
         known |= {id(t) for o in outputs for t in (o, o._base)} | {
-            id(m.handle) for m in region.made
+            id(m.handle) for m in region.discardable
         }
-        mine = [t for t in _live_tensors() if id(t) not in known and storage_key(t) == made.key]
+        mine = [t for t in _live_tensors() if id(t) not in known and storage_key(t) == entry.key]
         views = sum(t._base is output for t in mine) if output is not None else 0
-        now = Holders.of(region, made)
-        saved = now.tensors - made.holders.tensors > len(mine)
-        saved = saved or now.places - made.holders.places > views
+        now = RefCounts.of(region, entry)
+        saved = now.tensors - entry.first_counts.tensors > len(mine)
+        saved = saved or now.places - entry.first_counts.places > views
         if saved or any(t._use_count() > 1 for t in mine):  # type: ignore[attr-defined]
             names = _users(region, output, blocks)
             fail(
-                f"output {made.index} of {region.name} is also saved by {names}, outside of "
+                f"output {entry.index} of {region.name} is also saved by {names}, outside of "
                 "consumer(); every use that autograd saves must run inside of it before the "
                 "discard; nothing was freed"
             )
-        made.is_held = True
+        entry.is_referenced = True
 
 
 def _live_tensors() -> Iterator[Tensor]:

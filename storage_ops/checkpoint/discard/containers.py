@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.saved.guard import storage_key
-from storage_ops.checkpoint.saved.holders import variables
+from storage_ops.checkpoint.saved.ref_counts import variables
 
 _OWN_NAMES = 0  # what counting adds to the references of a container; measured at the end
 

@@ -38,8 +38,9 @@ class _Scope(OutputDiscardChain):
 
     def _discard_used(self, block: ConsumerHooks, hook_tensors: tuple[Tensor, ...]) -> None:
         for region in self._regions:
-            for made in region.made:
-                made.is_held = made.is_held or made.is_modified  # by the holder, as it may
+            for entry in region.discardable:
+                # Code that holds the output may modify it.
+                entry.is_referenced = entry.is_referenced or entry.is_modified
         keep_ends_of_rows(self._regions)
         super()._discard_used(block, hook_tensors)
 

@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 
 from storage_ops.checkpoint.region.inputs import Inputs
 from storage_ops.checkpoint.region.region import is_retained
-from storage_ops.checkpoint.saved.holders import Holders
 from storage_ops.checkpoint.saved.light_mode import LightMode
+from storage_ops.checkpoint.saved.ref_counts import RefCounts
 from storage_ops.checkpoint.saved.saved import call_region
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings
@@ -243,10 +243,10 @@ class _LastProductLeftOut(LightMode):
         base, key = out._base, made.untyped_storage()._cdata
         # What autograd, the caller and the names here account for; whoever else there is may read.
         known = [weakref.ref(t) for t in (made, base, out) if t is not None]
-        now = [Holders.counted(key, ref) for ref in known]
+        now = [RefCounts.counted(key, ref) for ref in known]
         tensors = len({id(ref()) for ref in known})
         expected = [
-            Holders(
+            RefCounts(
                 tensors, 1 + (t is base), sum(t is name for name in (made, base, out, output()))
             )
             for t in (made, base, out)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from storage_ops.checkpoint.saved.makers import maker_of
+from storage_ops.checkpoint.saved.outputs import producer_of
 from storage_ops.checkpoint.saved.saved import fail, stride_of
 from storage_ops.foundation import fsdp
 
@@ -60,7 +60,7 @@ class Inputs:
         ours = top is not None and getattr(top[0], "keeps_others", False)
         self._same: dict[int, tuple[Tensor, int]] = {}
         for i, t in enumerate(self.tensors if top is not None else ()):
-            own = ours and not t.is_inference() and maker_of(t) is None
+            own = ours and not t.is_inference() and producer_of(t) is None
             if (t.requires_grad and t.is_leaf) or own:
                 self._same[i] = (t, t._version)
         self._kept = _hold([] if ours and len(self._same) == len(self.tensors) else self.tensors)

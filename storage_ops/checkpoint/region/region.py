@@ -28,11 +28,22 @@ from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, le
 from storage_ops.checkpoint.region.rows import SavedBytes
 from storage_ops.checkpoint.saved import guard
 from storage_ops.checkpoint.saved.guard import storage_key
-from storage_ops.checkpoint.saved.made import Made, find_made
-from storage_ops.checkpoint.saved.makers import maker_of, maker_of_storage, makers
 from storage_ops.checkpoint.saved.op_log import OpLog
-from storage_ops.checkpoint.saved.saved import Saved, call_region, compare, drop_graphs, fail
-from storage_ops.checkpoint.saved.versions import check_unread
+from storage_ops.checkpoint.saved.outputs import (
+    DiscardableOutput,
+    discardable_outputs,
+    producer_of,
+    producer_of_storage,
+    producers,
+)
+from storage_ops.checkpoint.saved.saved import (
+    Saved,
+    call_region,
+    check_unread,
+    compare,
+    drop_graphs,
+    fail,
+)
 from storage_ops.checkpoint.state.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.foundation import collectives, fsdp
@@ -96,8 +107,8 @@ class Region:
         name: str = "",
     ) -> None:
         """Remember the call and what it depends on; `forward` runs it."""
-        self.made: list[Made] = []  # can be discarded
-        self._discarded: list[Made] = []  # wait for the recompute
+        self.discardable: list[DiscardableOutput] = []  # can be discarded
+        self._discarded: list[DiscardableOutput] = []  # wait for the recompute
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
         self.options = options
         self._checksums = options.determinism_check == "checksum"
@@ -114,7 +125,7 @@ class Region:
         self._parameters: list[weakref.ref[Tensor]] = []  # captured ones, which FSDP may shard
         self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
-        self.producers = {r for r in map(maker_of, self._inputs.tensors) if r is not None}
+        self.producers = {r for r in map(producer_of, self._inputs.tensors) if r is not None}
         self._saved: list[Saved] = []
         self.allocated = SavedBytes() if options.counts_saved else None
         self._results: dict[int, Saved] = {}  # the outputs, where they are compared
@@ -132,8 +143,8 @@ class Region:
         self.uses: dict[int, int] = {}  # storage -> how many saved tensors of consumers share it
 
     def __del__(self) -> None:
-        for made in (*self.made, *self._discarded):
-            makers.pop(made.key, None)
+        for entry in (*self.discardable, *self._discarded):
+            producers.pop(entry.key, None)
 
     @staticmethod
     def is_saved_by_another() -> bool:
@@ -156,14 +167,14 @@ class Region:
         leaves = leaves_of(outputs)
         if self.options.determinism_check != "none":
             # Discarded outputs of other regions change as they are bound back.
-            captured = [t for t in self._captured if t.requires_grad and maker_of(t) is None]
+            captured = [t for t in self._captured if t.requires_grad and producer_of(t) is None]
             self._versions = [(weakref.ref(t), t._version) for t in captured]
         if fsdp.is_used():
             self._parameters = [weakref.ref(t) for t in self._captured if fsdp.is_parameter(t)]
         if self.options.discards:
             self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
             if self.allocated is not None:
-                self.allocated.finish(self._inputs.tensors, self.made)
+                self.allocated.finish(self._inputs.tensors, self.discardable)
         self._communicates = collectives.number_issued() != issued
         if self._communicates:
             collectives.call_before_backward(leaves, self.trigger())
@@ -177,14 +188,14 @@ class Region:
         assert self._inputs is not None
         self.is_frozen = not any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
         first = None if self.is_frozen else start
-        self.made = find_made(leaves, attributes, self._inputs.tensors, first)
-        for made in self.made:
-            self._results[made.index] = Saved(leaves[made.index], self._checksums)
-            makers[made.key] = weakref.ref(self)
+        self.discardable = discardable_outputs(leaves, attributes, self._inputs.tensors, first)
+        for entry in self.discardable:
+            self._results[entry.index] = Saved(leaves[entry.index], self._checksums)
+            producers[entry.key] = weakref.ref(self)
 
     def made_this(self, t: Any) -> bool:
         """Whether a tensor is an output that this region made, or a view of one."""
-        return storage_key(t) in {made.key for made in self.made}
+        return storage_key(t) in {entry.key for entry in self.discardable}
 
     def discard(self, keep: Iterable[Any] = ()) -> None:
         """Free the outputs that this region made; the recompute binds them back.
@@ -193,9 +204,9 @@ class Region:
             keep: tensors whose storages must not be freed.
         """
         kept = {storage_key(leaf) for leaf in keep}
-        kept |= {entry.key for entry in self.made if entry.is_held}
-        made = [entry for entry in self.made if entry.key not in kept]
-        for entry in made:
+        kept |= {entry.key for entry in self.discardable if entry.is_referenced}
+        freed = [entry for entry in self.discardable if entry.key not in kept]
+        for entry in freed:
             if entry.is_modified:
                 fail(
                     f"output {entry.index} of {self.name} was modified in place after the region; "
@@ -208,7 +219,7 @@ class Region:
             "other use in backward"
         )
         try:
-            for entry in made:
+            for entry in freed:
                 discard_storage(entry.handle, guard=message, allow_leaf=True)
                 self._discarded.append(entry)
         except RuntimeError:  # one storage cannot be freed: make those again that were
@@ -216,17 +227,17 @@ class Region:
             self.end_backward(retained=True)
             raise
         if self.options.debug:
-            for entry in made:
+            for entry in freed:
                 guard.watch(entry.output(), message)
         self.forget_outputs()
 
     def forget_outputs(self) -> None:
         """Let go of the outputs that were not discarded."""
-        waiting = {made.key for made in self._discarded}
-        for made in self.made:
-            if made.key not in waiting:
-                makers.pop(made.key, None)
-        self.made = []
+        waiting = {entry.key for entry in self._discarded}
+        for entry in self.discardable:
+            if entry.key not in waiting:
+                producers.pop(entry.key, None)
+        self.discardable = []
 
     def trigger(self) -> Callable[[Any], None]:
         """A hook that restores the outputs; it keeps this region alive only if nobody else does."""
@@ -381,27 +392,27 @@ class Region:
 
     def _bind(self, outputs: list[Any]) -> None:
         """Bind recomputed outputs to the discarded ones, if all of them fit."""
-        for made in self._discarded:
-            first = self._results[made.index]
-            again = outputs[made.index] if made.index < len(outputs) else None
+        for entry in self._discarded:
+            first = self._results[entry.index]
+            again = outputs[entry.index] if entry.index < len(outputs) else None
             if not isinstance(again, Tensor):
                 fail(
-                    f"output {made.index} of {self.name} was {first} in forward and is no tensor "
+                    f"output {entry.index} of {self.name} was {first} in forward and is no tensor "
                     "when it is recomputed"
                 )
             if not first.is_like(Saved(again, self._checksums)):
                 fail(
-                    f"output {made.index} of {self.name} was {first} in forward and is "
+                    f"output {entry.index} of {self.name} was {first} in forward and is "
                     f"{Saved(again, self._checksums)} when it is recomputed"
                 )
         bound: set[int] = set()
-        for made in self._discarded:
-            if made.key not in bound:
-                bound.add(made.key)
-                share_storage(made.handle, outputs[made.index].detach())
+        for entry in self._discarded:
+            if entry.key not in bound:
+                bound.add(entry.key)
+                share_storage(entry.handle, outputs[entry.index].detach())
             if self.options.debug:
-                guard.unwatch(made.output())
-            makers.pop(made.key, None)
+                guard.unwatch(entry.output())
+            producers.pop(entry.key, None)
         self._discarded = []
 
     def end_backward(self, retained: bool) -> None:
@@ -412,10 +423,10 @@ class Region:
             self._contexts = ()
 
     def _pack(self, t: Tensor) -> int:
-        key = storage_key(t) if makers or self.allocated is not None else None
-        maker = maker_of_storage(key)
-        if maker is not None and maker._serial < self._serial:
-            self.producers.add(maker)  # reached by a closure, not as an argument
+        key = storage_key(t) if producers or self.allocated is not None else None
+        producer = producer_of_storage(key)
+        if producer is not None and producer._serial < self._serial:
+            self.producers.add(producer)  # reached by a closure, not as an argument
         elif self.allocated is not None:
             self.allocated.add(t, key)
         self._saved.append(Saved(t, self._checksums))

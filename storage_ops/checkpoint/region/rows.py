@@ -19,7 +19,7 @@ from storage_ops.checkpoint.saved.guard import storage_key
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region.region import Region
-    from storage_ops.checkpoint.saved.made import Made
+    from storage_ops.checkpoint.saved.outputs import DiscardableOutput
 
 # How much more memory the repetition of a row may take than the repetition of one region after the
 # other, with the outputs kept.
@@ -45,9 +45,9 @@ class SavedBytes:
         storage = t.untyped_storage()
         self._storages[key] = StorageWeakRef(storage), storage.nbytes()
 
-    def finish(self, inputs: Iterable[Tensor], made: Iterable[Made]) -> None:
-        """Set `total`, without the storages of `inputs` and of the outputs `made`."""
-        for key in (*map(storage_key, inputs), *(each.key for each in made)):
+    def finish(self, inputs: Iterable[Tensor], outputs: Iterable[DiscardableOutput]) -> None:
+        """Set `total`, without the storages of `inputs` and of `outputs`."""
+        for key in (*map(storage_key, inputs), *(each.key for each in outputs)):
             if key is not None:
                 self._storages.pop(key, None)
         self.total = sum(nbytes for _, nbytes in self._storages.values())
@@ -86,17 +86,19 @@ def keep_ends_of_rows(regions: Iterable[Region]) -> None:
         for each in before.values():
             row.add(each)
         if producers and row.is_costly():
-            for made in (made for p in producers for made in p.made):
-                made.is_held = True
+            for entry in (e for p in producers for e in p.discardable):
+                entry.is_referenced = True
             row = _Row(saved, saved)
         row.outputs += _bytes_of_outputs(region)
         rows[region] = row
 
 
 def _is_discarded(region: Region) -> bool:
-    return any(region.uses.get(made.key) and not made.is_held for made in region.made)
+    return any(
+        region.uses.get(entry.key) and not entry.is_referenced for entry in region.discardable
+    )
 
 
 def _bytes_of_outputs(region: Region) -> int:
-    handles = {made.key: made.handle for made in region.made}
+    handles = {entry.key: entry.handle for entry in region.discardable}
     return sum(t.numel() * t.element_size() for t in handles.values())

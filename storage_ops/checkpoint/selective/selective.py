@@ -27,9 +27,9 @@ from torch.utils.checkpoint import (
 from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint.region.region import Region, is_retained
 from storage_ops.checkpoint.saved.guard import by_storage, storage_key
-from storage_ops.checkpoint.saved.holders import is_held_by
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.matching import Cursor, Log
+from storage_ops.checkpoint.saved.ref_counts import is_shared_by_at_most
 from storage_ops.checkpoint.selective import offload
 from storage_ops.checkpoint.selective.collectives import FROM_ANYBODY, Sent, written_by
 from storage_ops.checkpoint.selective.copies import copies_for
@@ -186,7 +186,8 @@ class _Result:
     def copy_if_held(self) -> None:
         """Copy what a collective wrote if others hold the bytes, such as a buffer of a module."""
         ours = Counter(map(storage_key, tensors_in(self.value)))
-        if self.sent is not None and not all(is_held_by(key, n) for key, n in ours.items() if key):
+        alone = all(is_shared_by_at_most(key, n) for key, n in ours.items() if key)
+        if self.sent is not None and not alone:
             self.sent.wait()
             self.value, self.versions = with_tensors(Tensor.clone, self.value), []
 
@@ -201,7 +202,7 @@ class _Result:
                 copies is not None
                 and not is_discarded(t)
                 and is_own(inside[0])
-                and is_held_by(key, held)
+                and is_shared_by_at_most(key, held)
             ):
                 self.trips.append(Trip(inside[0], copies))
 

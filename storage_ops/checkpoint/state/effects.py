@@ -37,7 +37,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from storage_ops.checkpoint.saved.makers import maker_of
+from storage_ops.checkpoint.saved.outputs import producer_of
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.code_writes import IN_PLACE, UNSEEN, WITHOUT_GRAD
 from storage_ops.checkpoint.state.containers import MISSING, Undo, copy_of, has, put, set_item
@@ -218,7 +218,7 @@ def _cache(enabled: int, values: dict[Any, Any]) -> None:
 
 
 def _named(value: Any) -> Any:
-    is_output = isinstance(value, Tensor) and maker_of(value) is not None
+    is_output = isinstance(value, Tensor) and producer_of(value) is not None
     return Remembered(value) if is_output else value
 
 
@@ -259,7 +259,7 @@ def _bytes(around: Surroundings) -> Iterator[Contents]:
         plain = type(t) in _COPIED or isinstance(t, FakeTensor)
         if not plain or t.layout is not torch.strided or t.is_quantized or t.is_inference():
             return
-        if maker_of(t) is not None:  # what a region can make again it restores itself
+        if producer_of(t) is not None:  # what a region can make again it restores itself
             return
         nbytes = t.nbytes
         known = len(_written) > 0 and t in _written and not isinstance(t, nn.Parameter)

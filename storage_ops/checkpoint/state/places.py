@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.checkpoint.saved.makers import maker_of
 from storage_ops.checkpoint.saved.matching import ORIGIN
-from storage_ops.checkpoint.saved.uses import Use
+from storage_ops.checkpoint.saved.outputs import SavedOutput, producer_of
 from storage_ops.checkpoint.state.containers import MISSING, Undo, copy_of, has, put, set_item
 from storage_ops.foundation.walk import CONTAINERS, LONG, MAPPINGS, PLAIN, kind_of, values_in
 
@@ -201,13 +200,13 @@ class Remembered:
     __slots__ = ("_needs_grad", "_origin", "_ref", "_use", "_value")
 
     def __init__(self, t: Tensor) -> None:
-        maker = maker_of(t)
+        producer = producer_of(t)
         self._ref, self._needs_grad = weakref.ref(t), t.requires_grad
         node = (t if t._base is None else t._base).grad_fn
         self._origin = None if node is None else node.name()
         # To remember an output that another region can make again is not to hold it.
-        self._use = None if maker is None else Use(t, maker)
-        self._value = t.detach() if maker is None else None
+        self._use = None if producer is None else SavedOutput(t, producer)
+        self._value = t.detach() if producer is None else None
 
     def is_(self, now: Any) -> bool:
         """Return True if a value is this tensor."""
@@ -272,7 +271,7 @@ _Kept = (Remembered, _RememberedTuple, _RememberedContainer)
 def remembered(value: Any) -> Any:
     """Return what is kept of a value: itself, or what stands for it without a graph."""
     if isinstance(value, Tensor):
-        return Remembered(value) if value.grad_fn is not None or maker_of(value) else value
+        return Remembered(value) if value.grad_fn is not None or producer_of(value) else value
     if isinstance(value, tuple) and is_state(value):
         return _RememberedTuple(value)
     return value

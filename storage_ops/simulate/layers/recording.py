@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
 from storage_ops.simulate.mode import Simulation
-from storage_ops.simulate.module_kinds import SIMPLE, Unlike
+from storage_ops.simulate.module_kinds import SIMPLE, NotComparable
 
 INSIDE, INPUT, OUTPUT, GRAD_OUT, GRAD_IN, PARAMETER = (
     "inside", "input", "output", "gradient of output", "gradient of input", "parameter"
@@ -180,7 +180,7 @@ def record(
             all of them.
 
     Raises:
-        Unlike: it does more than that, such as keeping something.
+        NotComparable: it does more than that, such as keeping something.
     """
     before = [(p, p.grad) for p in module.parameters()]
     if not accumulate:
@@ -220,14 +220,14 @@ class _Recorder:
             result = call(*args, **kwargs)
         stop, sent = len(events), self._simulation.sent.copy()
         if versions != [t._version for t in given]:
-            raise Unlike
+            raise NotComparable
         leaves, form = tree_flatten(result)
         outputs = [self._output(leaf, given) for leaf in leaves]
         edges = 0
         pairs = zip(leaves, outputs, strict=True)
         leaving = [t for t, v in pairs if isinstance(v, View) and v.needs_grad]
         if reads_history(leaving, entries, self._module.parameters(), since):
-            raise Unlike
+            raise NotComparable
         last = self._leave(leaving)
         if last is not None and needing:
             edges = edges_behind(last)[0][given[needing[0]].grad_fn, 0]
@@ -276,7 +276,7 @@ class _Recorder:
         given = self._copies([leaves[i] for i in places])
         needing = [k for k, i in enumerate(places) if leaves[i].requires_grad]
         if len(needing) > 1:
-            raise Unlike  # their gradients leave at different moments, and a node has one
+            raise NotComparable  # their gradients leave at different moments, and a node has one
         if needing:
             with torch.enable_grad():
                 anchor = self._simulation.unseen(torch.empty, (), device=given[0].device)
@@ -312,14 +312,14 @@ class _Recorder:
         """What a leaf of the result is."""
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, SIMPLE):
-                raise Unlike
+                raise NotComparable
             return ("value", leaf)
         for number, t in enumerate(given):
             if leaf is t:
                 return number
         block = self._side.block_of(leaf) if leaf.layout == torch.strided else None
         if block is None or self._roles.get(block, (OUTPUT, 0))[0] != OUTPUT:
-            raise Unlike
+            raise NotComparable
         self._roles[block] = (OUTPUT, 0)
         return View.of(leaf, self._number(block))
 
@@ -343,7 +343,7 @@ class _Recorder:
             return None
         block = self._side.block_of(t) if t.layout == torch.strided else None
         if block is None or self._roles.get(block, (role, number))[0] not in (role, GRAD_OUT):
-            raise Unlike
+            raise NotComparable
         self._roles.setdefault(block, (role, number))
         return View.of(t, self._number(block))
 
@@ -352,7 +352,7 @@ class _Recorder:
         for _, block, taken in self._side.events:
             (alive.add if taken else alive.remove)(block)
         if alive or any(self._roles.get(b, ("", 0))[0] not in (INPUT, OUTPUT) for b in dropped):
-            raise Unlike
+            raise NotComparable
 
     def _numbered(self, events: Any, theirs: set[Block]) -> list[tuple[int, bool]]:
         return [(self._number(b), taken) for _, b, taken in events if b not in theirs]

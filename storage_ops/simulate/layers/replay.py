@@ -28,7 +28,7 @@ from storage_ops.simulate.layers.recording import (
     laid,
 )
 from storage_ops.simulate.mode import Simulation
-from storage_ops.simulate.module_kinds import Unlike
+from storage_ops.simulate.module_kinds import NotComparable
 
 
 class Replay:
@@ -66,9 +66,9 @@ class Replay:
         for number in recording.written:
             given = gradients[number]
             if given is None or _uses(given) > _uses_of_the_last():
-                raise Unlike
+                raise NotComparable
             if not is_dense(given.shape, given.stride()):
-                raise Unlike  # autograd adds to it out of place
+                raise NotComparable  # autograd adds to it out of place
             del given
         self._simulation.sent += recording.sent[1]
         made = self._carry_out(recording.backward, gradients)
@@ -149,14 +149,14 @@ def check_edges(last: Tensor) -> None:
     """Look whether gradients are added up in the order that recordings have.
 
     Raises:
-        Unlike: an input gets several gradients from within a call and others from outside.
+        NotComparable: an input gets several gradients from within a call and others from outside.
     """
     counts, nodes = edges_behind(last)
     for node in nodes:
         replay = getattr(node, "replay", None)
         several = isinstance(replay, Replay) and replay.recording.edges > 1
         if several and any(counts[edge] > 1 for edge in node.next_functions):
-            raise Unlike
+            raise NotComparable
 
 
 def _uses(t: Any) -> int:

@@ -15,7 +15,7 @@ from storage_ops.simulate.layers.recording import Recording, record
 from storage_ops.simulate.layers.replay import check_edges, replayed
 from storage_ops.simulate.layers.variants import Variants
 from storage_ops.simulate.mode import Simulation
-from storage_ops.simulate.module_kinds import Kinds, ModuleKind, Unlike, arguments_key
+from storage_ops.simulate.module_kinds import Kinds, ModuleKind, NotComparable, arguments_key
 
 
 class Quick:
@@ -71,7 +71,7 @@ class Quick:
             return False, None
         try:
             key, tensors = arguments_key(args, kwargs)
-        except Unlike:
+        except NotComparable:
             return False, None
         key = (torch.is_grad_enabled(), key)
         found = self._recordings.find(kind, key)
@@ -85,7 +85,7 @@ class Quick:
             )
             self.is_spoiled = any(part.alive() for part in simulation.parts)
             if self.is_spoiled:
-                raise Unlike
+                raise NotComparable
         _, recording = found
         if recording is None:
             return False, None
@@ -110,7 +110,7 @@ class Quick:
                 each()
             if kind.group.watched:
                 raise  # perhaps of a watched value
-            raise Unlike from error  # an error of the layer's own will come again
+            raise NotComparable from error  # an error of the layer's own will come again
         finally:
             self._records = False
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from storage_ops.simulate.module_kinds import ModuleKind, Unlike
+from storage_ops.simulate.module_kinds import ModuleKind, NotComparable
 from storage_ops.simulate.plain_values import (
     Answers,
     Expression,
@@ -68,7 +68,7 @@ class Variants(Generic[T]):
             kind, key: as of `find`, which knows nothing of them.
             run: runs the layer. It adds to a list what the backward of the layer is reached from,
                 if it does not run the backward. If it raises, it leaves no trace. If it raises
-                `Unlike`, None is remembered.
+                `NotComparable`, None is remembered.
         """
         group, result = kind.group, None
         watched = group.watched
@@ -78,7 +78,7 @@ class Variants(Generic[T]):
             with watch:
                 result = run(held)
             is_known = not (watch.is_refused or watch.is_kept)
-        except Unlike:
+        except NotComparable:
             is_known = not watch.is_refused
         except Exception:
             if not watched:
@@ -90,7 +90,7 @@ class Variants(Generic[T]):
             group.is_by_value = True
             try:
                 result = run([])
-            except Unlike:
+            except NotComparable:
                 result = None
         if group.is_by_value:
             answers = exactly(kind.values, group.differing)

@@ -1,8 +1,8 @@
-"""Who holds an output besides its region, the saved tensors of consumers and its caller.
+"""Count the references to an output besides its region, consumers' saved tensors and its caller.
 
-It is counted: how many tensors share the storage, how many places in C++ hold the output, and how
-many in Python name it. What the count leaves open is looked up in the variables of the functions
-that are running, never among all objects.
+Three numbers are counted: tensors that share the storage, places in C++ that reference the output,
+and references in Python. If the numbers leave a question open, the variables of the running
+functions answer it, never a search among all objects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from storage_ops.foundation.walk import CONTAINERS, items_of, names_of_globals
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region.region import Region
-    from storage_ops.checkpoint.saved.made import Made
+    from storage_ops.checkpoint.saved.outputs import DiscardableOutput
 
 
 def _count(key: int) -> int:
@@ -48,18 +48,18 @@ _BY_CPP = _held_by_cpp()
 _OWN_NAMES = _OF_A_PAIR = 0  # what asking adds; measured at the end, for it depends on Python
 
 
-def is_held_by(key: int, tensors: int) -> bool:
-    """Whether no more than so many tensors share a live storage."""
+def is_shared_by_at_most(key: int, tensors: int) -> bool:
+    """Return True if at most `tensors` tensors share a live storage."""
     return _count(key) - _ONE + 1 <= tensors
 
 
-class Holders(NamedTuple):
-    """How many hold an output.
+class RefCounts(NamedTuple):
+    """References to an output.
 
     Attributes:
-        tensors: those that share its storage, saved tensors of consumers not included.
-        places: in C++, of the output itself; all names in Python together are one.
-        names: in Python, of the output itself.
+        tensors: tensors that share its storage, without the saved tensors of consumers.
+        places: places in C++ that reference the output; all Python references together are one.
+        names: references in Python to the output itself.
     """
 
     tensors: int
@@ -67,31 +67,35 @@ class Holders(NamedTuple):
     names: int
 
     @staticmethod
-    def counted(key: int, output: Callable[[], Tensor | None], uses: int = 0) -> Holders:
-        """Those of a live storage and of the tensor that was returned."""
+    def counted(key: int, output: Callable[[], Tensor | None], uses: int = 0) -> RefCounts:
+        """Return the counts of a live storage and of the tensor that a region returned."""
         held = output()
         if held is None:
-            return Holders(_count(key) - _ONE + 1 - uses, 0, 0)
+            return RefCounts(_count(key) - _ONE + 1 - uses, 0, 0)
         places: int = held._use_count()  # type: ignore[attr-defined]
         # Asked here: to hand a tensor on takes a reference more where dynamo looks at every call.
         names = sys.getrefcount(held) - _OWN_NAMES - (_BY_CPP if places > 1 else 0)
-        return Holders(_count(key) - _ONE + 1 - uses, places, names)
+        return RefCounts(_count(key) - _ONE + 1 - uses, places, names)
 
     @staticmethod
-    def of(region: Region, made: Made) -> Holders:
-        """Those of an output now."""
-        return Holders.counted(made.key, made.output, region.uses.get(made.key, 0))
+    def of(region: Region, entry: DiscardableOutput) -> RefCounts:
+        """Return the counts of an output now."""
+        return RefCounts.counted(entry.key, entry.output, region.uses.get(entry.key, 0))
 
 
-def is_held(
-    now: Holders, before: Holders, made: Made, variables: bool, saved_too: bool = False
+def is_referenced(
+    now: RefCounts,
+    before: RefCounts,
+    entry: DiscardableOutput,
+    variables: bool,
+    saved_too: bool = False,
 ) -> bool:
-    """Whether an output has more holders than before that are no variables.
+    """Return True if an output has more references than before that are not variables.
 
     Args:
         now, before: the counts.
-        made: the output.
-        variables: whether those of the functions that run do not count.
+        entry: the output.
+        variables: whether variables of running functions do not count.
         saved_too: whether a tensor of a variable counts when the graph holds it as well.
     """
     if now == before:
@@ -99,9 +103,9 @@ def is_held(
     more = [n - b for n, b in zip(now, before, strict=True)]
     if max(more) <= 0 or not variables:
         return max(more) > 0
-    output, first = made.output(), made.holders
+    output, first = entry.output(), entry.first_counts
     tensors = places = names = 0
-    found = _in_variables(made.key)
+    found = _in_variables(entry.key)
     for (t, times), others in zip(found, _others(found), strict=True):
         if t is output:
             names = times
@@ -180,7 +184,7 @@ def _inside(value: Any, seen: set[int]) -> Iterator[Any]:
 def _measure() -> tuple[int, int]:
     """What is counted of a tensor that has one name, this one."""
     only = torch.empty(1)
-    counted = Holders.counted(only.untyped_storage()._cdata, weakref.ref(only))
+    counted = RefCounts.counted(only.untyped_storage()._cdata, weakref.ref(only))
     return counted.names - 1, _others([(only, 1)])[0]
 
 

@@ -20,7 +20,7 @@ Costs = list[list[tuple[Action, Cost]]]  # of actions, for each call of a layer
 
 
 @dataclass(frozen=True)
-class Way:
+class LossVariant:
     """A step with one loss, with or without results in host memory.
 
     Attributes:
@@ -39,15 +39,17 @@ class Way:
     away: int
 
     @staticmethod
-    def all_of(loss: Action, recording: StepRecording, costs: Costs) -> list[Way]:
+    def all_of(loss: Action, recording: StepRecording, costs: Costs) -> list[LossVariant]:
         """From what was recorded: without anything in host memory first."""
         here = [[(a, c) for a, c in each if not a.offloaded] for each in costs]
         away = max((c.away for each in costs for _, c in each), default=0)
-        ways = []
+        variants = []
         for these, most in [(here, 0), (costs, away)][: 2 if away else 1]:
             best = _without_worse(recording, these)
-            ways.append(Way(loss, recording, best, _problem(recording, best, most), most))
-        return ways
+            variants.append(
+                LossVariant(loss, recording, best, _problem(recording, best, most), most)
+            )
+        return variants
 
     @property
     def seconds(self) -> float:

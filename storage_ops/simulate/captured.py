@@ -41,7 +41,7 @@ _ANY_NUMBER = 100.0
 _STEPPERS = (Optimizer, GradScaler, LRScheduler)
 
 
-class Held:
+class Captured:
     """The tensors, functions, optimizers, scalers and schedulers that are there before."""
 
     def __init__(self, fn: Any, args: Any, kwargs: Any) -> None:
@@ -132,7 +132,9 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def on_one_device(simulation: Simulation, held: Held, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def on_one_device(
+    simulation: Simulation, held: Captured, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
     """Take tensors among the arguments to the meta device, if that is where parameters are."""
     if not any(t.is_meta for t in held.tensors):
         return args, kwargs
@@ -158,7 +160,7 @@ def _handles_all_at_once(kind: type[Optimizer]) -> bool:
 
 
 @contextlib.contextmanager
-def simulated_optimizers(held: Held, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
+def simulated_optimizers(held: Captured, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
     """Let every optimizer that steps in this thread step as for that device, and forget it.
 
     An optimizer that `held` missed, such as one in a global of another package, is found when it
