@@ -122,7 +122,7 @@ _PASSED = ("Conjugate", "Negative", "ZeroTensor", "Autograd")
 def _batched(name: str) -> Callable[..., tuple[Any, None]]:
     """The rule of vmap for an op: the samples are slices of one tensor, which has the storage."""
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, None]:
+    def rule(info: object, in_dims: tuple[int | None, ...], *args: object) -> tuple[Any, None]:
         if name == "share_storage" and in_dims[0] != in_dims[1]:
             raise RuntimeError(
                 f"share_storage: src is batched by vmap along dimension {in_dims[1]} of what holds "

@@ -7,7 +7,7 @@ pointer swapped in by torch >= 2.12) and "copy" (plain torch, see `reference`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.storage.reference import can_resize
 
 _OPS = torch.ops.storage_ops
@@ -294,7 +295,13 @@ _READ_PAST_DISPATCH: dict[Any, str] = {
 class _CheckPastDispatch(TorchFunctionMode):
     """Raises before a method that reads the bytes of a discarded tensor without an op."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
         if func in _READ_PAST_DISPATCH:
             _refuse_discarded(_READ_PAST_DISPATCH[func], args)
         return func(*args, **(kwargs or {}))
@@ -323,11 +330,17 @@ of shape (2,) whose bytes were discarded
         self._past_dispatch.__enter__()  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._past_dispatch.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload[..., Any],
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
         if not (func.is_view or func.namespace == "storage_ops") and not _refuse_discarded(
             func, (args, kwargs)
         ):

@@ -68,7 +68,7 @@ class OutputDiscardChain:
         self._block.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open = False
         block, self._block = self._block, None
         if block is None:
@@ -97,7 +97,9 @@ class OutputDiscardChain:
             fail("checkpoint() of an OutputDiscardChain was called outside of its with block")
         return self.run(fn, args, kwargs)
 
-    def run(self, fn: Callable[..., T], args: Any, kwargs: Any, name: str = "") -> T:
+    def run(
+        self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
+    ) -> T:
         """The same, where errors call the region by a name."""
         outputs, region = run_region(fn, args, kwargs, self._options, name)
         if region is not None:

@@ -23,7 +23,7 @@ class _Handed:
 
     __slots__ = ("packed", "unpack")
 
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(self, packed: object, unpack: Callable[[Any], Tensor]) -> None:
         self.packed, self.unpack = packed, unpack
 
     def read(self) -> Tensor:
@@ -86,7 +86,7 @@ class ConsumerHooks:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
         self._hooks, self._end = None, torch._C._autograd._get_sequence_nr()
         if error[0] is None:

@@ -110,8 +110,8 @@ class OutputDiscardCheckpoint:
         context_fn: ContextFn | None = None,
         *,
         retain_input_tensors: bool = True,
-        fp8: Any = None,
-        ckpt_manager: Any = None,
+        fp8: object = None,
+        ckpt_manager: object = None,
     ) -> None:
         if fp8:
             raise TypeError(
@@ -241,7 +241,11 @@ class OutputDiscardCheckpoint:
 
 
 def run_region(
-    fn: Callable[..., T], args: Any, kwargs: dict[str, Any], options: Options, name: str = ""
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    name: str = "",
 ) -> tuple[T, Region | None]:
     """What `fn` returns, and the region that can repeat it; None where nothing can be discarded."""
     if torch.compiler.is_compiling():

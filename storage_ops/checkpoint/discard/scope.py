@@ -57,7 +57,7 @@ class Pretended:
     storages: set[int] = field(default_factory=set)
     kept_classes: set[str] = field(default_factory=set)
 
-    def add(self, outputs: Any, inputs: Any) -> None:
+    def add(self, outputs: object, inputs: object) -> None:
         """Note what a layer returns."""
         leaves = leaves_of(outputs)
         self.storages.update(by_storage(leaves).keys() - by_storage(leaves_of(inputs)).keys())
@@ -87,7 +87,7 @@ class DiscardHolder(Replaced):
     # Options of `OutputDiscardChain`; None on an instance: nothing is freed.
     _discarding: dict[str, Any] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the module."""
         if torch.compiler.is_compiling() or self._discarding is None:
             return super().__call__(*args, **kwargs)
@@ -104,7 +104,7 @@ class DiscardHolder(Replaced):
                 _scopes.open.pop()
 
 
-def run(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
+def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """Call a layer whose output the innermost holder will free; without a holder it is kept."""
     if _scopes.pretended is not None:
         outputs = torch_checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
@@ -121,14 +121,14 @@ def is_open() -> bool:
     return bool(_scopes.open)
 
 
-def hold(module: Any, **options: Any) -> None:
+def hold(module: Any, **options: object) -> None:
     """Let a module free the outputs of the layers it holds; options of `OutputDiscardChain`."""
     if not isinstance(module, DiscardHolder):
         DiscardHolder.change(module)
     module._discarding = options
 
 
-def release(module: Any) -> None:
+def release(module: nn.Module) -> None:
     """Undo `hold`; the class stays where another was put above it."""
     vars(module).pop("_discarding", None)
     DiscardHolder.change_back(module)

@@ -265,7 +265,7 @@ class ActivationCheckpointConfig:
         return ActivationCheckpointConfig.from_dict(values)
 
 
-def named_policy(policy: Any) -> Policy:
+def named_policy(policy: object) -> Policy:
     """The policy function that a name stands for; a function stands for itself.
 
     Raises:
@@ -279,10 +279,10 @@ def named_policy(policy: Any) -> Policy:
             f"policy is {policy!r}, a {type(policy).__name__}; expected one of {', '.join(NAMED)}, "
             "or a function policy(ctx, op, *args, **kwargs)"
         )
-    return policy  # type: ignore[no-any-return]
+    return policy
 
 
-def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+def _check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
     choices = tuple(choices)
     if value in choices:
         return
@@ -292,7 +292,7 @@ def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     raise ValueError(f"{name} is {value!r}; expected one of {', '.join(names)}{hint}")
 
 
-def _list_of(name: str, value: Any) -> Any:
+def _list_of(name: str, value: object) -> Any:
     """A list, or the tuple that was given, of the names or ops that a value stands for.
 
     Raises:
@@ -308,7 +308,7 @@ def _list_of(name: str, value: Any) -> Any:
     return tuple(items) if isinstance(value, tuple) else items
 
 
-def _name_of(name: str, item: Any) -> Any:
+def _name_of(name: str, item: object) -> Any:
     """An item of a list as it is kept: a class by its name, so that configs can be written out."""
     if isinstance(item, str) or name in _LISTS_OF_OPS:
         return item

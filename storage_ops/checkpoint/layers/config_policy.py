@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -42,7 +42,7 @@ def policy_of(cfg: ActivationCheckpointConfig, model: nn.Module) -> Policy | Non
 
 
 def _parts(
-    ops: Any, patterns: Collection[str] | None, model: nn.Module, field: str
+    ops: Iterable[object] | None, patterns: Collection[str] | None, model: nn.Module, field: str
 ) -> list[Policy]:
     parts: list[Policy] = []
     if ops:

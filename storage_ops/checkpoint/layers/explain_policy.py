@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from storage_ops.checkpoint.layers.config_policy import policy_of
 from storage_ops.checkpoint.saved.guard import by_storage
 from storage_ops.checkpoint.selective.policies import OFFLOAD, Policy, begin
 from storage_ops.checkpoint.selective.selective import saves_result
-from storage_ops.foundation.op_names import name_of, readable
-from storage_ops.foundation.ops import flops_of
+from storage_ops.foundation.op_names import Op, name_of, readable
+from storage_ops.foundation.ops import Args, Kwargs, flops_of
 from storage_ops.quantities import Tabular, metric
 from storage_ops.quantities import readable as readable_bytes
 
@@ -111,9 +111,9 @@ class PolicyTable(Tabular):
 
 def explain_policy(
     fn: Callable[..., Any],
-    *args: Any,
+    *args: object,
     policy: PolicyChoice | ActivationCheckpointConfig,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> PolicyTable:
     """Run a function once, and tell what a policy would save of it and what it would recompute.
 
@@ -157,7 +157,9 @@ class _Explaining(TorchDispatchMode):
         self.rows: dict[tuple[str, bool | str], OpRow] = {}
         self._policy = None if policy is None else begin(policy)
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         inputs = by_storage(tensors_in((args, kwargs)))
         out = op(*args, **kwargs)

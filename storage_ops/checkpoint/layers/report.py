@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from storage_ops.checkpoint.layers.config_policy import class_of
 from storage_ops.checkpoint.saved.guard import by_storage
 from storage_ops.checkpoint.state.execution import disable_checkpointing
 from storage_ops.checkpoint.state.unchanged import places_of, replaced, unchanged
+from storage_ops.foundation.op_names import Op
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.quantities import Tabular, readable
 
 if TYPE_CHECKING:
@@ -82,7 +85,7 @@ class CheckpointReport(Tabular):
         )
 
 
-def checkpoint_report(model: nn.Module, *args: Any, **kwargs: Any) -> CheckpointReport:
+def checkpoint_report(model: nn.Module, *args: object, **kwargs: object) -> CheckpointReport:
     """Which layers of a model are checkpointed and, for given inputs, what memory to expect.
 
     With inputs the forward runs twice on fake tensors, with and without checkpoints: nothing is
@@ -124,18 +127,20 @@ class _Storages(TorchDispatchMode):
         self._known: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         self._note((args, kwargs), made=False)
         out = op(*args, **(kwargs or {}))
         self._note(out, made=True)
         return out
 
-    def _note(self, value: Any, made: bool) -> None:
+    def _note(self, value: object, made: bool) -> None:
         for key, t in by_storage(tensors_in(value)).items():
             if key not in self._known:
                 self._remember(key, t.untyped_storage(), made)
 
-    def _remember(self, key: int, storage: Any, made: bool) -> None:
+    def _remember(self, key: int, storage: torch.UntypedStorage, made: bool) -> None:
         self._known[key] = storage.nbytes() if made else 0
         self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
 
@@ -146,7 +151,9 @@ class _Storages(TorchDispatchMode):
         return sum(n for key, n in self._known.items() if key not in without)
 
 
-def _kept_bytes(model: nn.Module, args: Any, kwargs: Any) -> tuple[int, tuple[str, ...]]:
+def _kept_bytes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, tuple[str, ...]]:
     """Bytes that live between the forward and the backward, by a run on fake tensors.
 
     And the classes of outputs that would be discarded if it were known where their bytes are.

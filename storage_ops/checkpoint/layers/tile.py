@@ -7,7 +7,7 @@ runs again and has its backward before the next one. `tile_run.py` is one such c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -50,7 +50,13 @@ class Tiling:
     found: dict[Any, int] = field(default_factory=dict, compare=False, repr=False)
     checked: bool = field(default=False, compare=False, repr=False)
 
-    def run(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
+    def run(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Call a module; `original` is the forward of its class."""
         if is_traced_by_fx(args, kwargs):
             return original(module, *args, **kwargs)
@@ -116,7 +122,7 @@ class Tiling:
         return self.found[key]
 
 
-def _choice(leaf: Any) -> Any:
+def _choice(leaf: object) -> Any:
     """What tells an argument that is no tensor from others: numbers with a point do not choose."""
     return leaf if isinstance(leaf, (int, str, torch.dtype, type(None))) else type(leaf)
 
@@ -130,7 +136,7 @@ def _cut(x: Tensor, tiles: int, dim: int) -> tuple[Tensor, ...]:
     return torch.tensor_split(x, [tokens * k // tiles for k in range(1, tiles)], dim)
 
 
-def _compiled(call: Any, piece: Tensor) -> Any:
+def _compiled(call: Callable[[Tensor], Any], piece: Tensor) -> Any:
     return compiled_region(call, (piece,), {}, True, None, False)
 
 
@@ -202,7 +208,7 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
     return int(found.peak_bytes - found.input_bytes)
 
 
-def _fake(shape: Any, t: Tensor) -> Tensor:
+def _fake(shape: Sequence[int], t: Tensor) -> Tensor:
     made = torch.empty(shape, dtype=t.dtype, device=t.device)
     if t.requires_grad:
         made.requires_grad_()
@@ -217,11 +223,11 @@ class Tiled(Replaced):
     _tiling: Tiling | None = None
 
     @staticmethod
-    def forward_over(original: Any) -> Any:
+    def forward_over(original: Callable[..., Any]) -> Any:
         """The forward that runs the original one on tiles."""
 
         @like(original)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Tiled, *args: object, **kwargs: object) -> Any:
             how = self._tiling
             if how is None:
                 return original(self, *args, **kwargs)
@@ -339,14 +345,14 @@ def set_tiling(module: Any, how: Tiling) -> None:
     module._tiling = how
 
 
-def unset_tiling(module: Any) -> None:
+def unset_tiling(module: nn.Module) -> None:
     """Give a module its plain forward back, and its class unless another was put above it."""
     vars(module).pop("_tiling", None)
     Tiled.change_back(module)
 
 
 def _input_of(
-    module: nn.Module, original: Any, args: Any, kwargs: Any
+    module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tile_run.Forward]:
     """The input of a call, and the forward as a function of the module and of an input."""
     count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))

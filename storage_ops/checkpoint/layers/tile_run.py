@@ -27,8 +27,8 @@ from storage_ops.checkpoint.saved.saved import call_region
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.unchanged import Place, places_of, replaced
-from storage_ops.foundation.op_names import is_view
-from storage_ops.foundation.ops import facts_of
+from storage_ops.foundation.op_names import Op, is_view
+from storage_ops.foundation.ops import Args, Kwargs, facts_of
 
 # A call has other tensors in the places of the module's parameters, so the next one has to wait.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -216,7 +216,7 @@ class _LastProductLeftOut(LightMode):
         self._left: tuple[Any, Any, Tensor] | None = None
         self._leaves_out = leaves_out
 
-    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def dispatch(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an op, after the product before it, or leave it out if it is a product."""
         if is_view(op) or op is _aten._unsafe_view.default or op.namespace == "prim":
             return op(*args, **kwargs)  # one of prim asks for a fake tensor's device
@@ -257,7 +257,7 @@ class _LastProductLeftOut(LightMode):
                 product(*factors, out=made.data)  # a write that moves no version
 
 
-def _is_plain_product(op: Any) -> bool:
+def _is_plain_product(op: Op) -> bool:
     """Return True for a product of two matrices, or of two batches, that can write into a tensor.
 
     No such op saves its result for backward.

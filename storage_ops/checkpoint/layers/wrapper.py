@@ -66,7 +66,13 @@ class Checkpointing:
             ),
         )
 
-    def run(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(
+        self,
+        module: nn.Module,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Call the plain forward of a module in a checkpoint."""
         name, options = type(module).__name__, self.options
         discards = self.mode == "output_discard"
@@ -154,14 +160,14 @@ class CheckpointWrapper(Replaced):
 
     else:
 
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        def __new__(cls, *args: object, **kwargs: object) -> Any:
             """Change the class of the given module and return it."""
             if cls is not CheckpointWrapper:  # someone makes another instance of a module's class
                 new = super().__new__
                 return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
             return _wrapped(*args, **kwargs)
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             # After `_wrapped` python calls this with the same arguments; all is done then.
             if not any(given is self for given in (*args[:1], kwargs.get("module"))):
                 super().__init__(*args, **kwargs)
@@ -171,7 +177,7 @@ class CheckpointWrapper(Replaced):
         """The forward that checkpoints the original one."""
 
         @like(original)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: CheckpointWrapper, *args: object, **kwargs: object) -> Any:
             how, own = self._checkpointing, self._own_forward
             plain = functools.partial(original, self)
             if own is not None:
@@ -181,12 +187,14 @@ class CheckpointWrapper(Replaced):
         return forward
 
 
-def _call_own(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_own(module: nn.Module, own: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Call the forward of an instance. A region must reach `module`, which `own` may not name."""
     return own(*args, **kwargs)
 
 
-def _wrapped(module: nn.Module, context_fn: ContextFn | None = None, **options: Any) -> nn.Module:
+def _wrapped(
+    module: nn.Module, context_fn: ContextFn | None = None, **options: object
+) -> nn.Module:
     refused = [name for name in _SELECTION if name in options]
     if refused:
         raise ValueError(
@@ -217,7 +225,7 @@ def _wrapped(module: nn.Module, context_fn: ContextFn | None = None, **options: 
     return module
 
 
-def check(module: Any, how: Checkpointing) -> None:
+def check(module: nn.Module, how: Checkpointing) -> None:
     """Refuse a module that cannot be checkpointed in this way.
 
     Raises:

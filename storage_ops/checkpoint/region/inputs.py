@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.autograd.function import FunctionCtx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops.checkpoint.saved.outputs import producer_of
 from storage_ops.checkpoint.saved.saved import fail, stride_of
@@ -27,7 +28,7 @@ class _HoldInput(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor]) -> Tensor:
+    def forward(ctx: FunctionCtx, anchor: Tensor, tensors: list[Tensor]) -> Tensor:
         ctx.save_for_backward(*tensors)
         return torch.empty(0)
 
@@ -101,7 +102,7 @@ class Inputs:
         return args, kwargs
 
 
-def fail_argument(region: str, at: int, leaves: int, spec: Any) -> NoReturn:
+def fail_argument(region: str, at: int, leaves: int, spec: TreeSpec | None) -> NoReturn:
     """Raise the error for an argument of a region that was modified in place.
 
     Args:
@@ -216,6 +217,6 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
     return tree_flatten((args, kwargs))
 
 
-def leaves_of(value: Any) -> list[Any]:
+def leaves_of(value: object) -> list[Any]:
     """What a tree of outputs holds."""
     return [value] if isinstance(value, Tensor) else tree_leaves(value)

@@ -20,11 +20,12 @@ from torch.utils import checkpoint as torch_checkpoint
 from storage_ops.checkpoint.region.torch_checkpoint import policy_of
 from storage_ops.checkpoint.saved.snapshots import with_snapshots
 from storage_ops.foundation import regions
+from storage_ops.foundation.op_names import Op
 
 _NUMBER = 1 << 40  # above those that torch counts up
 
 
-def _recompute(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _recompute(ctx: object, op: Op, *args: object, **kwargs: object) -> Any:
     return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -34,7 +35,7 @@ def _recompute_all() -> tuple[Any, Any]:
 
 
 @functools.cache
-def _numbered(mode: Any) -> Any:
+def _numbered(mode: type) -> Any:
     """A subclass of torch's caching mode with one number, which torch cannot replace."""
     number = property(lambda self: _NUMBER, lambda self, value: None)
     return type("OutputDiscardMode", (mode,), {"ac_graph_id": number})
@@ -57,10 +58,10 @@ _HAS_NUMBERS = _MODE is not None and "ac_graph_id" in inspect.signature(_MODE).p
 
 def compiled_region(
     fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     preserve_rng_state: bool,
-    context_fn: Any,
+    context_fn: Callable[[], Any] | None,
     discards: bool = True,
 ) -> Any:
     """Call `fn` as a checkpoint that a partitioner recomputes; outputs too, if it `discards`."""
@@ -72,7 +73,7 @@ def compiled_region(
     compiling = torch.compiler.is_compiling()  # not where a graph breaks inside the region
     before = _side_effects(True) if compiling else False
 
-    def region(*args: Any) -> Any:  # keywords may have names that the checkpoint has too
+    def region(*args: object) -> Any:  # keywords may have names that the checkpoint has too
         if compiling:
             _side_effects(before)
         return fn(*args, **kwargs)
@@ -105,7 +106,11 @@ _side_effects._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def traced_region(
-    fn: Callable[..., Any], args: Any, kwargs: Any, context_fn: Any, discards: bool
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context_fn: Callable[[], Any] | None,
+    discards: bool,
 ) -> Any:
     """Call `fn` once, and mark what a trace records of it as a region."""
     policy, forward = policy_of(context_fn or torch_checkpoint.noop_context_fn)

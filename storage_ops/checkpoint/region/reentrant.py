@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops.checkpoint.region.inputs import TensorTraits, fail_argument
@@ -25,8 +25,8 @@ from storage_ops.checkpoint.state.reachable import Surroundings
 
 def run_reentrant(
     fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     options: Options,
     name: str,
     parameters: Iterable[Tensor],
@@ -66,10 +66,10 @@ class _ReentrantCall:
     def __init__(
         self,
         fn: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         leaves: list[Any],
-        spec: Any,
+        spec: TreeSpec,
         options: Options,
         name: str,
         parameters: list[Tensor],
@@ -89,7 +89,7 @@ class _ReentrantCall:
             (i, weakref.ref(t), t._version) for i, t in enumerate(leaves) if isinstance(t, Tensor)
         ]
 
-    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+    def __call__(self, *leaves: object) -> tuple[Any, ...]:
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
             outputs = self._fn(*args, **kwargs)
@@ -107,7 +107,7 @@ class _ReentrantCall:
         flat, self.result = tree_flatten(outputs)
         return tuple(flat)
 
-    def check_arguments(self, gradients: Any) -> None:
+    def check_arguments(self, gradients: object) -> None:
         """Raise if an argument was modified in place, before torch does without its name."""
         for i, ref, version in self._given:
             t = ref()
@@ -122,7 +122,9 @@ class _ReentrantCall:
                 fail_modified(self._name, p)
         self._state.effects.check(self._name)
 
-    def _warn_of_tensors(self, args: Any, kwargs: Any, given: tuple[Any, ...]) -> None:
+    def _warn_of_tensors(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], given: tuple[Any, ...]
+    ) -> None:
         known = {id(leaf) for leaf in given}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and id(leaf) not in known:

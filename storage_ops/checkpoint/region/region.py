@@ -152,7 +152,7 @@ class Region:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return top is not None and getattr(top[0], "__module__", "") in _CHECKPOINTS
 
-    def forward(self, args: Any, kwargs: Any) -> Any:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function on the arguments of this region; return what it returns."""
         assert self._fn is not None and self._state is not None and self._inputs is not None
         start = torch._C._autograd._get_sequence_nr()
@@ -193,7 +193,7 @@ class Region:
             self._results[entry.index] = Saved(leaves[entry.index], self._checksums)
             producers[entry.key] = weakref.ref(self)
 
-    def made_this(self, t: Any) -> bool:
+    def made_this(self, t: object) -> bool:
         """Whether a tensor is an output that this region made, or a view of one."""
         return storage_key(t) in {entry.key for entry in self.discardable}
 
@@ -244,7 +244,7 @@ class Region:
         alive = weakref.ref(self)
         held = None if self._saved else self
 
-        def on_gradient(gradient: Any) -> None:
+        def on_gradient(gradient: object) -> None:
             nonlocal held
             region = alive()
             if region is not None:
@@ -370,7 +370,7 @@ class Region:
             self._bind(outputs)
         return tensors
 
-    def _gathered(self, args: Any, kwargs: Any, is_next: bool) -> Any:
+    def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_next: bool) -> Any:
         assert self._state is not None
         captured = [t for ref in self._parameters if (t := ref()) is not None]
         given = [t for t in leaves_of((args, kwargs)) if fsdp.is_parameter(t)]

@@ -49,7 +49,7 @@ def marked() -> Iterator[None]:
 
     class Function:
         @staticmethod
-        def apply(fn: Any, preserve: bool, *args: Any) -> Any:
+        def apply(fn: Callable[..., Any], preserve: bool, *args: object) -> Any:
             if threading.get_ident() != thread:
                 return _OriginalFunction.apply(fn, preserve, *args)
             return regions.mark(fn, args)

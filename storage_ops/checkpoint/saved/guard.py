@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.storage.reference import lacks_bytes
 from storage_ops.storage.storage import DiscardedTensorError
 
@@ -79,7 +80,13 @@ class _Watched(Tensor):
     """The class of a discarded output in debug mode: every operation of Python on it raises."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
         name = getattr(func, "__name__", "")
         ours = str(func).startswith("storage_ops.")
         if not (ours or name == "__get__" or name in _HARMLESS):

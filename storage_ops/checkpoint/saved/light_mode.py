@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from storage_ops.foundation.op_names import Op
+from storage_ops.foundation.ops import Args, Kwargs
 
 # What Dynamo does with the frames of this thread: None where it does nothing.
 _dynamo: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
@@ -37,11 +40,13 @@ class LightMode(TorchDispatchMode):
         """Not by torch, around each op."""
         return False
 
-    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def dispatch(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         """Run an op, or what takes its place."""
         raise NotImplementedError
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         if _dynamo() is None:
             return self.dispatch(op, args, kwargs or {})
         return self._dispatch_apart(self, op, args, kwargs or {})

@@ -9,6 +9,7 @@ result that fits exactly one call of the log is used, and all other ops run agai
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from storage_ops.checkpoint.saved.saved import explain_offsets, fail, shape_of
 from storage_ops.foundation.op_names import readable
-from storage_ops.foundation.ops import OpFacts
+from storage_ops.foundation.ops import Args, Kwargs, OpFacts
 
 _PLAIN = frozenset((int, float, bool, str))
 _SAVED_TENSOR, _END = object(), object()
@@ -32,7 +33,7 @@ Call = list[Any]
 ORIGIN = "_storage_ops_origin"
 
 
-def describe_call(args: Any, kwargs: Any) -> Call:
+def describe_call(args: Args, kwargs: Kwargs) -> Call:
     """Describe the arguments of an op: numbers, and shape, dtype and origin of each tensor."""
     found: Call = []
     _describe(args, found)
@@ -41,7 +42,7 @@ def describe_call(args: Any, kwargs: Any) -> Call:
     return found
 
 
-def _describe(values: Any, found: Call) -> None:
+def _describe(values: Iterable[object], found: Call) -> None:
     for value in values:
         if isinstance(value, Tensor):
             base = value._base
@@ -92,7 +93,7 @@ class Log:
         """Note that autograd saves a tensor."""
         self._events.append(_SAVED_TENSOR)
 
-    def describe(self, position: int, name: str, args: Any, kwargs: Any, wanted: bool) -> None:
+    def describe(self, position: int, name: str, args: Args, kwargs: Kwargs, wanted: bool) -> None:
         """Note the arguments of a call whose result is wanted, and of later calls of its op."""
         if wanted:
             self._names.add(name)
@@ -128,7 +129,7 @@ class Cursor:
         self._handed_out = -1  # the last position whose result was used
         self.difference = ""
 
-    def find(self, facts: OpFacts, args: Any, kwargs: Any) -> int | None:
+    def find(self, facts: OpFacts, args: Args, kwargs: Kwargs) -> int | None:
         """Return the position of a call in the log, if a result may be saved there.
 
         Raises:

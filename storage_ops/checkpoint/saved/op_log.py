@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from storage_ops.checkpoint.saved import guard
+from storage_ops.foundation.op_names import Op
+from storage_ops.foundation.ops import Args, Kwargs
 
 
 class OpLog(TorchDispatchMode):
@@ -29,7 +32,9 @@ class OpLog(TorchDispatchMode):
         """Code that is compiled already runs as it is."""
         return True
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         if op not in SAC_IGNORED_OPS:  # such as the detach of what is saved
             self.ops.append((str(op), guard.where()))
         return op(*args, **(kwargs or {}))

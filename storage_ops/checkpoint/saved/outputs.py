@@ -134,7 +134,7 @@ def _origin(output: Tensor) -> Any:
 producers: dict[int, weakref.ref[Region]] = {}
 
 
-def producer_of(t: Any) -> Region | None:
+def producer_of(t: object) -> Region | None:
     """Return the region that can recompute the storage of a tensor; None if no region can."""
     return producer_of_storage(storage_key(t)) if producers else None
 

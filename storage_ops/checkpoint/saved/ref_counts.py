@@ -170,7 +170,7 @@ def _variables(frame: FrameType) -> list[Any]:
     return found
 
 
-def _inside(value: Any, seen: set[int]) -> Iterator[Any]:
+def _inside(value: object, seen: set[int]) -> Iterator[Any]:
     if isinstance(value, Tensor):
         yield value
     elif id(value) not in seen:

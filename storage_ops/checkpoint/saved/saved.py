@@ -22,7 +22,9 @@ def fail(what: str) -> NoReturn:
     raise RuntimeError(f"checkpoint: {what}")
 
 
-def call_region(name: str, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def call_region(
+    name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Return `fn(*args, **kwargs)`, the forward of region `name`.
 
     Raises:

@@ -9,7 +9,7 @@ that reads the input reads a copy instead, which is saved.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from storage_ops.foundation.op_names import is_view
+from storage_ops.foundation.op_names import Op, is_view
+from storage_ops.foundation.ops import Args, Kwargs
 
 _COPY = "storage_ops_copy"
 _sync: Any = torch._sync  # type: ignore[attr-defined]
@@ -31,13 +32,15 @@ _sync: Any = torch._sync  # type: ignore[attr-defined]
 def with_snapshots(mode: Any) -> Any:
     """A subclass of torch's caching mode that keeps what the ops in it overwrite."""
 
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self: object, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         written = list(_written(func, args, kwargs or {}))
         result = mode.__torch_dispatch__(self, func, types, args, kwargs)
         vars(self).setdefault("_written", []).extend(written)
         return result
 
-    def leave(self: Any, *error: Any) -> None:
+    def leave(self: object, *error: object) -> None:
         mode.__exit__(self, *error)
         for t, node in vars(self).pop("_written", ()):
             _sync(t)  # the write may be pending, and reads the input
@@ -48,7 +51,7 @@ def with_snapshots(mode: Any) -> Any:
     return type(mode.__name__, (mode,), {**body, "supports_higher_order_operators": True})
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[FunctionalTensor, fx.Node]]:
+def _written(func: Op, args: Args, kwargs: Kwargs) -> Iterator[tuple[FunctionalTensor, fx.Node]]:
     """The tensors that an op modifies and that are inputs of the graph, or views of one."""
     tracing = get_proxy_mode()
     if tracing is None or not isinstance(func, torch._ops.OpOverload):

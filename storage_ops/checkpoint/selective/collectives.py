@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from storage_ops._op_arguments import tensors_in
+from storage_ops.foundation.ops import Args
 
 # All others write into their first argument.
 _WRITES_NOTHING = frozenset(("c10d::send", "c10d::barrier", "c10d::monitored_barrier_"))
@@ -22,7 +23,7 @@ _WRITES_NOTHING = frozenset(("c10d::send", "c10d::barrier", "c10d::monitored_bar
 FROM_ANYBODY = "c10d::recv_any_source_"
 
 
-def written_by(name: str, args: tuple[Any, ...]) -> list[Tensor]:
+def written_by(name: str, args: Args) -> list[Tensor]:
     """Return the tensors that a collective of this name writes, in the order of its argument."""
     return [] if name in _WRITES_NOTHING else tensors_in(args[:1])
 
@@ -44,7 +45,7 @@ class Sent:
         if not work.is_completed():  # gloo takes a second wait for a message to be one more message
             work.wait()
 
-    def repeat(self, args: tuple[Any, ...], results: list[Tensor], name: str) -> Any:
+    def repeat(self, args: Args, results: list[Tensor], name: str) -> Any:
         """Write the results into the arguments of a recompute; return what the collective would.
 
         Args:

@@ -80,7 +80,7 @@ class _GpuCopies:
         host = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
         return self._copied(source, host, self._out)
 
-    def to_device(self, host: Any, t: Tensor) -> Copy:
+    def to_device(self, host: Tensor, t: Tensor) -> Copy:
         # Allocated on the stream that will read it. What this memory held before may still be
         # read there, so the copy waits for that stream.
         return self._copied(host, torch.empty_like(host, device=self._device), self._back)
@@ -93,7 +93,9 @@ class _GpuCopies:
 
 
 class _GpuCopy:
-    def __init__(self, source: Tensor, target: Any, stream: Any, done: torch.cuda.Event) -> None:
+    def __init__(
+        self, source: Tensor, target: Tensor, stream: torch.cuda.Stream, done: torch.cuda.Event
+    ) -> None:
         self.target = target
         self._source, self._stream = source, stream
         self._done: torch.cuda.Event | None = done
@@ -137,7 +139,7 @@ class BookedCopies:
 
 
 class _BookedCopy:
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: int | Tensor) -> None:
         self.target = target
 
     def wait(self) -> None:

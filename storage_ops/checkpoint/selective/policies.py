@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from storage_ops.foundation.op_names import is_mutating, is_view, name_of, resolve
-from storage_ops.foundation.ops import facts_of, family_of
+from storage_ops.foundation.op_names import Op, is_mutating, is_view, name_of, resolve
+from storage_ops.foundation.ops import Args, Kwargs, facts_of, family_of
 
 Policy = Callable[..., CheckpointPolicy | bool | str]
 
@@ -39,7 +39,7 @@ def _word(kept: _Kept) -> CheckpointPolicy | str:
     return kept if isinstance(kept, str) else _decision(kept)
 
 
-def saves(policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any) -> _Kept:
+def saves(policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs) -> _Kept:
     """Whether a policy saves the result of an op; "offload" where it does so in host memory.
 
     Raises:
@@ -72,22 +72,22 @@ def begin(policy: Policy) -> Policy:
     return fresh
 
 
-def matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def matmuls(ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Save the results of matrix products, also batched, scaled and grouped ones."""
     return _decision(facts_of(op).product is not None)
 
 
-def attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def attention(ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Save the results of fused attention kernels and of flex_attention."""
     return _decision(facts_of(op).is_attention)
 
 
-def communication(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def communication(ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Save the results of collectives, functional or in place, so that nothing is sent again."""
     return _decision(bool(facts_of(op).collective))
 
 
-def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def everything(ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Save all results but views, which cost nothing; to be narrowed by `difference`."""
     return _decision(not (is_mutating(op) or is_view(op)))
 
@@ -96,11 +96,11 @@ def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 class _Save:
     names: frozenset[str]
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
         return _decision(name_of(op) in self.names)
 
 
-def save(*ops: Any) -> Policy:
+def save(*ops: object) -> Policy:
     """Save the results of these ops.
 
     Args:
@@ -121,7 +121,7 @@ def save(*ops: Any) -> Policy:
 class _SaveCalls:
     calls: frozenset[tuple[str, int]]
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
         raise _not_begun("save_calls")
 
     def begin(self) -> Policy:
@@ -136,7 +136,9 @@ class _CallCounter:
         self._names = {name for name, _ in calls}
         self._seen: dict[tuple[str, bool], int] = {}
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(
+        self, ctx: SelectiveCheckpointContext, op: Op, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
         name = facts_of(op).family
         if name not in self._names:
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -183,7 +185,7 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
 class _SaveShapes:
     shapes: frozenset[tuple[int, ...]]
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: object, op: Op, *args: Any, **kwargs: object) -> CheckpointPolicy:
         product = facts_of(op).product
         if product is None or product.form != "matrices" or len(args) <= product.right:
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -210,7 +212,9 @@ def save_mm_shapes(shapes: Iterable[tuple[int, ...]]) -> Policy:
 class _Union:
     parts: tuple[Policy, ...]
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+    def __call__(
+        self, ctx: object, op: Op, *args: object, **kwargs: object
+    ) -> CheckpointPolicy | str:
         decisions = [saves(p, ctx, op, args, kwargs) for p in self.parts]  # each one may count
         return _decision(True) if True in decisions else _word(next(filter(None, decisions), False))
 
@@ -233,7 +237,9 @@ class _Difference:
     policy: Policy
     other: Policy
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+    def __call__(
+        self, ctx: object, op: Op, *args: object, **kwargs: object
+    ) -> CheckpointPolicy | str:
         first, second = (saves(p, ctx, op, args, kwargs) for p in (self.policy, self.other))
         return _word(first if not second else False)
 
@@ -255,7 +261,9 @@ def difference(policy: Policy, other: Policy) -> Policy:
 class _Offload:
     policy: Policy
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+    def __call__(
+        self, ctx: object, op: Op, *args: object, **kwargs: object
+    ) -> CheckpointPolicy | str:
         return OFFLOAD if saves(self.policy, ctx, op, args, kwargs) else _decision(False)
 
     def begin(self) -> Policy:
@@ -295,7 +303,7 @@ class _EveryKth:
     policy: Policy
     k: int
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
         raise _not_begun("every_kth")
 
     def begin(self) -> Policy:
@@ -310,7 +318,9 @@ class _Counter:
         self._k = k
         self._seen = {False: 0, True: 0}
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | str:
+    def __call__(
+        self, ctx: SelectiveCheckpointContext, op: Op, *args: object, **kwargs: object
+    ) -> CheckpointPolicy | str:
         kept = saves(self._policy, ctx, op, args, kwargs)
         if not kept:
             return CheckpointPolicy.PREFER_RECOMPUTE

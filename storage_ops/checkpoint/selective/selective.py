@@ -36,8 +36,8 @@ from storage_ops.checkpoint.selective.copies import copies_for
 from storage_ops.checkpoint.selective.offload import Away, Trip
 from storage_ops.checkpoint.selective.policies import OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.state.execution import rng_of
-from storage_ops.foundation.op_names import name_of, readable
-from storage_ops.foundation.ops import OpFacts, facts_of
+from storage_ops.foundation.op_names import Op, name_of, readable
+from storage_ops.foundation.ops import Args, Kwargs, OpFacts, facts_of
 from storage_ops.storage.storage import is_discarded, is_own, locals_of
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
@@ -94,7 +94,7 @@ class _ForCompile:
     calls: Counter[str] = field(default_factory=Counter)
     saves_any: bool = False
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
         self.calls[name_of(op)] += 1
         kept = saves_result(self.policy, ctx, op, args, kwargs)
         if kept == OFFLOAD:
@@ -114,7 +114,7 @@ class _ForCompile:
 def _ending(mode: type) -> type:
     """A subclass of torch's caching mode that warns at the end if less is saved than is wanted."""
 
-    def __exit__(self: Any, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self: Any, kind: object, error: object, trace: object) -> None:
         mode.__exit__(self, kind, error, trace)  # type: ignore[attr-defined]
         decide = self.policy_fn
         if kind is not None:
@@ -148,7 +148,7 @@ def _warn_of_nothing(region: str, calls: dict[str, int]) -> None:
 
 
 def saves_result(
-    policy: Policy, ctx: Any, op: Any, args: Any, kwargs: Any
+    policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs
 ) -> bool | Literal["offload"]:
     """Whether the result of an op is saved: as the policy says, where that can be done.
 
@@ -261,7 +261,7 @@ class _Following(LightMode):
             self._hooks.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         finally:
@@ -270,7 +270,9 @@ class _Following(LightMode):
                 hooks.__exit__(kind, error, trace)
 
 
-def _noting(note: Callable[[], None], pack: Any, unpack: Any) -> saved_tensors_hooks:
+def _noting(
+    note: Callable[[], None], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> saved_tensors_hooks:
     def pack_and_note(t: Tensor) -> Any:
         note()
         return pack(t)
@@ -292,7 +294,7 @@ class _Recording(_Following):
     def __enter__(self) -> Any:
         return self._enter(self._saved.log.add_saved_tensor)
 
-    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def dispatch(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         """Run the op, and save its result if the policy wants it."""
         facts, saved = facts_of(op), self._saved
         if saved.is_repeating or _ignores(facts, args):
@@ -331,7 +333,7 @@ class _Recording(_Following):
         return out
 
     def _note_collective(
-        self, position: int, name: str, ctx: Any, op: Any, args: Any, kwargs: Any
+        self, position: int, name: str, ctx: Any, op: Op, args: Args, kwargs: Kwargs
     ) -> None:
         """Save what a collective writes if the policy wants it; drop what it overwrites."""
         wanted = bool(saves(self._policy, ctx, op, args, kwargs)) and name != FROM_ANYBODY
@@ -347,7 +349,7 @@ class _Recording(_Following):
                 result.watch(t)
             self._on_storage |= dict.fromkeys(written, result)
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)
         if kind is not None:
             return
@@ -412,11 +414,11 @@ class _Replaying(_Following):
             saved.away.fetch()
         return self._enter(self._cursor.see_saved_tensor)
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._saved.is_repeating = False
         super().__exit__(kind, error, trace)
 
-    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def dispatch(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         """Give back the saved result of the op, or run it."""
         facts, saved = facts_of(op), self._saved
         if saved.is_repeating or _ignores(facts, args):
@@ -464,7 +466,7 @@ def _detached(t: Tensor) -> Tensor:
         return t.detach()
 
 
-def is_ignored(op: Any, args: Any) -> bool:
+def is_ignored(op: Op, args: Args) -> bool:
     """Whether an op does not count: it may run in the forward and not in the recompute.
 
     Autocast casts a leaf that requires grad where it is first used, and keeps the result for other
@@ -473,7 +475,7 @@ def is_ignored(op: Any, args: Any) -> bool:
     return _ignores(facts_of(op), args)
 
 
-def _ignores(facts: OpFacts, args: Any) -> bool:
+def _ignores(facts: OpFacts, args: Args) -> bool:
     return facts.is_ignored or (facts.is_cast and _is_cast_once(args[0]))
 
 

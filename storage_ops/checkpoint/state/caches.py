@@ -33,7 +33,7 @@ def without_cache(
     if not empty:
         return args, kwargs
 
-    def without(value: Any) -> Any:
+    def without(value: object) -> Any:
         return None if any(value is cache for cache in empty) else value
 
     switched = {"use_cache": False} if "use_cache" in kwargs else {}
@@ -50,7 +50,7 @@ def _is_empty(cache: Any, layer: Any) -> bool:
         return not (any(states.values()) if isinstance(states, dict) else states)
 
 
-def _is_cache(value: Any) -> bool:
+def _is_cache(value: object) -> bool:
     return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
 
 

@@ -8,7 +8,7 @@ runs the hooks that the forward ran. Hooks that were added later do not run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -72,7 +72,7 @@ class Calls:
             undo.append(functools.partial(put, container, copy_of(container)))
 
 
-def _hooked(modules: Any) -> list[nn.Module]:
+def _hooked(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules with hooks, or with a `forward` set on the instance."""
     return [
         module
@@ -89,7 +89,9 @@ def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     return tuple(getattr(module, name) for name in _OF_A_MODULE)
 
 
-def _exchange(held: Any, before: Any, undo: Undo) -> list[Any]:
+def _exchange(
+    held: Iterable[dict[Any, Any]], before: Iterable[dict[Any, Any]], undo: Undo
+) -> list[Any]:
     """Put earlier hooks into the dictionaries `held`; return the hooks that were not in them."""
     returned = []
     for hooks, earlier in zip(held, before, strict=False):

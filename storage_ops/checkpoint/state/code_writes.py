@@ -158,14 +158,14 @@ def _find_elsewhere(fn: FunctionType) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: object) -> bool:
     if isinstance(value, type) and issubclass(value, nn.Module):
         return False
     return isinstance(value, (type, FunctionType)) and package_of(value) not in _PASSED_OVER
 
 
 @functools.lru_cache(maxsize=4096)
-def run_by(cls: Any) -> tuple[FunctionType, ...]:
+def run_by(cls: type) -> tuple[FunctionType, ...]:
     """Return the methods that calls of an object run in Python, but for what torch defines."""
     methods = _methods(cls)
     mine = [vars(c) for c in cls.__mro__ if not is_of_torch(c)]
@@ -181,7 +181,7 @@ def run_by(cls: Any) -> tuple[FunctionType, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _methods(cls: Any) -> dict[str, FunctionType]:
+def _methods(cls: type) -> dict[str, FunctionType]:
     mine = [c for c in reversed(cls.__mro__) if not is_of_torch(c)]
     return {n: fn for c in mine for n, value in vars(c).items() if (fn := _function(value))}
 
@@ -200,7 +200,7 @@ def names_of_classes(classes: tuple[Any, ...]) -> frozenset[str]:
     return frozenset[str]().union(*map(names_of_code, methods))
 
 
-def _function(value: Any) -> FunctionType | None:
+def _function(value: object) -> FunctionType | None:
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     elif isinstance(value, property):

@@ -51,7 +51,7 @@ def put(container: Any, contents: Any) -> None:
         container.update(contents) if type(container) is set else container.extend(contents)
 
 
-def set_item(held: dict[str, Any], name: str, value: Any, undo: Undo) -> None:
+def set_item(held: dict[str, Any], name: str, value: object, undo: Undo) -> None:
     """Set an item, or delete it if `value` is `MISSING`; `undo` gets what undoes it."""
     now = held.get(name, MISSING)
     if now is not value:

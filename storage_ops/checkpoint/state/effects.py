@@ -25,7 +25,7 @@ write out (`repeated_writes`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -251,7 +251,7 @@ def _bytes(around: Surroundings) -> Iterator[Contents]:
     unseen = around.writes & UNSEEN != 0
     left = LARGE_BUDGET if unseen else BUDGET
 
-    def contents(t: Any, trusted: bool = False, summed: bool = unseen) -> Iterator[Contents]:
+    def contents(t: object, trusted: bool = False, summed: bool = unseen) -> Iterator[Contents]:
         nonlocal left
         if not isinstance(t, Tensor) or id(t) in seen:
             return
@@ -304,7 +304,7 @@ def _may_write_parameters(module: nn.Module, writes: int) -> bool:
     return any(p in _written for p in module.parameters(recurse=False))
 
 
-def _values(held: Any) -> Any:
+def _values(held: Collection[Any]) -> Any:
     """The values of a mapping, or the items of another container; none where there are many."""
     if len(held) > _MANY:
         return ()
@@ -323,7 +323,7 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _set_name(place: Any, name: str, value: Any, undo: Undo) -> None:
+def _set_name(place: object, name: str, value: object, undo: Undo) -> None:
     if isinstance(place, dict):
         set_item(place, name, value, undo)
         return
@@ -336,7 +336,7 @@ def _set_name(place: Any, name: str, value: Any, undo: Undo) -> None:
             setattr(place, name, value)
 
 
-def _value_of(place: Any, name: str) -> Any:
+def _value_of(place: object, name: str) -> Any:
     if isinstance(place, dict):
         return place.get(name, MISSING)
     try:

@@ -29,7 +29,7 @@ _Source = tuple[Callable[[], Any], Callable[[Any], object]]  # get and set a pie
 _trackers: OrderedDict[int, Any] = OrderedDict()
 
 
-def register_rng_tracker(tracker: Any) -> RemovableHandle:
+def register_rng_tracker(tracker: object) -> RemovableHandle:
     """Repeat the random numbers of a generator or tracker in every recompute from now on.
 
     The default generators of the CPU and of every device are repeated anyway, and so are
@@ -61,7 +61,7 @@ def register_rng_tracker(tracker: Any) -> RemovableHandle:
 _ACCESSORS = (("get_states", "set_states"), ("get_state", "set_state"), ("getstate", "setstate"))
 
 
-def _accessors(source: Any) -> _Source:
+def _accessors(source: object) -> _Source:
     for get, put in _ACCESSORS:
         if hasattr(source, get) and hasattr(source, put):
             return getattr(source, get), getattr(source, put)
@@ -119,7 +119,7 @@ def _attention() -> Any:
     return F.scaled_dot_product_attention
 
 
-def _set_attention(attention: Any) -> None:
+def _set_attention(attention: Callable[..., Tensor]) -> None:
     F.scaled_dot_product_attention = attention
 
 
@@ -137,7 +137,7 @@ def is_disabled() -> bool:
     return _switch.off
 
 
-def is_traced_by_fx(args: Any, kwargs: dict[str, Any]) -> bool:
+def is_traced_by_fx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if a call has proxies of `torch.fx.symbolic_trace`, which are no tensors."""
     if torch.compiler.is_compiling() or not fx_trace._is_fx_tracing_flag:  # make_fx sets it too
         return False
@@ -241,7 +241,7 @@ class ExecutionState:
             self.__exit__()
             raise
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         """Put back what was current, all of it whatever happens."""
         try:
             while self._undo:
@@ -250,11 +250,11 @@ class ExecutionState:
             if self._undo:
                 self.__exit__()
 
-    def _set(self, put: Callable[[Any], object], value: Any, back: Any) -> None:
+    def _set(self, put: Callable[[Any], object], value: object, back: object) -> None:
         self._undo.append(functools.partial(put, back))
         put(value)
 
-    def _around(self, context: Any) -> None:
+    def _around(self, context: contextlib.AbstractContextManager[Any]) -> None:
         context.__enter__()
         self._undo.append(functools.partial(context.__exit__, None, None, None))
 

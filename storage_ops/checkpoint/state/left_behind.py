@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -81,7 +81,7 @@ class Namespaces:
         functions = [v for v in scope.values() if isinstance(v, FunctionType)]
         return [f.__globals__ for f in functions if package_of(f) not in OPAQUE]
 
-    def _note(self, container: Any) -> bool:
+    def _note(self, container: object) -> bool:
         """Note the contents of a container; return False if they were noted before."""
         if id(container) in self._seen:
             return False
@@ -132,7 +132,9 @@ class Namespaces:
             _remove_from_cache(cache, is_left)
 
 
-def _replaced(now: Any, contents: dict[Any, Any], is_left: IsLeft) -> list[tuple[Any, Any]]:
+def _replaced(
+    now: Mapping[Any, Any], contents: dict[Any, Any], is_left: IsLeft
+) -> list[tuple[Any, Any]]:
     """Return the keys whose values hold a fake tensor of the run, with their earlier values."""
     both = [(key, value, contents.get(key, MISSING)) for key, value in now.items()]
     return [
@@ -140,17 +142,17 @@ def _replaced(now: Any, contents: dict[Any, Any], is_left: IsLeft) -> list[tuple
     ]
 
 
-def holds(value: Any, is_left: IsLeft) -> bool:
+def holds(value: object, is_left: IsLeft) -> bool:
     """Return True if a value is a fake tensor of the run, or has one in it."""
     visits = walk([("", value)], into_functions=False)
     return any(isinstance(v.value, FakeTensor) and is_left(v.value) for v in visits)
 
 
-def _is_atom(value: Any) -> bool:
+def _is_atom(value: object) -> bool:
     return isinstance(value, (type, ModuleType, FunctionType, Tensor, nn.Module, str, int, float))
 
 
-def _remove_from_cache(cache: Any, is_left: IsLeft) -> None:
+def _remove_from_cache(cache: functools._lru_cache_wrapper[Any], is_left: IsLeft) -> None:
     """Remove fake tensors from an lru_cache; a cache of limited size forgets all its results."""
     referents = gc.get_referents(cache)
     for results in referents:
@@ -203,7 +205,7 @@ def run_on_fakes(modules: Iterable[nn.Module], run: Callable[[FakeTensorMode], T
         remove_left_behind(names, lambda t: t.fake_mode is mode(), lambda: mode() is not None)
 
 
-def _removed(held: Any, ignored: Any, depth: int) -> Iterator[Left]:
+def _removed(held: object, ignored: object, depth: int) -> Iterator[Left]:
     """Remove a value from every cache and container of the process; yield its other holders."""
     for holder in gc.get_referrers(held):
         if holder is ignored or isinstance(holder, (FakeTensor, FrameType, CellType)):
@@ -225,7 +227,7 @@ def _removed(held: Any, ignored: Any, depth: int) -> Iterator[Left]:
             yield from _removed(holder, ignored, depth + 1)
 
 
-def _attributes_that_are(held: Any, owner: Any) -> Iterator[Left]:
+def _attributes_that_are(held: object, owner: object) -> Iterator[Left]:
     t = next((t for t in tree_leaves(held) if isinstance(t, FakeTensor)), None)
     for name, value in attributes_of(owner).items():
         if value is held and t is not None:
@@ -240,7 +242,7 @@ def content_of(cell: CellType) -> Any:
         return MISSING
 
 
-def set_content(cell: CellType, value: Any) -> None:
+def set_content(cell: CellType, value: object) -> None:
     """Give a variable of an enclosing function a value, or none for `MISSING`."""
     if value is MISSING:
         with contextlib.suppress(ValueError):

@@ -20,7 +20,7 @@ from storage_ops.checkpoint.saved.saved import fail
 _C: Any = torch._C
 
 
-def _is_of_user(mode: Any) -> bool:
+def _is_of_user(mode: object) -> bool:
     return type(mode).__module__.partition(".")[0] not in ("torch", "storage_ops")
 
 
@@ -31,7 +31,9 @@ class Modes:
     `backward` method of a tensor subclass.
     """
 
-    def __init__(self, calls_functions: Any, functions: Iterable[Any], ops: Iterable[Any]) -> None:
+    def __init__(
+        self, calls_functions: object, functions: Iterable[Any], ops: Iterable[Any]
+    ) -> None:
         """Remember whether torch calls `__torch_function__`, and the two stacks of modes."""
         self._calls_functions = calls_functions
         self._stacks = tuple(filter(_is_of_user, functions)), tuple(filter(_is_of_user, ops))

@@ -12,7 +12,7 @@ import enum
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ class Items:
         return any(self._container is each for each in containers)
 
     @staticmethod
-    def may_be_replaced(container: Any) -> bool:
+    def may_be_replaced(container: object) -> bool:
         """Return True if a container has items that can be set, and tensors among them."""
         if type(container) is not list and type(container) not in MAPPINGS:
             return False
@@ -173,14 +173,14 @@ class AllItems(Items):
             put(container, _each(value_of, before))
 
 
-def _each(fn: Callable[[Any], Any], contents: Any) -> Any:
+def _each(fn: Callable[[Any], Any], contents: dict[Any, Any] | list[Any]) -> Any:
     """Apply a function to each value of what `copy_of` returned."""
     if type(contents) is dict:
         return {key: fn(value) for key, value in contents.items()}
     return list(map(fn, contents))
 
 
-def _are_same(before: Any, container: Any) -> bool:
+def _are_same(before: Collection[Any], container: Collection[Any]) -> bool:
     """Return True if a container holds the items, in their order, that `before` is kept of."""
     if len(before) != len(container):
         return False
@@ -189,7 +189,7 @@ def _are_same(before: Any, container: Any) -> bool:
     return all(map(is_same, values_in(before), values_in(container)))
 
 
-def _set_index(container: list[Any], index: int, value: Any) -> None:
+def _set_index(container: list[Any], index: int, value: object) -> None:
     if index < len(container):
         container[index] = value
 
@@ -208,7 +208,7 @@ class Remembered:
         self._use = None if producer is None else SavedOutput(t, producer)
         self._value = t.detach() if producer is None else None
 
-    def is_(self, now: Any) -> bool:
+    def is_(self, now: object) -> bool:
         """Return True if a value is this tensor."""
         return now is not None and self._ref() is now
 
@@ -254,7 +254,7 @@ class _RememberedContainer:
         self._empty = copy.copy(container)  # has the length or the default of its kind
         self._empty.clear()
 
-    def is_(self, now: Any) -> bool:
+    def is_(self, now: object) -> bool:
         """Return False: `read` returns another container."""
         return False
 
@@ -268,7 +268,7 @@ class _RememberedContainer:
 _Kept = (Remembered, _RememberedTuple, _RememberedContainer)
 
 
-def remembered(value: Any) -> Any:
+def remembered(value: object) -> Any:
     """Return what is kept of a value: itself, or what stands for it without a graph."""
     if isinstance(value, Tensor):
         return Remembered(value) if value.grad_fn is not None or producer_of(value) else value
@@ -277,24 +277,24 @@ def remembered(value: Any) -> Any:
     return value
 
 
-def value_of(kept: Any) -> Any:
+def value_of(kept: object) -> Any:
     """Return the value of which `remembered` returned this."""
     return kept.read() if isinstance(kept, _Kept) else kept
 
 
-def is_same(kept: Any, now: Any) -> bool:
+def is_same(kept: object, now: object) -> bool:
     """Return True if a value is the one of which `remembered` returned `kept`."""
     if isinstance(kept, _Kept):
         return kept.is_(now)
     return kept is now
 
 
-def is_state(value: Any) -> bool:
+def is_state(value: object) -> bool:
     """Whether a value is a tensor, or a tuple with some in it, as a recurrent layer's state is."""
     return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(is_state, value)))
 
 
-def _was_state(kept: Any) -> bool:
+def _was_state(kept: object) -> bool:
     return isinstance(kept, _Kept) or is_state(kept)
 
 
@@ -308,20 +308,20 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     return len(value) <= LONG and all(_is_plain(v, depth + 1) for v in values_in(value))
 
 
-def _has_no_objects(container: Any) -> bool:
+def _has_no_objects(container: object) -> bool:
     """Return True if a container has tensors and plain values alone, of which it may hold many."""
     return all(is_state(value) or _is_plain(value) for value in values_in(container))
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_kind_of_plain(kind: Any) -> bool:
+def _is_kind_of_plain(kind: type) -> bool:
     return kind_of(kind) == PLAIN or issubclass(kind, _PLAIN)
 
 
-def _may_hold_state(values: Any) -> bool:
+def _may_hold_state(values: Iterable[object]) -> bool:
     return any(map(_is_kind_of_state, set(map(type, values))))
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_kind_of_state(kind: Any) -> bool:
+def _is_kind_of_state(kind: type) -> bool:
     return issubclass(kind, (Tensor, tuple))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def undo_draws(value: Any) -> Callable[[], None] | None:
+def undo_draws(value: object) -> Callable[[], None] | None:
     """Return a function that gives a generator its state of now back; None for other values.
 
     Args:

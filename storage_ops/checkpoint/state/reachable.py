@@ -167,7 +167,7 @@ class Surroundings:
             if depth < _DEEP and inside:
                 stack += [(v, deeper, given, names) for v in inside]
 
-    def _inside_object(self, value: Any, given: bool) -> list[Any]:
+    def _inside_object(self, value: object, given: bool) -> list[Any]:
         cls: Any = type(value)
         inside: list[Any] = []
         if not is_opaque(cls):

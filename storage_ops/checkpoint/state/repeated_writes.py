@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.checkpoint.saved.guard import by_storage, storage_key
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.saved import fail, fail_modified, set_versions
-from storage_ops.foundation.op_names import is_view
+from storage_ops.foundation.op_names import Op, is_view
+from storage_ops.foundation.ops import Args, Kwargs
 
 _RENORM = torch.ops.aten.embedding_renorm_.default
 
@@ -57,7 +58,7 @@ class RepeatedWrites(LightMode):
             self._errors = dict.fromkeys(self._changed, fail_modified)
             self._errors |= dict.fromkeys(self._renormed, fail_parameter)
 
-    def dispatch(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def dispatch(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         """Run an op, unless the forward has done its write for good."""
         if op is _RENORM and (key := self._key_of(args[0])) is not None:
             self._errors.pop(key, None)

@@ -32,7 +32,7 @@ _OF_GENERATORS = frozenset({"random", "numpy"})
 
 
 @contextlib.contextmanager
-def unchanged(*roots: Any) -> Iterator[None]:
+def unchanged(*roots: object) -> Iterator[None]:
     """Let objects hold afterwards what they hold now, whatever happens in between.
 
     That is: the attributes of modules, with all modules in them, and of other objects but torch's
