@@ -101,6 +101,8 @@ def test_effects_happen_once(layer, region):
 @pytest.mark.parametrize("region", ["output_discard", "wrapper, full", "wrapper, selective"])
 @pytest.mark.parametrize("layer", ["BatchNorm", "StatisticsRead", "Viewed", "Router", "Noise"])
 def test_inductor(layer, region):
+    if layer == "Noise" and not lowering._HAS_NUMBERS:
+        pytest.skip("Inductor of this torch draws in another order in forward and backward alike")
     compare(COMPILED[layer], region, "inductor")
 
 
