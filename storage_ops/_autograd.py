@@ -60,7 +60,7 @@ class _NotTwice(torch.autograd.Function):
     jvp = staticmethod(raise_not_forward)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         pass
 
 
@@ -167,7 +167,7 @@ def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     return grad
 
 
-def call_once(op: Callable[..., Any], *args: Any) -> Any:
+def call_once(op: Callable[..., Any], *args: object) -> Any:
     """Calls an op of the backward in a form that cannot be differentiated without a word."""
     if not transforming():  # what autograd itself sees is wrapped at the end
         return op(*args)
@@ -181,7 +181,7 @@ class _TransformableBackward(_NotTwice):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(op: Callable[..., Any], *args: Any) -> Any:
+    def forward(op: Callable[..., Any], *args: object) -> Any:
         result = op(*args)
         return tuple(result) if isinstance(result, (tuple, list)) else result
 
@@ -209,7 +209,7 @@ def _is_in_grad() -> bool:
 _is_in_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def without_graph(apply: Callable[..., Any], call: Any) -> Any:
+def without_graph(apply: Callable[..., Any], call: object) -> Any:
     """Return `apply(call)`, for which torch.compile makes no graph."""
     from storage_ops._without_graph import run  # imports Dynamo, which is at work then
 
@@ -219,7 +219,7 @@ def without_graph(apply: Callable[..., Any], call: Any) -> Any:
 def looped(op: Callable[..., Any]) -> Callable[..., Any]:
     """A vmap rule that calls an op once for every element of the batch."""
 
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: object) -> tuple[Any, Any]:
         def one(index: int) -> list[Any]:
             return [
                 a.select(dim, index) if isinstance(a, Tensor) and dim is not None else a
@@ -253,7 +253,7 @@ def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel whose matrix products keep the dtype of their operands and sum in full precision."""
 
     @functools.wraps(kernel)
-    def run(*args: Any) -> Any:
+    def run(*args: object) -> Any:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
         if not torch.amp.is_autocast_available(device):  # such as the meta device
             return kernel(*args)

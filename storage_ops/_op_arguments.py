@@ -6,7 +6,7 @@ knows more kinds of trees and takes several times as long, for every op of a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -14,14 +14,14 @@ from torch import Tensor
 _NESTING = (list, tuple, dict)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """The tensors of a value, in order."""
     found: list[Tensor] = []
     _add_tensors((value,), found)
     return found
 
 
-def _add_tensors(values: Any, found: list[Tensor]) -> None:
+def _add_tensors(values: Iterable[object], found: list[Tensor]) -> None:
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, Tensor):
             found.append(value)
@@ -29,7 +29,9 @@ def _add_tensors(values: Any, found: list[Tensor]) -> None:
             _add_tensors(value, found)
 
 
-def with_tensors(change: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:
+def with_tensors(
+    change: Callable[[Any], Any], value: object, kinds: type | tuple[type, ...] = Tensor
+) -> Any:
     """The value with each of its tensors, or of what else is of these kinds, changed."""
     if isinstance(value, kinds):
         return change(value)

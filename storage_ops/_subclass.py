@@ -6,7 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -45,7 +45,7 @@ class Replaced(nn.Module):
         return None
 
     @classmethod
-    def over(cls, original: Any) -> Any:
+    def over(cls, original: type[nn.Module]) -> Any:
         """The subclass of this kind and `original`, under the latter's name."""
         found = _made.get((cls, original))
         if found is None:
@@ -53,7 +53,7 @@ class Replaced(nn.Module):
         return found
 
     @classmethod
-    def change(cls, module: Any) -> None:
+    def change(cls, module: nn.Module) -> None:
         """Change the class of a module to one of this kind.
 
         Raises:
@@ -69,14 +69,14 @@ class Replaced(nn.Module):
             ) from error
 
     @classmethod
-    def change_back(cls, module: Any) -> None:
+    def change_back(cls, module: nn.Module) -> None:
         """Give a module its class back, unless another one was put above the one of this kind."""
         if vars(_below(module)).get("_kind") is cls:
             _change(module, lambda made: made._original)
 
     @classmethod
-    def _make(cls, original: Any) -> Any:
-        body = {
+    def _make(cls, original: type[nn.Module]) -> Any:
+        body: dict[str, Any] = {
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
@@ -91,7 +91,7 @@ class Replaced(nn.Module):
             body["cls_to_become"] = cls.over(later)
         return type(original.__name__, (cls, original), body)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         # The classes made here have no name to be pickled by. Where another library has put its
         # class above them, that is its part.
@@ -117,7 +117,7 @@ def _below(module: nn.Module) -> Any:
     return cls.__bases__[0] if is_parametrized(cls, module) else cls
 
 
-def _change(module: Any, new: Callable[[Any], Any]) -> None:
+def _change(module: nn.Module, new: Callable[[Any], Any]) -> None:
     """Change the class of a module below its parametrizations, which torch removes from the top."""
     top, below = type(module), _below(module)
     if below is top:
@@ -131,7 +131,7 @@ def _change(module: Any, new: Callable[[Any], Any]) -> None:
 _made: weakref.WeakValueDictionary[tuple[Any, Any], Any] = weakref.WeakValueDictionary()
 
 
-def _rebuild(function: Callable[..., Any], args: Any, kinds: tuple[Any, ...]) -> Any:
+def _rebuild(function: Callable[..., Any], args: tuple[Any, ...], kinds: tuple[Any, ...]) -> Any:
     module = function(*args)
     for kind in reversed(kinds):
         module.__class__ = kind.over(type(module))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-def _run(apply: Callable[..., Any], call: Any) -> Any:
+def _run(apply: Callable[..., Any], call: object) -> Any:
     return apply(call)
 
 
@@ -22,7 +22,7 @@ run = torch.compiler.disable(
 )
 
 
-def _run_backward(fn: Callable[..., Any], *args: Any) -> Any:
+def _run_backward(fn: Callable[..., Any], *args: object) -> Any:
     return fn(*args)
 
 

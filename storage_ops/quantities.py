@@ -6,7 +6,6 @@ import io
 import math
 import re
 from fractions import Fraction
-from typing import Any
 
 from storage_ops.optional import required
 
@@ -76,7 +75,7 @@ class Tabular:
         console.print(self)
         return console.file.getvalue()  # type: ignore[no-any-return]
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:

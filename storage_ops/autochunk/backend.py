@@ -61,7 +61,7 @@ def checked(
     return num_chunks, budget, strict
 
 
-def taken(options: Any) -> tuple[tuple[int | None, int | None, bool], dict[str, Any]]:
+def taken(options: object) -> tuple[tuple[int | None, int | None, bool], dict[str, Any]]:
     """Split the options of `torch.compile` into those of `chunk`, checked, and Inductor's.
 
     Raises:
@@ -245,7 +245,7 @@ def _make_pass(
     return _pass(run, uuid)
 
 
-def _after(earlier: Any, last: Any) -> Any:
+def _after(earlier: object, last: object) -> Any:
     """A pass that runs those of the user, one or several, and then `last`."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 

@@ -99,7 +99,7 @@ class Body:
         self.inputs.append((arg, layout, placeholder))
         return placeholder
 
-    def _int(self, value: Any) -> int | fx.Node:
+    def _int(self, value: object) -> int | fx.Node:
         """A number for the body: itself, or a placeholder."""
         if isinstance(value, int):
             return value

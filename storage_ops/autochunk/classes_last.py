@@ -99,7 +99,7 @@ def _rewrite(node: fx.Node, given: dict[str, Any]) -> None:
         unused += [a for a in read if not a.users and a in turned]
 
 
-def _turned(call: Calls, node: Any) -> fx.Node | None:
+def _turned(call: Calls, node: object) -> fx.Node | None:
     """Return logits with dimension 1 as the last one, or None if that takes a copy."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return None

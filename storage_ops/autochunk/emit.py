@@ -203,7 +203,7 @@ class Emitter:
             return value if factor > 0 else self.splice.call(_ATEN.neg.default, value)
         return self.splice.call(_ATEN.mul.Tensor, value, factor)
 
-    def op(self, heads: list[Head], target: fx.Node, **options: Any) -> fx.Node:
+    def op(self, heads: list[Head], target: fx.Node, **options: object) -> fx.Node:
         """A call of the op for ranges of the tokens."""
         head, copy = heads[0], self.splice.copy
         weight = copy(head.weight)
@@ -273,11 +273,11 @@ class Emitter:
         return [n if isinstance(n, int) else self.splice.copy(n) for n in found]
 
 
-def _number(item: Any) -> Any:
+def _number(item: object) -> Any:
     return item.meta["val"] if isinstance(item, fx.Node) else item
 
 
-def _root(node: Any) -> Any:
+def _root(node: object) -> Any:
     """What a node of Dynamo is a transposition of."""
     while isinstance(node, fx.Node) and str(getattr(node.target, "__name__", node.target)) in (
         _TURNED

@@ -51,10 +51,10 @@ class Explanation(InLines):
 
 def explain(
     f: Callable[..., Any],
-    *args: Any,
+    *args: object,
     num_chunks: int | None = None,
     memory_budget: int | float | str | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Explanation:
     """Compile and call a function once, and say what the auto-chunker does to it.
 
@@ -82,7 +82,7 @@ def explain(
     checked(num_chunks, memory_budget, True)
     options: dict[str, Any] = {"num_chunks": num_chunks, "memory_budget": memory_budget}
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return f(*args, **kwargs)
 
     # With code of its own, for Dynamo would not compile the same code again.

@@ -137,7 +137,7 @@ def forget_bounds(graph: fx.Graph) -> None:
                 graph.erase_node(size)
 
 
-def _is_mask(item: Any) -> bool:
+def _is_mask(item: object) -> bool:
     return isinstance(item, fx.Node) and _is_tensor(item) and _value(item).dtype == torch.bool
 
 
@@ -250,7 +250,7 @@ class NodeReplay:
     def trace(self, ends: list[fx.Node]) -> fx.Graph:
         """As ATen ops, with `ends` for results."""
 
-        def run(*given: Any) -> list[Any]:
+        def run(*given: object) -> list[Any]:
             env: dict[fx.Node, Any] = dict(zip(self.inputs, given, strict=True))
             self(env)
             return [env[n] for n in ends]

@@ -224,7 +224,7 @@ def bare(node: Any) -> fx.Node:
     return node  # type: ignore[no-any-return]
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: object, other: object) -> bool:
     """Whether two nodes, or arguments, have the same value for they are made in the same way."""
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_alike, one, other))

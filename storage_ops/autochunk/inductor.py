@@ -47,7 +47,7 @@ def _guard_local_buffers() -> None:
     node: Any = cpp.OuterLoopFusedSchedulerNode
     fits = node.check_outer_fusion_loop_level_attr
 
-    def checked(self: Any, kernels: list[Any], depth: int) -> bool:
+    def checked(self: object, kernels: list[Any], depth: int) -> bool:
         several_rows = any(loop.steps != 1 for k in kernels for loop in k.loop_nest.loops[:depth])
         in_one_row = getattr(V.local_buffer_context, "local_buffers", None)
         if _mending.get() and in_one_row and several_rows:

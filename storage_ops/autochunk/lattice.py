@@ -11,7 +11,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from torch import fx
 
 from storage_ops.autochunk.values import Size
 
@@ -19,7 +21,7 @@ from storage_ops.autochunk.values import Size
 class Conflict(Exception):
     """Why a graph, or one node of it, is not chunked."""
 
-    def __init__(self, reason: str, node: Any = None):
+    def __init__(self, reason: str, node: fx.Node | None = None):
         super().__init__(reason)
         self.node = node
 

@@ -260,5 +260,5 @@ def _sums(node: fx.Node) -> tuple[int, int]:
     return sum(wide.values()), sum(late_results.values())
 
 
-def _value(item: Any) -> Any:
+def _value(item: object) -> Any:
     return item.meta["val"] if isinstance(item, fx.Node) else item

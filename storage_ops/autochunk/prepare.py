@@ -86,7 +86,7 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
     return joined
 
 
-def _repeated(node: Any) -> tuple[Any, bool]:
+def _repeated(node: object) -> tuple[Any, bool]:
     """The matrix that a batch of them repeats, or None; and whether it is transposed there."""
     turned = False
     while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
@@ -158,7 +158,7 @@ def _values(node: fx.Node) -> bool:
     return all("val" in a.meta for a in (node, *node.all_input_nodes))
 
 
-def _decomposition(target: Any) -> Any:
+def _decomposition(target: object) -> Any:
     from torch._inductor.decomposition import select_decomp_table
 
     # A decomposed random op would draw other numbers than the graph does.
@@ -370,7 +370,7 @@ def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
 _WRITERS = _rows_indexed, _selected, _taken, _stacked, _copied, _reduced
 
 
-def _is_range(node: fx.Node, size: Any) -> bool:
+def _is_range(node: fx.Node, size: object) -> bool:
     """Whether a node is 0, 1, ..., size - 1."""
     if name_of(node) == "prims.iota.default":
         counted = (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)

@@ -220,7 +220,7 @@ def _name(target: Any) -> str:
     return str(target.__name__)
 
 
-def _encode(item: Any, numbers: dict[fx.Node, int]) -> Any:
+def _encode(item: object, numbers: dict[fx.Node, int]) -> Any:
     if isinstance(item, fx.Node):
         return {"node": numbers[item]}
     if isinstance(item, (list, tuple)):
@@ -239,7 +239,7 @@ def _encode(item: Any, numbers: dict[fx.Node, int]) -> Any:
     raise TypeError(f"an argument of type {type(item).__name__} in a chunk")
 
 
-def _decode(item: Any, nodes: list[fx.Node]) -> Any:
+def _decode(item: object, nodes: list[fx.Node]) -> Any:
     if isinstance(item, list):
         return [_decode(each, nodes) for each in item]
     if not isinstance(item, dict):

@@ -181,7 +181,7 @@ def reducing(node: fx.Node) -> Labelled:
     return Labelled(out, {x: [_all_but(len(shape(x)), dims)]})
 
 
-def along(place: int, name: str = "dim", default: Any = None) -> Callable[[fx.Node], Labelled]:
+def along(place: int, name: str = "dim", default: object = None) -> Callable[[fx.Node], Labelled]:
     """Works along one dimension, which stays whole, and on the others element by element."""
 
     def labels(node: fx.Node) -> Labelled:
@@ -332,7 +332,13 @@ def item_of(node: fx.Node) -> Labelled:
 def _table() -> dict[str, Rule]:
     table: dict[str, Rule] = {}
 
-    def add(kind: str, names: str, labels: Any, law: Law, sizes: int | None = None) -> None:
+    def add(
+        kind: str,
+        names: str,
+        labels: Callable[[fx.Node], Labelled] | None,
+        law: Law,
+        sizes: int | None = None,
+    ) -> None:
         for name in names.split():
             table[name] = Rule(kind, labels, law, sizes)
 
@@ -437,7 +443,7 @@ def rule_of(node: fx.Node) -> Rule:
     return rule
 
 
-def is_transposition(node: Any) -> bool:
+def is_transposition(node: object) -> bool:
     """Whether a node is a matrix with its dimensions exchanged."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or len(shape(node)) != 2:
         return False

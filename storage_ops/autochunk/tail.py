@@ -6,7 +6,7 @@ rows, which is traced, is the weight of every token, wherever that comes from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class Tail:
         head, forward = self.head, self.head.forward
         shares = [sum(t.nll) + head.vocabulary * t.spread for t in head.terms]
 
-        def run(*given: Any) -> list[Tensor]:
+        def run(*given: Tensor) -> list[Tensor]:
             outer: dict[fx.Node, Any] = dict(zip(self.leaves, given, strict=False))
             rows = [row.detach().requires_grad_() for row in given[len(self.leaves) :]]
             inner: dict[fx.Node, Any] = dict(zip(head.rows, rows, strict=True))
@@ -138,7 +138,7 @@ class Tail:
             raise Conflict("chooses among its tokens")
         self.label_smoothing, self.z_loss = smoothing, z_loss
 
-    def _draw(self, run: Any) -> tuple[float, float] | None:
+    def _draw(self, run: Callable[..., Any]) -> tuple[float, float] | None:
         """Smoothing and z-loss that random leaves and rows show; None if no token counts."""
         numbers = _literals(self.graph.nodes)
         leaves = [_drawn(leaf, numbers) for leaf in self.leaves]

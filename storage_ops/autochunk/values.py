@@ -31,7 +31,7 @@ def shape(node: fx.Node) -> list[Any]:
     return list((value[0] if isinstance(value, (tuple, list)) else value).shape)
 
 
-def is_tensor(item: Any) -> bool:
+def is_tensor(item: object) -> bool:
     """Whether an argument is a node with a tensor, or several, as its value."""
     if not isinstance(item, fx.Node):
         return False
@@ -46,14 +46,14 @@ def tensors(node: fx.Node) -> list[fx.Node]:
     return [a for a in node.all_input_nodes if is_tensor(a)]
 
 
-def argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
+def argument(node: fx.Node, index: int, name: str, default: object) -> Any:
     """An argument by place or by name."""
     if len(node.args) > index:
         return node.args[index]
     return node.kwargs.get(name, default)
 
 
-def is_zero(node: Any) -> bool:
+def is_zero(node: object) -> bool:
     """Whether a value is zero for certain; zero times anything is itself."""
     if isinstance(node, (int, float)):
         return node == 0

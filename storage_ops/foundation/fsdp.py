@@ -105,7 +105,7 @@ class _GatheredPass:
             context.post_backward_final_callback_queued = False
 
 
-def lacks_parameters(fn: Any) -> bool:
+def lacks_parameters(fn: object) -> bool:
     """Return True if DeepSpeed holds only a part of a parameter of a region's module.
 
     Such a parameter has an empty `.data`.
@@ -116,7 +116,7 @@ def lacks_parameters(fn: Any) -> bool:
     return any(hasattr(p, "ds_status") and p.numel() == 0 for p in found)
 
 
-def is_parameter(value: Any) -> bool:
+def is_parameter(value: object) -> bool:
     """Return True if a value is a parameter or a view of one."""
     base = value._base if isinstance(value, Tensor) else None
     return isinstance(value if base is None else base, torch.nn.Parameter)

@@ -93,7 +93,7 @@ def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _resolve_one(op: Any, field: str) -> set[str]:
+def _resolve_one(op: object, field: str) -> set[str]:
     if isinstance(op, torch._ops.HigherOrderOperator):
         return {name_of(op)}
     if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):

@@ -93,7 +93,7 @@ class RegionRecorder:
         self._undecided: fx.Node | None = None
         make = tracer.create_node
 
-        def create_node(kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        def create_node(kind: str, target: object, *args: object, **kwargs: object) -> fx.Node:
             self._decide()
             node: fx.Node = make(kind, target, *args, **kwargs)
             if kind == "call_function":

@@ -64,7 +64,7 @@ _KINDS = (
 
 
 @functools.lru_cache(maxsize=4096)
-def _find_kind(cls: Any) -> int:
+def _find_kind(cls: type) -> int:
     if cls in CONTAINERS:
         return CONTAINER
     return next((kind for classes, kind in _KINDS if issubclass(cls, classes)), OBJECT)
@@ -74,18 +74,18 @@ kind_of: Callable[[Any], int] = _find_kind
 """Return the kind of the values of a class, such as `TENSOR`."""
 
 
-def is_of_torch(defined: Any) -> bool:
+def is_of_torch(defined: type | FunctionType) -> bool:
     """Return True if torch defines a class or a function."""
     return (defined.__module__ or "").startswith("torch.")
 
 
-def package_of(defined: Any) -> str:
+def package_of(defined: object) -> str:
     """Return the name of the top-level package that defines a function or class."""
     return str(getattr(defined, "__module__", "")).partition(".")[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def _find_opaque(cls: Any) -> bool:
+def _find_opaque(cls: type) -> bool:
     return package_of(cls) in OPAQUE and not issubclass(cls, _TORCH_HOLDERS)
 
 
@@ -104,7 +104,7 @@ def is_data(container: Any) -> bool:
     return not kinds & {TENSOR, MODULE}
 
 
-def values_in(container: Any) -> Any:
+def values_in(container: object) -> Any:
     """Return the values of a mapping, and another container itself."""
     return container.values() if isinstance(container, dict) else container
 
@@ -114,7 +114,7 @@ def items_of(container: Any) -> list[Any]:
     return [] if is_data(container) else list(values_in(container))
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, Any]:
     """Return what an object has in its dictionary, without a call of code of its own."""
     try:
         attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
@@ -123,7 +123,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+def slots_of(value: object) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the slots of an object."""
     cls: Any = type(value)
     for name in _names_of_slots(cls):
@@ -134,7 +134,7 @@ def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_of_slots(cls: Any) -> tuple[str, ...]:
+def _names_of_slots(cls: type) -> tuple[str, ...]:
     slots = [vars(c).get("__slots__", ()) for c in cls.__mro__]
     return tuple(n for s in slots for n in ((s,) if isinstance(s, str) else s) if n[:2] != "__")
 
@@ -206,7 +206,7 @@ class Access(NamedTuple):
     write: Callable[[Callable[[], Any], Any, Any], object] | None = None
 
 
-def _item_name(name: str, key: Any) -> str:
+def _item_name(name: str, key: object) -> str:
     return f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[...]"
 
 
@@ -262,8 +262,9 @@ class Visit:
 
     __slots__ = ("_depth", "_package", "access", "is_first", "key", "kind", "parent", "value")
 
-    def __init__(self, value: Any, parent: Visit | None, access: Access, key: Any) -> None:
-        self.value, self.parent, self.access, self.key = value, parent, access, key
+    def __init__(self, value: object, parent: Visit | None, access: Access, key: object) -> None:
+        self.value: Any = value
+        self.parent, self.access, self.key = parent, access, key
         self.kind, self.is_first = kind_of(type(value)), True
         self._depth, self._package = 0, ""
         if parent is not None:
@@ -292,7 +293,7 @@ class Visit:
         """Whether the place can be given another value."""
         return self.access.write is not None
 
-    def write(self, value: Any) -> None:
+    def write(self, value: object) -> None:
         """Give the place another value."""
         assert self.access.write is not None and self.parent is not None
         self.access.write(self.parent.read, self.key, value)
@@ -398,7 +399,7 @@ def _inside_tensor(t: Tensor) -> Iterator[Part]:
         yield from [(child, _ATTRIBUTE, key) for key, child in list(vars(t).items())]
 
 
-def _inside_object(value: Any) -> Iterator[Part]:
+def _inside_object(value: object) -> Iterator[Part]:
     call = type(value).__call__ if callable(value) else None
     if isinstance(call, FunctionType):
         yield call, _UNNAMED, call

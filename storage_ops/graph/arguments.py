@@ -35,7 +35,7 @@ class Layout:
         stride = tuple(s if n != 1 else None for s, n in zip(t.stride(), t.shape, strict=True))
         return Layout(shape, stride if strided else None, t.dtype, t.device, t.requires_grad)
 
-    def check(self, name: str, t: Any) -> None:
+    def check(self, name: str, t: object) -> None:
         """Raise unless `t` is as it was in the trace."""
         if not isinstance(t, Tensor):
             raise TypeError(f"traced step: {name} is {t!r}; expected a tensor, as when traced")
@@ -68,7 +68,9 @@ class Arguments:
         dynamic: whether a dimension of one may have any size.
     """
 
-    def __init__(self, args: Any, kwargs: Any, closure: Closure, fake_mode: FakeTensorMode) -> None:
+    def __init__(
+        self, args: object, kwargs: object, closure: Closure, fake_mode: FakeTensorMode
+    ) -> None:
         paths, self._spec = tree_flatten_with_path((args, kwargs))
         self._names = [_name(keystr(path)) for path, _ in paths]
         self._leaves = [leaf for _, leaf in paths]
@@ -115,7 +117,7 @@ class Arguments:
                 self._holders.add(place)
         self.args, self.kwargs = tree_unflatten(flat, self._spec)
 
-    def _stand_in(self, t: Any, dynamic: frozenset[int]) -> Any:
+    def _stand_in(self, t: object, dynamic: frozenset[int]) -> Any:
         if not isinstance(t, Tensor):  # a wrapper may hold a mesh among its parts
             return t
         if is_traceable_wrapper_subclass(t):
@@ -139,7 +141,7 @@ class Arguments:
         self.stand_ins.append(fake.requires_grad_(t.requires_grad))
         return fake
 
-    def flatten(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Tensor]]:
+    def flatten(self, args: object, kwargs: object) -> tuple[list[Any], list[Tensor]]:
         """The leaves of a call's arguments, and the plain tensors among and inside them.
 
         Raises:
@@ -201,7 +203,7 @@ class Arguments:
                 )
 
 
-def _equal(given: Any, traced: Any) -> bool:
+def _equal(given: object, traced: object) -> bool:
     if given is traced:
         return True
     try:
@@ -222,7 +224,7 @@ def reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
     return lambda leaves: slot.read() if place is None else leaves[place]
 
 
-def holders(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+def holders(args: object, kwargs: object) -> list[tuple[str, Any]]:
     """The leaves of arguments that are no tensors, with their names."""
     paths, _ = tree_flatten_with_path((args, kwargs))
     return [(_name(keystr(path)), leaf) for path, leaf in paths if not isinstance(leaf, Tensor)]
@@ -232,7 +234,7 @@ def _name(path: str) -> str:
     return "args" + path[3:] if path.startswith("[0]") else "kwargs" + path[3:]
 
 
-def _parts(t: Any) -> list[Tensor]:
+def _parts(t: object) -> list[Tensor]:
     if not isinstance(t, Tensor):
         return []
     if not is_traceable_wrapper_subclass(t):

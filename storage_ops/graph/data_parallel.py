@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_map_only
 from storage_ops.graph import fully_sharded
 from storage_ops.graph.lift import is_traced
 from storage_ops.graph.slots import Closure
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
 
 _REFUSED = ("FullyShardedDataParallel", "DataParallel")
 
@@ -42,12 +45,13 @@ def traced(closure: Closure, fake_mode: FakeTensorMode) -> Iterator[None]:
             if fully_sharded.is_sharded(module):
                 stack.enter_context(fully_sharded.recorded(name, module))
             if "DistributedDataParallel" in kinds:
-                _check(name, module)
-                stack.enter_context(_Replicas(module, fake_mode).recorded())
+                parallel = cast("DistributedDataParallel", module)
+                _check(name, parallel)
+                stack.enter_context(_Replicas(parallel, fake_mode).recorded())
         yield
 
 
-def _check(name: str, module: Any) -> None:
+def _check(name: str, module: DistributedDataParallel) -> None:
     """Raise if a module communicates in another way than by averaging its gradients."""
     unusual = {
         "a communication hook": bool(module._comm_hooks),
@@ -66,7 +70,7 @@ def _check(name: str, module: Any) -> None:
 class _Replicas:
     """One data-parallel module in a trace."""
 
-    def __init__(self, module: Any, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, module: DistributedDataParallel, fake_mode: FakeTensorMode) -> None:
         self._module = module
         self._fake_mode = fake_mode
         self._group: str = module.process_group.group_name
@@ -82,7 +86,7 @@ class _Replicas:
             for p in self._module._module_parameters
             if p.requires_grad
         ]
-        self._module.forward = self._forward
+        self._module.forward = self._forward  # type: ignore[method-assign]
         synced = self._module.require_forward_param_sync
         try:
             yield
@@ -92,7 +96,7 @@ class _Replicas:
             for handle in handles:
                 handle.remove()
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: object, **kwargs: object) -> Any:
         module = self._module
         if module.will_sync_module_buffers():
             with torch.no_grad():

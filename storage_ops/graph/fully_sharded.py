@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from storage_ops.foundation import fsdp, regions
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
 
 Parameters = list[tuple[dict[str, Any], str, Any]]  # where each is held, its name there, and it
 
@@ -80,7 +84,7 @@ def _check(name: str, module: Any) -> None:
                 )
 
 
-def _belongs_to_fsdp(hook: Any) -> bool:
+def _belongs_to_fsdp(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
@@ -94,15 +98,15 @@ def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
             yield from _parameters(child)
 
 
-def _parts(state: Any) -> dict[int, Any]:
+def _parts(state: object) -> dict[int, Any]:
     """By the id of a parameter that is a rank's part of one, what FSDP knows of it."""
     every = [p for group in fsdp.groups(state) for p in group.fsdp_params]
     return {id(p.sharded_param): p for p in every if p.is_dtensor}
 
 
 def _gather(
-    parameters: Parameters, parts: dict[int, Any], precision: Any, module: Any, args: Any,
-    kwargs: Any,
+    parameters: Parameters, parts: dict[int, Any], precision: MixedPrecisionPolicy,
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     whole: dict[int, Tensor] = {}  # a parameter may stand in several places
     # An activation checkpoint around it gathers again too, once for its recompute and the backward.
@@ -117,17 +121,23 @@ def _gather(
     return args, kwargs
 
 
-def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _recompute(*args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _put_back(parameters: Parameters, precision: Any, module: Any, args: Any, output: Any) -> Any:
+def _put_back(
+    parameters: Parameters,
+    precision: MixedPrecisionPolicy,
+    module: nn.Module,
+    args: object,
+    output: object,
+) -> Any:
     for held, key, parameter in parameters:
         held[key] = parameter
     return output if precision.output_dtype is None else _cast(output, precision.output_dtype)
 
 
-def _gathered(parameter: Any, parts: dict[int, Any], precision: Any) -> Tensor:
+def _gathered(parameter: DTensor, parts: dict[int, Any], precision: MixedPrecisionPolicy) -> Tensor:
     """A parameter as the module has it in its forward."""
     part = parts.get(id(parameter))
     if part is None:
@@ -147,7 +157,7 @@ def _gathered(parameter: Any, parts: dict[int, Any], precision: Any) -> Tensor:
     )  # fmt: skip
 
 
-def _whole(parameter: Any, precision: Any) -> Tensor:
+def _whole(parameter: Any, precision: MixedPrecisionPolicy) -> Tensor:
     """A parameter as each rank sees it; its gradient is the mean over the ranks, in shards."""
     from torch.distributed.tensor import Partial, Replicate
 
@@ -163,5 +173,5 @@ def _whole(parameter: Any, precision: Any) -> Tensor:
     return whole
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
+def _cast(tree: object, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

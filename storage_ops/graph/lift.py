@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
@@ -65,7 +66,13 @@ class Lift(TorchDispatchMode):
         for t in closure.tensors:
             self.name(t, closure.slots[id(t)])
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func.namespace == "profiler":  # the labels that optimizers put on their methods
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
@@ -84,7 +91,7 @@ class Lift(TorchDispatchMode):
         args, kwargs = tree_unflatten(flat, spec)
         return func(*args, **kwargs)
 
-    def lift(self, value: Any) -> Any:
+    def lift(self, value: object) -> Any:
         """The stand-in of a real tensor; any other value as it is."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
@@ -199,7 +206,13 @@ class Gradients(TorchFunctionMode):
             if t.is_leaf and t.requires_grad:
                 lift.note(t)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func in (_GRAD.__set__, _GRAD.__delete__):
             self._lift.note(args[0])
             self.dropped.add(id(args[0]))
@@ -244,7 +257,7 @@ class Gradients(TorchFunctionMode):
             t.grad = grad
 
 
-def is_traced(value: Any, fake_mode: FakeTensorMode) -> bool:
+def is_traced(value: object, fake_mode: FakeTensorMode) -> bool:
     """Whether a value is a tensor or a number of the trace, or a subclass around one."""
     if isinstance(value, FakeTensor):
         return value.fake_mode is fake_mode

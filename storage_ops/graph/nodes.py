@@ -29,7 +29,7 @@ _EFFECTFUL = {
 }  # fmt: skip
 
 
-def is_call(node: fx.Node, op: Any) -> bool:
+def is_call(node: fx.Node, op: object) -> bool:
     """Whether a node calls `op`."""
     return node.op == "call_function" and node.target is op
 
@@ -144,7 +144,7 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def attribute(module: Any, target: str) -> Any:
+def attribute(module: object, target: str) -> Any:
     """What a node of a module's graph that gets an attribute gets."""
     return operator.attrgetter(target)(module)
 
@@ -167,7 +167,7 @@ def refresh_views(graph: fx.Graph, mode: FakeTensorMode) -> None:
             made.setdefault(key, node)
 
 
-def storages(value: Any) -> Iterator[tuple[int, int]]:
+def storages(value: object) -> Iterator[tuple[int, int]]:
     """What identifies each storage of the tensors in a value, and its bytes."""
     for t in tree_leaves(value):
         if not isinstance(t, Tensor):

@@ -35,7 +35,7 @@ class Optimizers:
             RuntimeError: an option that the graph takes as fixed is another after the block.
         """
 
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             if not any(optimizer is known for known, _ in self.stepped):
                 self.stepped.append((optimizer, _options(optimizer)))
                 # Its gradients are not those that fn sets.

@@ -26,13 +26,13 @@ class Packer:
         self.outputs: list[Any] = []
         self.constants: list[Any] = []
 
-    def tree(self, value: Any) -> Build:
+    def tree(self, value: object) -> Build:
         """Add a pytree; returns what makes it again from the graph's outputs."""
         leaves, spec = tree_flatten(value)
         builds = [self.leaf(leaf) for leaf in leaves]
         return lambda outputs: tree_unflatten([build(outputs) for build in builds], spec)
 
-    def leaf(self, value: Any) -> Build:
+    def leaf(self, value: object) -> Build:
         """Add one value: a tensor, a wrapper subclass, a number of the trace, or a constant."""
         if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
             return self._subclass(value)

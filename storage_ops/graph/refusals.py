@@ -7,6 +7,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -38,11 +39,11 @@ def refused(closure: Closure) -> Iterator[None]:
         yield
 
 
-def _unseeded(module: Any, name: str) -> Any:
+def _unseeded(module: ModuleType, name: str) -> Any:
     plain, thread = getattr(module, name), threading.get_ident()
 
     @functools.wraps(plain)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: object, **kwargs: object) -> Any:
         if threading.get_ident() != thread:
             return plain(*args, **kwargs)
         raise RuntimeError(
@@ -74,7 +75,7 @@ def _without_rings() -> Iterator[None]:
             setattr(module, name, function)
 
 
-def _raise_ring(*_: Any, **__: Any) -> Any:
+def _raise_ring(*_: object, **__: object) -> Any:
     raise ValueError(
         "trace_step: fn uses torch's context_parallel, whose ring of attention works on buffers "
         "and streams that a graph cannot hold; expected keys and values gathered by "

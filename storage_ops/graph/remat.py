@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -182,7 +183,9 @@ class _Rewrite:
             args, kwargs = rng.without_side_effects(node)
             modified = tensors_of(written(node))
 
-            def moved(n: fx.Node, node: fx.Node = node, modified: Any = modified) -> fx.Node:
+            def moved(
+                n: fx.Node, node: fx.Node = node, modified: Collection[fx.Node] = modified
+            ) -> fx.Node:
                 if _is_recomputed_with(n, node):
                     return self._copies[n]
                 read = self._as_read(n, node, place)
@@ -331,7 +334,7 @@ def _one_mode(gm: fx.GraphModule) -> FakeTensorMode:
     return mode
 
 
-def _stand_in(value: Any, mode: FakeTensorMode) -> Any:
+def _stand_in(value: object, mode: FakeTensorMode) -> Any:
     if not isinstance(value, Tensor):
         return value
     with mode:

@@ -122,7 +122,7 @@ def gradient_slot(of: Slot) -> Slot:
     return Slot(f"{of.name}.grad", read)
 
 
-def plain_parts(t: Any, slot: Slot) -> Iterator[tuple[Tensor, Slot]]:
+def plain_parts(t: object, slot: Slot) -> Iterator[tuple[Tensor, Slot]]:
     """A tensor, or the plain tensors inside a wrapper subclass, each with its slot."""
     if not isinstance(t, Tensor):  # a wrapper may hold a mesh among its parts
         return

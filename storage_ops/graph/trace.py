@@ -63,7 +63,7 @@ class TracedStep(Generic[P, T]):
 
     __wrapped__: Callable[P, T]  # the function
 
-    def __init__(self, fn: Callable[P, T], args: Any, kwargs: Any) -> None:
+    def __init__(self, fn: Callable[P, T], args: object, kwargs: object) -> None:
         if not callable(fn):
             raise TypeError(f"trace_step: fn is {fn!r}, a {type(fn).__name__}; expected a function")
         functools.update_wrapper(self, fn, updated=())
@@ -392,13 +392,13 @@ def _replaced(
             yield slot.write, new
 
 
-def _is_another(old: Any, new: Any, fake_mode: FakeTensorMode) -> bool:
+def _is_another(old: object, new: object, fake_mode: FakeTensorMode) -> bool:
     if new is old:
         return False
     return isinstance(old, Tensor) or any(is_traced(leaf, fake_mode) for leaf in tree_leaves(new))
 
 
-def _is_state(value: Any) -> bool:
+def _is_state(value: object) -> bool:
     return any(
         isinstance(t, Tensor) and not isinstance(t, nn.Parameter) for t in tree_leaves(value)
     )

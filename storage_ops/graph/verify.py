@@ -87,7 +87,7 @@ class _Eager(fx.Interpreter):
         return value
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     return tree_map_only(Tensor, torch.clone, value)
 
 
@@ -97,7 +97,7 @@ def _random_states() -> list[Tensor]:
     return [torch.get_rng_state(), *gpus]
 
 
-def _random(value: Any, generator: torch.Generator) -> Any:
+def _random(value: object, generator: torch.Generator) -> Any:
     if isinstance(value, Tensor):
         shape = [_size(n) for n in value.shape]
         made = torch.zeros(shape, dtype=value.dtype, device=value.device)
@@ -107,5 +107,5 @@ def _random(value: Any, generator: torch.Generator) -> Any:
     return _size(value)
 
 
-def _size(value: Any) -> Any:
+def _size(value: object) -> Any:
     return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value

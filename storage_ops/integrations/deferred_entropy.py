@@ -6,7 +6,7 @@ object here, and anything else is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,7 @@ class _Step(StandIn):
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Any,
+        types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -50,7 +50,7 @@ class Probabilities(_Step):
 
     _methods = frozenset((torch.mul,))
 
-    def mul(self, other: Any) -> _Products:
+    def mul(self, other: object) -> _Products:
         """Return the terms of the entropy, with the minus sign left out."""
         if other is not self._log_p:
             raise self._error("a product with other tensors")
@@ -64,7 +64,7 @@ class _Products(_Step):
 
     _methods = frozenset((torch.sum,))
 
-    def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+    def sum(self, dim: object = None, keepdim: bool = False) -> Tensor:
         """Return minus the entropy of each token."""
         self._log_p._over_classes(f"a sum over {dim}", dim)
         entropy = -self._log_p.entropy()

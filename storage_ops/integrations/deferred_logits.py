@@ -9,7 +9,7 @@ anything else gets an error, not another loss.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ _NO_CLASS = torch.iinfo(torch.int64).min  # an ignore_index that ignores nothing
 
 
 def _refused(operator: str) -> Callable[..., Any]:
-    def refuse(self: DeferredLogits, *args: Any) -> Any:
+    def refuse(self: DeferredLogits, *args: object) -> Any:
         raise self._error(f"the operator {operator}")
 
     return refuse
@@ -188,7 +188,7 @@ class DeferredLogits(Tokens):
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Any,
+        types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -217,7 +217,7 @@ class DeferredLogits(Tokens):
         """As `to(torch.float32)`."""
         return self.to(torch.float32)
 
-    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
+    def to(self, *args: object, **kwargs: object) -> DeferredLogits:
         """Another dtype; the device must be the one the logits are on."""
         dtype = self.dtype
         for value in (*args, *kwargs.values()):
@@ -234,7 +234,7 @@ class DeferredLogits(Tokens):
             raise self._error("log_softmax of negative log-probabilities")
         return self._like(normal=True, dtype=dtype or self.dtype)
 
-    def _over_classes(self, what: str, dim: Any) -> None:
+    def _over_classes(self, what: str, dim: object) -> None:
         if not isinstance(dim, int) or dim % self.ndim != self.ndim - 1:
             raise self._error(what)
 
@@ -259,7 +259,9 @@ class DeferredLogits(Tokens):
             raise self._error("take_along_dim without a dimension")
         return self.gather(dim, indices)
 
-    def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    def sum(
+        self, dim: object = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """The sum of log-probabilities over the classes, in float32."""
         self._over_classes(f"a sum over {dim}", dim)
         if not self.normal:
@@ -269,7 +271,9 @@ class DeferredLogits(Tokens):
         total = total if dtype is None else total.to(dtype)
         return total.unsqueeze(-1) if keepdim else total
 
-    def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    def mean(
+        self, dim: object = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return the mean over the classes, in float32; of logits, without a gradient.
 
         Without a gradient the mean of all logits is known too, as trainers log it.
@@ -301,7 +305,7 @@ class DeferredLogits(Tokens):
         flat = self._like(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
         return flat.evaluate(target, ("entropy",))["entropy"].view(tokens)
 
-    def logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor:
+    def logsumexp(self, dim: object, keepdim: bool = False) -> Tensor:
         """Of logits over the classes, in float32."""
         self._over_classes(f"logsumexp in dimension {dim}", dim)
         if self.normal:
@@ -310,7 +314,7 @@ class DeferredLogits(Tokens):
         lse = whole._scores()["lse"][row].clone()  # what is kept is not to be written into
         return lse.unsqueeze(-1) if keepdim else lse
 
-    def argmax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+    def argmax(self, dim: object = None, keepdim: bool = False) -> Tensor:
         """The most probable class of each token."""
         self._over_classes(f"argmax in dimension {dim}", dim)
         if self.negative:
@@ -326,7 +330,7 @@ class DeferredLogits(Tokens):
         """Whether it has one number, or one for each class."""
         return other.numel() == 1 or other.numel() == other.shape[-1] == self.shape[-1]
 
-    def _times(self, factor: Any, inverse: bool) -> DeferredLogits:
+    def _times(self, factor: object, inverse: bool) -> DeferredLogits:
         what = "division" if inverse else "multiplication"
         if self.normal:
             raise self._error(f"{what} after log_softmax")
@@ -345,17 +349,17 @@ class DeferredLogits(Tokens):
             scale = scale / factor if inverse else scale * factor
         return self._like(scale=scale, cap=cap)
 
-    def __mul__(self, factor: Any) -> Any:
+    def __mul__(self, factor: object) -> Any:
         if isinstance(factor, Probabilities):
             return factor * self
         return self._times(factor, inverse=False)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, factor: Any) -> DeferredLogits:
+    def __truediv__(self, factor: object) -> DeferredLogits:
         return self._times(factor, inverse=True)
 
-    def __add__(self, other: Any) -> DeferredLogits:
+    def __add__(self, other: object) -> DeferredLogits:
         """With a number for each class that is a bias, such as `final_logits_bias`."""
         bare = self.scale == 1 and self.cap is None and not self.normal
         if not bare or not isinstance(other, Tensor) or other.numel() != self.shape[-1]:

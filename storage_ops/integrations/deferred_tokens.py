@@ -93,7 +93,7 @@ class Tokens(StandIn):
         hidden = self.hidden[index]
         return self._like(hidden=hidden)
 
-    def split(self, split_size: Any, dim: int = 0) -> tuple[Self, ...]:
+    def split(self, split_size: int | list[int], dim: int = 0) -> tuple[Self, ...]:
         """Parts of a dimension of the tokens, of one size or of a list of sizes."""
         dim = self._of_tokens("split", dim)
         return tuple(self._like(hidden=part) for part in self.hidden.split(split_size, dim))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +48,7 @@ class FirstBatch:
         self._plan, self._training, self._refuse = plan, training, refuse
         self.disarm = model.register_forward_pre_hook(self._look, with_kwargs=True).remove
 
-    def _look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _look(self, module: nn.Module, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.disarm()
@@ -78,7 +77,7 @@ class FirstBatch:
                 stack.enter_context(torch.autocast(device, dtype))
             yield
 
-    def _peak(self, model: nn.Module, args: Any, kwargs: Any) -> int | None:
+    def _peak(self, model: nn.Module, args: object, kwargs: object) -> int | None:
         """Return the peak of a step with this batch and the plan; None if it is not simulated."""
         batch = named_arguments(model, args, kwargs) if kwargs else args
         optimizer = self._training.optimizer if self._plan.conditions.optimizer else None

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from storage_ops.fitting.plan import FitPlan, load_fit
 from storage_ops.integrations.first_batch import FirstBatch, Training
@@ -56,7 +57,7 @@ class _Applied:
 _AUTOCAST_OF_LIGHTNING = {"16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 
-def _check_arguments(args: Any) -> None:
+def _check_arguments(args: object) -> None:
     """Refuse TrainingArguments with which transformers checkpoints layers itself.
 
     Raises:
@@ -70,7 +71,7 @@ def _check_arguments(args: Any) -> None:
             )
 
 
-def _training_of(args: Any, optimizer: Any) -> Training:
+def _training_of(args: object, optimizer: Optimizer | None) -> Training:
     """Read what the TrainingArguments of transformers say of a step."""
     size = getattr(args, "per_device_train_batch_size", None)
     return Training(
@@ -109,14 +110,18 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
     class FitCallback(transformers.TrainerCallback):
         """Applies a plan of storage_ops.fit."""
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_begin(
+            self, args: object, state: object, control: object, **kwargs: Any
+        ) -> None:
             """Apply it."""
             model = kwargs["model"]
             _check_arguments(args)
             model.train()  # as when the plan was made; the Trainer does it a little later
             applied.start(model, _training_of(args, kwargs.get("optimizer")))
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_end(
+            self, args: object, state: object, control: object, **kwargs: object
+        ) -> None:
             """Undo it."""
             applied.end()
 
@@ -150,7 +155,7 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
     class FitCallback(library.Callback):
         """Applies a plan of storage_ops.fit."""
 
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        def on_fit_start(self, trainer: object, pl_module: nn.Module) -> None:
             """Apply it."""
             optimizers = getattr(trainer, "optimizers", None) or [None]
             precision = str(getattr(trainer, "precision", ""))
@@ -161,11 +166,13 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
             )
             applied.start(pl_module.get_submodule(attribute), training)
 
-        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        def on_fit_end(self, trainer: object, pl_module: nn.Module) -> None:
             """Undo it."""
             applied.end()
 
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        def on_exception(
+            self, trainer: object, pl_module: nn.Module, exception: BaseException
+        ) -> None:
             """Undo it."""
             applied.end()
 

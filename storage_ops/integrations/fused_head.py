@@ -18,7 +18,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from storage_ops._subclass import like
 from storage_ops.integrations.deferred_forward import IGNORED, Forward, LossOptions
@@ -43,7 +43,7 @@ _RESULTS = {"log_probs": "nll", "entropy": "entropy", "is_top1": "correct"}
 _OTHERS = {"mean_logits": _mean_logits, "log_sum_sq_probs": _log_sum_sq_probs}
 
 
-def _made_with(forward: Any) -> inspect.ClosureVars | None:
+def _made_with(forward: object) -> inspect.ClosureVars | None:
     """What a fused head was made with; None for another forward, or one of this module."""
     while forward is not None:
         function = getattr(forward, "__func__", forward)
@@ -58,7 +58,7 @@ def _made_with(forward: Any) -> inspect.ClosureVars | None:
     return None
 
 
-def _wraps_own(given: Any, model: Any) -> bool:
+def _wraps_own(given: object, model: nn.Module) -> bool:
     """Return True if a forward runs the one of the model's class, as accelerate's for autocast."""
     if not isinstance(given, MethodType):
         return False
@@ -70,7 +70,7 @@ def _wraps_own(given: Any, model: Any) -> bool:
     return function is own
 
 
-def check(model: Any, given: Any, options: LossOptions) -> None:
+def check(model: nn.Module, given: object, options: LossOptions) -> None:
     """Raise unless `given`, the forward set on a model or None, can have a patched one over it."""
     if given is None:
         return
@@ -103,7 +103,7 @@ def check(model: Any, given: Any, options: LossOptions) -> None:
         )
 
 
-def over(model: Any, given: Any, options: LossOptions) -> Any:
+def over(model: nn.Module, given: Any, options: LossOptions) -> Any:
     """Return the forward to set on a patched model in place of `given`.
 
     A fused head becomes one that scores tokens without logits. A wrapper around the forward of the
@@ -123,12 +123,12 @@ def over(model: Any, given: Any, options: LossOptions) -> Any:
     return MethodType(_fused_forward(given.__func__, made), model)
 
 
-def is_over(forward: Any) -> bool:
+def is_over(forward: object) -> bool:
     """Return True if `over` made this forward."""
     return hasattr(getattr(forward, "__func__", forward), "_over")
 
 
-def restore(model: Any) -> None:
+def restore(model: nn.Module) -> None:
     """Undo `over`, unless another forward was put above; without a patch it stands aside."""
     over = getattr(getattr(vars(model).get("forward"), "__func__", None), "_over", None)
     if over is not None:
@@ -141,7 +141,7 @@ def _fused_forward(given: Callable[..., Any], made: inspect.ClosureVars) -> Call
     asked = {"log_probs", *made.nonlocals["outputs"]}
 
     @like(given)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(self, *args, **kwargs)
         if not has_patch(self):  # any more

@@ -47,7 +47,7 @@ class PatchedHead(Replaced):
 
 def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @like(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: object) -> Any:
         if self._use is not None:
             return self._use(*args)
         if self._deferred_in is None:
@@ -101,11 +101,11 @@ def _as_now(value: Any, made: dict[int, Any]) -> Any:
     return set(value) if type(value) is set else value
 
 
-def _kind(head: Any) -> str:
+def _kind(head: object) -> str:
     return f"{type(head).__module__}.{type(head).__qualname__}"
 
 
-def _base_layer(head: Any) -> Any:
+def _base_layer(head: object) -> Any:
     """The `torch.nn.Linear` in an output layer of PEFT, or the layer itself."""
     while not isinstance(head, nn.Linear):
         below = getattr(head, "original_module", None) or getattr(head, "base_layer", None)
@@ -151,7 +151,7 @@ def _patched(head: Any, name: str) -> Any:
     return head
 
 
-def _check(head: Any, name: str) -> None:
+def _check(head: object, name: str) -> None:
     """Refuse a layer that might make the logits of a token of more than its hidden state."""
     kind = _kind(head)
     if kind in _KNOWN and isinstance(_base_layer(head), nn.Linear):
@@ -175,7 +175,7 @@ def _check(head: Any, name: str) -> None:
         )
 
 
-def _check_variants(head: Any, name: str) -> None:
+def _check_variants(head: object, name: str) -> None:
     """Refuse variants of LoRA that are not known; adapters may be added after patching."""
     variants = getattr(head, "lora_variant", None)
     for adapter, variant in (variants or {}).items():

@@ -49,7 +49,7 @@ def watch(model: Any) -> None:
     model.register_forward_hook(_end)
 
 
-def stop_watching(model: Any) -> None:
+def stop_watching(model: nn.Module) -> None:
     """Undo `watch`; a model that is not watched stays as it is."""
     for name in ("_is_watched", "_has_run"):
         vars(model).pop(name, None)
@@ -58,12 +58,12 @@ def stop_watching(model: Any) -> None:
             del hooks[key]
 
 
-def _begin(model: Any, args: Any) -> None:
+def _begin(model: Any, args: object) -> None:
     if not torch.compiler.is_compiling():
         model._has_run = False
 
 
-def _end(model: Any, args: Any, outputs: Any) -> None:
+def _end(model: Any, args: object, outputs: object) -> None:
     if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
         return
     has_run = model._has_run

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from storage_ops._subclass import like
 from storage_ops.integrations.deferred_forward import Forward, LossOptions, Refused
@@ -20,7 +20,7 @@ from storage_ops.integrations.output_layers import patched_heads
 from storage_ops.integrations.patch_probe import other_labels
 
 
-def has_patch(model: Any) -> bool:
+def has_patch(model: object) -> bool:
     """Return True if `patch_causal_lm` has changed this module and no undo came since."""
     return getattr(model, "_loss_options", None) is not None
 
@@ -74,7 +74,11 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def deferred(
-    model: Any, run: Forward, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    model: nn.Module,
+    run: Forward,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """What a forward of the model returns while its output layer defers its logits.
 
@@ -104,7 +108,7 @@ def deferred(
     return outputs
 
 
-def _check_is_whole(model: Any, name: str) -> None:
+def _check_is_whole(model: nn.Module, name: str) -> None:
     """Refuse a replica of `torch.nn.DataParallel`, which gathers what the model returns."""
     if getattr(model, "_is_replica", False):
         raise RuntimeError(
@@ -114,7 +118,7 @@ def _check_is_whole(model: Any, name: str) -> None:
         )
 
 
-def _refuse_without_labels(name: str, option: str, value: Any) -> None:
+def _refuse_without_labels(name: str, option: str, value: object) -> None:
     """Refuse an option of the model's loss where there is none: another's would do without it."""
     if isinstance(value, Tensor) or value:
         shown = "a tensor" if isinstance(value, Tensor) else repr(value)
@@ -140,7 +144,9 @@ def _say_that_labels_lack(name: str) -> None:
     )
 
 
-def _weights(model: Any, weights: Any, labels: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+def _weights(
+    model: nn.Module, weights: object, labels: Tensor, kwargs: dict[str, Any]
+) -> Tensor | None:
     """The weights of a call's tokens; taken out of its keywords where they are one."""
     name = "token_weights" if weights is None else weights
     if isinstance(name, str):
@@ -168,12 +174,12 @@ def _weights(model: Any, weights: Any, labels: Tensor, kwargs: dict[str, Any]) -
     return weights
 
 
-def _finished(outputs: Any, formed: bool, results: dict[str, Tensor]) -> Any:
+def _finished(outputs: object, formed: bool, results: dict[str, Tensor]) -> Any:
     """The outputs of a model: without the logits, or with these formed, and results per token."""
 
     found: list[tuple[DeferredLogits, Tensor]] = []
 
-    def one(value: Any) -> Any:
+    def one(value: object) -> Any:
         """The value, or what takes its place; outputs of a model in it may have the logits too."""
         if isinstance(value, DeferredLogits):
             if not formed:

@@ -208,7 +208,7 @@ def patch_causal_lm(
     return CausalLMPatch(given, applied=True)
 
 
-def _inner(model: Any) -> Any:
+def _inner(model: object) -> Any:
     """The model in a `PeftModel`, which adds its adapters to that one, or in what torch.compile
     returned; others as they are."""
     model = uncompiled(model) if isinstance(model, nn.Module) else model
@@ -217,7 +217,11 @@ def _inner(model: Any) -> Any:
 
 
 def _options(
-    returns: Any, token_weights: Any, label_smoothing: Any, logits: Any, memory_budget: int | None
+    returns: object,
+    token_weights: object,
+    label_smoothing: object,
+    logits: object,
+    memory_budget: int | None,
 ) -> LossOptions:
     """The options, or an error that names the wrong one."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
