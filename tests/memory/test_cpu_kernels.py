@@ -100,6 +100,8 @@ CONVOLUTIONS = {
     "of 24 channels": (lambda: nn.Conv2d(24, 24, 3, padding=1), (4, 24, 32, 32)),
     "transposed": (lambda: nn.ConvTranspose2d(32, 16, 3), (4, 32, 32, 32)),
     "transposed by strides": (lambda: nn.ConvTranspose2d(64, 32, 4, 2, 1), (4, 64, 16, 16)),
+    "of one element": (lambda: nn.Conv2d(32, 16, 1), (4, 32, 32, 32)),
+    "transposed, with strides": (lambda: nn.ConvTranspose2d(32, 16, 1, 2), (4, 32, 32, 32)),
     "transposed, single": (lambda: nn.ConvTranspose2d(32, 16, 1), (4, 32, 32, 32)),
 }
 

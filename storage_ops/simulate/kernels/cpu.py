@@ -8,6 +8,8 @@ is what products of 16 bits copy on Arm, and convolutions of 16 bits on AVX2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,8 +46,10 @@ def _is_packed(left: Tensor, right: Tensor) -> bool:
     return left.dtype == torch.float32 and left.stride(1) == 1 and right.stride(0) == 1
 
 
-def _is_blocked(x: Tensor, weight: Tensor) -> bool:
-    return weight[0, 0].numel() > 1 or weight.dtype != torch.float32
+def _is_blocked(weight: Tensor, strides: Sequence[int]) -> bool:
+    """Whether oneDNN convolves; one thread multiplies matrices where the kernel is one element."""
+    several = torch.get_num_threads() > 1 or max(strides) > 1
+    return several or weight[0, 0].numel() > 1 or weight.dtype != torch.float32
 
 
 def _is_product(args: Args) -> bool:
@@ -57,7 +61,7 @@ def _is_product(args: Args) -> bool:
 
 def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     x, weight, transposed = args[0], args[1], args[6]
-    if not _is_blocked(x, weight):
+    if not _is_blocked(weight, args[3]):
         again = scratch.take(out) if transposed else []
         see(out)
         scratch.give_back(again)
@@ -80,7 +84,7 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
         if is_dense(grad.shape, grad.stride())
         else scratch.take_bytes(grad, grad.numel() * grad.itemsize)
     )
-    if not _is_blocked(x, weight):
+    if not _is_blocked(weight, strides):
         for t in [t for t in out if t is not None]:
             see(t)
         scratch.give_back(dense)
