@@ -412,13 +412,9 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
 
 
 def _backward(
-    loss: Callable[[Any], Tensor],
-    model: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    ledger: Ledger,
+    loss: Callable[[Any], Tensor], model: nn.Module, args: Args, kwargs: Kwargs, ledger: Ledger,
     quick: Quick | None,
-) -> None:
+) -> None:  # fmt: skip
     output = model(*args, **kwargs)
     with ledger.call(LOSS):
         value = loss(output)
