@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -143,7 +144,7 @@ def loss_actions(logits: int, patched: bool = False) -> list[Action]:
     return [Action(LOSS, memory_budget=n, patched=patched) for n in budgets]
 
 
-def _calls(values: Any) -> tuple[tuple[str, int], ...]:
+def _calls(values: Iterable[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
     return tuple((str(op), int(n)) for op, n in values)
 
 

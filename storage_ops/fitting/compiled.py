@@ -6,6 +6,7 @@ compiled of the loss, so that the next call compiles it anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ _ATTRIBUTE = "storage_ops_loss"  # of the backend of a compiled loss: itself, wh
 class CompiledLoss(nn.Module):
     """Stands for a compiled loss among the layers of a model."""
 
-    def __init__(self, backend: Any, function: Any) -> None:
+    def __init__(self, backend: Any, function: Callable[..., Any]) -> None:
         super().__init__()
         self._backend, self._function = backend, function
         self._own: dict[str, Any] | None = None  # what the backend was called with before a plan

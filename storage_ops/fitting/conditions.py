@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.layers.config_policy import uncompiled
+from storage_ops.foundation.ops import Args, Kwargs
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -52,7 +53,7 @@ class Conditions:
 
     @classmethod
     def of(
-        cls, model: nn.Module, args: Any, kwargs: Any, accumulate: bool, optimizer: bool
+        cls, model: nn.Module, args: Args, kwargs: Kwargs, accumulate: bool, optimizer: bool
     ) -> Conditions:
         """Return the conditions of a call of the model under the autocast that is on here."""
         return cls(dict(_shapes_in(model, args, kwargs)), autocast_now(), accumulate, optimizer)
@@ -115,7 +116,7 @@ def _of_autocast(conditions: Conditions) -> str:
     return f"autocast to {conditions.autocast}" if conditions.autocast else "no autocast"
 
 
-def named_arguments(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+def named_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Return the arguments of a call by the names that the forward of the model has for them."""
     try:
         names = list(inspect.signature(uncompiled(model).forward).parameters)
@@ -125,7 +126,9 @@ def named_arguments(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _shapes_in(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes_in(
+    model: nn.Module, args: Args, kwargs: Kwargs
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the names and shapes of the tensors in the arguments of a model."""
     for name, value in named_arguments(model, args, kwargs).items():
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.numel() > 1]

@@ -62,7 +62,7 @@ _LOOKS = 12  # whole simulations at most, while plans turn out to take more than
 
 def fit(
     model: ModelT,
-    batch: Any,
+    batch: object,
     budget: int | float | str,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = None,
@@ -188,7 +188,7 @@ class Search:
     def __init__(
         self,
         model: nn.Module,
-        batch: Any,
+        batch: object,
         loss: Callable[[Any], Tensor] | None = None,
         optimizer: type[Optimizer] | Optimizer | None = None,
         device: str | torch.device | None = None,
@@ -435,5 +435,5 @@ class Search:
         )  # fmt: skip
 
 
-def _numbers_in(batch: Any) -> int:
+def _numbers_in(batch: object) -> int:
     return sum(t.numel() for t in tree_leaves(batch) if isinstance(t, Tensor))

@@ -52,7 +52,7 @@ def heads_in(module: nn.Module) -> list[LinearCrossEntropyLoss]:
     return [head for head in module.modules() if isinstance(head, LinearCrossEntropyLoss)]
 
 
-def heads_of_loss(loss: Any, model: nn.Module) -> dict[str, LinearCrossEntropyLoss]:
+def heads_of_loss(loss: object, model: nn.Module) -> dict[str, LinearCrossEntropyLoss]:
     """Heads that a loss refers to and that are not in the model, by name: "(loss)", "(loss).1"."""
     there = set(heads_in(model))
     held = Captured(loss, (), {}).modules if loss is not None else []

@@ -96,7 +96,7 @@ def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
     return found
 
 
-def logits_to_spare(model: nn.Module, batch: Any, loss: Any) -> int:
+def logits_to_spare(model: nn.Module, batch: object, loss: object) -> int:
     """Bytes of the logits that a causal language model of transformers can do without.
 
     Raises:

@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import TypeVar
 
@@ -79,10 +79,10 @@ class FitPlan(Tabular, Generic[ModelT_co]):
     """
 
     def __init__(
-        self, model: ModelT_co, loss: Any, actions: list[tuple[Unit, Action]], peak_bytes: int,
-        seconds: float, budget: int, device: str, rows: list[Row],
-        totals: dict[str, tuple[int, float]], step_seconds: float, conditions: Conditions,
-        hint: str = "",
+        self, model: ModelT_co, loss: Callable[[Any], Tensor] | None,
+        actions: list[tuple[Unit, Action]], peak_bytes: int, seconds: float, budget: int,
+        device: str, rows: list[Row], totals: dict[str, tuple[int, float]], step_seconds: float,
+        conditions: Conditions, hint: str = "",
     ) -> None:  # fmt: skip
         self._model, self._loss, self._actions = model, loss, actions
         self._aspects = _aspects(model)
@@ -153,7 +153,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         return any(module is own for module in model.modules())
 
     def peak_with(
-        self, model: nn.Module, batch: Any, optimizer: Optimizer | None, accumulate: bool
+        self, model: nn.Module, batch: object, optimizer: Optimizer | None, accumulate: bool
     ) -> int:
         """Return the peak in bytes of a step of another batch, with the model as it is now.
 
@@ -240,7 +240,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         )
 
 
-def check_plain(model: nn.Module, loss: Any) -> None:
+def check_plain(model: nn.Module, loss: object) -> None:
     """Refuse a model with checkpoints, or with another plan."""
     compiled = compiled_loss(loss)
     if compiled is not None and compiled.module.is_budgeted:
@@ -265,7 +265,7 @@ def check_plain(model: nn.Module, loss: Any) -> None:
             )
 
 
-def _places(model: nn.Module, loss: Any) -> dict[str, Unit]:
+def _places(model: nn.Module, loss: object) -> dict[str, Unit]:
     """What actions apply to: layers by name, a compiled loss, and the model, whose name is ""."""
     compiled = compiled_loss(loss)
     beside = [Unit("", uncompiled(model), ""), *([compiled] if compiled is not None else [])]
@@ -296,7 +296,9 @@ def _undo(actions: list[tuple[Unit, Action]]) -> None:
         action.undo(unit.module)
 
 
-def load_fit(path: str | os.PathLike[str], model: ModelT, loss: Any = None) -> FitPlan[ModelT]:
+def load_fit(
+    path: str | os.PathLike[str], model: ModelT, loss: Callable[[Any], Tensor] | None = None
+) -> FitPlan[ModelT]:
     """Read a plan that was saved, for the same model.
 
     Args:
@@ -387,7 +389,13 @@ def _hint_of_mode(differs: str, model: nn.Module) -> str:
     return ". The model is in eval mode; call model.train() before this"
 
 
-def _row(names: Any, action: Any, kept_bytes: Any, peak_bytes: Any, seconds: Any) -> Row:
+def _row(
+    names: object,
+    action: object,
+    kept_bytes: str | float,
+    peak_bytes: str | float,
+    seconds: str | float,
+) -> Row:
     """A row of a file; a TypeError or ValueError if it is none."""
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise TypeError(f"names is {names!r}; expected a list of names")

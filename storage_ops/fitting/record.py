@@ -8,7 +8,7 @@ longer with many layers, and what layers keep and take is added by whoever asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from storage_ops.checkpoint.state.unchanged import undo_changes
 from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit
 from storage_ops.foundation.ledger import Block
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.loss.devices import Rates
 from storage_ops.progress import say
 from storage_ops.simulate.kernels.cuda import keep_workspaces
@@ -125,7 +126,7 @@ _Outputs = tuple[list[Any], Any]  # what a layer returns: the leaves, and how th
 class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, recorder: Recorder, call: LayerCall, outputs: Any, *tensors: Tensor
+        ctx: Any, recorder: Recorder, call: LayerCall, outputs: Sequence[Like], *tensors: Tensor
     ) -> Any:
         ctx.recorder, ctx.call = recorder, call
         given = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
@@ -190,7 +191,7 @@ class Recorder:
     def run(
         self,
         model: nn.Module,
-        batch: Any,
+        batch: object,
         loss: Callable[[Any], Tensor],
         optimizer: Optimizer | None,
     ) -> StepRecording:
@@ -224,7 +225,13 @@ class Recorder:
                 vars(module).pop("forward", None)
         return self.recording
 
-    def _step(self, model: nn.Module, given: list[Any], loss: Any, optimizer: Any) -> None:
+    def _step(
+        self,
+        model: nn.Module,
+        given: list[Any],
+        loss: Callable[[Any], Tensor],
+        optimizer: Any,
+    ) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         is_first = optimizer is not None and not optimizer.state
         if is_first:
@@ -283,7 +290,7 @@ class Recorder:
     def _stand_in(
         self, unit: Unit, plain: Callable[..., Any], spread: list[str]
     ) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
             # What one run leaves in a cache the next would see; a checkpointed layer gets none.
@@ -344,8 +351,8 @@ class Recorder:
         return Like.of(t, self.simulation)
 
     def _outputs_of(
-        self, unit: Unit, plain: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor],
-        held: list[object],
+        self, unit: Unit, plain: Callable[..., Any], args: Args, kwargs: Kwargs,
+        given: list[Tensor], held: list[object],
     ) -> _Outputs | None:  # fmt: skip
         """Describe what a call of a layer returns.
 
@@ -402,6 +409,6 @@ class _Given:
     number: int
 
 
-def leaves_of(value: Any) -> list[Any]:
+def leaves_of(value: object) -> list[Any]:
     """The leaves of a tree."""
     return tree_flatten(value)[0]

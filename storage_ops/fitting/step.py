@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from storage_ops.checkpoint.saved.guard import by_storage
 from storage_ops.checkpoint.selective.selective import is_ignored
 from storage_ops.fitting.roofline import Roofline
 from storage_ops.foundation.ledger import Ledger, rounded
-from storage_ops.foundation.op_names import is_allocation, is_mutating, is_view
-from storage_ops.foundation.ops import facts_of
+from storage_ops.foundation.op_names import Overload, is_allocation, is_mutating, is_view
+from storage_ops.foundation.ops import Args, Kwargs, facts_of
 from storage_ops.loss import planner
 from storage_ops.loss.call import Call
 from storage_ops.loss.devices import DEVICES, Rates, named
@@ -44,7 +44,9 @@ class Books:
         return self.ledger.levels()
 
     @contextlib.contextmanager
-    def open(self, holders: Any, args: Any, kwargs: Any) -> Iterator[tuple[Simulation, Any, Any]]:
+    def open(
+        self, holders: object, args: Args, kwargs: Kwargs
+    ) -> Iterator[tuple[Simulation, Any, Any]]:
         """Simulate inside a with block; as `simulating`."""
         held = Captured(None, (holders, args), kwargs)
         with simulating(
@@ -52,7 +54,7 @@ class Books:
         ) as simulated:
             yield simulated
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """Call a function in a simulation, with errors in its terms."""
         return call_simulated(fn, args, {})
 
@@ -86,7 +88,9 @@ class OpTimes(TorchDispatchMode):
         """Code that is compiled already runs as it is."""
         return True
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Overload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         inputs = by_storage(tensors_in((args, kwargs)))
         out = op(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -36,7 +35,7 @@ class Unit:
         return class_of(self.module).__name__
 
 
-def units_of(model: nn.Module, loss: Any = None) -> list[Unit]:
+def units_of(model: nn.Module, loss: object = None) -> list[Unit]:
     """The outermost modules in lists and sequences that have modules in them, in their order.
 
     A module beside such lists that has modules in it, and no list or head of a loss, is one as

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+Overload: TypeAlias = "torch._ops.OpOverload[..., Any]"  # an op with a schema
 Op: TypeAlias = "torch._ops.OpOverload[..., Any] | torch._ops.HigherOrderOperator"
 
 HIGHER_ORDER = "higher_order"

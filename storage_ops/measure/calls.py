@@ -45,15 +45,15 @@ class _Watch:
         self._around, self._thread = around, threading.get_ident()
         self._inside: list[nn.Module] = []  # an inner __call__ of a module is part of the call
 
-    def over(self, plain: Any) -> Any:
+    def over(self, plain: Callable[..., Any]) -> Any:
         """The call of a module by that of its class, or by another that looks at it."""
 
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def __call__(module: nn.Module, *args: object, **kwargs: object) -> Any:
             is_part = self._inside and self._inside[-1] is module
             if is_part or threading.get_ident() != self._thread or id(module) not in self._names:
                 return plain(module, *args, **kwargs)
 
-            def call(*args: Any, **kwargs: Any) -> Any:
+            def call(*args: object, **kwargs: object) -> Any:
                 self._inside.append(module)
                 try:
                     return plain(module, *args, **kwargs)
@@ -72,7 +72,7 @@ def _enter(cls: Any, watch: _Watch) -> None:
             watches: list[_Watch] = []
             _watched[cls] = plain, watches
 
-            def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            def __call__(self: nn.Module, *args: object, **kwargs: object) -> Any:
                 call = plain
                 for each in () if torch.compiler.is_compiling() else tuple(watches):
                     call = each.over(call)

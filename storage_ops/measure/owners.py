@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from storage_ops.checkpoint.layers.config_policy import is_compiled
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.measure.calls import around_calls
 from storage_ops.quantities import readable
 
@@ -86,12 +87,14 @@ class Marks(contextlib.ExitStack):
         return self
 
 
-def _marked(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+def _marked(
+    module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> Any:
     with record_function(_CALL + name):
         return call(*args, **kwargs)
 
 
-def _mark(p: Any) -> None:
+def _mark(p: Tensor) -> None:
     if p.grad is not None and p.grad.layout == torch.strided:
         with record_function(f"{_GRADIENT}{p.grad.untyped_storage().data_ptr()}"):
             pass

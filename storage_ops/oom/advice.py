@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.measure.calls import around_calls
 from storage_ops.quantities import readable
 
@@ -54,7 +55,9 @@ class Follower:
         with around_calls(self._roots, self._around):
             yield
 
-    def _around(self, module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+    def _around(
+        self, module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> Any:
         if self._depth == 0 and torch.is_grad_enabled():
             size = sum(p.numel() for p in module.parameters())
             if size >= self._most:
@@ -88,11 +91,11 @@ class _Gone:
     """Stands for an argument that was freed, or that may not be held."""
 
 
-def _weak(x: Any) -> Any:
+def _weak(x: object) -> Any:
     return weakref.ref(x) if isinstance(x, Tensor) else x if isinstance(x, _PLAIN) else _Gone()
 
 
-def _strong(x: Any) -> Any:
+def _strong(x: object) -> Any:
     found = x() if isinstance(x, weakref.ref) else x
     return _Gone() if found is None and x is not None else found
 

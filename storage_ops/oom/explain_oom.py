@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.foundation.ledger import Block, ModuleCall
+from storage_ops.foundation.op_names import Overload
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.measure.measurement import numbered
 from storage_ops.measure.owners import (
     BUFFERS,
@@ -90,7 +92,7 @@ class OomReport(Tabular):
 def explain_oom(
     device: str | torch.device | None = None,
     model: nn.Module | None = None,
-    batch: Any = None,
+    batch: object = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = None,
 ) -> Iterator[OomReport]:
@@ -157,7 +159,9 @@ class Explaining(Tracking):
             for name, module in root.named_modules():
                 self._names.setdefault(id(module), name or type(root).__name__)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Overload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except torch.OutOfMemoryError as error:
@@ -169,10 +173,10 @@ class Explaining(Tracking):
         """Follow the calls of all modules, with no hook on any of them."""
         calls = self.ledger.calls
 
-        def begin(module: nn.Module, args: Any) -> None:
+        def begin(module: nn.Module, args: Args) -> None:
             calls.append(ModuleCall(self._names.get(id(module), type(module).__name__)))
 
-        def end(module: nn.Module, args: Any, output: Any) -> None:
+        def end(module: nn.Module, args: Args, output: object) -> None:
             if calls:
                 calls.pop()
 
@@ -221,7 +225,7 @@ class Explaining(Tracking):
         """The blocks of parameters, gradients, buffers and optimizer state."""
         roles: dict[Block, str] = {}
 
-        def give(role: str, t: Any) -> None:
+        def give(role: str, t: object) -> None:
             for part in filter(self.counts, inside(t)):
                 block = self.ledger.block_of(part)
                 if block is not None:
@@ -240,7 +244,7 @@ class Explaining(Tracking):
         return roles
 
     @staticmethod
-    def _give_state(optimizer: Optimizer, give: Any) -> None:
+    def _give_state(optimizer: Optimizer, give: Callable[[str, object], None]) -> None:
         for p in tree_leaves([group["params"] for group in optimizer.param_groups]):
             give(PARAMETERS, p)
             give(GRADIENTS, p.grad)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from storage_ops.foundation.op_names import Overload
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.measure.measurement import numbered
 from storage_ops.oom.explain_oom import Explaining
 from storage_ops.oom.tracking import Tracking
@@ -61,7 +63,9 @@ class _Limit(Tracking):
         super().__init__(device)
         self._most = most
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Overload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         level, before = self.ledger.level, self._before
         if level <= self._most:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops._op_arguments import tensors_in
 from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.foundation.op_names import Overload
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.measure.calls import outermost
 from storage_ops.simulate.estimate import share_copies
 from storage_ops.simulate.values.wrappers import inside, is_wrapper, is_wrapper_type
@@ -71,7 +73,7 @@ class Tracking(TorchDispatchMode):
         self.roots = outermost([o for o in objects if _is_made(o, nn.Module, "_modules")])
         self.optimizers = [o for o in objects if _is_made(o, Optimizer, "param_groups")]
 
-    def counts(self, t: Any) -> bool:
+    def counts(self, t: object) -> bool:
         """Whether a value is a tensor whose bytes are on the device."""
         return (
             isinstance(t, Tensor)
@@ -83,7 +85,9 @@ class Tracking(TorchDispatchMode):
             and not is_wrapper(t)
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Overload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         if any(map(is_wrapper_type, types)):
             return NotImplemented  # it is called again for what is inside
         given = list(filter(self.counts, tensors_in((args, kwargs))))
@@ -117,12 +121,12 @@ class Tracking(TorchDispatchMode):
                     self._meet(other)
 
 
-def _is_made(o: Any, kind: type, attribute: str) -> bool:
+def _is_made(o: object, kind: type, attribute: str) -> bool:
     """Whether an object is of a class, and its `__init__` came as far as to set an attribute."""
     return issubclass(type(o), kind) and attribute in vars(o)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 

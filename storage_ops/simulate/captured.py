@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.foundation.walk import (
     CONTAINER,
     FUNCTION,
@@ -44,7 +45,7 @@ _STEPPERS = (Optimizer, GradScaler, LRScheduler)
 class Captured:
     """The tensors, functions, optimizers, scalers and schedulers that are there before."""
 
-    def __init__(self, fn: Any, args: Any, kwargs: Any) -> None:
+    def __init__(self, fn: object, args: Args, kwargs: Kwargs) -> None:
         self.tensors: list[Tensor] = []
         self._modules: dict[nn.Module, None] = {}
         self.optimizers: list[Optimizer] = []
@@ -122,7 +123,7 @@ def _is_named(visit: Visit) -> bool:
     return parent is not None and parent.kind == FUNCTION
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrapped(optimizer: object) -> Any:
     """The optimizer in one that stands for it, as `Accelerator.prepare` returns it, or itself."""
     while "param_groups" not in vars(optimizer):
         inner = getattr(optimizer, "optimizer", None)
@@ -133,7 +134,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def on_one_device(
-    simulation: Simulation, held: Captured, args: Any, kwargs: Any
+    simulation: Simulation, held: Captured, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any]:
     """Take tensors among the arguments to the meta device, if that is where parameters are."""
     if not any(t.is_meta for t in held.tensors):
@@ -172,7 +173,7 @@ def simulated_optimizers(held: Captured, simulation: Simulation, on_gpu: bool) -
         def simulate(optimizer: Optimizer) -> None:
             stack.enter_context(_simulated_steps(optimizer, simulation, on_gpu))
 
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
+        def before_step(optimizer: Optimizer, *_: object) -> None:
             is_known = any(optimizer is known for known in held.optimizers)
             if not is_known and threading.get_ident() == thread:
                 held.optimizers.append(optimizer)

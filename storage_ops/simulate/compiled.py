@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Graphs:
         self.largest = 0
         self._known: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
 
-    def __call__(self, loss: Callable[..., Any], output: Any) -> Any:
+    def __call__(self, loss: Callable[..., Any], output: object) -> Any:
         """The loss of an output, all of it simulated."""
         leaves, tree = tree_flatten(output)
         key = tree, *(_kind(leaf) for leaf in leaves)
@@ -55,24 +55,24 @@ class _Graphs:
         return found[0] if len(found) == 1 else found
 
     def _take(
-        self, loss: Callable[..., Any], leaves: list[Any], tree: Any
+        self, loss: Callable[..., Any], leaves: list[Any], tree: TreeSpec
     ) -> tuple[Callable[..., Any], list[Any]]:
         """What runs, and what it is called with: tensors that the code refers to, and leaves."""
         found: list[Any] = []
 
-        def backend(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             made = [node.meta.get("example_value") for node in gm.graph.nodes]
             sizes = (t.numel() * t.itemsize for t in made if isinstance(t, Tensor))
             self.largest = max(self.largest, *sizes)
             run = _made_of(gm, examples, self._options)
 
-            def call(*inputs: Any) -> Any:
+            def call(*inputs: object) -> Any:
                 found.extend((run, inputs))
                 raise _Taken
 
             return call
 
-        def plain(value: Any) -> Any:
+        def plain(value: object) -> Any:
             return loss(value)
 
         # With code of its own, for Dynamo keeps few graphs of the same code.
@@ -128,13 +128,13 @@ def with_budget(options: dict[str, Any], memory_budget: int | None) -> dict[str,
     return rest if memory_budget is None else {**rest, "memory_budget": memory_budget}
 
 
-def backend_of(loss: Any) -> Any:
+def backend_of(loss: object) -> Any:
     """The backend "storage_ops" that torch.compile calls for a loss; None of any other loss."""
     found = _compiler_of(loss)
     return found if found is not None and found.compiler_name == "storage_ops" else None
 
 
-def _compiler_of(loss: Any) -> Any:
+def _compiler_of(loss: object) -> Any:
     """What torch.compile was given; None if it did not make this function or module."""
     if not hasattr(loss, "_torchdynamo_orig_callable"):
         return None
@@ -161,13 +161,13 @@ def _as_outside() -> Iterator[None]:
             vars(module).update(before)
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> Any:
     if not isinstance(value, Tensor):
         return repr(value)
     return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
 
 
-def _like(value: Any) -> Any:
+def _like(value: object) -> Any:
     if not isinstance(value, Tensor):
         return value
     shape, stride, dtype, device, needs_grad = _kind(value)
@@ -175,7 +175,9 @@ def _like(value: Any) -> Any:
     return made.requires_grad_(needs_grad)
 
 
-def _made_of(gm: fx.GraphModule, examples: Any, options: dict[str, Any]) -> Callable[..., Any]:
+def _made_of(
+    gm: fx.GraphModule, examples: Sequence[Any], options: dict[str, Any]
+) -> Callable[..., Any]:
     """What the backend makes of a graph of Dynamo, without Inductor."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -187,7 +189,7 @@ def _made_of(gm: fx.GraphModule, examples: Any, options: dict[str, Any]) -> Call
     (chunks, budget, strict), _ = taken(options)
     recognised = recognise(gm, chunks, budget)
 
-    def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> Any:
+    def partition(joint: fx.GraphModule, inputs: Sequence[object], **how: Any) -> Any:
         apply(joint.graph, chunks, budget, strict, 1, recognised)
         joint.recompile()
         return min_cut_rematerialization_partition(joint, inputs, **how)
@@ -200,7 +202,7 @@ def _made_of(gm: fx.GraphModule, examples: Any, options: dict[str, Any]) -> Call
     return made
 
 
-def _op_by_op(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+def _op_by_op(gm: fx.GraphModule, _: object) -> Callable[..., Any]:
     """A graph to run as it is; what a chunk takes is there while the op runs that has chunks."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
 

@@ -23,6 +23,7 @@ from storage_ops.checkpoint.layers.tile import register_estimator
 from storage_ops.checkpoint.state.left_behind import Namespaces, remove_left_behind
 from storage_ops.checkpoint.state.unchanged import unchanged
 from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.loss.devices import Rates, standing_for
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.measurement import Life, Measurement, Sample
@@ -97,9 +98,9 @@ class Estimate(InLines, Measurement):
 
 def estimate(
     fn: Callable[..., Any],
-    *args: Any,
+    *args: object,
     assume: float | Mapping[str, float] | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Estimate:
     """Return what `fn(*args, **kwargs)` would take on a GPU, without a GPU and without the memory.
 
@@ -172,7 +173,9 @@ def estimate(
     held = Captured(fn, args, kwargs)
     roles: dict[Block, str] = {}
 
-    def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+    def around(
+        module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> Any:
         say(name or type(module).__name__)
         with ledger.call(name):
             return call(*args, **kwargs)
@@ -225,7 +228,7 @@ def note_roles(
 
 @contextlib.contextmanager
 def simulating(
-    ledger: Ledger, held: Captured, args: Any, kwargs: Any, assumption: Assumption,
+    ledger: Ledger, held: Captured, args: Args, kwargs: Kwargs, assumption: Assumption,
     on_gpu: bool = True, rates: Rates | None = None,
 ) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
     """Run ops on fake tensors inside a with block; yields the mode, and arguments to call with.
@@ -300,7 +303,7 @@ _RAW_ERRORS = {
 }
 
 
-def call_simulated(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Call fn, and say in the terms of this module what it cannot do."""
     try:
         with warnings.catch_warnings():

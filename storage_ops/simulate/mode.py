@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_map_only
 from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint.selective.copies import BookedCopies, active
 from storage_ops.foundation.ledger import Block, Ledger
-from storage_ops.foundation.ops import describe, facts_of
+from storage_ops.foundation.op_names import Overload
+from storage_ops.foundation.ops import Args, Kwargs, describe, facts_of
 from storage_ops.simulate.kernels import fake_tensor_gaps, scratch
 from storage_ops.simulate.module_kinds import NotComparable
 from storage_ops.simulate.ranks import collectives
@@ -222,7 +223,7 @@ class Simulation(TorchDispatchMode):
         self._moved.append(weakref.ref(new.untyped_storage()))
         return new.requires_grad_(t.requires_grad)
 
-    def unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def unseen(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Run an op on fake tensors without booking what it makes."""
         self._paused = True
         try:
@@ -244,7 +245,14 @@ class Simulation(TorchDispatchMode):
         whole, offset = self._bytes[storage._cdata], int(t.storage_offset())
         return self.viewed(whole, t.shape, t.stride(), offset, t.dtype)
 
-    def viewed(self, base: Tensor, shape: Any, stride: Any, offset: int, dtype: Any) -> Tensor:
+    def viewed(
+        self,
+        base: Tensor,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        offset: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """A tensor, without a history, that lies somewhere in the storage of another."""
 
         def view() -> Tensor:
@@ -257,7 +265,7 @@ class Simulation(TorchDispatchMode):
         made: Tensor = self.unseen(view)
         return made
 
-    def _see(self, func: Any, t: Tensor) -> None:
+    def _see(self, func: Overload, t: Tensor) -> None:
         self.ledger.see(t, str(func))
 
     def imitate(self, new: Tensor, t: Tensor) -> None:
@@ -289,7 +297,9 @@ class Simulation(TorchDispatchMode):
         elif gradient is not None:  # a twin that nobody else holds: it goes when the run drops it
             t.grad = self.moved(gradient, gradient.device)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # several times for each op
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -351,7 +361,7 @@ class Simulation(TorchDispatchMode):
             self.values.follow(func, args, kwargs, out)
         return out
 
-    def _view(self, func: Any, t: FakeTensor, rest: Any) -> Tensor:
+    def _view(self, func: Overload, t: FakeTensor, rest: Args) -> Tensor:
         """Run an op that returns a view of its first argument, half of a step's ops.
 
         FakeTensorMode would do the same, after a look into its cache that takes longer.
@@ -362,7 +372,7 @@ class Simulation(TorchDispatchMode):
         self._see(func, view)
         return view
 
-    def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _by_values(self, func: Overload, args: Args, kwargs: Kwargs) -> Any:
         """Run an op whose result has a shape, or is a number, that depends on values."""
         real = self.values.compute(func, args, kwargs)
         facts = facts_of(func)
@@ -381,7 +391,7 @@ class Simulation(TorchDispatchMode):
             real,
         )
 
-    def _value(self, func: Any, t: Tensor) -> Any:
+    def _value(self, func: Overload, t: Tensor) -> Any:
         known = self.values.read(self.twin(t))
         if known is not None:
             with no_dispatch():
@@ -400,7 +410,7 @@ class Simulation(TorchDispatchMode):
                 known = torch.full(t.shape, number, dtype=t.dtype)
             return known.tolist()
 
-    def _said(self, func: Any, args: Any, kind: str = "value") -> Any:
+    def _said(self, func: Overload, args: object, kind: str = "value") -> Any:
         """The number that the caller said such an op returns."""
         value = self._assumption.value() if kind == "value" else None
         if value is None:
@@ -408,7 +418,7 @@ class Simulation(TorchDispatchMode):
             raise unanswered(Source.here(func, kind), cause)
         return value
 
-    def _storage_op(self, func: Any, t: Tensor, *rest: Any) -> bool | None:
+    def _storage_op(self, func: Overload, t: Tensor, *rest: Tensor) -> bool | None:
         if func is _OPS.discard_storage.default:
             self.ledger.discard(t)
         elif func is _OPS.share_storage.default:
@@ -442,7 +452,7 @@ describe(
 )
 
 
-def _check_layout(func: Any, t: Tensor) -> None:
+def _check_layout(func: Overload, t: Tensor) -> None:
     if t.layout != torch.strided:
         here = Source.here(func, "nothing")
         raise RuntimeError(
@@ -451,7 +461,7 @@ def _check_layout(func: Any, t: Tensor) -> None:
         )
 
 
-def _check_device(func: Any, device: Any) -> None:
+def _check_device(func: Overload, device: torch.device | str | None) -> None:
     if device is None or torch.device(device).type in ("cpu", "meta"):
         return
     if not (torch.device(device).type == "cuda" and torch.cuda.is_available()):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from storage_ops.checkpoint.layers.config_policy import uncompiled
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.foundation.walk import (
     OBJECT,
     OF_EVERY_MODULE,
@@ -183,7 +184,7 @@ class _Attributes(Comparison):
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_of_python(cls: Any) -> bool:
+def _is_of_python(cls: type) -> bool:
     """Return True if the instances of a class have all that they are in their dictionaries."""
     if cls in _NAMESPACES:
         return True
@@ -368,7 +369,7 @@ def like(t: Tensor) -> Hashable:
     )  # fmt: skip
 
 
-def arguments_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
+def arguments_key(args: Args, kwargs: Kwargs) -> tuple[Hashable, list[Tensor]]:
     """What of a call's arguments decides over memory, and the tensors among them.
 
     Raises:

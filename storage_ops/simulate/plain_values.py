@@ -103,7 +103,7 @@ class Watch:
             self.refuse()
         return _CONSTANT, type(operand), operand
 
-    def _watched(self, value: Any, expression: Expression) -> WatchedValue:
+    def _watched(self, value: object, expression: Expression) -> WatchedValue:
         made = WatchedValue(value, expression, self)
         self._made.append(weakref.ref(made))
         return made
@@ -118,7 +118,7 @@ class WatchedValue:
 
     __slots__ = ("__weakref__", "expression", "plain", "watch")
 
-    def __init__(self, plain: Any, expression: Expression, watch: Watch) -> None:
+    def __init__(self, plain: object, expression: Expression, watch: Watch) -> None:
         self.plain, self.expression, self.watch = plain, expression, watch
 
     @property  # type: ignore[misc]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.loss.devices import DEVICES, Rates
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.measurement import Measurement
@@ -123,7 +124,7 @@ class StepEstimate(Tabular, Measurement):
 
 def simulate_step(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     *,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = None,
@@ -197,7 +198,7 @@ def simulate_step(
     return max(steps, key=lambda step: step.peak_bytes)
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Refuse what is no module.
 
     Raises:
@@ -217,7 +218,7 @@ def warn_of_eval_mode(model: nn.Module, function: str) -> None:
         )
 
 
-def check_accumulate(accumulate: Any) -> None:
+def check_accumulate(accumulate: object) -> None:
     """Refuse what is not whether, such as how many batches there are.
 
     Raises:
@@ -253,7 +254,7 @@ def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | No
     return kind == "cuda"
 
 
-def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What to call a model with.
 
     Raises:
@@ -303,7 +304,7 @@ def _check_step(optimizer: Optimizer | None) -> None:
         )
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: object) -> None:
     """Refuse a loss that cannot be called with a model's output.
 
     Raises:
@@ -326,7 +327,7 @@ def check_loss(loss: Any) -> None:
         raise TypeError(f"loss is {name}{signature}: {error}; expected {form}") from None
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: object) -> Tensor:
     """The scalar to go backward from where the caller named none."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor):
@@ -363,7 +364,9 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
     held = Captured((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
 
-    def around(module: nn.Module, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+    def around(
+        module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> Any:
         say(name or type(module).__name__)
         if quick is not None:
             done, result = quick.call(simulation, module, name, call, args, kwargs)
@@ -372,7 +375,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         with simulation.ledger.call(name):
             return call(*args, **kwargs)
 
-    def step(*args: Any, **kwargs: Any) -> None:
+    def step(*args: object, **kwargs: object) -> None:
         if accumulate:
             earlier_gradients(model.parameters())
             note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
@@ -409,8 +412,9 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
 
 
 def _backward(
-    loss: Any, model: nn.Module, args: Any, kwargs: Any, ledger: Ledger, quick: Quick | None
-) -> None:
+    loss: Callable[[Any], Tensor], model: nn.Module, args: Args, kwargs: Kwargs, ledger: Ledger,
+    quick: Quick | None,
+) -> None:  # fmt: skip
     output = model(*args, **kwargs)
     with ledger.call(LOSS):
         value = loss(output)
@@ -448,7 +452,7 @@ def outside_autocast() -> Iterator[None]:
             torch.autocast_increment_nesting()
 
 
-def check_value(value: Any) -> None:
+def check_value(value: object) -> None:
     """Refuse what a loss returned if no backward starts from it.
 
     Raises:

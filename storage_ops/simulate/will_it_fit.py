@@ -50,7 +50,7 @@ class FitReport(Tabular):
 
 def will_it_fit(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     budget: int | float | str = "80GiB",
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = torch.optim.AdamW,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import SIMPLE, NotComparable
@@ -170,8 +171,8 @@ class _Leave(torch.autograd.Function):
 
 
 def record(
-    simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Any,
-    kwargs: Any, accumulate: bool,
+    simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Args,
+    kwargs: Kwargs, accumulate: bool,
 ) -> Recording:  # fmt: skip
     """Run a call by itself and write down what it does to the books.
 
@@ -208,7 +209,7 @@ class _Recorder:
         self._numbers: dict[Block, int] = {}  # of slots
         self._grads_there = 0  # the moment when the gradients of the outputs were there
 
-    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Recording:
+    def run(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Recording:
         """Run it and write down what it does."""
         events, arrived = self._side.events, list[Any]()
         has_gradient = [p.grad is not None for p in self._module.parameters()]
@@ -268,7 +269,7 @@ class _Recorder:
         )  # fmt: skip
 
     def _inputs(
-        self, args: Any, kwargs: Any, arrived: list[Any]
+        self, args: Args, kwargs: Kwargs, arrived: list[Any]
     ) -> tuple[list[Tensor], list[int], Any, Any]:
         """Copies to call with, the numbers of those that need a gradient, and the arguments."""
         leaves, form = tree_flatten((args, kwargs))
@@ -308,7 +309,7 @@ class _Recorder:
             self._simulation.imitate(copies[id(t)], t)
         return [copies[id(t)] for t in tensors]
 
-    def _output(self, leaf: Any, given: list[Tensor]) -> Any:
+    def _output(self, leaf: object, given: list[Tensor]) -> Any:
         """What a leaf of the result is."""
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, SIMPLE):
@@ -354,7 +355,9 @@ class _Recorder:
         if alive or any(self._roles.get(b, ("", 0))[0] not in (INPUT, OUTPUT) for b in dropped):
             raise NotComparable
 
-    def _numbered(self, events: Any, theirs: set[Block]) -> list[tuple[int, bool]]:
+    def _numbered(
+        self, events: Iterable[tuple[Any, Block, bool]], theirs: set[Block]
+    ) -> list[tuple[int, bool]]:
         return [(self._number(b), taken) for _, b, taken in events if b not in theirs]
 
     def _number(self, block: Block) -> int:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.state.unchanged import undo_changes
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.layers.recording import Recording, record
 from storage_ops.simulate.layers.replay import check_edges, replayed
 from storage_ops.simulate.layers.variants import Variants
@@ -36,7 +37,7 @@ class Quick:
 
     def call(
         self, simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any],
-        args: Any, kwargs: Any,
+        args: Args, kwargs: Kwargs,
     ) -> tuple[bool, Any]:  # fmt: skip
         """Carry out a call from a recording: whether it has one, and what it returns."""
         kind = self._kinds.of.get(id(module))
@@ -50,7 +51,7 @@ class Quick:
             return self._carry_out(simulation, module, kind, name, call, args, kwargs)
         plain = module.forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> Any:
             """The forward below the hooks of FSDP, which gathers parameters."""
             how = (simulation, module, kind, name, plain, args, kwargs)
             done, result = self._carry_out(*how)
@@ -65,7 +66,7 @@ class Quick:
 
     def _carry_out(
         self, simulation: Simulation, module: nn.Module, kind: ModuleKind, name: str,
-        call: Callable[..., Any], args: Any, kwargs: Any,
+        call: Callable[..., Any], args: Args, kwargs: Kwargs,
     ) -> tuple[bool, Any]:  # fmt: skip
         if not _is_plain():
             return False, None
@@ -99,7 +100,7 @@ class Quick:
 
     def _record(
         self, simulation: Simulation, module: nn.Module, kind: ModuleKind, name: str,
-        call: Callable[..., Any], args: Any, kwargs: Any,
+        call: Callable[..., Any], args: Args, kwargs: Kwargs,
     ) -> Recording:  # fmt: skip
         undo = undo_changes([module])
         self._records = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,13 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._simulation, self._on_meta = simulation, on_meta
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func in _OF_LEAVES and self._simulation.is_from_outside(args[0]):
             self._simulation.note_leaf(args[0])
         if func == _DATA.__set__ and self._simulation.is_from_outside(args[0]):
@@ -76,7 +82,7 @@ def _with_tensors_of_lengths(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of `ctc_loss` with lengths as tensors, which it reads by an op."""
 
-    def as_tensor(lengths: Any) -> Tensor:
+    def as_tensor(lengths: object) -> Tensor:
         return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
 
     names = ("input_lengths", "target_lengths")
@@ -94,7 +100,7 @@ def autocast_off_on_meta() -> Iterator[None]:
     plain = kind.__init__
 
     def __init__(
-        self: Any,
+        self: torch.autocast,
         device_type: str,
         dtype: torch.dtype | None = None,
         enabled: bool = True,

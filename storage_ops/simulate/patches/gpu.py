@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,11 +52,11 @@ def gpu_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, kernel: Any) -> Iterator[None]:
+def _replaced(module: object, name: str, kernel: Callable[..., Any]) -> Iterator[None]:
     """Let a function of a module be another one while a thread is simulating."""
     original = getattr(module, name)
 
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: object, **kwargs: object) -> Any:
         return (kernel if _is_simulated() else original)(*args, **kwargs)
 
     setattr(module, name, function)
@@ -95,7 +95,7 @@ def _is_simulated() -> bool:
     return _simulation() is not None
 
 
-def _original(name: str, *args: Any, **kwargs: Any) -> Any:
+def _original(name: str, *args: object, **kwargs: object) -> Any:
     """Call the kernel that was there before; torch takes the functions apart there."""
     op = getattr(torch.ops.aten, name).default
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -108,24 +108,43 @@ def _dropout(input: Tensor, p: float, train: bool) -> Any:
     return torch.native_dropout(input, p, True)[0]
 
 
+class _Context(Protocol):
+    """The context of a `torch.autograd.Function`.
+
+    torch's own class is not used: its annotations refuse to save None in the place of a tensor.
+    """
+
+    saved_tensors: tuple[Any, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 class _FusedRMSNorm(torch.autograd.Function):
     """One kernel that keeps the input and a number per row; on the CPU it is made of several."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: int, weight: Tensor | None) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, dims: int, weight: Tensor | None) -> Tensor:
         rows = (*x.shape[: x.dim() - dims], *(1 for _ in range(dims)))
         rstd = x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x, weight, rstd)
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)
 
 
 def _rms_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Any:
     if not _is_simulated():
         return _original("rms_norm", input, normalized_shape, weight, eps)
@@ -136,7 +155,7 @@ class _FlashAttention(torch.autograd.Function):
     """Keeps its inputs, its output and a number per query and head; never a score matrix."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         # By an op of a GPU, so that policies of checkpoints see it; its output has heads after
         # tokens in memory, as the layer that follows wants them.
         keys, values = _for_each_batch(q, k, v)
@@ -148,7 +167,7 @@ class _FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, out, lse = ctx.saved_tensors
         # By an op as well, so that its arithmetic counts; what it is told of sequences is not read.
         lengths = (lse, lse, q.shape[2], k.shape[2])
@@ -162,7 +181,7 @@ class _EfficientAttention(torch.autograd.Function):
     """Like `_FlashAttention`; takes masks, float32, and values with another head size."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         keys, values = _for_each_batch(q, k, v)
         op = torch.ops.aten._scaled_dot_product_efficient_attention
         results: Any = op(q, keys, values, None if mask is None else mask.detach(), True)
@@ -173,7 +192,7 @@ class _EfficientAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
         op: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         wanted = [True, True, True, ctx.needs_input_grad[3]]
@@ -259,7 +278,7 @@ class _FlexAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Any:
+    def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Any:
         strides = q.stride()
         order = sorted(range(4), key=lambda dim: -strides[dim])  # that of the queries in memory
         shape = (*q.shape[:3], v.shape[3])
@@ -272,7 +291,7 @@ class _FlexAttention(torch.autograd.Function):
         return out, lse, top
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: _Context, *gradients: Tensor | None) -> Any:
         q, k, v, _, lse, *captured = ctx.saved_tensors
         delta = torch.empty_like(lse)
         of_q = torch.empty_like(q)
@@ -292,8 +311,8 @@ class _FlexAttention(torch.autograd.Function):
 
 
 def _flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, *rest: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: object, block_mask: object, *rest: object,
+    **options: object,
 ) -> Any:  # fmt: skip
     simulation = _simulation()
     assert simulation is not None
@@ -308,7 +327,12 @@ def _flex_attention(
     return _FlexAttention.apply(query, key, value, *captured)  # type: ignore[no-untyped-call]
 
 
-def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+def _cond(
+    pred: object,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    operands: Sequence[object],
+) -> Any:
     """The branch that the condition says, which has to be known."""
     return (true_fn if bool(pred) else false_fn)(*operands)
 

@@ -39,7 +39,7 @@ def masks_as_in_a_run(values: Values) -> Iterator[None]:
 def _is_tracing(plain: Callable[..., Any], values: Values) -> Callable[..., bool]:
     """Return `is_tracing` of transformers 5, false for fake tensors whose values are known."""
 
-    def is_tracing(tensor: Any = None) -> bool:
+    def is_tracing(tensor: object = None) -> bool:
         if isinstance(tensor, FakeTensor) and values.read(tensor) is not None:
             return False
         return bool(plain(tensor))
@@ -50,7 +50,7 @@ def _is_tracing(plain: Callable[..., Any], values: Values) -> Callable[..., bool
 def _ignores_mask(plain: Callable[..., Any], values: Values) -> Callable[..., bool]:
     """Return a function of transformers 4, false for masks whose values are not known."""
 
-    def ignores_mask(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+    def ignores_mask(padding_mask: object, *args: object, **kwargs: object) -> bool:
         if isinstance(padding_mask, FakeTensor) and values.read(padding_mask) is None:
             return False
         return bool(plain(padding_mask, *args, **kwargs))

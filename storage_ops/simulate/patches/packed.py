@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ _RECURRENT: set[object] = {torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh
 OF_PACKED: set[object] = {*_RECURRENT, _VF._pack_padded_sequence, _VF._pad_packed_sequence}
 
 
-def call_packed(simulation: Simulation, func: Any, args: tuple[Any, ...]) -> Any:
+def call_packed(simulation: Simulation, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a function of `OF_PACKED` in a simulation, with the values of the batch sizes.
 
     A recurrent layer of a packed sequence has its parameters after batch sizes and hidden states.

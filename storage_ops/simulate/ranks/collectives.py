@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from storage_ops._op_arguments import tensors_in
+from storage_ops.foundation.op_names import Overload
+from storage_ops.foundation.ops import Args
 from storage_ops.simulate.ranks.ddp import ddp_in
 from storage_ops.simulate.ranks.fsdp import sharded_parameters, states_in
 from storage_ops.simulate.values.wrappers import is_wrapper
@@ -43,7 +45,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def is_spread(t: Any) -> bool:
+def is_spread(t: object) -> bool:
     """Whether a tensor is this rank's part of one that lies on several."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
@@ -101,7 +103,7 @@ def _part(p: Any) -> Any:
     return part
 
 
-def count_sent(sent: Counter[str], func: Any, args: Any) -> None:
+def count_sent(sent: Counter[str], func: Overload, args: Args) -> None:
     """Add the bytes that a collective sends from this rank."""
     op = func._schema.name.split("::")[1].lstrip("_")
     given = tensors_in(args[:2])
@@ -117,7 +119,7 @@ def count_sent(sent: Counter[str], func: Any, args: Any) -> None:
     sent[name] += whole * _ROUNDS[name] * (ranks - 1) // ranks
 
 
-def _ranks(func: Any, args: Any) -> int:
+def _ranks(func: Overload, args: Args) -> int:
     from torch.distributed import distributed_c10d as c10d
 
     for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -130,7 +132,7 @@ def _ranks(func: Any, args: Any) -> int:
     return 1
 
 
-def pretended(simulation: Simulation, func: Any, args: Any) -> Any:
+def pretended(simulation: Simulation, func: Overload, args: Args) -> Any:
     """What a collective in place returns, without carrying it out."""
     from torch._C._distributed_c10d import FakeWork
 
@@ -159,7 +161,7 @@ def propagation_unseen(simulation: Simulation) -> Iterator[None]:
     name = "_propagate_tensor_meta_non_cached"
     plain = getattr(kind, name)
 
-    def unseen(*args: Any, **kwargs: Any) -> Any:
+    def unseen(*args: object, **kwargs: object) -> Any:
         return simulation.unseen(plain, *args, **kwargs)
 
     setattr(kind, name, unseen)

@@ -41,7 +41,7 @@ def ddp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[
         yield
 
 
-def _ddp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _ddp_forward(self: nn.parallel.DistributedDataParallel, *args: object, **kwargs: object) -> Any:
     if self.will_sync_module_buffers() and torch.is_grad_enabled():
         for alike in _by_dtype(self.modules_buffers):
             # They are sent as one tensor, which a single one is already.
@@ -60,7 +60,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 @contextlib.contextmanager
-def _buckets(ddp: Any, simulation: Simulation) -> Iterator[None]:
+def _buckets(ddp: nn.parallel.DistributedDataParallel, simulation: Simulation) -> Iterator[None]:
     """The buckets of a DDP module, and the hooks that put gradients into them."""
     dist: Any = importlib.import_module("torch.distributed")
 
@@ -94,7 +94,11 @@ def _buckets(ddp: Any, simulation: Simulation) -> Iterator[None]:
 
 
 def _into_bucket(
-    ddp: Any, simulation: Simulation, bucket: Tensor, offset: int, ranks: int
+    ddp: nn.parallel.DistributedDataParallel,
+    simulation: Simulation,
+    bucket: Tensor,
+    offset: int,
+    ranks: int,
 ) -> Callable[[Tensor], None]:
     def hook(p: Tensor) -> None:
         if not ddp.require_backward_grad_sync:

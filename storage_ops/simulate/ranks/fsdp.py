@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,8 +83,8 @@ def _named(simulation: Simulation) -> Iterator[None]:
     """Let blocks that FSDP makes belong to what it does."""
     module = importlib.import_module(_CODE + _MODULES[0])
 
-    def under(plain: Any, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def under(plain: Callable[..., Any], name: str) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             with simulation.ledger.call(name):
                 return plain(*args, **kwargs)
 
@@ -136,7 +136,7 @@ class _Root(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self.layer(*args, **kwargs)
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ class Source:
     line: str
 
     @staticmethod
-    def here(func: Any, kind: str) -> Source:
+    def here(func: object, kind: str) -> Source:
         """The op that runs now."""
         return Source(name_of(func), kind, users_line(sys._getframe(1)))
 
@@ -102,7 +101,7 @@ class Assumption:
         return self._of.get("item")
 
 
-def _share(what: str, number: Any) -> float:
+def _share(what: str, number: object) -> float:
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise TypeError(
             f"estimate: {what} is {number!r}; expected a share (a float from 0.0 to 1.0) or a "
@@ -130,7 +129,7 @@ def unanswered(asked: Source, cause: Source | None) -> RuntimeError:
     )
 
 
-def name_of(func: Any) -> str:
+def name_of(func: object) -> str:
     """What people call an op."""
     schema = getattr(func, "_schema", None)
     name = schema.name.split("::")[-1] if schema is not None else str(func)

@@ -15,10 +15,10 @@ import functools
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from storage_ops._op_arguments import tensors_in, with_tensors
+from storage_ops.foundation.op_names import Overload
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.values.assume import Assumption, Source, name_of
 
 _aten = torch.ops.aten
@@ -131,7 +133,7 @@ class Values:
                 self._bytes[key] = self._later.pop(key)()
             return _view(self._bytes[key], t.dtype, t.shape, t.stride(), t.storage_offset())
 
-    def _is_known(self, t: Any) -> bool:
+    def _is_known(self, t: object) -> bool:
         if not _is_strided(t) or t.numel() > _LIMIT:
             return False
         key = _key_of(t)
@@ -170,14 +172,14 @@ class Values:
 
         self._later[key] = made
 
-    def source(self, args: Any) -> Source | None:
+    def source(self, args: object) -> Source | None:
         """Who made a value among these unknown."""
         for t in tensors_in(args):
             if _is_strided(t) and not self._is_known(t):
                 return self._sources.get(_key_of(t))
         return None
 
-    def compute(self, func: Any, args: Any, kwargs: Any, any_numbers: bool = False) -> Any:
+    def compute(self, func: Overload, args: Args, kwargs: Kwargs, any_numbers: bool = False) -> Any:
         """Run an op on known values, or return None if not all are known.
 
         Args:
@@ -208,7 +210,7 @@ class Values:
             except (RuntimeError, IndexError):  # a kernel that the CPU does not have
                 return None
 
-    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def follow(self, func: Overload, args: Args, kwargs: Kwargs, out: object) -> None:
         """Note what an op did to values, once it ran on fake tensors."""
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return  # found_inf stays 0.0: numbers are finite
@@ -240,7 +242,7 @@ class Values:
             self._suppose(func, args, kwargs, leaf)
 
     def _follow_numbers(
-        self, func: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor]
+        self, func: Overload, args: Args, kwargs: Kwargs, out: object, written: list[Tensor]
     ) -> None:  # fmt: skip
         """Note what an op on short data and constants did, such as one that makes a mask."""
         given = tensors_in((args, kwargs))
@@ -278,7 +280,7 @@ class Values:
 
         self._later[self._key(t)] = made
 
-    def _suppose(self, func: Any, args: Any, kwargs: Any, t: Tensor) -> None:
+    def _suppose(self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor) -> None:
         """Give a tensor that depends on unknown values those that the assumption says."""
         name = name_of(func)
         is_integer = not t.dtype.is_floating_point and not t.dtype.is_complex
@@ -302,7 +304,7 @@ class Values:
             dim = _along(name, args, kwargs)
             self._know(t, partial(_choices, dim, args[0].shape, t.shape, count))
 
-    def _is_unknown(self, func: Any, args: Any, kwargs: Any, t: Tensor, kind: str) -> None:
+    def _is_unknown(self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor, kind: str) -> None:
         """Note who is to be told of, should the values of a tensor be asked for."""
         cause = self.source((args, kwargs))
         if cause is None or cause.kind == "value":
@@ -316,7 +318,7 @@ class Values:
             self._alive[key] = weakref.ref(storage, partial(self._gone, key))
         return key
 
-    def _gone(self, key: int, reference: Any) -> None:
+    def _gone(self, key: int, reference: object) -> None:
         for table in (self._bytes, self._later, self._sources, self._known, self._alive):
             table.pop(key, None)
 
@@ -326,7 +328,7 @@ def _key_of(t: Tensor) -> int:
     return key
 
 
-def _is_strided(value: Any) -> bool:
+def _is_strided(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout == torch.strided
 
 
@@ -341,7 +343,7 @@ def _is_short(t: Tensor) -> bool:
     return t.is_floating_point() and _is_strided(t) and t.untyped_storage().nbytes() <= _SHORT
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def _written(func: Overload, args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
     """Tensors that an op writes to."""
     for i, name in _places_written(func):
         value = args[i] if i < len(args) else kwargs.get(name)
@@ -349,13 +351,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 @functools.cache
-def _places_written(func: Any) -> list[tuple[int, str]]:
+def _places_written(func: Overload) -> list[tuple[int, str]]:
     arguments = enumerate(func._schema.arguments)
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 @contextlib.contextmanager
-def _private_random_numbers(func: Any) -> Iterator[None]:
+def _private_random_numbers(func: Overload) -> Iterator[None]:
     """Let an op that draws draw the same every time, and leave the generator as it was."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         yield
@@ -365,7 +367,7 @@ def _private_random_numbers(func: Any) -> Iterator[None]:
         yield
 
 
-def _of_finite_numbers(func: Any, args: Any) -> bool | None:
+def _of_finite_numbers(func: Overload, args: Args) -> bool | None:
     """What a condition is for every finite number, if that does not depend on the number."""
     name = name_of(func)
     if name in ("isnan", "isinf"):
@@ -390,7 +392,7 @@ def _some_true(shape: torch.Size, count: int) -> Tensor:
     return value.view(shape)
 
 
-def _along(name: str, args: Any, kwargs: Any) -> int | None:
+def _along(name: str, args: Args, kwargs: Kwargs) -> int | None:
     """The dimension along which an op chooses; None is all of them."""
     at = _CHOICES[name]
     if at is None:
@@ -428,7 +430,13 @@ def _same(value: Tensor) -> Tensor:
     return value
 
 
-def _view(whole: Tensor, dtype: Any, shape: Any, stride: Any, offset: Any) -> Tensor:
+def _view(
+    whole: Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int | torch.SymInt,
+) -> Tensor:
     """Elements that lie somewhere in bytes."""
     elements = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
     return elements.as_strided(shape, stride, offset)

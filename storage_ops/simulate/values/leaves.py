@@ -20,7 +20,7 @@ class Leaf:
     hooks: list[tuple[str, dict[int, Any] | None]]
 
     @staticmethod
-    def of(t: Any) -> Leaf:
+    def of(t: Tensor) -> Leaf:
         """Return the state that a tensor has now."""
         hooks = [(name, getattr(t, name, None)) for name in _HOOKS]
         copies = [(name, None if found is None else dict(found)) for name, found in hooks]

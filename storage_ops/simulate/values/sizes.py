@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
@@ -89,7 +87,7 @@ class Sizes:
         result: Tensor = _aten.index.Tensor(t, found)
         return result
 
-    def _repeat_interleave(self, func: Op, repeats: Tensor, output_size: Any = None) -> Tensor:
+    def _repeat_interleave(self, func: Op, repeats: Tensor, output_size: object = None) -> Tensor:
         return repeats.new_empty(self._length(func, repeats))
 
     def _bincount(

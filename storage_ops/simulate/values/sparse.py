@@ -7,7 +7,7 @@ simulated here, as the CUDA kernels do them, with what they only take while they
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from storage_ops.foundation.op_names import Overload
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.values.assume import name_of, users_line
 
 _aten = torch.ops.aten
@@ -54,7 +56,7 @@ class Sparse:
         self._paused, self._distinct, self._temporary = paused, distinct, temporary
         self._parts = WeakTensorKeyDictionary()
 
-    def new(self, indices: Tensor, values: Tensor, size: Any, coalesced: bool) -> Tensor:
+    def new(self, indices: Tensor, values: Tensor, size: Sequence[int], coalesced: bool) -> Tensor:
         """Return a sparse tensor of these parts."""
         shell: Tensor = self._paused(
             _aten._sparse_coo_tensor_with_dims.default, len(indices), values.dim() - 1, size,
@@ -71,7 +73,7 @@ class Sparse:
         """The tensors that hold a sparse tensor's bytes."""
         return [self._of(t).indices, self._of(t).values]
 
-    def takes(self, func: Any, args: Any, given: list[Tensor]) -> bool:
+    def takes(self, func: Overload, args: Args, given: list[Tensor]) -> bool:
         """Whether an op, given these tensors, takes or makes sparse ones and looks into them."""
         if func.namespace == "prim" or func in _METADATA:
             return False
@@ -79,7 +81,7 @@ class Sparse:
             return bool(args[9])
         return func in _CONSTRUCTORS or any(map(_is_sparse, given))
 
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, func: Overload, args: Args, kwargs: Kwargs) -> Any:
         """Run such an op."""
         if func in _CONSTRUCTORS:
             return self._construct(func, args, kwargs)
@@ -104,29 +106,29 @@ class Sparse:
         indices = own.indices.clone() if name == "clone" else own.indices
         return self.new(indices, values, args[0].shape, own.coalesced)
 
-    def _construct(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def _construct(self, func: Overload, args: Args, kwargs: Kwargs) -> Tensor:
         given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
         given.update(kwargs)
         coalesced = bool(given.get("is_coalesced", False))
         return self.new(given["indices"], given["values"], given["size"], coalesced)
 
-    def _indices_of(self, func: Any, t: Tensor) -> Tensor:
+    def _indices_of(self, func: Overload, t: Tensor) -> Tensor:
         return self._of(t).indices.detach()
 
-    def _values_of(self, func: Any, t: Tensor) -> Tensor:
+    def _values_of(self, func: Overload, t: Tensor) -> Tensor:
         return self._of(t).values.detach()
 
-    def _nnz_of(self, func: Any, t: Tensor) -> int:
+    def _nnz_of(self, func: Overload, t: Tensor) -> int:
         return len(self._of(t).values)
 
-    def _is_coalesced_of(self, func: Any, t: Tensor) -> bool:
+    def _is_coalesced_of(self, func: Overload, t: Tensor) -> bool:
         return self._of(t).coalesced
 
-    def _coalesced_of(self, func: Any, t: Tensor, coalesced: bool) -> Tensor:
+    def _coalesced_of(self, func: Overload, t: Tensor, coalesced: bool) -> Tensor:
         self._of(t).coalesced = coalesced
         return t
 
-    def _coalesce_of(self, func: Any, t: Tensor) -> Tensor:
+    def _coalesce_of(self, func: Overload, t: Tensor) -> Tensor:
         own = self._of(t)
         if own.coalesced:
             return t
@@ -135,36 +137,38 @@ class Sparse:
         return self.new(indices, own.values.new_empty((n, *own.values.shape[1:])), t.shape, True)
 
     def _embedding_bag_backward_of(
-        self, func: Any, grad: Tensor, indices: Tensor, *options: Any, **_: Any
+        self, func: Overload, grad: Tensor, indices: Tensor, *options: Any, **_: object
     ) -> Tensor:
         """A row of the gradient for every index, that of its bag."""
         rows = grad.new_empty((indices.numel(), grad.shape[1]))
         return self.new(indices.view(1, -1), rows, (options[4], grad.shape[1]), False)
 
-    def _detach_of(self, func: Any, t: Tensor) -> Tensor:
+    def _detach_of(self, func: Overload, t: Tensor) -> Tensor:
         own = self._of(t)
         return self.new(own.indices, own.values, t.shape, own.coalesced)
 
     _alias_of = _detach_of
 
-    def _zero_of(self, func: Any, t: Tensor) -> Tensor:
+    def _zero_of(self, func: Overload, t: Tensor) -> Tensor:
         own = self._of(t)
         empty = own.values.new_empty((0, *own.values.shape[1:]))
         self._parts[t] = Parts(own.indices.new_empty((len(own.indices), 0)), empty, True)
         return t
 
-    def _sparse_mask_of(self, func: Any, t: Tensor, mask: Tensor) -> Tensor:
+    def _sparse_mask_of(self, func: Overload, t: Tensor, mask: Tensor) -> Tensor:
         own = self._of(mask)
         values = torch.empty_like(own.values, dtype=t.dtype)
         self._temporary(values, str(func))  # the rows, before they are multiplied by the mask
         return self.new(own.indices.clone(), values, t.shape, own.coalesced)
 
-    def _to_dense_of(self, func: Any, t: Tensor, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
+    def _to_dense_of(
+        self, func: Overload, t: Tensor, dtype: torch.dtype | None = None, *_: object, **__: object
+    ) -> Tensor:
         own = self._of(t)
         dense: Tensor = own.values.new_empty(t.shape, dtype=dtype or t.dtype)
         return dense
 
-    def _add_of(self, func: Any, t: Tensor, other: Tensor, *, alpha: Any = 1) -> Tensor:
+    def _add_of(self, func: Overload, t: Tensor, other: Tensor, *, alpha: object = 1) -> Tensor:
         """A sparse one to a dense one, or two sparse ones: the elements of both, in one list."""
         in_place = func._schema.is_mutable
         own, added = self._parts.get(t), self._parts.get(other)
@@ -179,5 +183,5 @@ class Sparse:
         return self.new(parts.indices, parts.values, t.shape, False)
 
 
-def _is_sparse(value: Any) -> bool:
+def _is_sparse(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.sparse_coo

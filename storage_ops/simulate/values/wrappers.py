@@ -21,7 +21,7 @@ def is_wrapper_type(kind: type) -> bool:
     return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
 
 
-def is_wrapper(t: Any) -> bool:
+def is_wrapper(t: object) -> bool:
     """Whether a tensor is taken apart by its own class."""
     return is_wrapper_type(type(t))
 
