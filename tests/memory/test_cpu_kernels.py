@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from storage_ops.foundation import ops
@@ -17,6 +18,10 @@ def numbers(dtype, *shape):
 
 def indices():
     return torch.randint(ROWS, (ROWS, WIDTH))
+
+
+def classes():
+    return torch.randint(WIDTH, (2, ROWS // 2))
 
 
 def zeros(dtype):
@@ -63,6 +68,19 @@ CASES = {
     "aten::kthvalue": [lambda x: x.kthvalue(3, -1)[0], lambda x: x.kthvalue(3, 0)[0]],
     "aten::linalg_matrix_exp": [lambda x: torch.matrix_exp(x.view(-1, 16, 16))],
     "aten::renorm": [lambda x: x.renorm(2, 0, 1.0)],
+    "aten::_softmax": [lambda x: x.t().softmax(-1), lambda x: x.t().softmax(0)],
+    "aten::_log_softmax": [lambda x: x.t().log_softmax(-1)],
+    "aten::_softmax_backward_data": [lambda x: x.softmax(0).sum(), lambda x: x.softmax(0).t()],
+    "aten::_log_softmax_backward_data": [lambda x: x.log_softmax(0).t().relu().sum()],
+    "aten::nll_loss_forward": [
+        lambda x: F.nll_loss(x.t(), indices()[0]),
+        lambda x: F.nll_loss(x.t(), indices()[0], reduction="none"),
+        lambda x: F.nll_loss(x.log_softmax(0).t(), indices()[0]),
+    ],
+    "aten::nll_loss2d_forward": [
+        lambda x: F.nll_loss(x.view(2, -1, WIDTH).transpose(1, 2), classes()),
+        lambda x: F.cross_entropy(x.view(2, -1, WIDTH).transpose(1, 2), classes()),
+    ],
     "aten::_euclidean_dist": [lambda x: torch.cdist(x.float(), x.float()[:100])],
 }  # fmt: skip
 ELSEWHERE = {  # tested with the layers that call these ops
