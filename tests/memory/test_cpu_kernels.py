@@ -28,6 +28,10 @@ def zeros(dtype):
     return torch.zeros(2 * ROWS, WIDTH, dtype=dtype)
 
 
+def normalized(x):
+    return F.batch_norm(x, torch.zeros(16), torch.ones(16), training=True)
+
+
 def reduced(how):
     return lambda x: zeros(x.dtype).scatter_reduce(0, indices(), x, how)
 
@@ -68,6 +72,12 @@ CASES = {
     "aten::kthvalue": [lambda x: x.kthvalue(3, -1)[0], lambda x: x.kthvalue(3, 0)[0]],
     "aten::linalg_matrix_exp": [lambda x: torch.matrix_exp(x.view(-1, 16, 16))],
     "aten::renorm": [lambda x: x.renorm(2, 0, 1.0)],
+    "aten::native_batch_norm_backward": [
+        lambda x: normalized(x.float().view(-1, 16, 8, 8)),
+        lambda x: normalized(x.float().view(-1, 8, 8, 16).permute(0, 3, 1, 2)),
+        lambda x: normalized(x.float().view(-1, 8, 16).transpose(1, 2)),
+    ],
+    "aten::roll": [lambda x: x.roll((1, 2), (0, 1)), lambda x: x.t().roll(3)],
     "aten::_softmax": [lambda x: x.t().softmax(-1), lambda x: x.t().softmax(0)],
     "aten::_log_softmax": [lambda x: x.t().log_softmax(-1)],
     "aten::_softmax_backward_data": [lambda x: x.softmax(0).sum(), lambda x: x.softmax(0).t()],
@@ -157,3 +167,45 @@ def test_peaks_of_recurrent_layers(name):
     check(lambda: torch.autograd.grad(layer(x)[1][0].sum(), [x, *layer.parameters()][:3]), rel)
     with torch.no_grad():
         check(lambda: layer(x), rel)
+
+
+def transposed():
+    return torch.rand(8, 64, 16).transpose(1, 2).requires_grad_()
+
+
+def channels_last():
+    return torch.rand(8, 4, 6, 16).permute(0, 3, 1, 2).requires_grad_()
+
+
+def columns_first():
+    return torch.rand(8, 4, 6, 16).transpose(1, 3).requires_grad_()
+
+
+def contiguous():
+    return torch.rand(8, 16, 4, 6).requires_grad_()
+
+
+STRIDED = {
+    "batch norm": normalized,
+    "roll": lambda x: x.roll(1, 1),
+    "roll of two dimensions": lambda x: x.roll((1, 2), (1, 2)),
+    "channel shuffle": lambda x: F.channel_shuffle(x, 2),
+}
+
+
+@pytest.mark.parametrize("make", [transposed, channels_last, columns_first, contiguous])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strides_of_results(name, make):
+    if name == "channel shuffle" and make is transposed:
+        return  # images only
+    found = []
+
+    def run():
+        x = make()
+        value = STRIDED[name](x)
+        gradient = torch.autograd.grad(value, x, torch.ones(value.shape))[0]
+        found.append((value.stride(), gradient.stride()))
+        return value, value.transpose(1, 2).contiguous(), gradient.reshape(-1)
+
+    check(run)
+    assert found[0] == found[1]

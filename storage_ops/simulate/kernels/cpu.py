@@ -19,7 +19,7 @@ from torch import Tensor
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.matmul import aten
-from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense, memory_format_of
 from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
 
 # Channels of a block. With AVX2 a vector has eight numbers of 32 bits.
@@ -122,6 +122,20 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
     scratch.give_back(dense)
 
 
+def _batch_norm_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
+    """Allocate the gradient of the input twice if all operands have one memory format."""
+    of_x = out[0]
+    again = []
+    if of_x is not None:
+        given = memory_format_of(args[1])
+        if all(t.is_contiguous(memory_format=given) for t in args[:2]):
+            again = scratch.take(of_x)
+    for t in out:
+        if t is not None:
+            see(t)
+    scratch.give_back(again)
+
+
 def _ctc_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """The backward variables of CTC are as large as the forward ones."""
     see(out)
@@ -208,5 +222,6 @@ describe(
 describe("mkldnn_rnn_layer_backward.default", scratch_on_cpu=_lstm_backward)
 describe("_ctc_loss_backward", scratch_on_cpu=_ctc_backward, scratch_on_gpu=_ctc_backward)
 describe("mm addmm", scratch_on_cpu=_product)
+describe("native_batch_norm_backward", scratch_on_cpu=_batch_norm_backward)
 describe("convolution.default", scratch_on_cpu=_convolution)
 describe("convolution_backward.default", scratch_on_cpu=_convolution_backward)

@@ -112,6 +112,14 @@ def _nll_loss(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See
     of_contiguous(*([0] if reduction else []))(scratch, args, out, see)
 
 
+def _roll(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    """Roll one dimension after the other, each into a new tensor."""
+    dims = args[2] if len(args) > 2 else []
+    taken = scratch.take(*[out] * (len(dims) - 1)) if dims else scratch.contiguous(args[0])
+    see(out)
+    scratch.give_back(taken)
+
+
 describe("tag::pointwise", scratch_on_cpu=_promoted(0))
 describe("where", scratch_on_cpu=_promoted(1))
 describe("abs angle", scratch_on_cpu=_complex_to_real)
@@ -134,3 +142,4 @@ describe(
 )  # fmt: skip
 describe("nll_loss_forward", scratch_on_cpu=_nll_loss, scratch_on_gpu=of_contiguous(0))
 describe("nll_loss2d_forward", scratch_on_cpu=_nll_loss, scratch_on_gpu=_nll_loss)
+describe("roll", scratch_on_cpu=_roll)
