@@ -76,6 +76,7 @@ class Row(TypedDict, total=False):
     sized_by_integers: bool
     in_place: Op
     result: Callable[..., object]
+    result_on_cpu: Callable[..., object]
     sized: Callable[..., object]
     scratch: Callable[..., None]
     scratch_on_cpu: Callable[..., None]
@@ -112,6 +113,7 @@ class OpFacts:
             which fake tensors do not know.
         in_place: the op that autograd calls instead if its first argument is a tensor of its own.
         result: returns the result for fake tensors, or NotImplemented if torch's own is right.
+        result_on_cpu: the same for the CPU kernel alone.
         sized: returns the result if its size depends on unknown values.
         scratch: records what real tensors allocate in the op besides what fake tensors show.
         scratch_on_cpu: records the temporary memory of the CPU kernel.
@@ -137,6 +139,7 @@ class OpFacts:
     sized_by_integers: bool = False
     in_place: Op | None = None
     result: Callable[..., object] | None = None
+    result_on_cpu: Callable[..., object] | None = None
     sized: Callable[..., object] | None = None
     scratch: Callable[..., None] | None = None
     scratch_on_cpu: Callable[..., None] | None = None

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from storage_ops._callers import warn_caller
 from storage_ops.fitting.conditions import Conditions, Difference, named_arguments
 from storage_ops.fitting.plan import FitPlan
+from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.quantities import readable
 
 _DOUBT = 0.01  # how much more than its predicted peak a plan may take without a word
@@ -48,7 +49,7 @@ class FirstBatch:
         self._plan, self._training, self._refuse = plan, training, refuse
         self.disarm = model.register_forward_pre_hook(self._look, with_kwargs=True).remove
 
-    def _look(self, module: nn.Module, args: object, kwargs: object) -> None:
+    def _look(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.disarm()
@@ -77,7 +78,7 @@ class FirstBatch:
                 stack.enter_context(torch.autocast(device, dtype))
             yield
 
-    def _peak(self, model: nn.Module, args: object, kwargs: object) -> int | None:
+    def _peak(self, model: nn.Module, args: Args, kwargs: Kwargs) -> int | None:
         """Return the peak of a step with this batch and the plan; None if it is not simulated."""
         batch = named_arguments(model, args, kwargs) if kwargs else args
         optimizer = self._training.optimizer if self._plan.conditions.optimizer else None

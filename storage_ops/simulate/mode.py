@@ -341,7 +341,8 @@ class Simulation(TorchDispatchMode):
             with self:
                 return self._sparse(func, args, kwargs)
         try:
-            out = NotImplemented if facts.result is None else facts.result(*args, **kwargs)
+            result = facts.result if self.on_gpu else facts.result_on_cpu or facts.result
+            out = NotImplemented if result is None else result(*args, **kwargs)
             if out is NotImplemented:
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):

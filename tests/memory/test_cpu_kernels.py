@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from storage_ops.foundation import ops
@@ -19,8 +20,16 @@ def indices():
     return torch.randint(ROWS, (ROWS, WIDTH))
 
 
+def classes():
+    return torch.randint(WIDTH, (2, ROWS // 2))
+
+
 def zeros(dtype):
     return torch.zeros(2 * ROWS, WIDTH, dtype=dtype)
+
+
+def normalized(x):
+    return F.batch_norm(x, torch.zeros(16), torch.ones(16), training=True)
 
 
 def reduced(how):
@@ -63,11 +72,31 @@ CASES = {
     "aten::kthvalue": [lambda x: x.kthvalue(3, -1)[0], lambda x: x.kthvalue(3, 0)[0]],
     "aten::linalg_matrix_exp": [lambda x: torch.matrix_exp(x.view(-1, 16, 16))],
     "aten::renorm": [lambda x: x.renorm(2, 0, 1.0)],
+    "aten::native_batch_norm_backward": [
+        lambda x: normalized(x.float().view(-1, 16, 8, 8)),
+        lambda x: normalized(x.float().view(-1, 8, 8, 16).permute(0, 3, 1, 2)),
+        lambda x: normalized(x.float().view(-1, 8, 16).transpose(1, 2)),
+    ],
+    "aten::roll": [lambda x: x.roll((1, 2), (0, 1)), lambda x: x.t().roll(3)],
+    "aten::_softmax": [lambda x: x.t().softmax(-1), lambda x: x.t().softmax(0)],
+    "aten::_log_softmax": [lambda x: x.t().log_softmax(-1)],
+    "aten::_softmax_backward_data": [lambda x: x.softmax(0).sum(), lambda x: x.softmax(0).t()],
+    "aten::_log_softmax_backward_data": [lambda x: x.log_softmax(0).t().relu().sum()],
+    "aten::nll_loss_forward": [
+        lambda x: F.nll_loss(x.t(), indices()[0]),
+        lambda x: F.nll_loss(x.t(), indices()[0], reduction="none"),
+        lambda x: F.nll_loss(x.log_softmax(0).t(), indices()[0]),
+    ],
+    "aten::nll_loss2d_forward": [
+        lambda x: F.nll_loss(x.view(2, -1, WIDTH).transpose(1, 2), classes()),
+        lambda x: F.cross_entropy(x.view(2, -1, WIDTH).transpose(1, 2), classes()),
+    ],
     "aten::_euclidean_dist": [lambda x: torch.cdist(x.float(), x.float()[:100])],
 }  # fmt: skip
 ELSEWHERE = {  # tested with the layers that call these ops
     "aten::mm", "aten::addmm", "aten::convolution.default", "aten::convolution_backward.default",
-    "aten::_ctc_loss_backward",
+    "aten::_ctc_loss_backward", "aten::mkldnn_rnn_layer.default",
+    "aten::mkldnn_rnn_layer_backward.default",
 }  # fmt: skip
 
 
@@ -76,8 +105,8 @@ def test_every_row_has_a_case():
     assert rows == CASES.keys() | ELSEWHERE
 
 
-def check(run):
-    assert simulated_peak(run) == pytest.approx(measured_peak(run), rel=0.03, abs=4096)
+def check(run, rel=0.03):
+    assert simulated_peak(run) == pytest.approx(measured_peak(run), rel=rel, abs=4096)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -114,3 +143,71 @@ def test_peaks_of_convolutions(name):
     layer, x = make(), numbers(torch.float32, *shape).requires_grad_()
     check(lambda: layer(x))
     check(lambda: torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()]))
+
+
+RECURRENT = {
+    "long": (lambda: nn.LSTM(24, 48), (30, 4, 24)),
+    "two directions and layers": (
+        lambda: nn.LSTM(50, 32, num_layers=2, bidirectional=True, batch_first=True), (6, 12, 50)
+    ),
+    "large batch": (lambda: nn.LSTM(100, 64, bias=False), (3, 150, 100)),
+    "single step": (lambda: nn.LSTM(16, 256), (1, 8, 16)),
+    "GRU": (lambda: nn.GRU(24, 48), (2, 8, 24)),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_peaks_of_recurrent_layers(name):
+    """oneDNN keeps a workspace for the backward, which torch's fake leaves empty."""
+    make, shape = RECURRENT[name]
+    layer, x = make(), numbers(torch.float32, *shape).requires_grad_()
+    # Other processors need other temporary memory for their products, which rows do not know.
+    rel = 0.03 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 0.25
+    check(lambda: layer(x), rel)
+    check(lambda: torch.autograd.grad(layer(x)[0].sum(), [x, *layer.parameters()]), rel)
+    check(lambda: torch.autograd.grad(layer(x)[1][0].sum(), [x, *layer.parameters()][:3]), rel)
+    with torch.no_grad():
+        check(lambda: layer(x), rel)
+
+
+def transposed():
+    return torch.rand(8, 64, 16).transpose(1, 2).requires_grad_()
+
+
+def channels_last():
+    return torch.rand(8, 4, 6, 16).permute(0, 3, 1, 2).requires_grad_()
+
+
+def columns_first():
+    return torch.rand(8, 4, 6, 16).transpose(1, 3).requires_grad_()
+
+
+def contiguous():
+    return torch.rand(8, 16, 4, 6).requires_grad_()
+
+
+STRIDED = {
+    "batch norm": normalized,
+    "roll": lambda x: x.roll(1, 1),
+    "roll of two dimensions": lambda x: x.roll((1, 2), (1, 2)),
+    "channel shuffle": lambda x: F.channel_shuffle(x, 2),
+}
+
+
+@pytest.mark.parametrize("make", [transposed, channels_last, columns_first, contiguous])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strides_of_results(name, make):
+    if name == "channel shuffle" and make is transposed:
+        return  # images only
+    found = []
+
+    def run():
+        x = make()
+        value = STRIDED[name](x)
+        gradient = torch.autograd.grad(value, x, torch.ones(value.shape))[0]
+        found.append((value.stride(), gradient.stride()))
+        return value, value.transpose(1, 2).contiguous(), gradient.reshape(-1)
+
+    check(run)
+    assert found[0] == found[1]

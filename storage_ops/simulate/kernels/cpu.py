@@ -4,11 +4,15 @@ oneDNN convolves copies of its operands that lie in blocks of channels, the last
 copies the result back. With Arm's Compute Library it multiplies a copy of a weight of float32.
 Observed with torch 2.13 by allocation events, on AVX2, AVX-512 and an emulated aarch64. Not counted
 is what products of 16 bits copy on Arm, and convolutions of 16 bits on AVX2.
+
+oneDNN runs each layer and direction of an LSTM in float32. Training keeps a workspace for the
+backward. The workspace also has room for the gradients of all states. Observed on AVX2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +20,14 @@ from torch import Tensor
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.matmul import aten
-from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense, memory_format_of
 from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
 
 # Channels of a block. With AVX2 a vector has eight numbers of 32 bits.
 _CHANNELS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
 _FEW_CHANNELS = 8  # an input of fewer is read as it is
+_PAGE = 4096  # bytes
+_LARGE_BATCH = 128  # from here on, an LSTM computes the gates of a time step in its turn
 _WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
 
 
@@ -119,6 +125,20 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
     scratch.give_back(dense)
 
 
+def _batch_norm_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
+    """Allocate the gradient of the input twice if all operands have one memory format."""
+    of_x = out[0]
+    again = []
+    if of_x is not None:
+        given = memory_format_of(args[1])
+        if all(t.is_contiguous(memory_format=given) for t in args[:2]):
+            again = scratch.take(of_x)
+    for t in out:
+        if t is not None:
+            see(t)
+    scratch.give_back(again)
+
+
 def _ctc_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """The backward variables of CTC are as large as the forward ones."""
     see(out)
@@ -126,7 +146,85 @@ def _ctc_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     scratch.use(log_alpha, log_alpha.nbytes)
 
 
+def _padded(size: int) -> int:
+    """Return the length of the rows of an LSTM's matrices: 64 bytes, no multiple of 256 numbers."""
+    length = -(-size // 16) * 16
+    return length + 16 if length % 256 == 0 else length
+
+
+def _pages(*numbers: int) -> int:
+    """Return the bytes of matrices of float32, each in whole pages."""
+    return sum(-(-4 * n // _PAGE) * _PAGE for n in numbers)
+
+
+def _lstm_states(x: Tensor, hidden: int) -> tuple[int, int]:
+    """Return how many numbers the hidden states and the cell states of all time steps have."""
+    tokens, batch, features = x.shape
+    rows = 2 * (tokens + 1) * batch
+    return rows * _padded(max(features, hidden)), rows * hidden
+
+
+def _lstm_step(rows: int, batch: int, hidden: int) -> tuple[int, int]:
+    """Return how many numbers the gates of `rows` rows and the hidden state of a step have."""
+    return rows * _padded(4 * hidden), batch * _padded(hidden)
+
+
+def _lstm_result(*args: Any) -> tuple[Tensor, ...]:
+    """Return the results of a layer with its workspace, which torch's fake leaves empty."""
+    output, hy, cy, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*args)
+    if torch.is_grad_enabled():
+        (tokens, batch, _), hidden = args[0].shape, args[10]
+        gates, state = _lstm_step(tokens * batch, tokens * batch, hidden)
+        states, cells = _lstm_states(args[0], hidden)
+        # The states with their gradients: those of the layer, of the hidden and of the cell state.
+        nbytes = _pages(gates, state, states, cells, states, states, cells)
+        workspace = args[0].new_empty(nbytes, dtype=torch.uint8)
+    return output, hy, cy, workspace
+
+
+def _lstm(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
+    (tokens, batch, features), hidden = args[0].shape, args[10]
+    for result in out:
+        see(result)
+    if torch.is_grad_enabled():
+        rows = batch if batch >= _LARGE_BATCH else tokens * batch
+        gates, state = _lstm_step(rows, batch, hidden)
+        working, width = _pages(gates, state, state), _padded(4 * hidden)
+    else:
+        working = _pages(*_lstm_states(args[0], hidden), *_lstm_step(batch, batch, hidden))
+        width = 4 * (-(-hidden // 16) * 16)
+    scratch.use(args[0], working + _PAGE + 16 * hidden + 4 * (features + hidden) * width)
+
+
+def _lstm_backward(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
+    x, weights, states, gradients = args[0], args[1:3], args[7:10], args[10:13]
+    (tokens, batch, _), hidden = x.shape, args[15]
+    copied = [
+        state
+        for state, grad in zip(states, gradients, strict=True)
+        if grad is None or not grad.is_contiguous()
+    ]
+    copies = [b for t in copied for b in scratch.take_bytes(t, t.numel() * t.itemsize)]
+    for result in out:
+        see(result)
+    nbytes = 0
+    for weight in weights:
+        rows, columns = weight.shape
+        nbytes += 4 * columns * _padded(rows)  # of the gradient
+        nbytes += 0 if columns == _padded(columns) else 4 * rows * _padded(columns)
+    gates, state = _lstm_step(tokens * batch, batch, hidden)
+    scratch.use(x, nbytes + _pages(gates, state, state) + _PAGE + 16 * hidden)
+    scratch.give_back(copies)
+
+
+describe(
+    "mkldnn_rnn_layer.default",
+    result_on_cpu=_lstm_result,
+    scratch_on_cpu=_lstm,
+)
+describe("mkldnn_rnn_layer_backward.default", scratch_on_cpu=_lstm_backward)
 describe("_ctc_loss_backward", scratch_on_cpu=_ctc_backward, scratch_on_gpu=_ctc_backward)
 describe("mm addmm", scratch_on_cpu=_product)
+describe("native_batch_norm_backward", scratch_on_cpu=_batch_norm_backward)
 describe("convolution.default", scratch_on_cpu=_convolution)
 describe("convolution_backward.default", scratch_on_cpu=_convolution_backward)

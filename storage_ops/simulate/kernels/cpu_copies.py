@@ -5,6 +5,7 @@ Observed by allocation events with torch 2.13.
 * An op of single elements computes in one dtype. Operands of another dtype are copied first, and
   the result of an op in place is written back from a copy.
 * A sum in another dtype than that of its operand adds up a copy of the operand.
+* A softmax reads contiguous copies of its operands, and so does a reduced `nll_loss`.
 * Gathering and scattering 16-bit numbers work on float32.
 """
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.foundation.ops import Args, describe
-from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See
+from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See, of_contiguous
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -106,6 +107,19 @@ def _complex_to_real(scratch: Scratch, args: Args, out: Tensor, see: See) -> Non
         scratch.use(args[0], args[0].numel() * args[0].itemsize)
 
 
+def _nll_loss(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) -> None:
+    reduction = args[3]
+    of_contiguous(*([0] if reduction else []))(scratch, args, out, see)
+
+
+def _roll(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    """Roll one dimension after the other, each into a new tensor."""
+    dims = args[2] if len(args) > 2 else []
+    taken = scratch.take(*[out] * (len(dims) - 1)) if dims else scratch.contiguous(args[0])
+    see(out)
+    scratch.give_back(taken)
+
+
 describe("tag::pointwise", scratch_on_cpu=_promoted(0))
 describe("where", scratch_on_cpu=_promoted(1))
 describe("abs angle", scratch_on_cpu=_complex_to_real)
@@ -120,3 +134,12 @@ describe("kthvalue", scratch_on_cpu=_kthvalue)
 describe("linalg_matrix_exp", scratch_on_cpu=_matrix_exp)
 describe("renorm", scratch_on_cpu=_renorm)
 describe("_euclidean_dist", scratch_on_cpu=_euclidean_distance)
+describe("_softmax _log_softmax", scratch_on_cpu=of_contiguous(0), scratch_on_gpu=of_contiguous(0))
+describe("_softmax_backward_data", scratch_on_cpu=of_contiguous(0, 1))
+describe(
+    "_log_softmax_backward_data",
+    scratch_on_cpu=of_contiguous(0, 1), scratch_on_gpu=of_contiguous(0, 1),
+)  # fmt: skip
+describe("nll_loss_forward", scratch_on_cpu=_nll_loss, scratch_on_gpu=of_contiguous(0))
+describe("nll_loss2d_forward", scratch_on_cpu=_nll_loss, scratch_on_gpu=_nll_loss)
+describe("roll", scratch_on_cpu=_roll)

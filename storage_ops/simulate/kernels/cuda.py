@@ -62,7 +62,9 @@ def _attention(rows: int, rows_of_wide: int, width: int) -> Kernel:
 
 def _softmax_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
-    scratch.use(args[0], args[0].nbytes)  # the product of the gradient and the output
+    # The product of the gradient and the output.
+    product = scratch.take_bytes(args[0], args[0].numel() * args[0].itemsize)
+    scratch.give_back(product + scratch.contiguous(*args[:2]))
 
 
 def _embedding_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:

@@ -8,6 +8,8 @@
 * The mean or sum of `mse_loss` and its kin is a number in memory as large as all losses, for as
   long as the number lives.
 * `logsumexp` has the exponentials in memory.
+* Batch norm, `roll` and `channel_shuffle` on a CPU return the memory format of their input. Fakes
+  have other strides, so that later calls of `contiguous` and `reshape` would copy or not.
 * Some fakes refuse what kernels compute.
 """
 
@@ -16,16 +18,17 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.autograd.graph import _engine_run_backward
 
 from storage_ops.foundation.ledger import Block
-from storage_ops.foundation.op_names import Op
+from storage_ops.foundation.op_names import Op, name_of
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See
 
@@ -172,6 +175,40 @@ def _grouped_product(
     return left.new_empty((len(left), *shape) if left.dim() == right.dim() == 3 else shape)
 
 
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """Return the memory format of a tensor. A tensor that has several is contiguous."""
+    return torch.contiguous_format if x.is_contiguous() else suggest_memory_format(x)
+
+
+def _in_format_of(op: Op, place: int) -> Callable[..., object]:
+    """Return the fake of `op` whose first result has the memory format of the argument `place`.
+
+    The real kernel knows contiguous tensors and channels last, and no other order of dimensions.
+    """
+
+    def result(*args: Any, **kwargs: Any) -> object:
+        x: Tensor = args[place]
+        out = op(*args, **kwargs)
+        given = memory_format_of(x)
+        first, *others = (out,) if isinstance(out, Tensor) else out
+        if first is not None and not first.is_contiguous(memory_format=given):
+            first = torch.empty_like(first, memory_format=given)
+        return first if isinstance(out, Tensor) else (first, *others)
+
+    return result
+
+
+for _op, _place in (
+    (_aten.native_batch_norm.default, 0),
+    (_aten._native_batch_norm_legit.default, 0),
+    (_aten._native_batch_norm_legit.no_stats, 0),
+    (_aten._batch_norm_with_update.default, 0),
+    (_aten.native_batch_norm_backward.default, 1),
+    (_aten.roll.default, 0),
+    (_aten.channel_shuffle.default, 0),
+    (_aten.native_channel_shuffle.default, 0),
+):
+    describe(name_of(_op), result_on_cpu=_in_format_of(_op, _place))
 describe("add.Tensor", in_place=_aten.add_.Tensor)
 describe("index_add.default", in_place=_aten.index_add_.default)
 describe("index_fill.int_Tensor", in_place=_aten.index_fill_.int_Tensor)

@@ -45,10 +45,26 @@ class Scratch:
         """Take `nbytes` bytes and give them back."""
         self.ledger.temporary(like, self.name, nbytes)
 
+    def contiguous(self, *tensors: Tensor) -> list[Block]:
+        """Take a contiguous copy of each tensor that is not contiguous."""
+        strided = [t for t in tensors if not t.is_contiguous()]
+        return [b for t in strided for b in self.take_bytes(t, t.numel() * t.itemsize)]
+
 
 # Of the input, the weight and the bias.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Kernel = Callable[[Scratch, Args, Any, See], None]
+
+
+def of_contiguous(*places: int) -> Kernel:
+    """Return the kernel of an op that reads contiguous copies of the arguments at `places`."""
+
+    def kernel(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+        for result in [out] if isinstance(out, Tensor) else out:
+            see(result)
+        scratch.give_back(scratch.contiguous(*(args[place] for place in places)))
+
+    return kernel
 
 
 def book(ledger: Ledger, op: Op, args: Args, out: object, on_gpu: bool, is_wrapped: bool) -> None:
