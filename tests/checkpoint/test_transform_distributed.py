@@ -116,6 +116,14 @@ class InPlace(torch.autograd.Function):
             out = torch.empty_like(x)
             dist.all_to_all_single(out, x.contiguous())
             return out
+        elif kind == "gather into one":
+            out = x.new_empty(WORLD * len(x), x.shape[1])
+            dist.all_gather_into_tensor(out, x)
+            return out
+        elif kind == "scatter sums":
+            out = x.new_empty(len(x) // WORLD, x.shape[1])
+            dist.reduce_scatter_tensor(out, x)
+            return out
         else:
             everyone = [torch.empty_like(x) for _ in range(WORLD)]
             dist.all_gather(everyone, x)
@@ -124,7 +132,13 @@ class InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient[:2], None, None
+        return gradient.repeat(WORLD, 1)[:2], None, None
+
+
+KINDS = (
+    "reduce", "reduce later", "reduce twice", "total", "to all", "gather", "gather into one",
+    "scatter sums",
+)  # fmt: skip
 
 
 class Parallel(nn.Module):
@@ -140,7 +154,7 @@ class Parallel(nn.Module):
 
 
 def compare_in_place_collectives(rank):
-    for kind in ("reduce", "reduce later", "reduce twice", "total", "to all", "gather"):
+    for kind in KINDS:
         for policy in (None, "matmuls", "communication", lambda ctx, op, *args, **kwargs: True):
             for is_last in (False, True):
                 torch.manual_seed(0)
