@@ -136,6 +136,7 @@ def test_inference_mode_inside_of_a_region(name):
     assert all(map(torch.equal, found, right))
 
 
+@pytest.mark.in_turn
 def test_compiled_autograd_over_eager_regions():
     """It traces hooks of saved tensors; the recompute runs outside of the graph."""
     make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))  # noqa: E731

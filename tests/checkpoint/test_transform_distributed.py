@@ -170,7 +170,7 @@ def compare_in_place_collectives(rank):
                     found = torch.autograd.grad(loss[1], (x, layer.layer.weight))
                 assert all(map(torch.equal, found, right)), (kind, policy, is_last)
                 assert torch.equal(layer.total, plain.total)
-                # gloo copies scattered sums in wait(), which is a modification: they are sent again.
+                # gloo copies scattered sums in wait(), a modification: they are sent again.
                 names = ("allreduce_", "alltoall_base_", "allgather_", "_allgather_base_")
                 sent = sum(ops.count[name] for name in names)
                 # Of two collectives on the same bytes, the second overwrites what the first wrote.
