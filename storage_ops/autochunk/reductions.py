@@ -83,12 +83,14 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
 
 
 def _place(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
-    """Write the place of the largest element as its token and its class. Return False if it has
-    another form."""
+    """Write the place of the largest element of all as its token and its class.
+
+    Return False if the op has another form.
+    """
     if argument(node, 1, "dim", None) is not None or argument(node, 2, "keepdim", False):
         return False
     x: Any = node.args[0]
-    while RULES[name_of(x)].kind == "view" if name_of(x) in RULES else False:
+    while (rule := RULES.get(name_of(x))) is not None and rule.kind == "view":
         x = x.args[0]
     if len(shape(x)) < 2:
         return False

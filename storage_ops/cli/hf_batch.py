@@ -17,7 +17,8 @@ _TOKENS = (
 )  # fmt: skip
 _SEQUENCES = "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION"
 _ANSWERS = ("QUESTION_ANSWERING",)
-_POSITIONS = "max_position_embeddings", "max_target_positions", "n_positions"
+# By the name in the file first: GPT-2 answers to "max_position_embeddings" as well.
+_POSITIONS = "n_positions", "max_position_embeddings", "max_target_positions"
 
 
 def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:

@@ -280,9 +280,9 @@ def offload(policy: Policy) -> Policy:
 
     A result that something else holds when the forward of its region ends, such as an output of the
     region, is saved on the device, and so is what a collective returns. On a CPU there is no other
-    memory, so everything is saved there. A graph that is retained has the
-    bytes on the device from its first backward on. Code that torch.compile compiles or
-    `trace_step` traces refuses such a policy.
+    memory, so everything is saved there. A graph that is retained has the bytes on the device from
+    its first backward on. Code that torch.compile compiles or `trace_step` traces refuses such a
+    policy.
 
     Example:
         >>> from storage_ops import policies

@@ -159,12 +159,8 @@ class _FlashAttention(torch.autograd.Function):
         # By an op of a GPU, so that policies of checkpoints see it; its output has heads after
         # tokens in memory, as the layer that follows wants them.
         keys, values = _for_each_batch(q, k, v)
-        results: Any = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values)
-        out: Tensor = results[0]
-        lse = results[1]
-        del results
-        ctx.save_for_backward(q, k, v, mask, out, lse)
-        return out
+        op = torch.ops.aten._scaled_dot_product_flash_attention
+        return _output_of(ctx, (q, k, v, mask), op(q, keys, values))
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -184,12 +180,8 @@ class _EfficientAttention(torch.autograd.Function):
     def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         keys, values = _for_each_batch(q, k, v)
         op = torch.ops.aten._scaled_dot_product_efficient_attention
-        results: Any = op(q, keys, values, None if mask is None else mask.detach(), True)
-        out: Tensor = results[0]
-        lse = results[1]
-        del results
-        ctx.save_for_backward(q, k, v, mask, out, lse)
-        return out
+        bias = None if mask is None else mask.detach()
+        return _output_of(ctx, (q, k, v, mask), op(q, keys, values, bias, True))
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -198,6 +190,13 @@ class _EfficientAttention(torch.autograd.Function):
         wanted = [True, True, True, ctx.needs_input_grad[3]]
         *gradients, of_mask = op(grad, q, k, v, mask, out, lse, lse, lse, 0.0, wanted)
         return (*gradients, of_mask if wanted[3] else None)
+
+
+def _output_of(ctx: _Context, inputs: Sequence[Tensor | None], results: Any) -> Tensor:
+    """Keep the inputs of a kernel, its output and its number per query; return the output."""
+    out: Tensor = results[0]
+    ctx.save_for_backward(*inputs, out, results[1])
+    return out
 
 
 def _for_each_batch(q: Tensor, *tensors: Tensor) -> list[Tensor]:
