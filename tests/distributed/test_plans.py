@@ -66,11 +66,11 @@ def alone():
     }
     for name, build in cases.items():
         search = Search(build(), ids, **HOW, actions=["full"], accumulate="experts" in name)
-        (way,) = search._ways
-        assert len(way.recording.calls) == 3, name
-        full = [[a for a, _ in costs].index(Action("full")) for costs in way.costs]
+        (variant,) = search._variants
+        assert len(variant.recording.calls) == 3, name
+        full = [[a for a, _ in costs].index(Action("full")) for costs in variant.costs]
         for choice in ([0] * 3, full):
-            composed = way.problem.peak(choice)
+            composed = variant.problem.peak(choice)
             whole = search._simulated(0, choice).peak_bytes
             assert composed == pytest.approx(whole, rel=0.01), (name, choice)
 
