@@ -16,8 +16,7 @@ from storage_ops.checkpoint.layers.transform import (
     apply_activation_checkpoint,
     remove_activation_checkpoint,
 )
-from storage_ops.fitting.compiled import CompiledLoss
-from storage_ops.fitting.heads import budgeted, heads_in, patching, restored
+from storage_ops.fitting.heads import CompiledLoss, budgeted, heads_in, patching, restored
 from storage_ops.quantities import readable
 
 ActionName = Literal[

@@ -24,14 +24,13 @@ from storage_ops.fitting.actions import (
     loss_actions,
 )
 from storage_ops.fitting.choices import costs_of
-from storage_ops.fitting.compiled import CompiledLoss, compiled_loss
 from storage_ops.fitting.conditions import Conditions
-from storage_ops.fitting.heads import heads_in, patching
+from storage_ops.fitting.heads import CompiledLoss, heads_in, patching
 from storage_ops.fitting.loss_variants import LossVariant, logits_to_spare
 from storage_ops.fitting.plan import FitPlan, Row, applied, check_plain
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import Recorder, StepRecording
-from storage_ops.fitting.units import Unit, units_of
+from storage_ops.fitting.units import Unit, compiled_loss, units_of
 from storage_ops.measure.calls import ONE_AT_A_TIME
 from storage_ops.measure.owners import owners_in_words
 from storage_ops.progress import say, showing

@@ -1,4 +1,8 @@
-"""Losses whose budget is part of a plan: `LinearCrossEntropyLoss`, and patched models."""
+"""Losses whose budget is part of a plan.
+
+These are `LinearCrossEntropyLoss`, patched models, and losses that `torch.compile(...,
+backend="storage_ops")` compiles.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from torch import nn
 
 from storage_ops.loss.module import LinearCrossEntropyLoss
 from storage_ops.simulate.captured import Captured
+from storage_ops.simulate.compiled import with_budget
 
 LOSS_NAME = "(loss)"  # of a head that is in the loss; no module in a model has this name
 OWN_OPTIONS = "_options_before_fit"  # of a head, or a patched model, with the budget of a plan
@@ -83,3 +88,39 @@ def own_options(head: LinearCrossEntropyLoss) -> dict[str, Any]:
 def is_budgeted(module: nn.Module) -> bool:
     """Whether a module is a head, or a patched model, whose budget is that of a plan."""
     return OWN_OPTIONS in vars(module)
+
+
+class CompiledLoss(nn.Module):
+    """Stands for a compiled loss among the layers of a model.
+
+    Its budget is an option of the backend. A plan changes that, and lets Dynamo forget what it has
+    compiled of the loss, so that the next call compiles it anew.
+    """
+
+    def __init__(self, backend: Any, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._backend, self._function = backend, function
+        self._own: dict[str, Any] | None = None  # what the backend was called with before a plan
+
+    @property
+    def is_budgeted(self) -> bool:
+        """Whether its budget is that of a plan."""
+        return self._own is not None
+
+    def budgeted(self, memory_budget: int | None) -> None:
+        """Let the loss keep to a budget, or to its own choice for None."""
+        own = self._own = dict(self._backend.kwargs)
+        options = with_budget(own.get("options") or {}, memory_budget)
+        self._compiled_with({**own, "options": options})
+
+    def restored(self) -> None:
+        """Undo `budgeted`, if it was done."""
+        if self._own is not None:
+            self._compiled_with(self._own)
+            self._own = None
+
+    def _compiled_with(self, keywords: dict[str, Any]) -> None:
+        from torch._dynamo.eval_frame import remove_from_cache
+
+        self._backend.kwargs = keywords
+        remove_from_cache(self._function)

@@ -19,11 +19,10 @@ from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.layers import tile, wrapper
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.fitting.actions import Action
-from storage_ops.fitting.compiled import compiled_loss
 from storage_ops.fitting.conditions import Conditions
 from storage_ops.fitting.fingerprint import MODE, aspects, hashed
 from storage_ops.fitting.heads import LOSS_NAME, is_budgeted, patching
-from storage_ops.fitting.units import Unit, units_of
+from storage_ops.fitting.units import Unit, compiled_loss, units_of
 from storage_ops.quantities import Tabular, metric, readable
 from storage_ops.simulate.step import simulate_step
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
 from storage_ops.loss.devices import Rates
+from storage_ops.simulate.layers.graph_ends import enter, leave, run_backward
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.ranks.fsdp import layer_alone
 from storage_ops.simulate.step import earlier_gradients, outside_autocast, without_gradients
@@ -46,40 +46,16 @@ class Cost:
     away: int = 0
 
 
-class _Entry(torch.autograd.Function):
-    """Makes the inputs of a layer, and drops their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *likes: Like) -> Any:
-        ctx.number = len(likes)
-        return tuple(like.make() for like in likes)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return (None,) * (ctx.number + 1)
-
-
-class _Exit(torch.autograd.Function):
-    """Makes the gradients from which the backward of a layer starts."""
-
-    @staticmethod
-    def forward(ctx: Any, likes: tuple[Like, ...], *outputs: Tensor) -> Tensor:
-        # Where not all outputs have gradients, they are told apart by their shapes.
-        left = list(likes)
-        ctx.likes = [_taken(left, t) for t in outputs]
-        return torch.empty(0, device=outputs[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        return None, *(None if like is None else like.make() for like in ctx.likes)
-
-
-def _taken(likes: list[Like], t: Tensor) -> Like | None:
-    for like in likes:
-        if like.shape == tuple(t.shape):
-            likes.remove(like)
-            return like
-    return None
+def _gradients_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> list[Like | None]:
+    """Return what gradient each output gets: where not all have one, shapes tell them apart."""
+    left = list(likes)
+    found: list[Like | None] = []
+    for t in outputs:
+        like = next((like for like in left if like.shape == tuple(t.shape)), None)
+        if like is not None:
+            left.remove(like)
+        found.append(like)
+    return found
 
 
 class Probe:
@@ -177,17 +153,17 @@ class Probe:
         leaves, tree = tree_flatten(call.args)
         places = [i for i, like in enumerate(leaves) if isinstance(like, Like)]
         trained = [i for i in places if leaves[i].needs_grad]
-        entered: Any = ()
+        leaves = [leaf.make(simulation) if isinstance(leaf, Like) else leaf for leaf in leaves]
         if trained:
-            anchor = torch.empty(0, device=leaves[trained[0]].device, requires_grad=True)
-            entered = _Entry.apply(anchor, *(leaves[i] for i in trained))  # type: ignore[no-untyped-call]
-        new = dict(zip(trained, entered, strict=True))
-        leaves = [new[i] if i in new else leaves[i].make(simulation) if i in places else leaves[i]
-                  for i in range(len(leaves))]  # fmt: skip
+            anchor = torch.empty(0, device=leaves[trained[0]].device)
+            entered = enter([leaves[i] for i in trained], anchor, lambda gradients: None)
+            for i, t in zip(trained, entered, strict=True):
+                leaves[i] = t
+            del entered, t
         others = [leaves[i] for number, i in enumerate(places) if number in call.shared]
         inputs = {id(leaves[i]) for i in places}
         args, kwargs = tree_unflatten(leaves, tree)
-        del leaves, new, entered
+        del leaves
         if self._accumulate:
             every = call.unit.module.named_parameters()
             earlier_gradients(p for name, p in every if name not in call.gathered)
@@ -202,9 +178,12 @@ class Probe:
                 region_ended()  # the next one
             made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
             made = [t for t in made if id(t) not in inputs and t.requires_grad]
-            root = _Exit.apply(call.gradients, *made) if made else None  # type: ignore[no-untyped-call]
+            gradients = _gradients_of(made, call.gradients)
+            last = None
+            if made:
+                last = leave(made, lambda: [None if g is None else g.make() for g in gradients])
             del outputs, made, args, kwargs
             marks.append(books.mark())
-            if root is not None:
-                root.backward(torch.empty_like(root))
+            if last is not None:
+                run_backward(last)
         del others

@@ -26,7 +26,7 @@ from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.loss.devices import Rates
 from storage_ops.progress import say
 from storage_ops.simulate.kernels.cuda import keep_workspaces
-from storage_ops.simulate.layers.recording import next_node, reads_history
+from storage_ops.simulate.layers.graph_ends import next_node, reads_history
 from storage_ops.simulate.layers.variants import Variants
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import SIMPLE, Kinds

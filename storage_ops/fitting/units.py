@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from storage_ops.checkpoint.layers.config_policy import class_of, qualified_name, uncompiled
 from storage_ops.fitting.fingerprint import fingerprint
-from storage_ops.fitting.heads import heads_in, heads_of_loss
+from storage_ops.fitting.heads import LOSS_NAME, CompiledLoss, heads_in, heads_of_loss
 from storage_ops.loss.module import LinearCrossEntropyLoss
+from storage_ops.simulate.compiled import backend_of
 
+_ATTRIBUTE = "storage_ops_loss"  # of the backend of a compiled loss: itself, while there is one
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -73,3 +76,14 @@ def _has_layers(child: nn.Module) -> bool:
     if not isinstance(child, nn.Sequential):
         return isinstance(child, _CONTAINERS)
     return any(True for inner in child for _ in inner.children())
+
+
+def compiled_loss(loss: Any) -> Unit | None:
+    """What stands for a loss, the same each time; None of one that the backend does not compile."""
+    backend = backend_of(loss)
+    if backend is None:
+        return None
+    stands = vars(backend).setdefault(
+        _ATTRIBUTE, CompiledLoss(backend, loss._torchdynamo_orig_callable)
+    )
+    return Unit(LOSS_NAME, stands, "compiled")

@@ -20,6 +20,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.layers.graph_ends import (
+    edges_behind,
+    enter,
+    leave,
+    next_node,
+    reads_history,
+    run_backward,
+)
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import SIMPLE, NotComparable
 
@@ -136,40 +144,6 @@ class Recording:
         return first.storage(simulation, self.slots[number].block.asked, device)
 
 
-class _Enter(torch.autograd.Function):
-    """Makes given tensors the inputs of a call, whose gradients arrive here.
-
-    They are no leaves, which autograd would hold to the end.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, arrived: list[Any], inputs: list[Tensor], anchor: Tensor) -> Any:
-        ctx.arrived = arrived
-        ctx.set_materialize_grads(False)
-        return tuple(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.arrived += gradients
-        return None, None, None
-
-
-class _Leave(torch.autograd.Function):
-    """The outputs of a call, and where their gradients come from."""
-
-    @staticmethod
-    def forward(ctx: Any, begin: Callable[[list[Tensor]], None], *outputs: Tensor) -> Tensor:
-        ctx.begin = begin
-        ctx.likes = [(t.shape, t.stride(), t.dtype, t.device) for t in outputs]
-        return outputs[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        made = [torch.empty_strided(s, st, dtype=d, device=w) for s, st, d, w in ctx.likes]
-        ctx.begin(made)
-        return (None, *made)
-
-
 def record(
     simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Args,
     kwargs: Kwargs, accumulate: bool,
@@ -229,7 +203,7 @@ class _Recorder:
         leaving = [t for t, v in pairs if isinstance(v, View) and v.needs_grad]
         if reads_history(leaving, entries, self._module.parameters(), since):
             raise NotComparable
-        last = self._leave(leaving)
+        last = leave(leaving, self._gradients_of(leaving)) if leaving else None
         if last is not None and needing:
             edges = edges_behind(last)[0][given[needing[0]].grad_fn, 0]
         # From here on only the nodes of autograd hold inputs and outputs.
@@ -239,7 +213,7 @@ class _Recorder:
         parameters: list[View | None] = []
         begin = end = len(events)
         if last is not None:
-            last.backward()
+            run_backward(last)
             begin, end = self._grads_there, len(events)
             gradients = {
                 i: self._leaving(g, GRAD_IN, i) for i, g in zip(needing, arrived, strict=True)
@@ -279,11 +253,8 @@ class _Recorder:
         if len(needing) > 1:
             raise NotComparable  # their gradients leave at different moments, and a node has one
         if needing:
-            with torch.enable_grad():
-                anchor = self._simulation.unseen(torch.empty, (), device=given[0].device)
-                entered = _Enter.apply(  # type: ignore[no-untyped-call]
-                    arrived, [given[k] for k in needing], anchor.requires_grad_()
-                )
+            anchor = self._simulation.unseen(torch.empty, 0, device=given[0].device)
+            entered = enter([given[k] for k in needing], anchor, arrived.extend)
             for k, t in zip(needing, entered, strict=True):
                 given[k] = t
         for i, t in zip(places, given, strict=True):
@@ -324,19 +295,20 @@ class _Recorder:
         self._roles[block] = (OUTPUT, 0)
         return View.of(leaf, self._number(block))
 
-    def _leave(self, leaving: list[Tensor]) -> Tensor | None:
-        if not leaving:
-            return None
-        with torch.enable_grad():
-            last: Tensor = _Leave.apply(self._gradients_of_outputs, *leaving)  # type: ignore[no-untyped-call]
-        return last
+    def _gradients_of(self, leaving: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Return what makes the gradients of outputs, and notes when they are there."""
+        likes = [(t.shape, t.stride(), t.dtype, t.device) for t in leaving]
 
-    def _gradients_of_outputs(self, made: list[Tensor]) -> None:
-        for k, t in enumerate(made):
-            block = self._side.block_of(t)
-            if block is not None:
-                self._roles[block] = (GRAD_OUT, k)
-        self._grads_there = len(self._side.events)
+        def make() -> list[Tensor]:
+            made = [torch.empty_strided(s, st, dtype=d, device=w) for s, st, d, w in likes]
+            for k, t in enumerate(made):
+                block = self._side.block_of(t)
+                if block is not None:
+                    self._roles[block] = (GRAD_OUT, k)
+            self._grads_there = len(self._side.events)
+            return made
+
+        return make
 
     def _leaving(self, t: Tensor | None, role: str, number: int) -> View | None:
         """Where a gradient that leaves the call lies."""
@@ -371,52 +343,3 @@ class _Recorder:
             if freed >= block.call.end:
                 call = block.call.name[len(self._name) :]
         return BlockSlot(role, number, block, call)
-
-
-def next_node() -> int:
-    """Return the number of the next node of autograd that this thread makes."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def reads_history(
-    outputs: list[Tensor], entries: set[Any], leaves: Iterable[Tensor], since: int
-) -> bool:
-    """Return True if the backward of a call goes through more than its arguments.
-
-    Args:
-        outputs: that the call returned.
-        entries: the nodes of autograd that made the arguments.
-        leaves: the parameters and arguments whose gradients it may make.
-        since: the number of the first node that the call could make.
-    """
-    own = {id(t) for t in leaves}
-    left = [t.grad_fn for t in outputs]
-    seen = set(entries)
-    while left:
-        node: Any = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in own:
-            return True
-        if variable is None and node._sequence_nr() < since:
-            return True
-        left += [following for following, _ in node.next_functions]
-    return False
-
-
-def edges_behind(last: Tensor) -> tuple[Counter[Any], set[Any]]:
-    """How many edges lead to each input of the nodes behind a tensor, and the nodes."""
-    counts: Counter[Any] = Counter()
-    nodes: set[Any] = set()
-    left = [last.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in nodes:
-            continue
-        nodes.add(node)
-        counts.update(edge for edge in node.next_functions if edge[0] is not None)
-        left += [following for following, _ in node.next_functions]
-    return counts, nodes

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_unflatten
 
 from storage_ops.foundation.ledger import Block, ModuleCall
 from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.layers.graph_ends import edges_behind
 from storage_ops.simulate.layers.recording import (
     GRAD_OUT,
     INPUT,
@@ -24,7 +25,6 @@ from storage_ops.simulate.layers.recording import (
     BlockSlot,
     Recording,
     View,
-    edges_behind,
     laid,
 )
 from storage_ops.simulate.mode import Simulation
