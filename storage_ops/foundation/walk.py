@@ -389,8 +389,20 @@ def _inside_function(fn: FunctionType, package: str) -> Iterator[Part]:
         yield fn.__kwdefaults__, _FIXED_ATTRIBUTE, "__kwdefaults__"
 
 
+def is_leaf(t: Tensor) -> bool:
+    """Return `t.is_leaf`, and False where torch raises instead.
+
+    It does for one of several views that an op returned, such as `chunk`, once the base was written
+    in place: FSDP1 leaves such views in modules.
+    """
+    try:
+        return t.is_leaf
+    except RuntimeError:
+        return False
+
+
 def _inside_tensor(t: Tensor) -> Iterator[Part]:
-    if t.is_leaf and t.grad is not None:
+    if is_leaf(t) and t.grad is not None:
         yield t.grad, GRADIENT, None
     hooks = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
     for each in hooks:

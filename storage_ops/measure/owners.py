@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from storage_ops.checkpoint.layers.config_policy import is_compiled
 from storage_ops.foundation.ops import Args, Kwargs
+from storage_ops.foundation.walk import is_leaf
 from storage_ops.measure.calls import around_calls
 from storage_ops.quantities import readable
 
@@ -82,7 +83,7 @@ class Marks(contextlib.ExitStack):
         if self._model is not None:
             self.enter_context(around_calls(self._model, _marked))
             for p in self._model.parameters():
-                if p.requires_grad and p.is_leaf:
+                if p.requires_grad and is_leaf(p):
                     self.callback(p.register_post_accumulate_grad_hook(_mark).remove)
         return self
 

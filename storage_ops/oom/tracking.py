@@ -18,6 +18,7 @@ from storage_ops._op_arguments import tensors_in
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.op_names import Overload
 from storage_ops.foundation.ops import Args, Kwargs
+from storage_ops.foundation.walk import is_leaf
 from storage_ops.measure.calls import outermost
 from storage_ops.simulate.estimate import share_copies
 from storage_ops.simulate.values.wrappers import inside, is_wrapper, is_wrapper_type
@@ -139,7 +140,7 @@ def tensors_of(holder: nn.Module | Optimizer) -> Iterator[Tensor]:
         parameters, others = holder.parameters(), holder.buffers()
     for p in filter(_is_tensor, parameters):
         yield from inside(p)
-        if p.is_leaf and p.grad is not None:
+        if is_leaf(p) and p.grad is not None:
             yield from inside(p.grad)
     for t in filter(_is_tensor, others):
         yield from inside(t)

@@ -25,6 +25,7 @@ from storage_ops.checkpoint.selective.copies import BookedCopies, active
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.op_names import Overload
 from storage_ops.foundation.ops import Args, Kwargs, describe, facts_of
+from storage_ops.foundation.walk import is_leaf
 from storage_ops.simulate.kernels import fake_tensor_gaps, scratch
 from storage_ops.simulate.module_kinds import NotComparable
 from storage_ops.simulate.ranks import collectives
@@ -288,7 +289,7 @@ class Simulation(TorchDispatchMode):
 
     def note_leaf(self, t: Tensor) -> None:
         """Note what a tensor from outside is before the run changes it; it gets a fake gradient."""
-        if not t.is_leaf or id(t) in self._leaves:
+        if not is_leaf(t) or id(t) in self._leaves:
             return
         self._leaves[id(t)] = leaf = Leaf.of(t)
         gradient = t.grad

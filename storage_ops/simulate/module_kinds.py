@@ -359,7 +359,8 @@ def like(t: Tensor) -> Hashable:
     """
     if is_wrapper(t):
         names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = tuple(like(getattr(t, name)) for name in names)
+        values = [getattr(t, name) for name in names]  # in some versions of torch the mesh is one
+        parts = tuple(like(v) if isinstance(v, Tensor) else Comparison().of(v) for v in values)
         return type(t), t.shape, t.dtype, t.requires_grad, parts, Comparison().of(context)
     if t.layout != torch.strided:
         raise NotComparable

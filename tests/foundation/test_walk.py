@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from storage_ops.foundation.walk import LONG, is_opaque, names_of_globals, walk
+from storage_ops.foundation.walk import LONG, is_leaf, is_opaque, names_of_globals, walk
 
 SHARED = {"scale": torch.ones(1)}
 NOTHING = None
@@ -136,3 +136,14 @@ def test_cycles_end():
     x = []
     x.append(x)
     assert len(list(walk([("x", x)]))) == 2
+
+
+def test_one_of_several_views_that_no_longer_says_whether_it_is_a_leaf():
+    base = nn.Parameter(torch.ones(4))
+    view, _ = base.split(2)
+    with torch.no_grad():
+        base.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        _ = view.is_leaf
+    assert not is_leaf(view)
+    assert [v.value for v in walk([("x", view)])] == [view]

@@ -61,7 +61,7 @@ from storage_ops.checkpoint.state.places import (
 )
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.repeated_writes import RepeatedWrites, fail_parameter
-from storage_ops.foundation.walk import is_of_torch, values_in
+from storage_ops.foundation.walk import is_leaf, is_of_torch, values_in
 
 _parametrize: Any = parametrize
 _MANY = 4096  # items of a container beyond which it is data
@@ -183,7 +183,7 @@ class Effects:
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
                 set_item(held, name, t, undo)
         for t, needed_grad in self._needed_grad:
-            if t.requires_grad != needed_grad and t.is_leaf:
+            if t.requires_grad != needed_grad and is_leaf(t):
                 undo.append(partial(t.requires_grad_, not needed_grad))
                 t.requires_grad_(needed_grad)
         self._restore_parametrizations(undo)
