@@ -176,16 +176,12 @@ def resumed(
 
     That of any other, where a budget has no room for it.
     """
-    budget = _budget(p, memory_budget, smallest_budget(p))
+    budget = default_budget(p) if memory_budget is None else memory_budget
     for fewer in _with_fewer_threads(p):
         found = schedule(fewer, VOCAB_SLICED, *tile)
         if cost.peak(found) <= budget:
             return make(found, rates).key
     return choose(p, memory_budget, rates).key
-
-
-def _budget(p: Problem, memory_budget: int | None, least: int) -> int:
-    return max(default_budget(p), least) if memory_budget is None else memory_budget
 
 
 def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
@@ -338,8 +334,18 @@ def _least_kept(p: Problem, rows: int) -> int:
 
 
 def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | None = None) -> int:
-    """The least scratch memory that any plan needs, with this strategy and number of chunks."""
-    p = replace(_with_fewer_threads(p)[-1], keeps=False)
+    """Return the least scratch memory of any plan, with this strategy and number of chunks.
+
+    Threads share a limit that is rounded down to a multiple of their number. Three threads can
+    therefore take a few bytes less than one.
+    """
+    return min(
+        _smallest_budget(replace(fewer, keeps=False), strategy, num_chunks)
+        for fewer in _with_fewer_threads(p)
+    )
+
+
+def _smallest_budget(p: Problem, strategy: str | None, num_chunks: int | None) -> int:
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     # One token, or all of them: a single product needs no sum.
     heights = {1, tokens} if num_chunks is None else {parts(tokens, num_chunks)}
@@ -404,8 +410,9 @@ def choose(
         ValueError: no plan does; names the smallest budget that one does.
     """
     rates = rates or named("cpu")
-    least = smallest_budget(p, strategy, num_chunks)
-    budget = _budget(p, memory_budget, least)
+    budget = default_budget(p) if memory_budget is None else memory_budget
+    if memory_budget is None and (strategy or num_chunks):
+        budget = max(budget, smallest_budget(p, strategy, num_chunks))
     forward_and_gradients = (1 + sum(p.grads[:2])) * 2 * p.tokens * p.hidden * p.vocab
     least_seconds = forward_and_gradients / p.matmul.rate(rates)
     plans: list[Plan] = []
@@ -417,6 +424,7 @@ def choose(
             _slowed(p, plan) for plan in candidates(fewer, budget, rates, strategy, num_chunks)
         ]
     if not plans:
+        least = smallest_budget(p, strategy, num_chunks)
         raise ValueError(
             f"memory_budget is {budget} bytes; expected at least {least} "
             f"({readable(least, up=True)}) for {p.tokens} tokens, hidden size {p.hidden}, "

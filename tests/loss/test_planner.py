@@ -34,12 +34,14 @@ PROBLEMS = st.builds(
 )
 
 
+# One thread's scratch is four bytes larger than that of three together.
+@example(Problem(1, 2688, 1, Packed(4, 3, False), grads=(False,) * 3), 0.0)
 @settings(deadline=None)
-@given(PROBLEMS, st.data())
-def test_plans_keep_to_the_budget(p, data):
+@given(PROBLEMS, st.floats(0, 1))
+def test_plans_keep_to_the_budget(p, share):
     least = planner.smallest_budget(p)
     most = planner.peak_bytes(p, schedule.VOCAB_SLICED, p.tokens, p.vocab)
-    budget = data.draw(st.integers(least, max(2 * most, least)))
+    budget = least + int(share * max(2 * most - least, 0))
     plan = planner.choose(p, budget)
     assert plan.peak_bytes <= budget
     assert (plan.num_chunks - 1) * plan.rows < p.tokens <= plan.num_chunks * plan.rows

@@ -43,7 +43,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-def setup(tree, *arguments, **environment):
+def run_setup(tree, *arguments, **environment):
     return subprocess.run(
         [sys.executable, "-S", "setup.py", "-q", *arguments],
         cwd=tree / "src",
@@ -55,7 +55,7 @@ def setup(tree, *arguments, **environment):
 
 
 def test_sdist_without_torch_holds_everything_a_build_needs(tree):
-    result = setup(tree, "sdist", "-d", str(tree / "dist"))
+    result = run_setup(tree, "sdist", "-d", str(tree / "dist"))
     assert result.returncode == 0, result.stderr
     (archive,) = (tree / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as opened:
@@ -67,7 +67,7 @@ def test_sdist_without_torch_holds_everything_a_build_needs(tree):
 
 
 def test_pure_python_wheel_without_torch(tree):
-    result = setup(tree, "bdist_wheel", "-d", str(tree / "dist"), STORAGE_OPS_NO_NATIVE="1")
+    result = run_setup(tree, "bdist_wheel", "-d", str(tree / "dist"), STORAGE_OPS_NO_NATIVE="1")
     assert result.returncode == 0, result.stderr
     (wheel,) = (tree / "dist").glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -84,7 +84,7 @@ def built(wheel):
 def test_an_editable_installation_is_a_path_that_type_checkers_follow(tree):
     """They read the paths in .pth files, but do not run the import hooks that others install."""
     folder = tree / "dist"
-    result = setup(tree, "editable_wheel", "-d", str(folder), STORAGE_OPS_NO_NATIVE="1")
+    result = run_setup(tree, "editable_wheel", "-d", str(folder), STORAGE_OPS_NO_NATIVE="1")
     assert result.returncode == 0, result.stderr
     (wheel,) = folder.glob("*.whl")
     opened = zipfile.ZipFile(wheel)
@@ -96,7 +96,7 @@ def test_an_editable_installation_is_a_path_that_type_checkers_follow(tree):
 def test_without_a_compiler_it_becomes_pure_python_and_says_so(tree):
     (tree / "bin").mkdir()
     no_compiler = {"PATH": str(tree / "bin"), "CXX": ""}
-    result = setup(tree, "bdist_wheel", "-d", str(tree / "dist"), **no_compiler)
+    result = run_setup(tree, "bdist_wheel", "-d", str(tree / "dist"), **no_compiler)
     assert result.returncode == 0, result.stderr
     said = "WARNING: storage_ops is built without its native libraries: no C++ compiler was found."
     assert result.stderr.count(said) == 1 and "On Linux, install g++" in result.stderr
@@ -104,7 +104,7 @@ def test_without_a_compiler_it_becomes_pure_python_and_says_so(tree):
     (wheel,) = (tree / "dist").glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert built(wheel)["pure"] == "no C++ compiler was found"
-    result = setup(tree, "build_ext", STORAGE_OPS_NO_NATIVE="0", **no_compiler)
+    result = run_setup(tree, "build_ext", STORAGE_OPS_NO_NATIVE="0", **no_compiler)
     assert "cannot build its native libraries" in result.stderr
 
 
@@ -113,7 +113,7 @@ def test_what_a_pure_build_says_wins_over_what_an_earlier_one_left(tree):
     stale = tree / "src/storage_ops/lib/build_info.json"
     stale.parent.mkdir()
     stale.write_text(json.dumps({**INFO, "version": "0.0.0"}))
-    result = setup(tree, "bdist_wheel", "-d", str(tree / "dist"), STORAGE_OPS_NO_NATIVE="1")
+    result = run_setup(tree, "bdist_wheel", "-d", str(tree / "dist"), STORAGE_OPS_NO_NATIVE="1")
     assert result.returncode == 0, result.stderr
     (wheel,) = (tree / "dist").glob("*.whl")
     assert set(built(wheel)) == {"version", "pure"}
@@ -125,7 +125,7 @@ def test_elsewhere_than_on_linux_it_is_pure_python(monkeypatch):
 
 
 def test_a_native_build_without_torch_says_so_in_one_sentence(tree):
-    result = setup(tree, "build_ext")
+    result = run_setup(tree, "build_ext")
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
     assert "torch>=2.10 is not installed here" in last and "--no-build-isolation" in last
@@ -138,13 +138,13 @@ def test_prebuilt_libraries_are_taken_as_they_are(tree):
     libs = tree / "libs"
     libs.mkdir()
     environment = {"STORAGE_OPS_PREBUILT_LIBS": str(libs)}
-    assert "holds no build_info.json" in setup(tree, "build", **environment).stderr
+    assert "holds no build_info.json" in run_setup(tree, "build", **environment).stderr
     (libs / "build_info.json").write_text(json.dumps({**INFO, "version": "0.0.0"}))
-    assert "is of version 0.0.0; expected" in setup(tree, "build", **environment).stderr
+    assert "is of version 0.0.0; expected" in run_setup(tree, "build", **environment).stderr
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     (libs / "build_info.json").write_text(json.dumps({**INFO, "version": version[1]}))
     (libs / "libstorage_ops_cpu.so").write_bytes(content := os.urandom(64))
-    result = setup(tree, "build", "--build-lib", str(tree / "out"), **environment)
+    result = run_setup(tree, "build", "--build-lib", str(tree / "out"), **environment)
     assert result.returncode == 0, result.stderr
     built = tree / "out/storage_ops"
     assert (built / "lib/libstorage_ops_cpu.so").read_bytes() == content
@@ -154,7 +154,7 @@ def test_prebuilt_libraries_are_taken_as_they_are(tree):
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     assert loaded.bindings == "2.10 9.9" and loaded.version == version[1]
-    result = setup(tree, "build_ext", "--inplace", **environment)
+    result = run_setup(tree, "build_ext", "--inplace", **environment)
     assert result.returncode == 0, result.stderr
     lib = tree / "src/storage_ops/lib"
     assert (lib / "libstorage_ops_cpu.so").read_bytes() == content
@@ -164,9 +164,9 @@ def test_prebuilt_libraries_are_taken_as_they_are(tree):
 def test_forcing_cuda_without_nvcc_says_so(tree):
     if shutil.which("/usr/local/cuda/bin/nvcc"):
         environment = {"FORCE_CUDA": "0"}  # nothing to miss; the variable must still be accepted
-        assert "torch>=2.10" in setup(tree, "build_ext", **environment).stderr
+        assert "torch>=2.10" in run_setup(tree, "build_ext", **environment).stderr
     else:
-        result = setup(tree, "build_ext", FORCE_CUDA="1", PATH="/usr/bin", CUDA_HOME="")
+        result = run_setup(tree, "build_ext", FORCE_CUDA="1", PATH="/usr/bin", CUDA_HOME="")
         assert "FORCE_CUDA=1 but nvcc was not found" in result.stderr
 
 

@@ -139,7 +139,8 @@ def is_disabled() -> bool:
 
 def is_traced_by_fx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if a call has proxies of `torch.fx.symbolic_trace`, which are no tensors."""
-    if torch.compiler.is_compiling() or not fx_trace._is_fx_tracing_flag:  # make_fx sets it too
+    # make_fx sets the flag too.
+    if torch.compiler.is_compiling() or not fx_trace.is_fx_symbolic_tracing():
         return False
     return any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves((args, kwargs)))
 
