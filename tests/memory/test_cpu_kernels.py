@@ -13,7 +13,7 @@ ROWS, WIDTH = 512, 256
 
 
 def numbers(dtype, *shape):
-    return torch.rand(shape or (ROWS, WIDTH), dtype=dtype)
+    return 1 - torch.rand(shape or (ROWS, WIDTH), dtype=dtype)  # none is zero, as `prod` asks
 
 
 def indices():
@@ -53,10 +53,17 @@ CASES = {
     ],
     "aten::nansum": [lambda x: x.nansum(-1, dtype=torch.float64)],
     "aten::mean": [lambda x: x.mean(-1, dtype=torch.float64)],
-    "aten::prod": [lambda x: x.detach().prod(-1, dtype=torch.float64)],
+    "aten::prod": [
+        lambda x: x.detach().prod(-1, dtype=torch.float64), lambda x: x.prod(), lambda x: x.prod(1),
+        lambda x: torch.prod(x, dim=0, keepdim=True), lambda x: x.view(-1, 4).prod(-1),
+        lambda x: x.prod(-1, dtype=torch.float64), lambda x: torch.prod(x, dtype=torch.float64),
+    ],
     "aten::linalg_vector_norm": [lambda x: x.detach().norm(dim=-1, dtype=torch.float64)],
     "aten::cumsum": [lambda x: (x > 0.5).cumsum(0), lambda x: x.cumsum(0, dtype=torch.float64)],
-    "aten::cumprod": [lambda x: (x > 0.5).cumprod(0)],
+    "aten::cumprod": [
+        lambda x: (x > 0.5).cumprod(0), lambda x: x.cumprod(-1), lambda x: torch.cumprod(x, dim=0),
+        lambda x: x.cumprod(0, dtype=torch.float64),
+    ],
     "aten::gather": [lambda x: x.gather(0, indices())],
     "aten::scatter": [
         lambda x: zeros(x.dtype).scatter(0, indices(), x), lambda x: x.median(-1)[0],
