@@ -45,6 +45,13 @@ CASES = {
         lambda x: indices().sin() + x,
     ],
     "aten::where": [lambda x: torch.where(x > 0.5, x, x.detach().double())],
+    "aten::masked_fill": [
+        lambda x: x.masked_fill(x > 0.5, 0.0), lambda x: torch.fmax(x, x.detach()),
+        lambda x: x.masked_fill(x > 0.5, x.detach()[0, 0]),
+    ],
+    "aten::masked_fill_": [lambda x: (x * 2).masked_fill_(x > 0.5, 0.0)],
+    "aten::masked_scatter": [lambda x: x.masked_scatter(x > 2, x.detach())],
+    "aten::masked_scatter_": [lambda x: torch.zeros_like(x).masked_scatter_(x > 2, x.detach())],
     "aten::abs": [lambda x: torch.complex(x.float(), x.float()).abs()],
     "aten::angle": [lambda x: torch.complex(x.float(), x.float()).angle()],
     "aten::sum": [
