@@ -13,7 +13,7 @@ ROWS, WIDTH = 512, 256
 
 
 def numbers(dtype, *shape):
-    return torch.rand(shape or (ROWS, WIDTH), dtype=dtype)
+    return 1 - torch.rand(shape or (ROWS, WIDTH), dtype=dtype)  # none is zero, as `prod` asks
 
 
 def indices():
@@ -45,6 +45,13 @@ CASES = {
         lambda x: indices().sin() + x,
     ],
     "aten::where": [lambda x: torch.where(x > 0.5, x, x.detach().double())],
+    "aten::masked_fill": [
+        lambda x: x.masked_fill(x > 0.5, 0.0), lambda x: torch.fmax(x, x.detach()),
+        lambda x: x.masked_fill(x > 0.5, x.detach()[0, 0]),
+    ],
+    "aten::masked_fill_": [lambda x: (x * 2).masked_fill_(x > 0.5, 0.0)],
+    "aten::masked_scatter": [lambda x: x.masked_scatter(x > 2, x.detach())],
+    "aten::masked_scatter_": [lambda x: torch.zeros_like(x).masked_scatter_(x > 2, x.detach())],
     "aten::abs": [lambda x: torch.complex(x.float(), x.float()).abs()],
     "aten::angle": [lambda x: torch.complex(x.float(), x.float()).angle()],
     "aten::sum": [
@@ -53,10 +60,17 @@ CASES = {
     ],
     "aten::nansum": [lambda x: x.nansum(-1, dtype=torch.float64)],
     "aten::mean": [lambda x: x.mean(-1, dtype=torch.float64)],
-    "aten::prod": [lambda x: x.detach().prod(-1, dtype=torch.float64)],
+    "aten::prod": [
+        lambda x: x.detach().prod(-1, dtype=torch.float64), lambda x: x.prod(), lambda x: x.prod(1),
+        lambda x: torch.prod(x, dim=0, keepdim=True), lambda x: x.view(-1, 4).prod(-1),
+        lambda x: x.prod(-1, dtype=torch.float64), lambda x: torch.prod(x, dtype=torch.float64),
+    ],
     "aten::linalg_vector_norm": [lambda x: x.detach().norm(dim=-1, dtype=torch.float64)],
     "aten::cumsum": [lambda x: (x > 0.5).cumsum(0), lambda x: x.cumsum(0, dtype=torch.float64)],
-    "aten::cumprod": [lambda x: (x > 0.5).cumprod(0)],
+    "aten::cumprod": [
+        lambda x: (x > 0.5).cumprod(0), lambda x: x.cumprod(-1), lambda x: torch.cumprod(x, dim=0),
+        lambda x: x.cumprod(0, dtype=torch.float64),
+    ],
     "aten::gather": [lambda x: x.gather(0, indices())],
     "aten::scatter": [
         lambda x: zeros(x.dtype).scatter(0, indices(), x), lambda x: x.median(-1)[0],

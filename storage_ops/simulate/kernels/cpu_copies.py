@@ -45,6 +45,11 @@ def _promoted(first: int) -> Kernel:
     return kernel
 
 
+def _masked(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+    """Read the mask as it is, not in the dtype of the result."""
+    see(out)
+
+
 def _summed(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     x: Tensor = args[0]
     see(out)
@@ -122,6 +127,7 @@ def _roll(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 describe("tag::pointwise", scratch_on_cpu=_promoted(0))
 describe("where", scratch_on_cpu=_promoted(1))
+describe("masked_fill masked_fill_ masked_scatter masked_scatter_", scratch_on_cpu=_masked)
 describe("abs angle", scratch_on_cpu=_complex_to_real)
 describe(
     "sum nansum mean prod linalg_vector_norm cumsum cumprod",

@@ -1,0 +1,94 @@
+"""The gradients of `prod` and `cumprod`, which autograd computes in two ways.
+
+If no element is zero, autograd divides the result by the input. It looks for zeros in plain tensors
+only, and takes a way with more memory for fake tensors. Training steps seldom have an exact zero in
+a product, so the functions here divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from storage_ops.simulate.values.wrappers import is_wrapper
+
+_PROD: set[object] = {torch.prod, Tensor.prod}
+OF_PRODS: set[object] = {*_PROD, torch.cumprod, Tensor.cumprod}
+
+
+def call_prod(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of `OF_PRODS` in a simulation, so that its backward divides by the input."""
+    named = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    x, dim, dtype = named.get("input"), named.get("dim"), named.get("dtype")
+    if not _divides(x, dim) or named.get("out") is not None:
+        return func(*args, **kwargs)
+    if func in _PROD:
+        return _Prod.apply(  # type: ignore[no-untyped-call]
+            x, dim, named.get("keepdim", False), dtype
+        )
+    return _Cumprod.apply(x, dim, dtype)  # type: ignore[no-untyped-call]
+
+
+def _divides(x: Any, dim: object) -> bool:
+    """Return True if autograd looks for zeros in `x`, a tensor with elements along `dim`."""
+    if not isinstance(x, Tensor) or is_wrapper(x) or not (dim is None or isinstance(dim, int)):
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.dim() == 0 or x.numel() <= 1:
+        return False
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+class _Prod(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
+    ) -> Tensor:
+        out = x.prod(dtype=dtype) if dim is None else x.prod(dim, keepdim, dtype=dtype)
+        ctx.save_for_backward(x, out)
+        ctx.dim, ctx.keepdim = dim, keepdim
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        x, out = ctx.saved_tensors
+        x, dim = x.to(gradient.dtype), ctx.dim
+        zeros = x == 0
+        if dim is None:
+            del zeros
+            return gradient * (out / x).conj(), None, None, None
+        counts = zeros.sum(dim, keepdim=True)  # autograd holds both until it returns
+        if not ctx.keepdim:
+            gradient, out = gradient.unsqueeze(dim), out.unsqueeze(dim)
+        result = gradient * (out / x).conj()
+        del zeros, counts
+        return result, None, None, None
+
+
+class _Cumprod(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+        out = x.cumprod(dim, dtype=dtype)
+        ctx.save_for_backward(x, out)
+        ctx.dim = dim
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, out = ctx.saved_tensors
+        gradient = gradient.to(x.dtype)
+        if x.shape[ctx.dim] == 1:
+            return gradient, None, None
+        products = out.conj() * gradient
+        zeros = x == 0  # autograd holds it until it returns
+        result = _summed_from_the_end(products, ctx.dim).div(x.conj())
+        del products, zeros
+        return result, None, None
+
+
+def _summed_from_the_end(x: Tensor, dim: int) -> Tensor:
+    reversed_ = x.flip(dim)
+    sums = reversed_.cumsum(dim)  # `reversed_` is alive until all are returned
+    return sums.flip(dim)
