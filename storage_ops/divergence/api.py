@@ -17,8 +17,8 @@ from storage_ops.divergence.checks import (
     check_options,
     check_types,
 )
-from storage_ops.loss import ranks
 from storage_ops.loss.checks import budget_of, class_indices, group_of
+from storage_ops.loss.engine import ranks
 from storage_ops.loss.names import Reduction
 
 

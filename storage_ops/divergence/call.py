@@ -10,7 +10,7 @@ from torch import Tensor
 
 from storage_ops.loss import call as loss_call
 from storage_ops.loss.call import arithmetic, tensors_among
-from storage_ops.loss.cost import STATE_ROWS
+from storage_ops.loss.planning.cost import STATE_ROWS
 
 IGNORED = -100
 

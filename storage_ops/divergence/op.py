@@ -15,8 +15,9 @@ from torch.library import register_autograd, register_fake, register_vmap
 from storage_ops import _autograd, _schemas
 from storage_ops.divergence.call import DivergenceCall
 from storage_ops.divergence.row_function import run_of
-from storage_ops.loss import formulas, kept
+from storage_ops.loss import formulas
 from storage_ops.loss.call import count_of
+from storage_ops.loss.engine import kept
 
 _OPS = torch.ops.storage_ops
 _NAME = "storage_ops::linear_kl_div"

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from storage_ops import _schemas
 from storage_ops.divergence import cosine
-from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.devices import on_gpu
-from storage_ops.loss.schedule import GRADIENT, UPDATE, slices
+from storage_ops.loss.planning.cost import STATE_ROWS
+from storage_ops.loss.planning.devices import on_gpu
+from storage_ops.loss.planning.schedule import GRADIENT, UPDATE, slices
 
 _OPS = torch.ops.storage_ops
 

@@ -16,7 +16,7 @@ from storage_ops.checkpoint.selective.offload import region_ended
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
-from storage_ops.loss.devices import Rates
+from storage_ops.loss.planning.devices import Rates
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.ranks.fsdp import layer_alone
 from storage_ops.simulate.step import earlier_gradients, outside_autocast, without_gradients

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from storage_ops._autograd import refuse_forward_mode, transforming
-from storage_ops.loss import op, ranks
+from storage_ops.loss import op
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.checks import (
     budget_of,
@@ -21,9 +21,10 @@ from storage_ops.loss.checks import (
     group_of,
     names_of,
 )
+from storage_ops.loss.engine import ranks
 from storage_ops.loss.names import RESULTS, InputGrad, Reduction, Result, TensorResult
 from storage_ops.loss.options import CallOptions, Several
-from storage_ops.loss.planner import Plan
+from storage_ops.loss.planning.planner import Plan
 from storage_ops.loss.positions import loss_of_positions
 
 # Options that the op takes by the same name; `weight` is the op's name for linear_weight.

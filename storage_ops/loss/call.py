@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from storage_ops.loss.planner import keeping
+from storage_ops.loss.planning.planner import keeping
 
 
 def tensors_among(arguments: type[Any]) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
+from storage_ops.loss.engine.ranks import is_group
 from storage_ops.loss.names import INPUT_GRADS, REDUCTIONS, Result
-from storage_ops.loss.ranks import is_group
 from storage_ops.quantities import parse_bytes
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

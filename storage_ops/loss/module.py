@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar, Unpack
 
-from storage_ops.loss import ranks
 from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.loss.engine import ranks
 from storage_ops.loss.names import Result, TensorResult
 from storage_ops.loss.options import ModuleOptions, Several
 

@@ -36,10 +36,11 @@ from storage_ops._autograd import (
     transforming,
     without_graph,
 )
-from storage_ops.loss import formulas, kept, pieces, ranks, reference
+from storage_ops.loss import formulas, pieces, reference
 from storage_ops.loss.call import Call, arithmetic, count_of
-from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.planner import keeping
+from storage_ops.loss.engine import kept, ranks
+from storage_ops.loss.planning.cost import STATE_ROWS
+from storage_ops.loss.planning.planner import keeping
 from storage_ops.loss.row_function import CrossEntropyRun, run_of, target_gradient
 from storage_ops.matmul import reference as matmul_reference
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
 from storage_ops.loss.names import InputGrad, Reduction, TensorResult
-from storage_ops.loss.planner import Plan
+from storage_ops.loss.planning.planner import Plan
 
 # More names of results than the overloads count.
 Several = tuple[TensorResult, TensorResult, Unpack[tuple[TensorResult, ...]]]

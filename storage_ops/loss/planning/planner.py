@@ -10,10 +10,10 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from storage_ops.loss import cost
-from storage_ops.loss.devices import Rates, named
-from storage_ops.loss.problem import Problem, padded, parts
-from storage_ops.loss.schedule import (
+from storage_ops.loss.planning import cost
+from storage_ops.loss.planning.devices import Rates, named
+from storage_ops.loss.planning.problem import Problem, padded, parts
+from storage_ops.loss.planning.schedule import (
     ROWS,
     RUNNING_RESCALE,
     TOKEN_CHUNKED,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.cost import narrowed_rows, plain_rows
-from storage_ops.loss.devices import on_gpu
-from storage_ops.loss.head import Head
-from storage_ops.loss.schedule import INPUT, WEIGHT, Schedule, Step, slices
+from storage_ops.loss.engine.head import Head
+from storage_ops.loss.planning.cost import narrowed_rows, plain_rows
+from storage_ops.loss.planning.devices import on_gpu
+from storage_ops.loss.planning.schedule import INPUT, WEIGHT, Schedule, Step, slices
 
 
 class Sums:

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from storage_ops.loss.names import STRATEGIES
-from storage_ops.loss.problem import Problem, padded, parts
+from storage_ops.loss.planning.problem import Problem, padded, parts
 
 TOKEN_CHUNKED, VOCAB_SLICED, RUNNING_RESCALE = STRATEGIES
 
