@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from storage_ops.loss.planning.planner import keeping
 
+_Call = TypeVar("_Call")
 
-def tensors_among(arguments: type[Any]) -> tuple[str, ...]:
+
+@functools.cache
+def _tensor_fields(arguments: type[Any]) -> tuple[str, ...]:
     """Return the names of the fields of a NamedTuple that are tensors, or None."""
     hints = get_type_hints(arguments)
     return tuple(name for name, hint in hints.items() if Tensor in (hint, *get_args(hint)))
+
+
+def tensors_of(call: object) -> tuple[Tensor | None, ...]:
+    """Return the arguments of an op that are tensors, or None; `call`: a NamedTuple of them."""
+    kind: Any = type(call)
+    return tuple(getattr(call, name) for name in _tensor_fields(kind))
+
+
+def with_tensors(call: _Call, tensors: Sequence[Tensor | None] | None = None) -> _Call:
+    """Return a call with other tensors; without any, it keeps no memory."""
+    kind: Any = type(call)
+    names = _tensor_fields(kind)
+    given = (None,) * len(names) if tensors is None else tensors
+    changed: _Call = kind._replace(call, **dict(zip(names, given, strict=True)))
+    return changed
 
 
 class Call(NamedTuple):
@@ -78,16 +97,6 @@ class Call(NamedTuple):
         summed = self.reduction != "none" and not self.wants[0]
         return bool(self.group) and summed and not self.target.is_floating_point()
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The arguments that are tensors, or None."""
-        return tuple(getattr(self, name) for name in TENSORS)
-
-    def with_tensors(self, tensors: Sequence[Tensor | None] | None = None) -> Call:
-        """The call with others; without any, it keeps no memory."""
-        tensors = (None,) * len(TENSORS) if tensors is None else tensors
-        named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return self._replace(**named)
-
     def for_backward(self) -> tuple[Any, ...]:
         """The arguments as ops of the backward take them that have no accumulate_into."""
         return self[:_INTO] + self[_INTO + 1 :]
@@ -99,7 +108,6 @@ class Call(NamedTuple):
         return Call(*given)
 
 
-TENSORS = tensors_among(Call)
 _INTO = Call._fields.index("accumulate_into")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from storage_ops.foundation import regions
-from storage_ops.loss.call import Call
+from storage_ops.loss.call import Call, tensors_of
 
 _MODES = torch._C._TorchDispatchModeKey
 _LOOKING = {"ProxyTorchDispatchMode", "CommDebugMode"}
@@ -33,7 +33,7 @@ def in_pieces(call: Call) -> bool:
     if not call.group or call.accumulate_into is not None or _in_region():
         return False
     modes = {type(mode).__name__ for mode in _get_current_dispatch_mode_stack()}
-    sizes = (n for t in call.tensors() if t is not None for n in t.shape)
+    sizes = (n for t in tensors_of(call) if t is not None for n in t.shape)
     fixed = all(type(n) is int for n in sizes)
     return bool(modes & _LOOKING) and modes <= _LOOKING | _HARMLESS and fixed
 

@@ -10,6 +10,7 @@
 * `run.Run` carries out the steps of a schedule. `run.RowFunction` is what a head computes from a
   tile. Cross-entropy has one in `../row_function.py`, a divergence in `divergence/row_function.py`.
 * `sums.Sums` adds up the gradients of the tiles.
+* `autograd` is the backward that ops of heads share: gradients from the forward, or a second pass.
 * `ranks` merges over a process group whose ranks have slices of the vocabulary.
 * `kept` holds tiles that stay in memory between a forward and its backward.
 """

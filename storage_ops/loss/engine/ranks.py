@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from storage_ops.loss.call import Call
+from storage_ops.loss.call import Call, tensors_of, with_tensors
 from storage_ops.loss.pieces import traced
 
 _distributed: Any = dist
@@ -317,8 +317,8 @@ def ranks_of(name: str) -> Ranks:
 
 def _options_of(call: Call) -> int:
     """A number for dtypes and options, the same in every process."""
-    rest = call.with_tensors()._replace(group="", check_ranks=False)
-    kinds = [None if t is None else (t.dtype, t.dim()) for t in call.tensors()]
+    rest = with_tensors(call)._replace(group="", check_ranks=False)
+    kinds = [None if t is None else (t.dtype, t.dim()) for t in tensors_of(call)]
     values = [tuple(value) if isinstance(value, list) else value for value in rest]
     return zlib.crc32(repr((kinds, values)).encode())
 

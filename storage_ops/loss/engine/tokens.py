@@ -50,7 +50,7 @@ class Tokens:
     @property
     def count(self) -> int:
         """Tokens that are worked on."""
-        return len(self.target)
+        return self.target.shape[0]
 
     @property
     def probabilities(self) -> bool:

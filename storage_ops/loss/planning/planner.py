@@ -153,6 +153,7 @@ def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Pl
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
 def schedule_of(p: Problem, key: str) -> Schedule:
     """The schedule that `Plan.key` stands for; what follows three words may be left out.
 
