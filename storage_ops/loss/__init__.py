@@ -22,11 +22,14 @@ Terms:
 * *Ranks* share the vocabulary: they merge the state of rows and add up the input's gradient, while
   other chunks are multiplied.
 
-Where things are: `api` is the public function, `module` the public module, `checks` their errors,
-`names` and `options` the types of their options, `call` the op's arguments by name, `op` kernels,
-fakes, autograd and vmap. `formulas` has what a token's loss is made of, `reference` the definition
-in plain torch. `planning/` chooses the tiles and needs no torch. `engine/` walks them for any head:
-its operands, the run, the sums of gradients, and process groups. `row_function` is what
-cross-entropy computes from a tile. `pieces` is about who sees what ranks send, `dtensor` turns
-placements into a process group, `positions` is the K-dimensional loss.
+Where things are:
+
+* `api` is the public function, `module` the public module, and `positions` the K-dimensional loss.
+  `dtensor` turns placements of DTensors into a process group.
+* `call` has the arguments: their types, the rules that options obey, and the fields of the op.
+  `checks` compares tensors with each other.
+* `op` has the ops: kernels, fakes, autograd and vmap. `row_function` computes cross-entropy from a
+  tile, and `picked` the log-probabilities of some classes.
+* `formulas` has what a token's loss is made of, `reference` the definition in plain torch.
+* `planning/` chooses the tiles, and needs no torch. `engine/` walks them for any head.
 """

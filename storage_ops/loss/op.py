@@ -29,7 +29,7 @@ from storage_ops._autograd import (
     transforming,
     without_graph,
 )
-from storage_ops.loss import formulas, pieces, reference
+from storage_ops.loss import formulas, reference
 from storage_ops.loss.call import Call, arithmetic, count_of, with_tensors
 from storage_ops.loss.engine import kept, ranks
 from storage_ops.loss.engine.autograd import (
@@ -194,7 +194,7 @@ def _second_pass(
 
 
 def _backwards(call: Call, name: str, arguments: tuple[Any, ...]) -> Any:
-    return pieces.run(functools.partial(call_once, getattr(_OPS, name)), _KERNELS[name], call,
+    return ranks.run(functools.partial(call_once, getattr(_OPS, name)), _KERNELS[name], call,
                       *arguments)  # fmt: skip
 
 
@@ -205,7 +205,7 @@ class _Differentiable(HeadFunction):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         op, kernel = _OPS.linear_cross_entropy, _KERNELS["linear_cross_entropy"]
-        return tuple(pieces.run(op, kernel, Call(*args), *args))
+        return tuple(ranks.run(op, kernel, Call(*args), *args))
 
 
 def _may_keep(call: Call) -> bool:
@@ -216,7 +216,7 @@ def _may_keep(call: Call) -> bool:
     """
     if call.in_forward or not any(call.grad_mask) or call.group:
         return False
-    return not (torch.compiler.is_compiling() or pieces.traced() or transforming())
+    return not (torch.compiler.is_compiling() or ranks.traced() or transforming())
 
 
 def apply(call: Call) -> tuple[Tensor, ...]:

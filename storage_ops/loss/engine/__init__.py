@@ -11,6 +11,7 @@
   tile. Cross-entropy has one in `../row_function.py`, a divergence in `divergence/row_function.py`.
 * `sums.Sums` adds up the gradients of the tiles.
 * `autograd` is the backward that ops of heads share: gradients from the forward, or a second pass.
-* `ranks` merges over a process group whose ranks have slices of the vocabulary.
+* `ranks` merges over a process group whose ranks have slices of the vocabulary. It also decides
+  whether a call is one op or the ops that it consists of.
 * `kept` holds tiles that stay in memory between a forward and its backward.
 """

@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.engine.head import Head
 from storage_ops.loss.engine.kept import free
+from storage_ops.loss.engine.ranks import traced
 from storage_ops.loss.engine.sums import Sums
-from storage_ops.loss.pieces import traced
 from storage_ops.loss.planning.problem import padded
 from storage_ops.loss.planning.schedule import (
     GRADIENT,
